@@ -291,7 +291,7 @@ def _show_reports(console: Console, reports: list[Any]) -> None:
 
 
 def _export(args: argparse.Namespace) -> _Result:
-    from autohet.runtime.state.export import export_checkpoint
+    from autohet.runtime.state.export import ExportOptions, export_checkpoint
     from recovery.checkpoint.retention import reading_checkpoint
 
     if args.base is not None and not args.merge:
@@ -305,10 +305,8 @@ def _export(args: argparse.Namespace) -> _Result:
             storage,
             manifest,
             args.out,
-            dtype=args.dtype,
-            merge=args.merge,
-            base=args.base,
-            progress=progress,
+            ExportOptions(dtype=args.dtype, merge=args.merge, base=args.base),
+            progress,
         )
     line = (
         f"Step {summary.step} exported to {summary.directory}: {summary.num_tensors} tensors, "

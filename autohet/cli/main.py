@@ -39,7 +39,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         description="Elastic training on mixed spot GPUs.",
         epilog=(
             "Exit codes: 0 done, 1 the work failed, 2 the input is wrong (one message says what and"
-            " how to mend it). `autohet COMMAND --help` shows a command's options; with --json it"
+            " how to fix it). `autohet COMMAND --help` shows a command's options; with --json it"
             " prints one JSON document and nothing else."
         ),
     )

@@ -168,13 +168,14 @@ def _supervise(
     job: Job, cluster: Cluster, regions: Sequence[Region], tasks: dict[str, Path]
 ) -> tuple[bool, str]:
     from autohet.driver.sky.command import SkyCommand, find_sky
-    from autohet.driver.sky.supervisor import Limits, Supervisor
+    from autohet.driver.sky.supervisor import LaunchableRegions, Limits, Supervisor
 
     limits = Limits(
         job.training.steps, job.elastic.region_patience_s, job.elastic.max_failures_in_a_row
     )
     sky = SkyCommand(find_sky())
-    supervisor = Supervisor(job.name, regions, tasks, cluster.zones, limits, sky=sky)
+    launchable = LaunchableRegions(regions, tasks, cluster.zones)
+    supervisor = Supervisor(job.name, launchable, limits, sky=sky)
     try:
         ended = supervisor.run()
     except KeyboardInterrupt:

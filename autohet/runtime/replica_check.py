@@ -57,40 +57,47 @@ class _Shared:
     holders: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class HeldReplicas:
+    """Shards of the layout that one worker holds: its local tensors by state name."""
+
+    worker: str
+    layout: Layout
+    state: Mapping[str, Tensor]
+
+
 class ReplicaCheck:
     """Replica check of one worker; every worker of the plan has one, with the same layout.
 
     Each vote asks for `contribution`. After a vote that reports a mismatch, all workers call
-    `mend`.
+    `repair`.
 
-    state: this worker's local tensors by state name, as the layout has them. layer_of: a
-    parameter's layer, for messages. reload: reads frozen weights of this worker from the origin
-    again, in place.
+    layer_of: a parameter's layer, for messages. reload: reads frozen weights of this worker from
+    the origin again, in place.
     """
 
     def __init__(
         self,
-        me: str,
-        layout: Layout,
-        state: Mapping[str, Tensor],
+        held: HeldReplicas,
         world: Group,
         every_steps: int,
         layer_of: Mapping[str, int | str],
         reload: Callable[[Collection[str]], None] = lambda parameters: None,
     ) -> None:
         self._reload = reload
-        self._me, self._layout, self._state, self._world, self._every = (
-            me,
-            layout,
-            state,
-            world,
-            every_steps,
-        )
+        layout = held.layout
+        self._me = held.worker
+        self._layout = layout
+        self._state = held.state
+        self._world = world
+        self._every = every_steps
         self._layer_of = layer_of
-        self._units = layout.units_of(me)
-        held = ((shard, layout.holders(shard)) for shard in sorted(layout.shards))
-        self._shared = [_Shared(shard, holders) for shard, holders in held if len(holders) > 1]
-        self._mine = [index for index, each in enumerate(self._shared) if me in each.holders]
+        self._units = layout.units_of(held.worker)
+        by_shard = ((shard, layout.holders(shard)) for shard in sorted(layout.shards))
+        self._shared = [_Shared(shard, holders) for shard, holders in by_shard if len(holders) > 1]
+        self._mine = [
+            index for index, each in enumerate(self._shared) if held.worker in each.holders
+        ]
         largest = 2 * sum(len(each.holders) - 1 for each in self._shared)
         self._mask = (
             1 << min(MOST_BITS, EXACT_BITS - 1 - math.ceil(math.log2(max(2, largest))))
@@ -117,7 +124,7 @@ class ReplicaCheck:
         spec, units = self._layout.tensors[shard.tensor], self._units[shard.tensor]
         return unit_views(spec, units, self._state[shard.tensor])[shard.unit]
 
-    def mend(self, step: int) -> tuple[ReplicaMismatch, ...]:
+    def repair(self, step: int) -> tuple[ReplicaMismatch, ...]:
         """Give every holder that differs the owner's bits.
 
         Return the shards that differed, the same at every worker. Blocks; all workers call it.
@@ -130,12 +137,12 @@ class ReplicaCheck:
             if is_frozen(each.shard):
                 wrong = tuple(holder for holder in each.holders if held[holder] != right[holder])
                 if wrong:
-                    found.append(self._parted(step, each.shard, wrong, ORIGIN))
+                    found.append(self._mismatch(step, each.shard, wrong, ORIGIN))
                 continue
             owner, others = judge(held)
             if others:
                 self._send_from(owner, others, each.shard)
-                found.append(self._parted(step, each.shard, others, owner))
+                found.append(self._mismatch(step, each.shard, others, owner))
         return tuple(found)
 
     def _held(self, table: Tensor, index: int) -> dict[str, int]:
@@ -143,7 +150,7 @@ class ReplicaCheck:
         holders = self._shared[index].holders
         return {holder: int(table[self._world.members.index(holder), index]) for holder in holders}
 
-    def _parted(
+    def _mismatch(
         self, step: int, shard: ShardId, workers: tuple[str, ...], owner: str
     ) -> ReplicaMismatch:
         layer = self._layer_of[parameter_name(shard.tensor)]

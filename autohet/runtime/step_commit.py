@@ -438,9 +438,9 @@ class Trainer(ABC):
                 return vote, marks, found
             if vote.parted:
                 assert self.replicas is not None
-                mended = self.replicas.mend(self.step)
-                self._state_mended({each.tensor for each in mended})
-                found += mended
+                repaired = self.replicas.repair(self.step)
+                self._state_mended({each.tensor for each in repaired})
+                found += repaired
                 num_repairs += 1
             else:
                 assert self.loss_scale is not None

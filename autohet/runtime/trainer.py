@@ -43,7 +43,7 @@ from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
-from autohet.runtime.replica_check import ReplicaCheck
+from autohet.runtime.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
 from autohet.runtime.step_commit import Trainer, Vote
@@ -336,9 +336,8 @@ def _replica_check(
     weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
     tensors = ChainMap(generation.state, weights)
     every = setup.training.replica_check_steps
-    return ReplicaCheck(
-        generation.worker, layout, tensors, world, every, layers, generation.reload_frozen
-    )
+    held = HeldReplicas(generation.worker, layout, tensors)
+    return ReplicaCheck(held, world, every, layers, generation.reload_frozen)
 
 
 __all__ = ["StageGroups", "StageTrainer"]

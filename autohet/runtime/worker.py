@@ -22,7 +22,13 @@ from torch.distributed import TCPStore
 from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
+from autohet.runtime.groups import (
+    GenerationGroups,
+    GroupTimeouts,
+    Interrupted,
+    PeerLost,
+    reconfigure,
+)
 from autohet.runtime.job import Job
 from autohet.runtime.layout import frozen_units
 from autohet.runtime.length_work import LengthWork, length_work
@@ -254,8 +260,7 @@ class Worker:
             store,
             self.place.worker,
             self.device,
-            order.step_timeout_s or self.timeouts.step_s,
-            self.timeouts.rendezvous_s,
+            GroupTimeouts(order.step_timeout_s or self.timeouts.step_s, self.timeouts.rendezvous_s),
         )
         with self._lock:
             self._groups = groups
@@ -583,7 +588,7 @@ def choose_device(wish: str, precision: str, given: str | None = None) -> torch.
     """
     if wish == "auto" and given is not None and not torch.cuda.is_available():
         raise ConfigError(
-            f"this worker was given a GPU ({given}), but PyTorch finds no CUDA device; mend the"
+            f"this worker was given a GPU ({given}), but PyTorch finds no CUDA device; fix the"
             " node's driver or its CUDA build of PyTorch, or set training.device to cpu"
         )
     if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
@@ -591,7 +596,7 @@ def choose_device(wish: str, precision: str, given: str | None = None) -> torch.
     if not torch.cuda.is_available():
         raise ConfigError(
             "training.device is cuda, but PyTorch finds no CUDA device; set training.device to auto"
-            " or cpu, or mend the node's driver or its CUDA build of PyTorch"
+            " or cpu, or fix the node's driver or its CUDA build of PyTorch"
         )
     if precision == "bf16" and torch.cuda.get_device_capability(0) < (
         8,

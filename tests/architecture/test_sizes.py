@@ -21,19 +21,12 @@ GIVEN_BY_OTHERS = {
 }
 """Functions whose parameters another library prescribes, and which."""
 LONG_TODAY = {
-    "autohet/driver/sky/supervisor.py Supervisor.__init__",
-    "autohet/runtime/groups/generation.py GenerationGroups.__init__",
-    "autohet/runtime/groups/generation.py reconfigure",
-    "autohet/runtime/groups/group.py Group.__init__",
     "autohet/runtime/models/family.py _spec",
     "autohet/runtime/models/linear_loss.py linear_cross_entropy_sum",
     "autohet/runtime/models/model_spec.py _block_spec",
     "autohet/runtime/models/stage.py StageModel.__init__",
     "autohet/runtime/models/stage.py build_stage",
-    "autohet/runtime/parallel/compute_weights.py ComputeWeights.__init__",
     "autohet/runtime/reference.py train_reference",
-    "autohet/runtime/replica_check.py ReplicaCheck.__init__",
-    "autohet/runtime/state/export.py export_checkpoint",
     "planner/cost/boundaries.py BoundaryCosts.hop_s",
     "planner/cost/layers.py LayerTimeModel._borrowed",
     "planner/cost/layers.py LayerTimeModel._layer",

@@ -28,6 +28,7 @@ from autohet.driver.sky.command import (
 )
 from autohet.driver.sky.supervisor import (
     MOST_ROUNDS,
+    LaunchableRegions,
     Limits,
     Record,
     Seen,
@@ -90,9 +91,7 @@ class Clouds:
     def new_supervisor(self) -> Supervisor:
         return Supervisor(
             "fake",
-            self.regions,
-            self.tasks,
-            ZONES,
+            LaunchableRegions(self.regions, self.tasks, ZONES),
             LIMITS,
             sky=SkyCommand(partial(fake_sky.call, self.folder)),
             clock=lambda: self.now_s,

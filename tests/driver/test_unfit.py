@@ -98,7 +98,7 @@ def test_where_every_node_is_unfit_nothing_is_waited_for():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
-def test_cuda_without_a_device_is_the_users_to_mend(tmp_path):
+def test_cuda_without_a_device_is_the_users_to_fix(tmp_path):
     from tests.harness.local_fleet import make_job
 
     place = WorkerPlace("a/0", "a", "A10G", str(tmp_path / "memory"), str(tmp_path / "disk"))

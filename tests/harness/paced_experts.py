@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from autohet.bench.step.sides import random_rows, state_of
 from autohet.driver.planning.proposals import Planning
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import (
     BACKWARD_PER_FORWARD,
@@ -206,7 +206,7 @@ def _train(
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
     plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)
     me = plan.workers[rank]
-    groups = GenerationGroups(store, 1, me, cpu, 60.0, 60.0)
+    groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)
     everyone = groups.group(plan.workers, "measured")
     state = state_of(job, layout_of_plan(plan, config), me, cpu)

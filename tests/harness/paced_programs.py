@@ -16,7 +16,7 @@ from autohet.bench.step.sides import random_rows, state_of
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.planning.proposals import Planning, Proposal
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups, Group
+from autohet.runtime.groups import GenerationGroups, Group, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
@@ -155,7 +155,7 @@ def _train(
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
     plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)
     me = plan.workers[rank]
-    groups = GenerationGroups(store, 1, me, cpu, 60.0, 60.0)
+    groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)
     everyone = groups.group(plan.workers, "measured")
     state = state_of(job, layout_of_plan(plan, config), me, cpu)

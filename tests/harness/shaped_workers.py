@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.driver.emulate.namespaces import NamespaceNetwork, served_in_namespace
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from tests.harness.fork_server import forking_context
 
 DEADLINE_S = 120.0
@@ -83,7 +83,7 @@ def _steps(
 ) -> None:
     torch.set_num_threads(1)
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-    groups = GenerationGroups(store, 0, worker, CPU, DEADLINE_S, DEADLINE_S)
+    groups = GenerationGroups(store, 0, worker, CPU, GroupTimeouts(DEADLINE_S, DEADLINE_S))
     groups.meet(workers)
     everyone = groups.group(workers)
     step, seconds = build(case, worker, groups), []

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.groups import GenerationGroups, Group
+from autohet.runtime.groups import GenerationGroups, Group, GroupTimeouts
 from autohet.runtime.spmd.capture import Captured, capture
 from autohet.runtime.spmd.executor import Executor
 from planner.spmd.costs import Shares
@@ -109,7 +109,9 @@ def gloo_group(
     store: TCPStore, rank: int, size: int, name: str = "spmd", timeout_s: float = 30.0
 ) -> Group:
     members = [f"w{number}" for number in range(size)]
-    groups = GenerationGroups(store, 1, f"w{rank}", torch.device("cpu"), timeout_s, timeout_s)
+    groups = GenerationGroups(
+        store, 1, f"w{rank}", torch.device("cpu"), GroupTimeouts(timeout_s, timeout_s)
+    )
     return groups.group(members, name)
 
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from transformers import PreTrainedConfig
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.spmd.capture import Captured, capture
@@ -114,7 +114,7 @@ def train(
         model, batch = spmd_case(name, torch.float32)
         model.reduction = "sum"  # type: ignore[assignment]
         captured = capture(model, batch)
-        groups = GenerationGroups(store, number, f"w{rank}", cpu, 30.0, 30.0)
+        groups = GenerationGroups(store, number, f"w{rank}", cpu, GroupTimeouts(30.0, 30.0))
         placed = some_plan(captured, size, seed)
         setup = TrainingSetup(PreTrainedConfig(), TRAINING, cpu)
         plan = as_plan(size)

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, PeerLost
+from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, GroupTimeouts, PeerLost
 from autohet.runtime.job import AdapterSection, ModelSection, TrainingSection
 from autohet.runtime.layout import frozen_units, layout_of_plan
 from autohet.runtime.loss_scale import FIRST_SCALE, LossScale
@@ -156,7 +156,9 @@ def build(
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     SEAT.me, SEAT.groups = (
         me,
-        GenerationGroups(store, generation, me, CPU, timeout_s, 20.0, BACK_ENDS[case.back_end]),
+        GenerationGroups(
+            store, generation, me, CPU, GroupTimeouts(timeout_s, 20.0), BACK_ENDS[case.back_end]
+        ),
     )
     SEAT.groups.meet(plan.workers)
     config = case.config()

@@ -23,7 +23,7 @@ from autohet.runtime.layout import frozen_layout, frozen_units
 from autohet.runtime.messages import Phase, WorkerPlace
 from autohet.runtime.models import family_of, load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
-from autohet.runtime.replica_check import ReplicaCheck
+from autohet.runtime.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.state.frozen import FrozenWeights, first_weights
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
@@ -222,7 +222,9 @@ def test_a_flipped_bit_of_a_frozen_weight_shows_in_the_vote_and_is_read_again(jo
         total = 0.0
         for worker, frozen in held.items():
             tensors = {f"frozen/{name}": tensor for name, tensor in frozen.tensors.items()}
-            total += ReplicaCheck(worker, layout, tensors, world, 1, {}).contribution(0)
+            total += ReplicaCheck(HeldReplicas(worker, layout, tensors), world, 1, {}).contribution(
+                0
+            )
         return total
 
     name = "model.layers.0.self_attn.o_proj.weight"

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.parallel.host_staging import HostStaging
@@ -94,7 +94,7 @@ def counted(case: Case, counter: type[LiveMemory] = LiveMemory) -> dict[str, int
     )
 
     def work(me: str) -> None:
-        groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
+        groups = GenerationGroups(store, 1, me, CPU, GroupTimeouts(30.0, 30.0))
         with counter() as memory:
             state = local_state(case, layout_of_plan(plan, config), me)
             generation = WorkerGeneration(plan, me, groups, state)

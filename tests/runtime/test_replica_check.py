@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autohet.runtime import replica_check
-from autohet.runtime.replica_check import ReplicaCheck, judge
+from autohet.runtime.replica_check import HeldReplicas, ReplicaCheck, judge
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
 
@@ -51,7 +51,7 @@ def votes(layout: Layout, states: Any, every: int = 1, step: int = 0) -> float:
     layers = {f"t{i}": i for i in range(99)}
     world: Any = None
     return sum(
-        ReplicaCheck(w, layout, states[w], world, every, layers).contribution(step)
+        ReplicaCheck(HeldReplicas(w, layout, states[w]), world, every, layers).contribution(step)
         for w in layout.workers
     )
 
@@ -83,7 +83,10 @@ def test_sums_stay_exact_however_many_shards_there_are(monkeypatch: pytest.Monke
     layout, states = case(1, num_workers=16, num_tensors=40)
     monkeypatch.setattr(replica_check, "EXACT_BITS", 30)
     monkeypatch.setattr(replica_check, "checksums", lambda pieces: [(1 << 64) - 1] * len(pieces))
-    check = [ReplicaCheck(w, layout, states[w], None, 1, {}) for w in layout.workers]  # type: ignore[arg-type]
+    check = [
+        ReplicaCheck(HeldReplicas(w, layout, states[w]), None, 1, {})  # type: ignore[arg-type]
+        for w in layout.workers
+    ]
     parts = [each.contribution(0) for each in check]
     assert sum(parts) == 0.0
     assert max(sum(abs(part) for part in parts), 1) < 2.0**30

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed import HashStore
 
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups, Interrupted
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts, Interrupted
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult, Vote
 from autohet.runtime.trainer import StageTrainer
@@ -63,7 +63,7 @@ def trainer_of(
     document["pipelines"][0]["stages"][0]["num_layers"] = model["num_hidden_layers"]
     case = Case(model, document, TRAINING | training, 4)
     plan, config = Plan.from_document(document), case.config()
-    groups = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
+    groups = GenerationGroups(HashStore(), 1, "w", CPU, GroupTimeouts(5.0, 5.0))
     state = local_state(case, layout_of_plan(plan, config), "w")
     generation = WorkerGeneration(plan, "w", groups, state)
     return StageTrainer(TrainingSetup(config, case.section(), CPU), generation, hooks), rows_of(

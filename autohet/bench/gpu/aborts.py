@@ -22,7 +22,14 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.bench.gpu.part import Failed, Machine, Skipped, share_gpu
-from autohet.runtime.groups import GenerationGroups, Group, Interrupted, PeerLost, reconfigure
+from autohet.runtime.groups import (
+    GenerationGroups,
+    Group,
+    GroupTimeouts,
+    Interrupted,
+    PeerLost,
+    reconfigure,
+)
 
 GROUP_TIMEOUT_S = 20.0
 RENDEZVOUS_S = 40.0
@@ -155,7 +162,9 @@ def _groups(
     rank: int, size: int, device: torch.device, port: int, rendezvous_s: float = RENDEZVOUS_S
 ) -> Any:
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
-    groups = GenerationGroups(store, 0, f"n/{rank}", device, GROUP_TIMEOUT_S, rendezvous_s)
+    groups = GenerationGroups(
+        store, 0, f"n/{rank}", device, GroupTimeouts(GROUP_TIMEOUT_S, rendezvous_s)
+    )
     groups.meet([f"n/{each}" for each in range(size)])
     return store, groups
 
@@ -226,7 +235,9 @@ def _survive(
         raised_at = time.perf_counter()
     listener.join(ANSWER_S)
     begun = time.perf_counter()
-    groups = reconfigure(groups, 1, store, f"n/{rank}", device, GROUP_TIMEOUT_S, RENDEZVOUS_S)
+    groups = reconfigure(
+        groups, 1, store, f"n/{rank}", device, GroupTimeouts(GROUP_TIMEOUT_S, RENDEZVOUS_S)
+    )
     groups.meet(members[:-1])
     world = groups.group(members[:-1], "world")
     one = torch.ones(1, device=device)
@@ -264,7 +275,7 @@ def _generations(
     for number in range(1, NUM_GENERATIONS + 1):
         begun = time.perf_counter()
         groups = reconfigure(
-            groups, number, store, f"n/{rank}", device, GROUP_TIMEOUT_S, RENDEZVOUS_S
+            groups, number, store, f"n/{rank}", device, GroupTimeouts(GROUP_TIMEOUT_S, RENDEZVOUS_S)
         )
         groups.meet(members)
         world = groups.group(members, "world")

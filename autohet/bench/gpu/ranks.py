@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from autohet.bench.gpu.part import Failed, Machine, job_of, share_gpu
 from autohet.bench.step.sides import plain, random_rows, state_of
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
@@ -128,7 +128,7 @@ def _train(me: str, device_type: str, port: int, job: Job) -> dict[str, Any]:
     config = load_config(job.model)
     began = time.perf_counter()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    groups = GenerationGroups(store, 0, me, device, 40.0, 60.0)
+    groups = GenerationGroups(store, 0, me, device, GroupTimeouts(40.0, 60.0))
     groups.meet(plan.workers)
     state = state_of(job, layout_of_plan(plan, config), me, device)
     setup = TrainingSetup(config, job.training, device)

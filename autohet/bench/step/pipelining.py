@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autohet.bench.step.sides import first_parameters, random_rows, state_of
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.layout import layout_of_plan
@@ -174,7 +174,7 @@ def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     dist.broadcast_object_list(ports, 0)
     store = server or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     me = f"here/{rank}"
-    groups = GenerationGroups(store, 0, me, device, GROUP_TIMEOUT_S, GROUP_TIMEOUT_S)
+    groups = GenerationGroups(store, 0, me, device, GroupTimeouts(GROUP_TIMEOUT_S, GROUP_TIMEOUT_S))
     groups.meet(plan.workers)
     state = state_of(job, layout_of_plan(plan, config), me, device)
     setup, generation = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan, parameter_name
 from autohet.runtime.models import family_of, load_config
@@ -132,7 +132,7 @@ def our_trainer(
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    groups = GenerationGroups(store, 0, WORKER, device, 60.0, 60.0)
+    groups = GenerationGroups(store, 0, WORKER, device, GroupTimeouts(60.0, 60.0))
     state = state_of(job, layout_of_plan(plan, config), WORKER, device)
     setup, generation = (
         TrainingSetup(config, job.training, device),

@@ -236,7 +236,7 @@ class Simulation:
         whole = replace(scenario.cluster, node_types=tuple(kinds.values())).fleet()
         planning.answer(
             whole, None
-        )  # a job that the whole cluster cannot train is the user's to mend
+        )  # a job that the whole cluster cannot train is the user's to fix
         config = load_config(job.model)
         book = OrderBuilder(
             job, config, layouts=CoarseLayouts(config), zones=scenario.cluster.zones

@@ -154,18 +154,28 @@ def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits
     return Decision("launch", f"nothing trains in {record.region}", record)
 
 
+@dataclass(frozen=True)
+class LaunchableRegions:
+    """Regions where a job may be launched, in order of preference.
+
+    tasks: task file of each region. zones: links between zones, with their price.
+    """
+
+    regions: Sequence[Region]
+    tasks: Mapping[str, Path]
+    zones: ZoneTable
+
+
 class Supervisor:
     """Owner of one job's clusters under SkyPilot, from start to end.
 
-    tasks: task file of each region. `run` blocks until the job ends.
+    `run` blocks until the job ends.
     """
 
     def __init__(
         self,
         job: str,
-        regions: Sequence[Region],
-        tasks: Mapping[str, Path],
-        zones: ZoneTable,
+        launchable: LaunchableRegions,
         limits: Limits,
         *,
         sky: Sky,
@@ -173,9 +183,14 @@ class Supervisor:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job = job
+        regions = launchable.regions
         self._regions = {region.name: region for region in regions}
-        self._tasks, self._zones, self._limits = tasks, zones, limits
-        self._sky, self._clock, self._pause = sky, clock, pause
+        self._tasks = launchable.tasks
+        self._zones = launchable.zones
+        self._limits = limits
+        self._sky = sky
+        self._clock = clock
+        self._pause = pause
         self._storages = {region.name: open_storage(region.storage) for region in regions}
         self._first = regions[0].name
 

@@ -1,7 +1,7 @@
 """Process groups of one generation; a deadline or an interrupt ends every wait."""
 
 from autohet.runtime.groups.errors import Interrupted, PeerLost
-from autohet.runtime.groups.generation import GenerationGroups, reconfigure
+from autohet.runtime.groups.generation import GenerationGroups, GroupTimeouts, reconfigure
 from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.groups.group import Group
 from autohet.runtime.groups.nccl import NcclGroup
@@ -10,6 +10,7 @@ __all__ = [
     "GenerationGroups",
     "GlooGroup",
     "Group",
+    "GroupTimeouts",
     "Interrupted",
     "NcclGroup",
     "PeerLost",

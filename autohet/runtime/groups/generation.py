@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -36,6 +37,14 @@ BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
 """Group classes by the type of the tensors' device."""
 
 
+@dataclass(frozen=True)
+class GroupTimeouts:
+    """Deadlines of a generation's groups: of one operation, and of the members' meeting."""
+
+    operation_s: float
+    rendezvous_s: float
+
+
 class GenerationGroups:
     """Process groups of one worker in one generation.
 
@@ -52,14 +61,15 @@ class GenerationGroups:
         generation: int,
         me: str,
         device: torch.device,
-        timeout_s: float,
-        rendezvous_s: float,
+        timeouts: GroupTimeouts,
         back_end: type[Group] | None = None,
     ) -> None:
-        self.me, self.device, self.timeout_s = me, device, timeout_s
+        self.me = me
+        self.device = device
+        self.timeout_s = timeouts.operation_s
         self.back_end = back_end or BACK_ENDS[device.type]
         self._store = PrefixStore(f"generation-{generation}", store)
-        self._rendezvous_s = rendezvous_s
+        self._rendezvous_s = timeouts.rendezvous_s
         self._groups: dict[tuple[str, tuple[str, ...]], Group] = {}
         self.over = threading.Event()
         """Set by `interrupt`; other waits on behalf of this generation then give up."""
@@ -139,8 +149,9 @@ class GenerationGroups:
         def run() -> None:
             try:
                 group = self.back_end(
-                    name, members, self.me, self._store, self.device, self.timeout_s, self.check
+                    name, members, self.me, self._store, self.device, self.timeout_s
                 )
+                group.check_generation = self.check
                 group.connect()
                 made.set_result(group)
             except Exception as error:  # noqa: BLE001
@@ -227,8 +238,7 @@ def reconfigure(
     handles: Store,
     me: str,
     device: torch.device,
-    timeout_s: float,
-    rendezvous_s: float,
+    timeouts: GroupTimeouts,
 ) -> GenerationGroups:
     """End one generation of groups and begin the next; block until the old groups are aborted.
 
@@ -248,4 +258,4 @@ def reconfigure(
                 device,
             )
             os.kill(os.getpid(), signal.SIGKILL)
-    return GenerationGroups(handles, uuid, me, device, timeout_s, rendezvous_s)
+    return GenerationGroups(handles, uuid, me, device, timeouts)

@@ -44,8 +44,6 @@ class Group(ABC):
     end has tags. A failure raises PeerLost with the back end's whole message, or Interrupted after
     `interrupt`. The host polls for failures while it waits if the back end does not report them
     itself.
-
-    check: called while the host waits; it raises the error that ends the generation.
     """
 
     in_stream_order: ClassVar[bool]
@@ -65,12 +63,12 @@ class Group(ABC):
         store: Store,
         device: torch.device,
         timeout_s: float,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.members, self.me = name, tuple(members), me
         self.rank, self.size = self.members.index(me), len(members)
         self.timeout_s, self.device = timeout_s, device
-        self._check_generation = check
+        self.check_generation: Callable[[], None] = lambda: None
+        """Called by the host while it waits; raises the error that ends the generation."""
         self._interrupted = threading.Event()
         self._group: Any = self._create(PrefixStore(name, store)) if self.size > 1 else None
 
@@ -259,7 +257,7 @@ class Group(ABC):
 
     def _raise_failure(self) -> None:
         """Raise the error that ended the generation, or PeerLost for an error of the back end."""
-        self._check_generation()
+        self.check_generation()
         failure = self.error()
         if failure is not None:
             raise PeerLost(f"{self.name}: {failure}")

@@ -63,7 +63,6 @@ class ComputeWeights:
         state: Mapping[str, Tensor],
         dtypes: StageDtypes,
         device: torch.device,
-        parcel_bytes: int = BUCKET_BYTES,
         staging: HostStaging | None = None,
     ) -> None:
         self._staging = staging
@@ -98,7 +97,7 @@ class ComputeWeights:
         for index, buffer in enumerate(local.buffers):
             members = local.group_of(index)
             if buffer.owner is not None and members is not None and local.me in members:
-                parcels = _parcels(index, buffer.pieces, parcel_bytes)
+                parcels = _parcels(index, buffer.pieces, BUCKET_BYTES)
                 self._parcels += [(parcel, built[members]) for parcel in parcels]
         self.refresh()
 

@@ -101,7 +101,7 @@ class InstanceMetadata:
         parts = urlsplit(text)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
-                f"{ENDPOINT_VARIABLE} is {text!r}, which is no http:// address; mend or unset it"
+                f"{ENDPOINT_VARIABLE} is {text!r}, which is no http:// address; fix or unset it"
             )
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")

@@ -63,21 +63,31 @@ class ExportSummary:
     """Files beside the weights: tokenizer and generation config."""
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """Form of exported weights.
+
+    merge: the checkpoint of an adapter becomes a whole model, from the base that the run read, or
+    from `base`; else it becomes a directory that peft loads.
+    """
+
+    dtype: str = "float32"
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    merge: bool = False
+    base: str | None = None
+
+
+PLAIN_EXPORT = ExportOptions()
+
+
 def export_checkpoint(
     storage: Storage,
     manifest: Manifest,
     directory: str | Path,
-    *,
-    dtype: str = "float32",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    merge: bool = False,
-    base: str | None = None,
+    options: ExportOptions = PLAIN_EXPORT,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportSummary:
     """Write the weights so that `AutoModelForCausalLM.from_pretrained(directory)` loads them.
-
-    The checkpoint of an adapter becomes a directory that peft loads. With `merge` it becomes a
-    whole model, from the base that the run read, or from `base`.
 
     A tied output embedding is no tensor of the state and is not exported; from_pretrained ties it
     again. `progress(done_bytes, total_bytes)` counts output bytes.
@@ -88,16 +98,21 @@ def export_checkpoint(
         index or single file is left behind.
     """
     folder = Path(directory)
+    dtype = options.dtype
     specs: Mapping[str, TensorSpec] = _parameter_specs(manifest)
     _check_request(folder, manifest, specs, dtype)
-    is_peft = adapter_of(manifest.model_config) is not None and not merge
-    weights = _weights(storage, manifest, specs, dtype, merge, base)
+    is_peft = adapter_of(manifest.model_config) is not None and not options.merge
+    weights = _weights(storage, manifest, specs, options)
     family = FAMILIES.get(str(manifest.model_config["model_type"]))
     if family is not None and family.expert_names is not None and not is_peft:
         weights = split_experts(weights, family.expert_names)
     specs = weights.specs
     _make(folder)
-    files = {ADAPTER_FILE: list(specs)} if is_peft else _plan_files(specs, dtype, max_shard_bytes)
+    files = (
+        {ADAPTER_FILE: list(specs)}
+        if is_peft
+        else _plan_files(specs, dtype, options.max_shard_bytes)
+    )
     total = sum(_export_bytes(name, spec, dtype) for name, spec in specs.items())
     done = 0
     for file_name, names in files.items():
@@ -128,22 +143,20 @@ def _weights(
     storage: Storage,
     manifest: Manifest,
     specs: Mapping[str, TensorSpec],
-    dtype: str,
-    merge: bool,
-    base: str | None,
+    options: ExportOptions,
 ) -> ExportedWeights:
     """Return the weights to export.
 
     specs: the checkpoint's parameters, without rows that pad the vocabulary.
     """
 
-    def read(name: str, dtype: str = dtype) -> torch.Tensor:
+    def read(name: str, dtype: str = options.dtype) -> torch.Tensor:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
         wanted = _export_dtype(name, dtype)
         return _full_tensor(storage, manifest, spec, wanted)[: specs[name].shape[0]]
 
-    if merge:
-        return merged_weights(manifest, lambda name: read(name, "float32"), base)
+    if options.merge:
+        return merged_weights(manifest, lambda name: read(name, "float32"), options.base)
     if adapter_of(manifest.model_config) is not None:
         return peft_weights(specs, read)
     return ExportedWeights(specs, lambda names: map(read, names))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts, Interrupted, PeerLost
 from autohet.runtime.parallel.executor import Executor
 from tests.harness.deferred_group import DeferredGroup
 
@@ -113,10 +113,10 @@ def test_a_first_use_blocks_on_the_host_and_a_generation_makes_it_before() -> No
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
     )
-    GenerationGroups(store, 1, "b", CPU, 20.0, 20.0, DeferredGroup)._store.add(
+    GenerationGroups(store, 1, "b", CPU, GroupTimeouts(20.0, 20.0), DeferredGroup)._store.add(
         "arrived/sync/2/a+b", 1
     )
-    groups = GenerationGroups(store, 1, "a", CPU, 20.0, 20.0, DeferredGroup)
+    groups = GenerationGroups(store, 1, "a", CPU, GroupTimeouts(20.0, 20.0), DeferredGroup)
     timer = threading.Timer(0.3, groups.interrupt)
     timer.start()
     with pytest.raises(Interrupted):

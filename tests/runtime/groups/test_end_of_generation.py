@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from autohet.runtime.groups import GenerationGroups, reconfigure
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts, reconfigure
 from tests.harness.deferred_group import DeferredGroup
 
 CPU = torch.device("cpu")
 HANGING = """
 import ctypes, sys, threading, torch
 from torch.distributed import HashStore
-from autohet.runtime.groups import generation
+from autohet.runtime.groups import generation, GroupTimeouts
 from tests.harness.deferred_group import DeferredGroup
 
 generation.ABORT_LIMIT_S = float(sys.argv[1])
@@ -31,7 +31,7 @@ class Hanging(DeferredGroup):
         if sys.argv[2] == "hang":
             ctypes.PyDLL(None).usleep(int(60e6))  # with the interpreter's lock: no thread of this process runs any more
 
-groups = generation.GenerationGroups(HashStore(), 1, "a", torch.device("cpu"), 5.0, 5.0, Hanging)
+groups = generation.GenerationGroups(HashStore(), 1, "a", torch.device("cpu"), generation.GroupTimeouts(5.0, 5.0), Hanging)
 groups._groups["sync", ("a", "b")] = Hanging("pair", ("a", "b"), "a", HashStore(), torch.device("cpu"), 5.0)
 groups.interrupt()
 assert groups.aborted.wait(30)
@@ -68,7 +68,7 @@ GROUPS: GenerationGroups
 
 def test_the_flags_come_first_and_aborts_wait_for_one_another() -> None:
     global GROUPS
-    GROUPS = GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0, Watched)
+    GROUPS = GenerationGroups(HashStore(), 1, "a", CPU, GroupTimeouts(5.0, 5.0), Watched)
     Watched.seen, Watched.met, Watched.barrier = [], [], threading.Barrier(2)
     for name in ("one", "other"):
         GROUPS._groups[name, ("a", "b")] = Watched(name, ("a", "b"), "a", HashStore(), CPU, 5.0)
@@ -83,19 +83,18 @@ def test_a_sick_device_ends_the_process_before_the_next_generation(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os.kill", lambda process, number: ended.append(number))
-    before = GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0, DeferredGroup)
-    assert not reconfigure(before, 2, HashStore(), "a", CPU, 5.0, 5.0).over.is_set()
+    before = GenerationGroups(HashStore(), 1, "a", CPU, GroupTimeouts(5.0, 5.0), DeferredGroup)
+    assert not reconfigure(before, 2, HashStore(), "a", CPU, GroupTimeouts(5.0, 5.0)).over.is_set()
     assert (before.over.is_set(), ended) == (True, [])
     monkeypatch.setattr(
         DeferredGroup, "is_healthy", classmethod(lambda cls, device, limit_s: False)
     )
     reconfigure(
-        GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0, DeferredGroup),
+        GenerationGroups(HashStore(), 1, "a", CPU, GroupTimeouts(5.0, 5.0), DeferredGroup),
         2,
         HashStore(),
         "a",
         CPU,
-        5.0,
-        5.0,
+        GroupTimeouts(5.0, 5.0),
     )
     assert ended == [signal.SIGKILL]

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, Interrupted, PeerLost
+from autohet.runtime.groups import (
+    GenerationGroups,
+    GlooGroup,
+    Group,
+    GroupTimeouts,
+    Interrupted,
+    PeerLost,
+)
 from tests.harness.deferred_group import DeferredGroup
 
 CPU = torch.device("cpu")
@@ -170,7 +177,7 @@ def test_an_interrupt_wakes_a_gather_and_a_lost_peer_ends_it(store: TCPStore) ->
 
 def test_the_rendezvous_names_its_deadline(store: TCPStore) -> None:
     groups = GenerationGroups(
-        store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=0.05, back_end=BACK_END
+        store, 1, "a", CPU, timeouts=GroupTimeouts(5.0, 0.05), back_end=BACK_END
     )
     with pytest.raises(PeerLost, match="rendezvous"):
         groups.meet(["a", "b"])
@@ -178,7 +185,7 @@ def test_the_rendezvous_names_its_deadline(store: TCPStore) -> None:
 
 def test_an_interrupt_ends_the_rendezvous(store: TCPStore) -> None:
     groups = GenerationGroups(
-        store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=60.0, back_end=BACK_END
+        store, 1, "a", CPU, timeouts=GroupTimeouts(5.0, 60.0), back_end=BACK_END
     )
     thread, raised = in_thread(lambda: groups.meet(["a", "b"]))
     groups.interrupt()
@@ -191,11 +198,11 @@ def test_an_interrupt_ends_the_rendezvous(store: TCPStore) -> None:
 def test_an_interrupt_ends_the_building_of_a_group_that_a_peer_never_joins(store: TCPStore) -> None:
     """The peer came to the rendezvous and died before it built the group."""
     groups = GenerationGroups(
-        store, 1, "a", CPU, timeout_s=60.0, rendezvous_s=60.0, back_end=BACK_END
+        store, 1, "a", CPU, timeouts=GroupTimeouts(60.0, 60.0), back_end=BACK_END
     )
-    GenerationGroups(store, 1, "b", CPU, timeout_s=60.0, rendezvous_s=60.0, back_end=BACK_END).meet(
-        ["b"]
-    )
+    GenerationGroups(
+        store, 1, "b", CPU, timeouts=GroupTimeouts(60.0, 60.0), back_end=BACK_END
+    ).meet(["b"])
     groups.meet(["a", "b"])
     thread, raised = in_thread(lambda: groups.group(["a", "b"]))
     groups.interrupt()
@@ -211,11 +218,11 @@ def test_an_interrupt_ends_the_building_of_a_group_whose_other_member_dies_in_it
     constructor for its address.
     """
     groups = GenerationGroups(
-        store, 1, "a", CPU, timeout_s=15.0, rendezvous_s=60.0, back_end=BACK_END
+        store, 1, "a", CPU, timeouts=GroupTimeouts(15.0, 60.0), back_end=BACK_END
     )
     other = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
     GenerationGroups(
-        other, 1, "b", CPU, timeout_s=15.0, rendezvous_s=60.0, back_end=BACK_END
+        other, 1, "b", CPU, timeouts=GroupTimeouts(15.0, 60.0), back_end=BACK_END
     )._store.add(f"arrived/{'sync' if BACK_END.in_stream_order else 'any'}/2/a+b", 1)
     started = time.monotonic()
     thread, raised = in_thread(lambda: groups.group(["a", "b"]))
@@ -230,7 +237,7 @@ def test_an_interrupt_ends_the_building_of_a_group_whose_other_member_dies_in_it
 
 def test_a_group_that_a_peer_never_joins_has_a_deadline(store: TCPStore) -> None:
     groups = GenerationGroups(
-        store, 1, "a", CPU, timeout_s=0.05, rendezvous_s=60.0, back_end=BACK_END
+        store, 1, "a", CPU, timeouts=GroupTimeouts(0.05, 60.0), back_end=BACK_END
     )
     with pytest.raises(PeerLost, match="/2/a\\+b"):
         groups.group(["a", "b"])

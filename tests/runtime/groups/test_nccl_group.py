@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts, Interrupted, PeerLost
 from autohet.runtime.groups.nccl import NcclGroup
 from tests.harness.fake_nccl import VERSIONS, ErrorType, FakeProcessGroupNCCL
 
@@ -152,7 +152,7 @@ def test_generation_groups_report_a_lost_peer() -> None:
 
     def run(me: str) -> None:
         through = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
-        groups = GenerationGroups(through, 1, me, CPU, 10.0, 20.0, NcclGroup)
+        groups = GenerationGroups(through, 1, me, CPU, GroupTimeouts(10.0, 20.0), NcclGroup)
         groups.meet(MEMBERS)
         world = groups.group(MEMBERS, "world")
         built.wait()

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import AdapterSection
 from autohet.runtime.layout import frozen_units, layout_of_plan
 from autohet.runtime.models import COMPUTE_DTYPES
@@ -105,7 +105,7 @@ def trained(case: Case) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]
     found: dict[str, tuple[list[float], dict[str, torch.Tensor]]] = {}
 
     def work(me: str) -> None:
-        groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
+        groups = GenerationGroups(store, 1, me, CPU, GroupTimeouts(30.0, 30.0))
         groups.meet(plan.workers)
         trainer = StageTrainer(
             TrainingSetup(config, case.section(), CPU),
@@ -163,7 +163,7 @@ def test_what_is_computed_with_is_a_copy_on_the_device() -> None:
     """In fp32 too, where the masters themselves would do."""
     case = case_of("alone", offload=True)
     plan, config = Plan.from_document(case.plan), case.config()
-    groups = GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0)
+    groups = GenerationGroups(HashStore(), 1, "a", CPU, GroupTimeouts(5.0, 5.0))
     state = local_state(case, layout_of_plan(plan, config), "a")
     trainer = StageTrainer(
         TrainingSetup(config, case.section(), CPU), WorkerGeneration(plan, "a", groups, state)

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups, GlooGroup
+from autohet.runtime.groups import GenerationGroups, GlooGroup, GroupTimeouts
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.overlap import sums_have_one_order
@@ -176,7 +176,7 @@ def train_in_threads(drawn: Plan, back_end: str, *, overlap: bool | None) -> lis
     states = {worker: local_state(case, layout, worker) for worker in drawn.workers}
 
     def work(me: str) -> None:
-        groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0, BACK_ENDS[back_end])
+        groups = GenerationGroups(store, 1, me, CPU, GroupTimeouts(30.0, 30.0), BACK_ENDS[back_end])
         groups.meet(drawn.workers)
         setup = TrainingSetup(config, case.section(), CPU, overlap=overlap)
         trainer = StageTrainer(setup, WorkerGeneration(drawn, me, groups, states[me]))
@@ -198,7 +198,7 @@ def test_a_trainer_in_stream_order_overlaps_where_it_may() -> None:
     training = {"global_batch_sequences": 1, "sequence_length": 8, "precision": "fp32"}
     case = Case(MODEL, document, training, 1)
     config, drawn = case.config(), Plan.from_document(document)
-    groups = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0, DeferredGroup)
+    groups = GenerationGroups(HashStore(), 1, "w", CPU, GroupTimeouts(5.0, 5.0), DeferredGroup)
     state = local_state(case, layout_of_plan(drawn, config), "w")
     setup = TrainingSetup(config, case.section(), CPU)
     trainer = StageTrainer(setup, WorkerGeneration(drawn, "w", groups, state))

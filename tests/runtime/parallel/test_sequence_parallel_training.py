@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
@@ -79,7 +79,9 @@ def losses_of(case: Case) -> list[tuple[float, float]]:
     found: dict[str, list[tuple[float, float]]] = {}
 
     def work(me: str) -> None:
-        groups = GenerationGroups(store, 1, me, CPU, 60.0, 60.0, BACK_ENDS[case.back_end])
+        groups = GenerationGroups(
+            store, 1, me, CPU, GroupTimeouts(60.0, 60.0), BACK_ENDS[case.back_end]
+        )
         groups.meet(plan.workers)
         setup = TrainingSetup(config, case.section(), CPU)
         generation = WorkerGeneration(plan, me, groups, states[me])

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job.sections import ModelSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
@@ -70,7 +70,7 @@ def test_two_microbatches_of_a_program_train_as_a_stage_does() -> None:
     for plan, kind in ((plain, StageTrainer), (program, SpmdTrainer)):
         state = local_state(case, layout_of_plan(plan, config), "w")
         generation = WorkerGeneration(
-            plan, "w", GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0), state
+            plan, "w", GenerationGroups(HashStore(), 1, "w", CPU, GroupTimeouts(5.0, 5.0)), state
         )
         trainer = kind(TrainingSetup(config, case.section(), CPU), generation)
         results = [trainer.train_step(rows_of(case)) for _ in range(3)]
@@ -107,7 +107,7 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[flo
     setup = TrainingSetup(config, case.section(), CPU)
 
     def life(me: str) -> SpmdTrainer:
-        groups = GenerationGroups(store, 1, me, CPU, 60.0, 60.0)
+        groups = GenerationGroups(store, 1, me, CPU, GroupTimeouts(60.0, 60.0))
         trainer = SpmdTrainer(
             setup, WorkerGeneration(plan, me, groups, states[me]), program=(captured, placed)
         )
@@ -116,7 +116,7 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[flo
 
     with ThreadPoolExecutor(3) as pool:
         trainers = list(pool.map(life, workers))
-    alone = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
+    alone = GenerationGroups(HashStore(), 1, "w", CPU, GroupTimeouts(5.0, 5.0))
     whole = local_state(case, layout_of_plan(plain, config), "w")
     stage = StageTrainer(setup, WorkerGeneration(plain, "w", alone, whole))
     wanted = [stage.train_step(rows_of(case)) for _ in range(3)]

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from autohet.runtime.job import Job
 from autohet.runtime.models import auto, saved_document
 from autohet.runtime.models.experts import CORRECTION_BIAS
-from autohet.runtime.state.export import INDEX_NAME, export_checkpoint
+from autohet.runtime.state.export import INDEX_NAME, ExportOptions, export_checkpoint
 from autohet.runtime.state.model_files import model_files
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
@@ -171,7 +171,7 @@ def test_from_pretrained_gives_equal_logits(
     model = _model(case)
     out = tmp_path / "out"
     summary = export_checkpoint(
-        storage, _checkpoint(storage, model), out, max_shard_bytes=max_shard_bytes
+        storage, _checkpoint(storage, model), out, ExportOptions(max_shard_bytes=max_shard_bytes)
     )
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     tokens = torch.arange(12).reshape(2, 6)
@@ -195,7 +195,9 @@ def test_biases_of_routers_stay_in_fp32(storage: Storage, tmp_path: Path) -> Non
     model = _model("deepseek_v3")
     for _, bias in correction_biases(model):
         bias.copy_(1.0 + 1e-3 * torch.rand(bias.shape))
-    export_checkpoint(storage, _checkpoint(storage, model), tmp_path / "out", dtype="bfloat16")
+    export_checkpoint(
+        storage, _checkpoint(storage, model), tmp_path / "out", ExportOptions("bfloat16")
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.lm_head.weight.dtype == torch.bfloat16
     pairs = list(zip(correction_biases(loaded), correction_biases(model), strict=True))
@@ -207,7 +209,7 @@ def test_biases_of_routers_stay_in_fp32(storage: Storage, tmp_path: Path) -> Non
 def test_dtype_is_cast_and_from_pretrained_keeps_it(storage: Storage, tmp_path: Path) -> None:
     model = _model("llama")
     summary = export_checkpoint(
-        storage, _checkpoint(storage, model), tmp_path / "out", dtype="bfloat16"
+        storage, _checkpoint(storage, model), tmp_path / "out", ExportOptions("bfloat16")
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for (name, parameter), original in zip(
@@ -228,7 +230,7 @@ def test_what_cannot_be_exported_is_the_users_mistake_and_writes_nothing(
     with pytest.raises(ConfigError, match="not an empty directory"):
         export_checkpoint(storage, manifest, full)
     with pytest.raises(ConfigError, match="float64"):
-        export_checkpoint(storage, manifest, tmp_path / "new", dtype="float64")
+        export_checkpoint(storage, manifest, tmp_path / "new", ExportOptions("float64"))
     assert (full / "model.safetensors").read_text() == "theirs"
     assert not (tmp_path / "new").exists()
 

@@ -19,7 +19,7 @@ from autohet.runtime.layout import state_name, tensor_specs
 from autohet.runtime.models import family_of, load_config, saved_document
 from autohet.runtime.models.adapters import is_adapter
 from autohet.runtime.models.pretrained import weights_identity
-from autohet.runtime.state.export import export_checkpoint
+from autohet.runtime.state.export import ExportOptions, export_checkpoint
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
     CheckpointFacts,
@@ -105,7 +105,9 @@ def test_stock_peft_and_transformers_load_what_was_trained(
     document = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert document["base_model_name_or_path"] == str(base)
 
-    export_checkpoint(storage, manifest, tmp_path / "merged", merge=True, max_shard_bytes=20_000)
+    export_checkpoint(
+        storage, manifest, tmp_path / "merged", ExportOptions(merge=True, max_shard_bytes=20_000)
+    )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(merged(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
@@ -124,7 +126,10 @@ def test_another_base_is_refused(storage: Storage, tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match="is not the base of this adapter"):
         export_checkpoint(
-            storage, manifest, tmp_path / "out", merge=True, base=str(tmp_path / "other")
+            storage,
+            manifest,
+            tmp_path / "out",
+            ExportOptions(merge=True, base=str(tmp_path / "other")),
         )
 
 
@@ -136,7 +141,7 @@ def test_a_whole_model_has_nothing_to_merge(storage: Storage, tmp_path: Path) ->
     document = {k: v for k, v in manifest.model_config.items() if k != "autohet_adapter"}
     whole = msgspec.structs.replace(manifest, model_config=document)
     with pytest.raises(ConfigError, match="so there is nothing to merge; leave --merge out"):
-        export_checkpoint(storage, whole, tmp_path / "out", merge=True)
+        export_checkpoint(storage, whole, tmp_path / "out", ExportOptions(merge=True))
 
 
 def test_specs_of_a_base_are_those_of_the_library(tmp_path: Path) -> None:
