@@ -122,5 +122,5 @@ def test_a_job_that_asks_for_nodes_hears_of_launches_that_fail(wish: dict[str, o
     request = fleet_request(job, cluster, DOCUMENT, None, {"big": 1})
     run = Mock(job=job)
     JobRun.buy(run, request)
-    run.workforce.buy_by.assert_called_once_with(request)
+    run.workforce.autoscaler.set_request.assert_called_once_with(request)
     assert run.market == request.market

@@ -143,7 +143,9 @@ def test_a_node_that_holds_copies_leaves_and_then_the_only_holder_is_killed(
         held.append(
             any("pushed" in path.name for path in memory_directory(tmp_path).rglob(f"{idle}-*/*"))
         )
-        run.workforce.scripted.by_node[idle] = Notice(idle, "the test", seen.now, seen.now + 100)
+        run.workforce.observer.scripted.by_node[idle] = Notice(
+            idle, "the test", seen.now, seen.now + 100
+        )
 
     events = Interference()
     events.when(replicated(10), warn)
@@ -210,7 +212,9 @@ def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
         return isinstance(run.controller.state, Waiting) and killed not in seen.nodes
 
     def warn(run: JobRun, seen: Observation) -> None:
-        run.workforce.scripted.by_node[leaves] = Notice(leaves, "the test", seen.now, seen.now + 60)
+        run.workforce.observer.scripted.by_node[leaves] = Notice(
+            leaves, "the test", seen.now, seen.now + 60
+        )
 
     def replace_both(run: JobRun, seen: Observation) -> None:
         for _ in range(2):
@@ -220,12 +224,17 @@ def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
         owners = {
             path.name.split(".")[0] for path in copies_at.rglob(f"{stays}-*/*pushed*.snapshot")
         }
-        return owners == {f"{killed}%2F0", f"{leaves}%2F0"} and not run.workforce.handing_over
+        return (
+            owners == {f"{killed}%2F0", f"{leaves}%2F0"}
+            and not run.workforce.observer.agent_commands.handing_over
+        )
 
     events = Interference()
     events.when(replicated(10), lambda run, seen: fleet.kill(killed))
     events.when(waits, warn)
-    events.when(lambda run, seen: run.workforce.handing_over, lambda run, seen: None)
+    events.when(
+        lambda run, seen: run.workforce.observer.agent_commands.handing_over, lambda run, seen: None
+    )
     events.when(handed_over, lambda run, seen: fleet.kill(leaves))
     events.when(lambda run, seen: leaves not in seen.nodes, replace_both)
     events.when(in_generation(2), lambda run, seen: None)
