@@ -10,8 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -23,13 +22,11 @@ from recovery.errors import Cancelled, RecoveryError
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.schedule import Fetch, TransferSchedule
+from recovery.transfer.tier_threads import TierThreads, split_fetch
 from recovery.transfer.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
-THREADS_BY_TIER = {"memory": 2, "disk": 2, "peer": 4, "s3": 4}
-MEMORY_THREADS_TO_DEVICE = 6
-"""Threads from the node's memory to a device: each copies a few GB/s, a GPU takes 50 GB/s."""
 FETCH_BYTES = 64 << 20
 FETCH_BYTES_TO_DEVICE = 256 << 20
 """Bytes of one fetch from the node's own memory onto a device, which checks a fetch at once."""
@@ -64,14 +61,14 @@ class ShardSink(Protocol):
 
 
 class _Destinations(Mapping[ShardId, memoryview]):
-    """Memory of the shelf for some shards, asked for as each is read: a tier may need none."""
+    """Memory of the sink for some shards, asked for as each is read: a tier may need none."""
 
-    def __init__(self, shelf: ShardSink, shards: Sequence[ShardId]) -> None:
-        self._shelf = shelf
+    def __init__(self, sink: ShardSink, shards: Sequence[ShardId]) -> None:
+        self._sink = sink
         self._shards = dict.fromkeys(shards)
 
     def __getitem__(self, shard: ShardId) -> memoryview:
-        memory = self._shelf.memory_of(shard) if shard in self._shards else None
+        memory = self._sink.memory_of(shard) if shard in self._shards else None
         if memory is None:
             raise KeyError(shard)
         return memory
@@ -115,14 +112,14 @@ class Reads:
 
     `tier_of(source, cancelled)` reads a source; `failures` and `bad` are what failed on the way and
     was replaced, `slow` the bytes per second of nodes that the next source overtook, `missing` the
-    shards that no source gave. `to_device`: the shelf is on a device.
+    shards that no source gave. `to_device`: the sink is on a device.
     """
 
     node: str
     layout: Layout
     schedule: TransferSchedule
     tier_of: Callable[[Source, threading.Event | None], Tier]
-    shelf: ShardSink
+    sink: ShardSink
     cancelled: threading.Event | None
     failures: list[str] = field(default_factory=list)
     bad: list[tuple[Source, ShardId]] = field(default_factory=list)
@@ -136,21 +133,20 @@ class Reads:
         self._watched: dict[_Attempt, Fetch] = {}
         self._too_slow: set[tuple[str, str]] = set()  # tier and node of what was too slow
         self._over = threading.Event()
-        self._stack = ExitStack()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._threads = TierThreads(to_device=self.to_device)
         self._watcher: threading.Thread | None = None
 
     def __enter__(self) -> Reads:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._threads.close()
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
-        # The shelf holds this, too: in a circle, its group and the state before would stay until
+        # The sink holds this, too: in a circle, its group and the state before would stay until
         # the interpreter next looks for such.
-        del self.shelf, self.tier_of
+        del self.sink, self.tier_of
 
     def tier(self, source: Source) -> str:
         if source.kind == "s3":
@@ -161,16 +157,15 @@ class Reads:
         """Start a fetch. One thread calls it; its future raises Cancelled, or a fault of ours."""
         readable = tuple(source for source in fetch.sources if source.kind != "worker")
         first = self.tier(readable[0]) if readable else "memory"
-        return self._pool(first).submit(
-            self._fetch, Fetch(readable, fetch.shards, fetch.expected_s)
-        )
+        asked = Fetch(readable, fetch.shards, fetch.expected_s)
+        return self._threads.submit(first, lambda: self._fetch(asked))
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:
         """Run other work of the restore in a separate thread; it is joined after an error, too."""
-        return self._pool("background").submit(work)
+        return self._threads.submit("background", work)
 
-    def pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
-        """Yield fetches cut so that several streams share a large one.
+    def split(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
+        """Yield fetches split so that several streams share a large one.
 
         Durable storage runs its own streams, so its fetches stay whole.
         """
@@ -179,27 +174,9 @@ class Reads:
                 yield fetch
                 continue
             direct = self.to_device and self.tier(fetch.sources[0]) == "memory"
-            limit = FETCH_BYTES_TO_DEVICE if direct else FETCH_BYTES
-            piece: list[ShardId] = []
-            size = 0
-            for shard in fetch.shards:
-                piece.append(shard)
-                size += self.layout.shard_bytes(shard)
-                if size >= limit:
-                    yield Fetch(fetch.sources, tuple(piece), fetch.expected_s)
-                    piece, size = [], 0
-            if piece:
-                yield Fetch(fetch.sources, tuple(piece), fetch.expected_s)
-
-    def _pool(self, tier: str) -> ThreadPoolExecutor:
-        with self._lock:
-            if tier not in self._pools:
-                num_threads = THREADS_BY_TIER.get(tier, 4)
-                if tier == "memory" and self.to_device:
-                    num_threads = MEMORY_THREADS_TO_DEVICE
-                pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"restore-{tier}")
-                self._pools[tier] = self._stack.enter_context(pool)
-            return self._pools[tier]
+            yield from split_fetch(
+                fetch, self.layout, FETCH_BYTES_TO_DEVICE if direct else FETCH_BYTES
+            )
 
     def _fetch(self, fetch: Fetch) -> None:
         """Get these shards from the first source that gives each of them.
@@ -225,9 +202,10 @@ class Reads:
         if rest.sources:
             self._watch(attempt, rest)
         try:
-            problems = (
-                self._read_apart(attempt) if apart else self._read(attempt, self._memory_of(shards))
-            )
+            if apart:
+                problems = self._read_apart(attempt)
+            else:
+                problems = self._read(attempt, _Destinations(self.sink, shards))
         finally:
             with self._lock:
                 self._watched.pop(attempt, None)
@@ -236,12 +214,12 @@ class Reads:
         if not attempt.left:
             return [], []
         if hedge is not None:
-            return self._hedged(hedge, attempt)
+            try:
+                return result_until(self.cancelled, hedge, f"{source}'s hedge")
+            finally:
+                attempt.release_references()
         self.note(source, list(attempt.left), problems)
         return list(attempt.left), list(rest.sources)
-
-    def _memory_of(self, shards: Sequence[ShardId]) -> Mapping[ShardId, memoryview]:
-        return _Destinations(self.shelf, shards)
 
     def _read_apart(self, attempt: _Attempt) -> list[str]:
         """Read as `_read` does, in a separate thread and into separate memory.
@@ -257,7 +235,7 @@ class Reads:
             attempt.release_references()
 
     def _read(self, attempt: _Attempt, into: Mapping[ShardId, memoryview]) -> list[str]:
-        """Read one source's shards to the shelf; return the problems.
+        """Read one source's shards into the sink; return the problems.
 
         Ends early, without an error, if the attempt is set.
         """
@@ -282,10 +260,10 @@ class Reads:
         return problems
 
     def _put(self, attempt: _Attempt, shard: ShardId, data: Tensor, tier: str) -> None:
-        """Put a shard on the shelf; raise Cancelled once the attempt is stopped."""
+        """Put a shard into the sink; raise Cancelled once the attempt is stopped."""
         with attempt.putting:
             check(attempt, str(attempt.source))
-            self.shelf.put(shard, data, tier)
+            self.sink.put(shard, data, tier)
             attempt.num_bytes += data.nbytes
             del attempt.left[shard]
 
@@ -337,12 +315,6 @@ class Reads:
                     rest.sources[0],
                 )
 
-    def _hedged(self, hedge: Future[Rest], late: _Attempt) -> Rest:
-        try:
-            return result_until(self.cancelled, hedge, f"{late.source}'s hedge")
-        finally:
-            late.release_references()
-
     def _hedge(self, late: _Attempt, sources: Sequence[Source]) -> Rest:
         """Ask one source after the other for the rest of a late attempt, the last shard first.
 
@@ -383,7 +355,7 @@ class Reads:
                 with late.putting:
                     check(self.cancelled, str(source))
                     if shard in late.left:
-                        self.shelf.put(shard, data, self.tier(source))
+                        self.sink.put(shard, data, self.tier(source))
                 del attempt.left[shard]
         except (RecoveryError, OSError) as error:
             with self._lock:

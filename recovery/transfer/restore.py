@@ -302,7 +302,7 @@ class _Restore:
     def run(self) -> Restored:
         began = time.monotonic()
         with self._pool, self._reads as reads:
-            for fetch in reads.pieces_of(self._part.fetches):
+            for fetch in reads.split(self._part.fetches):
                 self._start(fetch)
             self._require_kept()
             pending = []

@@ -49,7 +49,6 @@ LARGE_TODAY = {
     "planner/search/tables.py Tables",
     "planner/spmd/search.py Search",
     "recovery/local/snapshot.py SnapshotWriter",
-    "recovery/transfer/reads.py Reads",
 }
 """Classes with more methods. The list only becomes shorter."""
 
