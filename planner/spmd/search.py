@@ -22,6 +22,7 @@ from planner.spmd.graph import Node
 from planner.spmd.layouts import FACTORED, Layout
 from planner.spmd.program import Instruction, Program, conversions_of, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
+from planner.spmd.segments import Place, Segments
 
 # cheaper states of the frontier, from which another may follow: the cheapest tell nearly all
 COMPARED = 12
@@ -88,19 +89,6 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Step of the search: a node that is not a fused leaf.
-
-    position: the node's position in the graph. live: tensors that live before it. kept: places in
-    `live` of the tensors that live on after it.
-    """
-
-    position: int
-    live: tuple[str, ...]
-    kept: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Solved:
     """Solution of a segment.
 
@@ -133,6 +121,7 @@ class Search:
         self._tensors: dict[str, _Tensor] = {}
         self.states_seen = 0
         self._places = self._live_places()
+        self._segments = Segments(self.graph, shares, self._places, self._pinned)
         self._choices: dict[int, tuple[_Option, ...]] = {}
 
     def price(self, instruction: Instruction) -> float:
@@ -148,9 +137,9 @@ class Search:
             )
         return seconds
 
-    def _live_places(self) -> list[_Place]:
+    def _live_places(self) -> list[Place]:
         live: tuple[str, ...] = ()
-        places: list[_Place] = []
+        places: list[Place] = []
         last_read = {
             name: max(readers, default=len(self.graph.nodes))
             for name, readers in self.graph.consumers.items()
@@ -159,7 +148,7 @@ class Search:
             if self._is_fused(node):
                 continue
             kept = tuple(at for at, name in enumerate(live) if last_read[name] > position)
-            places.append(_Place(position, live, kept))
+            places.append(Place(position, live, kept))
             live = (*(live[at] for at in kept), node.name)
         return places
 
@@ -280,12 +269,12 @@ class Search:
         chain: list[tuple[int, _Solved]] = []
         costs: dict[State, float] = {(): 0.0}
         base = 0.0
-        for first, last in itertools.pairwise(self._segment_starts()):
+        for first, last in itertools.pairwise(self._segments.starts()):
             least = min(costs.values())
             costs = {state: cost - least for state, cost in costs.items()}
             base += least
             key = (
-                self._segment_key(first, last),
+                self._segments.key(first, last),
                 tuple(sorted((state, f"{cost:.9e}") for state, cost in costs.items())),
             )
             if key not in known:
@@ -301,53 +290,6 @@ class Search:
     def _loss_path(self, state: State) -> tuple[float, int, tuple[Instruction, ...]]:
         """Return the cheapest conversions from the last state to a partial loss."""
         return self._tensor(self.graph.nodes[-1].name).path(state[0], 1)
-
-    def _segment_starts(self) -> list[int]:
-        """The first step, those before which no more tensors are live than at least in the model's
-        middle, and the end.
-        """
-        live, count = [len(place.live) for place in self._places], len(self._places)
-        fewest = min(live[count // 4 : 3 * count // 4 + 1])
-        return [0, *(step for step in range(1, count) if live[step] == fewest), count]
-
-    def _names(self, first: int, last: int) -> list[str]:
-        """Tensors alive before a segment and those that it makes, in one order in equal
-        segments.
-        """
-        low = self._places[first - 1].position + 1 if first else 0
-        return [
-            *self._live(first),
-            *(node.name for node in self.graph.nodes[low : self._places[last - 1].position + 1]),
-        ]
-
-    def _segment_key(self, first: int, last: int) -> object:
-        """Equal for segments that differ in names alone."""
-        number = {name: at for at, name in enumerate(self._names(first, last))}
-        return tuple(self._node_key(self.graph.by_name[name], number) for name in number)
-
-    def _node_key(self, node: Node, number: dict[str, int]) -> object:
-        cuts = tuple(
-            (dim, self.shares.key(self.graph.axes[node.name, dim].name))
-            for dim in self.graph.dims(node.name)
-        )
-        readers = [self.graph.nodes[reader].name for reader in self.graph.consumers[node.name]]
-        inside = (
-            tuple(number[name] for name in readers if name in number),
-            not readers or readers[-1] in number,
-        )
-        inputs = tuple(number.get(name, -1) for name in node.inputs)
-        costs = node.item_bytes, node.needs_gradient, node.flops, node.backward_flops, node.is_alias
-        return (
-            node.kind,
-            node.op,
-            inputs,
-            node.shape,
-            costs,
-            repr(node.signature),
-            cuts,
-            inside,
-            self._pinned.get(node.name),
-        )
 
     def _solve(self, first: int, last: int, costs: dict[State, float]) -> _Solved:
         back: list[dict[State, tuple[State, _Option]]] = []
@@ -377,7 +319,8 @@ class Search:
                 state, option = solved.back[offset][state]
                 chosen.append((solved.first + offset, state, option))
             known, actual = (
-                self._names(begin, begin + len(solved.back)) for begin in (solved.first, first)
+                self._segments.names(begin, begin + len(solved.back))
+                for begin in (solved.first, first)
             )
             names = dict(zip(known, actual, strict=True))
             block: list[Instruction] = []

@@ -47,7 +47,6 @@ LARGE_TODAY = {
     "planner/cost/layers.py LayerTimeModel",
     "planner/cost/model.py CostModel",
     "planner/search/tables.py Tables",
-    "planner/spmd/search.py Search",
     "recovery/local/snapshot.py SnapshotWriter",
 }
 """Classes with more methods. The list only becomes shorter."""

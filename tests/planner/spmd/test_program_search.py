@@ -152,7 +152,7 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
         table.final_terms(program), shares
     ) == pytest.approx(seconds, rel=1e-9)
     alike = Search(table, shares)
-    alike._segment_key = lambda first, last: first  # type: ignore[method-assign,assignment]
+    alike._segments.key = lambda first, last: first  # type: ignore[method-assign,assignment]
     assert alike.dynamic_program()[0] == pytest.approx(seconds, rel=1e-9)
     seen = []
     for layers in (6, 24):

@@ -1,0 +1,86 @@
+"""Segments of a program's graph, between positions with few live tensors.
+
+A model's layers are equal segments, whose solutions are found once.
+"""
+
+from dataclasses import dataclass
+
+from planner.spmd.costs import Shares
+from planner.spmd.graph import Graph, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Step of the search: a node that is not a fused leaf.
+
+    position: the node's position in the graph. live: tensors that live before it. kept: places in
+    `live` of the tensors that live on after it.
+    """
+
+    position: int
+    live: tuple[str, ...]
+    kept: tuple[int, ...]
+
+
+class Segments:
+    """Segments of a graph whose steps are `places`.
+
+    pinned: for some parameters, the only dimension along which their state may be cut.
+    """
+
+    def __init__(
+        self, graph: Graph, shares: Shares, places: list[Place], pinned: dict[str, int]
+    ) -> None:
+        self._graph = graph
+        self._shares = shares
+        self._places = places
+        self._pinned = pinned
+
+    def starts(self) -> list[int]:
+        """Return the first step of each segment, and the number of steps.
+
+        Before each of them no more tensors are live than at least in the model's middle.
+        """
+        live, count = [len(place.live) for place in self._places], len(self._places)
+        fewest = min(live[count // 4 : 3 * count // 4 + 1])
+        return [0, *(step for step in range(1, count) if live[step] == fewest), count]
+
+    def names(self, first: int, last: int) -> list[str]:
+        """Return the tensors that live before a segment and those that it makes.
+
+        Their order is the same in equal segments.
+        """
+        low = self._places[first - 1].position + 1 if first else 0
+        return [
+            *self._places[first].live,
+            *(node.name for node in self._graph.nodes[low : self._places[last - 1].position + 1]),
+        ]
+
+    def key(self, first: int, last: int) -> object:
+        """Return a key that is equal for segments that differ in names alone."""
+        number = {name: at for at, name in enumerate(self.names(first, last))}
+        return tuple(self._node_key(self._graph.by_name[name], number) for name in number)
+
+    def _node_key(self, node: Node, number: dict[str, int]) -> object:
+        cuts = tuple(
+            (dim, self._shares.key(self._graph.axes[node.name, dim].name))
+            for dim in self._graph.dims(node.name)
+        )
+        readers = [self._graph.nodes[reader].name for reader in self._graph.consumers[node.name]]
+        inside = (
+            tuple(number[name] for name in readers if name in number),
+            not readers or readers[-1] in number,
+        )
+        inputs = tuple(number.get(name, -1) for name in node.inputs)
+        costs = node.item_bytes, node.needs_gradient, node.flops, node.backward_flops, node.is_alias
+        return (
+            node.kind,
+            node.op,
+            inputs,
+            node.shape,
+            costs,
+            repr(node.signature),
+            cuts,
+            inside,
+            self._pinned.get(node.name),
+        )
