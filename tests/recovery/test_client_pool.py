@@ -34,9 +34,9 @@ from recovery.peers.server import ShardServer
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
-from recovery.transfer.reads import THREADS_BY_TIER
 from recovery.transfer.restore import Access, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
+from recovery.transfer.tier_threads import THREADS_BY_TIER
 from recovery.transfer.tiers import PeerTier, Piece, Tier
 from tests.harness.leaks import nothing_left
 from tests.harness.scripted_peer import ScriptedPeer
