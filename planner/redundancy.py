@@ -6,7 +6,7 @@ holder that is lost takes a part of them, which is restored from copies of snaps
 counts as held by one node.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Fleet, node_of
@@ -86,6 +86,47 @@ def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
     return RedundancyReport(lost, weakest, tuple(layer for layer in layers if layer in sharded))
 
 
+def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
+    """Return `redundancy(...).weakest` without the holders of each shard.
+
+    Layers between the same starts of stages have the same holders. A group that lies on one node
+    holds all parts there.
+    """
+    if _shared_out(plan):
+        return 1
+    starts = sorted({stage.first_layer for stage in plan.stages})
+    runs = [[_stage_at(pipeline.stages, start) for pipeline in plan.pipelines] for start in starts]
+    runs.append([pipeline.stages[0] for pipeline in plan.pipelines])
+    runs.append([pipeline.stages[-1] for pipeline in plan.pipelines])
+    parts = max(stage.num_parts for stage in plan.stages)
+    nodes = {
+        stage: {fleet.node_of(worker).name for worker in stage.workers} for stage in plan.stages
+    }
+    fewest = len(fleet.nodes)
+    for stages in runs:
+        if all(len(nodes[stage]) == 1 or _is_whole(stage) for stage in stages):
+            fewest = min(fewest, len(set().union(*(nodes[stage] for stage in stages))))
+            continue
+        for part in range(parts):
+            held = [_workers_of_part(stage, part, parts) for stage in stages]
+            names = {fleet.node_of(worker).name for workers in held for worker in workers}
+            fewest = min(fewest, len(names))
+    return fewest
+
+
+def _stage_at(stages: Sequence[Stage], layer: int) -> Stage:
+    """Return the last stage that begins at a layer or before it, and holds a block if any does."""
+    return next((s for s in stages if s.first_layer <= layer < s.end_layer), stages[-1])
+
+
+def _is_whole(stage: Stage) -> bool:
+    return stage.spmd is not None and stage.spmd.is_whole
+
+
+def _workers_of_part(stage: Stage, part: int, parts: int) -> tuple[str, ...]:
+    return stage.workers if _is_whole(stage) else workers_of_unit(stage, part, parts)
+
+
 def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[Shard, set[str]]:
     """Shard -> names of the nodes that hold it.
 
@@ -97,9 +138,7 @@ def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[S
         for index, stage in enumerate(pipeline.stages):
             for layer in layers_of(stage, index, len(pipeline.stages)):
                 for part in range(parts):
-                    held = workers_of_unit(stage, part, parts)
-                    if stage.spmd is not None and stage.spmd.is_whole:
-                        held = stage.workers
+                    held = _workers_of_part(stage, part, parts)
                     found.setdefault(Shard(layer, part, parts), set()).update(
                         node_of(worker) if fleet is None else fleet.node_of(worker).name
                         for worker in held

@@ -6,14 +6,15 @@ Transfers run on links, in slices, and through NICs that several transfers share
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Fleet, NodeType
+from planner.cluster import Fleet, Node, NodeType
 from planner.cost.links import Links, transfers_between
 from planner.cost.stage_formats import StageFormats
 from planner.plan import Pipeline, Plan, Stage
@@ -23,6 +24,7 @@ Ints = NDArray[np.int64]
 
 _PARTS = 64  # of a flow: plans that differ little share what was computed of others
 _REMEMBERED = 8192  # pipelines, hops
+_REST = attrgetter(*(each.name for each in fields(Stage) if each.name != "workers"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,18 @@ class _Way:
     entry: Ints
     least_s: Floats
 
+    def on(self, numbers: Sequence[int]) -> "_Way":
+        """Return the way where each node of the uses has the number that `numbers` gives it."""
+        of = np.array(numbers, dtype=np.int64)
+        leaving = replace(self.leaving, node=of[self.leaving.node])
+        arriving = replace(self.arriving, node=of[self.arriving.node])
+        return _Way(leaving, arriving, self.hops, self.entry, self.least_s)
 
+
+WaysByLikeness = dict[Hashable, _Way]
+"""Boundaries of pipelines whose nodes are numbered in the order of their first use, by all that
+they depend on: the same on any fleet.
+"""
 _Seconds = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -109,6 +122,8 @@ class BoundaryCosts:
     processor sharing, alone / (1 - share) (Kleinrock 1967), at worst all at once. The transfers
     that one stage sends follow each other, and so do those that it receives (measured:
     scripts/benchmarks/pipeline_transfers.py).
+
+    known: cache of ways, which may be shared by fleets.
     """
 
     def __init__(
@@ -118,17 +133,13 @@ class BoundaryCosts:
         formats: StageFormats,
         work_s: Callable[[Pipeline], float],
         sliced: bool,
+        known: WaysByLikeness | None = None,
     ) -> None:
         self.fleet, self.links, self.formats = fleet, links, formats
         self.work_s, self.sliced = work_s, sliced
         self._number = {node.name: i for i, node in enumerate(fleet.nodes)}
-        self._nics = np.array(
-            [
-                n.node_type.inter_node_bytes_per_s * links.parameters.efficiency_inter
-                for n in fleet.nodes
-            ]
-        )
-        self._ways: dict[tuple[tuple[Stage, ...], int], _Way] = {}
+        self._ways: dict[tuple[int, int], tuple[tuple[Stage, ...], _Way]] = {}
+        self._alike: WaysByLikeness = {} if known is None else known
         self._hop_s: dict[tuple[NodeType, NodeType, bool, float, int, float, float], float] = {}
         self._latest: tuple[tuple[tuple[int, int], ...], Plan, dict[int, _Seconds]] | None = None
 
@@ -186,19 +197,42 @@ class BoundaryCosts:
         return found
 
     def _way(self, pipeline: Pipeline) -> _Way:
-        key = pipeline.stages, pipeline.microbatch_sequences
-        if key not in self._ways:
-            self._ways[key] = self._new_way(pipeline)
+        key = id(pipeline.stages), pipeline.microbatch_sequences
+        known = self._ways.get(key)
+        if known is None:
+            # the stages are kept, so that no others have the same id
+            known = self._ways[key] = pipeline.stages, self._new_way(pipeline)
             _forget(self._ways)
-        return self._ways[key]
+        return known[1]
 
     def _new_way(self, pipeline: Pipeline) -> _Way:
-        rows, sizes = self._rows(pipeline.stages), self._border_bytes(pipeline)
+        """Return the boundaries of a pipeline.
+
+        Pipelines that are equal but for the names of equal nodes share what is computed.
+        """
+        numbers: dict[int, int] = {}
+        stages: list[Hashable] = []
+        for stage in pipeline.stages:
+            places = [self._number[self.fleet.node_of(worker).name] for worker in stage.workers]
+            mine = tuple(numbers.setdefault(place, len(numbers)) for place in places)
+            stages.append((mine, _REST(stage)))
+        nodes = [self.fleet.nodes[number] for number in numbers]
+        kinds = tuple(node.node_type for node in nodes)
+        key = pipeline.microbatch_sequences, kinds, tuple(stages)
+        way = self._alike.get(key)
+        if way is None:
+            way = self._alike[key] = self._way_on(pipeline, nodes)
+            _forget(self._alike)
+        return way.on(list(numbers))
+
+    def _way_on(self, pipeline: Pipeline, nodes: Sequence[Node]) -> _Way:
+        """Return the boundaries of a pipeline on these nodes, numbered in this order."""
+        kinds = [node.node_type for node in nodes]
+        rows, sizes = self._rows(pipeline.stages, nodes), self._border_bytes(pipeline)
         least_s = np.zeros(2 * (len(pipeline.stages) - 1))
         for at, _, _, one, other, parts in rows:
             if one == other:
-                kind = self.fleet.nodes[one].node_type
-                hop_s = self.hop_s(kind, kind, sizes[at], True, parts, 1.0, 1.0)
+                hop_s = self.hop_s(kinds[one], kinds[one], sizes[at], True, parts, 1.0, 1.0)
                 least_s[at] = max(least_s[at], hop_s)
         across = {row: count for row, count in rows.items() if row[3] != row[4]}
         table = np.array(list(across), dtype=np.int64).reshape(-1, 6)
@@ -208,9 +242,14 @@ class BoundaryCosts:
             max(self.work_s(pipeline), 1e-30),
         )
         bytes_per_s = np.array(sizes)[entry] / period
-        leaving, out = self._uses(entry, sending, sender, flows, bytes_per_s)
-        arriving, into = self._uses(entry, taking, receiver, flows, bytes_per_s)
-        hops = [self._hop(one, other, sizes[at], parts) for at, _, _, one, other, parts in across]
+        efficiency = self.links.parameters.efficiency_inter
+        nics = np.array([kind.inter_node_bytes_per_s * efficiency for kind in kinds])
+        leaving, out = _uses(entry, sending, sender, flows, bytes_per_s, nics)
+        arriving, into = _uses(entry, taking, receiver, flows, bytes_per_s, nics)
+        hops = [
+            self._hop(kinds[one], kinds[other], sizes[at], parts)
+            for at, _, _, one, other, parts in across
+        ]
         alone, num_bytes, flow, fast_out, fast_in = np.array(hops).reshape(-1, 5).T
         return _Way(
             leaving,
@@ -229,13 +268,16 @@ class BoundaryCosts:
             found += [size, size]
         return found
 
-    def _rows(self, stages: Sequence[Stage]) -> Counter[tuple[int, int, int, int, int, int]]:
+    def _rows(
+        self, stages: Sequence[Stage], nodes: Sequence[Node]
+    ) -> Counter[tuple[int, int, int, int, int, int]]:
         """Count the pipeline's transfers by their endpoints.
 
         Key: (entry, sending stage, receiving stage, number of the sender's node, number of the
         receiver's node, slices).
         """
         found = Counter[tuple[int, int, int, int, int, int]]()
+        number_of = {node.name: number for number, node in enumerate(nodes)}
         for i, (a, b) in enumerate(itertools.pairwise(stages)):
             for entry, sending, taking, sender, receiver in (
                 (2 * i, i, i + 1, a, b),
@@ -243,7 +285,7 @@ class BoundaryCosts:
             ):
                 for each in transfers_between(sender, receiver):
                     one, other = (
-                        self._number[self.fleet.node_of(name).name]
+                        number_of[self.fleet.node_of(name).name]
                         for name in (each.source, each.target)
                     )
                     found[
@@ -251,36 +293,36 @@ class BoundaryCosts:
                     ] += 1
         return found
 
-    def _uses(
-        self, entry: Ints, stage: Ints, node: Ints, flows: Floats, bytes_per_s: Floats
-    ) -> tuple[_Uses, Ints]:
-        """Return the use of NICs by these hops at one end, and the entry of each hop in it.
-
-        bytes_per_s: bytes a second of one flow of each hop, averaged over all the time.
-        """
-        key, first, use = np.unique(
-            entry * len(self._number) + node, return_index=True, return_inverse=True
-        )
-        node, flows = node[first], np.bincount(use, flows, len(key)).astype(np.float64)
-        busy = np.minimum(1.0, flows * bytes_per_s[first] / self._nics[node])
-        _, same = np.unique(stage[first] * len(self._number) + node, return_inverse=True)
-        theirs = np.bincount(same, busy, len(key)).astype(np.float64)
-        return _Uses(node, entry[first], flows, busy, theirs[same]), np.asarray(use, dtype=np.int64)
-
     def _hop(
-        self, one: int, other: int, whole: float, slices: int
+        self, sender: NodeType, receiver: NodeType, whole: float, slices: int
     ) -> tuple[float, float, float, float, float]:
-        sender, receiver = (self.fleet.nodes[number].node_type for number in (one, other))
         gather_s = self.links.all_gather_s(receiver, slices, whole)
         alone_s = self.links.hop_latency(sender, receiver) + gather_s
         flow = self.links.one_flow(sender, receiver, whole / slices)
+        efficiency = self.links.parameters.efficiency_inter
         return (
             alone_s,
             whole / slices,
             math.inf if flow is None else flow,
-            float(self._nics[one]),
-            float(self._nics[other]),
+            sender.inter_node_bytes_per_s * efficiency,
+            receiver.inter_node_bytes_per_s * efficiency,
         )
+
+
+def _uses(
+    entry: Ints, stage: Ints, node: Ints, flows: Floats, bytes_per_s: Floats, nics: Floats
+) -> tuple[_Uses, Ints]:
+    """Return the use of NICs by these hops at one end, and the entry of each hop in it.
+
+    bytes_per_s: bytes a second of one flow of each hop, averaged over all the time. nics: bytes a
+    second of each node's NIC.
+    """
+    key, first, use = np.unique(entry * len(nics) + node, return_index=True, return_inverse=True)
+    node, flows = node[first], np.bincount(use, flows, len(key)).astype(np.float64)
+    busy = np.minimum(1.0, flows * bytes_per_s[first] / nics[node])
+    _, same = np.unique(stage[first] * len(nics) + node, return_inverse=True)
+    theirs = np.bincount(same, busy, len(key)).astype(np.float64)
+    return _Uses(node, entry[first], flows, busy, theirs[same]), np.asarray(use, dtype=np.int64)
 
 
 def _numbered(ways: Sequence[_Way]) -> list[_Hops]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
 from planner.communicators import LEAST_OF_A_GROUP, MOSTLY
-from planner.cost.boundaries import BoundaryCosts
+from planner.cost.boundaries import BoundaryCosts, WaysByLikeness
 from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.full_shard import overlapped_s, share_out_all
 from planner.cost.layer_costs import Assumed, LayerCosts, MemoryChoices
@@ -33,9 +33,9 @@ from planner.cost.parameters import CostParameters
 from planner.cost.plan_memory import PlanMemory, Synced
 from planner.cost.prediction import Prediction
 from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s
-from planner.cost.stage_costs import StageCosts, sharing_of
+from planner.cost.stage_costs import StageCosts, TermsByStage, sharing_of
 from planner.cost.stage_formats import StageFormats
-from planner.cost.sync import StepTimeline, simulate_sync
+from planner.cost.sync import KnownRings, Rings, StepTimeline, simulate_sync
 from planner.cost.zone_transfers import ZoneTransfer, bytes_between_zones
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD
@@ -132,10 +132,18 @@ class CostModel:
         self._costs: dict[tuple[NodeType, int, int, TensorShare | None], LayerCosts] = {}
         self._memories: dict[tuple[str, int, int, Recompute, TensorShare | None], MemoryTerms] = {}
         self._synced: Synced = {}
+        self._terms: TermsByStage = {}
+        self._ways: WaysByLikeness = {}
+        self._rings: KnownRings = {}
         self._place(fleet)
 
     def _place(self, fleet: Fleet) -> None:
-        """Set the attributes that depend on the fleet's nodes."""
+        """Set the attributes that depend on the fleet's nodes; what was cached is left behind."""
+        self._terms, self._ways, self._rings = {}, {}, {}
+        self._place_again(fleet)
+
+    def _place_again(self, fleet: Fleet) -> None:
+        """Set the attributes that depend on the fleet's nodes, with all else as it was."""
         values = self.sequence_length * self.spec.hidden_size
         scales_gradients = self.parameters.scales_gradients
         self.stage_formats = StageFormats(
@@ -163,6 +171,7 @@ class CostModel:
             self.offloaded_s,
             self.recompute,
             self.dispatch,
+            self._terms,
         )
         self._boundaries = BoundaryCosts(
             fleet,
@@ -170,6 +179,7 @@ class CostModel:
             self.stage_formats,
             self.work_s,
             self.parameters.sliced_boundaries,
+            self._ways,
         )
         named = known_zones({node.node_type.zone for node in fleet.nodes})
         self.zones = () if self.links.zones.ignored else named
@@ -196,7 +206,7 @@ class CostModel:
         other = copy.copy(self)
         other.__dict__.pop("node_types", None)
         other.fleet = fleet
-        other._place(fleet)
+        other._place_again(fleet)
         return other
 
     def varied(self, kinds: Mapping[NodeType, NodeType]) -> "CostModel":
@@ -563,14 +573,8 @@ class CostModel:
                 self._breakdown(simulation),
                 self.memory_by_worker(plan),
             )
-            stages = [
-                (pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))
-            ]
-            estimated = tuple(
-                dict.fromkeys(
-                    note for place in stages for note in self._stages.terms(*place).estimated
-                )
-            )
+            terms = [each for p in plan.pipelines for each in self._stages.every_terms(p)]
+            estimated = tuple(dict.fromkeys(note for each in terms for note in each.estimated))
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
         tokens, nodes_usd = sequences * self.sequence_length, self.nodes_usd_per_hour(plan)
         transfers = self.zone_transfers(plan)
@@ -609,13 +613,10 @@ class CostModel:
         jobs = () if self.parameters.full_shard else self.memory_of.sync_jobs(plan)
         update, sharing = dict[str, float](), sharing_of(plan)
         for pipeline in plan.pipelines:
-            for index, stage in enumerate(pipeline.stages):
-                update.update(
-                    dict.fromkeys(
-                        stage.workers, self._stages.terms(pipeline, index, sharing).update_s
-                    )
-                )
-        sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
+            terms = self._stages.every_terms(pipeline, sharing)
+            for stage, each in zip(pipeline.stages, terms, strict=True):
+                update.update(dict.fromkeys(stage.workers, each.update_s))
+        sync = simulate_sync(jobs, ends, update, self.fleet, self.links, self._rings)
         return Simulation(ends_s, sync, sync.end_s + self.parameters.step_overhead_s)
 
     def pipelines_s(self, plan: Plan) -> list[float]:
@@ -628,6 +629,47 @@ class CostModel:
             pipeline_bound_s(self.pipeline_times(plan, pipeline), pipeline.num_microbatches)
             for pipeline in plan.pipelines
         )
+
+    def work_at_least_s(self, plan: Plan) -> float:
+        """A lower bound of the slowest pipeline's part of a step, from its stages' work alone.
+
+        It holds for any number of microbatches in flight.
+        """
+        slowest_s = 0.0
+        for pipeline in plan.pipelines:
+            before_s = 0.0
+            for terms in self._stages.every_terms(pipeline):
+                work_s = terms.forward_s + terms.backward_s
+                slowest_s = max(slowest_s, before_s + pipeline.num_microbatches * work_s)
+                before_s += work_s
+            slowest_s = max(slowest_s, before_s)
+        return slowest_s
+
+    def step_at_least_s(self, plan: Plan) -> float:
+        """A lower bound of the step time, without simulating it.
+
+        The first stage of a pipeline ends last. Its gradients are summed after that, then those of
+        a tied embedding, and no update starts before: each sum takes as long as its ring alone.
+        """
+        ends_s = [
+            pipeline_bound_s(self.pipeline_times(plan, pipeline), pipeline.num_microbatches)
+            for pipeline in plan.pipelines
+        ]
+        slowest = max(range(len(ends_s)), key=ends_s.__getitem__)
+        if self.parameters.full_shard:
+            return ends_s[slowest]
+        worker = plan.pipelines[slowest].stages[0].workers[0]
+        rings, summed_s = Rings(self.fleet, self.links, self._rings), {False: 0.0, True: 0.0}
+        for job in self.memory_of.sync_jobs(plan):
+            if worker in job.members:
+                summed_s[job.tied] = max(summed_s[job.tied], rings.of(job).seconds)
+        sharing = sharing_of(plan)
+        update_s = max(
+            terms.update_s
+            for pipeline in plan.pipelines
+            for terms in self._stages.every_terms(pipeline, sharing)
+        )
+        return (ends_s[slowest] + sum(summed_s.values()) + update_s) * (1 - 1e-9)
 
     def _breakdown(self, simulation: Simulation) -> dict[str, float]:
         pipeline = max(map(max, simulation.ends_s))
@@ -654,7 +696,8 @@ class CostModel:
 
         NICs are shared with the plan's other pipelines.
         """
-        seconds = [self.stage_seconds(pipeline, i) for i in range(len(pipeline.stages))]
+        terms = self._stages.every_terms(pipeline)
+        seconds = [(each.forward_s, each.backward_s) for each in terms]
         if self.parameters.full_shard:
             seconds = [
                 self._gathered_s(plan, stage, *each)
@@ -795,9 +838,7 @@ class CostModel:
 
     def work_s(self, pipeline: Pipeline) -> float:
         """Forward and backward seconds of one microbatch in the slowest stage."""
-        return max(
-            sum(self.stage_seconds(pipeline, index)) for index in range(len(pipeline.stages))
-        )
+        return max(each.forward_s + each.backward_s for each in self._stages.every_terms(pipeline))
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""

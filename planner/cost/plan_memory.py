@@ -65,9 +65,9 @@ class PlanMemory:
         """Return peak bytes of every worker."""
         found, sharing = dict[str, int](), sharing_of(plan)
         for pipeline in plan.pipelines:
+            terms = self._stages.every_terms(pipeline, sharing)
             for i, stage in enumerate(pipeline.stages):
-                ranks = self._stages.terms(pipeline, i, sharing).ranks
-                for worker, rank in zip(stage.workers, ranks, strict=True):
+                for worker, rank in zip(stage.workers, terms[i].ranks, strict=True):
                     found[worker] = int(
                         rank.held_bytes + pipeline.in_flight(i) * rank.activation_bytes
                     )
@@ -142,10 +142,9 @@ class PlanMemory:
     def _ranks(self, plan: Plan) -> Iterator[tuple[str, RankBytes]]:
         sharing = sharing_of(plan)
         for pipeline in plan.pipelines:
-            for i, stage in enumerate(pipeline.stages):
-                yield from zip(
-                    stage.workers, self._stages.terms(pipeline, i, sharing).ranks, strict=True
-                )
+            terms = self._stages.every_terms(pipeline, sharing)
+            for stage, each in zip(pipeline.stages, terms, strict=True):
+                yield from zip(stage.workers, each.ranks, strict=True)
 
     def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
         """Return `planner.cost.sync.sync_jobs` of a plan, cached."""
@@ -234,9 +233,10 @@ class PlanMemory:
         both = [
             there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)
         ]
+        terms = self._stages.every_terms(pipeline, sharing)
         room = [
-            self._stages.terms(pipeline, i, sharing).room(_most_of(taken, stage))
-            for i, stage in enumerate(pipeline.stages)
+            each.room(_most_of(taken, stage))
+            for stage, each in zip(pipeline.stages, terms, strict=True)
         ]
         # a stage that holds all microbatches has room for any number
         room = [most * depth if have >= pipeline.num_microbatches else have for have in room]

@@ -3,8 +3,9 @@
 Searches change few stages of a plan at a time.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,11 @@ from planner.redundancy import layers_of, sharded_layers
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 ESTIMATED_DISPATCH = "all-to-all of tokens to experts: from links and even routing, not measured"
+TermsByStage = dict[tuple[Hashable, ...], "StageTerms"]
+"""Terms of stages by all that they depend on: the same on any fleet."""
+
+_REMEMBERED = 4096  # pipelines
+_REST = attrgetter(*(each.name for each in fields(Stage) if each.name != "workers"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,8 @@ class StageCosts:
     worker, independent of its layers; limit_bytes(node type): bytes that a plan may use of a
     worker's memory. formats: format of each stage. offloaded_s(node type, format): seconds of one
     parameter's update in host memory. recompute: recomputation of stages that define none.
-    dispatch: costs of all-to-all dispatch to experts.
+    dispatch: costs of all-to-all dispatch to experts. known: cache of terms, which may be shared by
+    fleets.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class StageCosts:
         offloaded_s: Callable[[NodeType, str], float],
         recompute: Recompute,
         dispatch: DispatchCosts,
+        known: TermsByStage | None = None,
     ) -> None:
         self.recompute: Recompute = recompute
         self.dispatch = dispatch
@@ -128,24 +136,59 @@ class StageCosts:
         self.layer_times, self.memory = layer_times, memory
         self.offloaded_s = offloaded_s
         self.fixed_bytes, self.limit_bytes, self.formats = fixed_bytes, limit_bytes, formats
-        self._known: dict[tuple[object, ...], StageTerms] = {}
+        self._known: TermsByStage = {} if known is None else known
+        self._by_pipeline: dict[
+            tuple[int, int, Sharing], tuple[tuple[Stage, ...], tuple[StageTerms, ...]]
+        ] = {}
 
     def terms(self, pipeline: Pipeline, index: int, sharing: Sharing = NOT_SHARED) -> StageTerms:
         """Return the terms of one stage of a pipeline.
 
         sharing: how the plan shares out optimizer state.
         """
+        return self.every_terms(pipeline, sharing)[index]
+
+    def every_terms(
+        self, pipeline: Pipeline, sharing: Sharing = NOT_SHARED
+    ) -> tuple[StageTerms, ...]:
+        """Return the terms of each stage of a pipeline.
+
+        They are found by the identity of its stages: a search asks many times for the same ones.
+        """
+        stages, size = pipeline.stages, pipeline.microbatch_sequences
+        key = (id(stages), size, sharing)
+        known = self._by_pipeline.get(key)
+        if known is None:
+            terms = tuple(self._stage_terms(pipeline, i, sharing) for i in range(len(stages)))
+            # the stages are kept, so that no others have the same id
+            known = self._by_pipeline[key] = stages, terms
+            if len(self._by_pipeline) > _REMEMBERED:
+                del self._by_pipeline[next(iter(self._by_pipeline))]
+        return known[1]
+
+    def _stage_terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
         stage, last = pipeline.stages[index], len(pipeline.stages) - 1
         mine = sharing.layers and sharing.layers.intersection(layers_of(stage, index, last + 1))
         holders, offloads = sharing.holders if mine else 1, sharing.offloads
         size = pipeline.microbatch_sequences
         borders = self._border_bytes(pipeline, index)
-        key = (stage, index == 0, index == last, size, holders, mine, offloads, borders)
+        place = self._place_key(stage)
+        ends = index == 0, index == last
+        key = (place, _REST(stage), ends, size, holders, mine, offloads, borders)
         known = self._known.get(key)
         if known is None:
             stage_sharing = Sharing(holders, mine or frozenset(), offloads)
             known = self._known[key] = self._terms(pipeline, index, stage_sharing)
         return known
+
+    def _place_key(self, stage: Stage) -> Hashable:
+        """Return a key that is equal for stages on equal workers, whatever the nodes' names.
+
+        The order of the names counts: rings go round nodes in that order.
+        """
+        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
+        order = {name: i for i, name in enumerate(sorted({node.name for node in nodes}))}
+        return tuple((order[node.name], node.node_type) for node in nodes)
 
     def seconds(
         self, pipeline: Pipeline, index: int, *, rated: bool = False

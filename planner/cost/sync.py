@@ -18,6 +18,12 @@ Kind = tuple[str, float, str]
 """Name, slowdown and zone of a node type: its nodes may be in several zones at several prices."""
 
 
+KnownRings = dict[tuple[object, ...], tuple[float, dict[Kind, float], dict[Kind, float]]]
+"""Seconds of a ring, of a NIC and of a link inside a node by kind, by bytes and members."""
+
+_REMEMBERED = 4096  # rings
+
+
 @dataclass(frozen=True, slots=True)
 class SyncJob:
     """All-reduce of `num_bytes` over `members` (worker names, each once).
@@ -171,8 +177,11 @@ def simulate_sync(
     update_s: Mapping[str, float],
     fleet: Fleet,
     links: Links,
+    known: KnownRings | None = None,
 ) -> StepTimeline:
     """Simulate the all-reduces and updates after the pipelines.
+
+    known: cache of rings over these links.
 
     Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them.
     Updates start when all all-reduces have ended: the global norm needs every gradient.
@@ -181,7 +190,7 @@ def simulate_sync(
         list[SyncEvent](),
         dict(ready_s),
         dict[str, float](),
-        _Rings(fleet, links),
+        Rings(fleet, links, {} if known is None else known),
     )
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
@@ -243,18 +252,15 @@ def _kind(of: NodeType) -> Kind:
     return of.name, of.slowdown, of.zone
 
 
-class _Rings:
-    """Rings of all-reduces that run alone.
+class Rings:
+    """Rings of all-reduces that run alone, cached in `known`.
 
     A node's NIC carries a ring once, however many members are on the node. Between those members,
     each one's own link carries it.
     """
 
-    def __init__(self, fleet: Fleet, links: Links):
-        self._fleet, self._links = fleet, links
-        self._known: dict[
-            tuple[object, ...], tuple[float, dict[Kind, float], dict[Kind, float]]
-        ] = {}
+    def __init__(self, fleet: Fleet, links: Links, known: KnownRings):
+        self._fleet, self._links, self._known = fleet, links, known
 
     def of(self, job: SyncJob) -> Ring:
         by_node: dict[str, list[str]] = {}
@@ -293,4 +299,6 @@ class _Rings:
                 nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, number, num_bytes)
                 own_s[_kind(kind)] = self._links.ring_link_s(kind, True, number, num_bytes)
             self._known[key] = self._links.all_reduce_s(members, num_bytes), nic_s, own_s
+            if len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
         return self._known[key]

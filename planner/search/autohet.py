@@ -30,7 +30,7 @@ from planner.search.judge import (
     why_infeasible,
 )
 from planner.search.moves import Moves
-from planner.search.place import place, place_by_stage
+from planner.search.place import place, place_by_stage, place_ends_first
 from planner.search.problem import (
     TIME_IS_OVER,
     Answer,
@@ -166,15 +166,17 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
     """Yield the proposal's placements.
 
     Each pipeline is on nodes of its own. If the pipelines are to lie side by side, the same stages
-    of all pipelines lie side by side instead, or those of each of several parts. parts: numbers of
-    parts.
+    of all pipelines lie side by side instead, or those of each of several parts. If embeddings are
+    tied, there are also placements with the ends of pipelines together. parts: numbers of parts.
     """
-    draft = proposal.draft
-    if not proposal.side_by_side:
-        plans = [place(tables, draft)]
-    else:
-        possible = [number for number in parts if number <= len(draft.pipelines)]
+    draft, by_stage = proposal.draft, proposal.side_by_side
+    possible = [number for number in parts if number <= len(draft.pipelines)]
+    if by_stage:
         plans = [place_by_stage(tables, draft, number) for number in possible]
+    else:
+        plans = [place(tables, draft)]
+    if tables.is_tied:
+        plans += [place_ends_first(tables, draft, n, by_stage=by_stage) for n in possible]
     yield from (plan for plan in plans if plan is not None)
 
 
@@ -203,7 +205,10 @@ def _improved(
     numbers_follow = cost.parameters.transfers == "none"
     alike = Likeness(tables.node_types, in_flight=not numbers_follow)
     score = partial(seconds_of, request)
-    judge = Judge(score, cost.pipelines_at_least_s, cost.working_ahead, alike.key)
+    judge = Judge(score, cost.step_at_least_s, cost.working_ahead, alike.key)
+    is_prepared_faster = cost.assumed.choices or request.uneven
+    if not is_prepared_faster and cost.choices.expert_dispatch == "sum":
+        judge = replace(judge, at_first=cost.work_at_least_s)
     improver = Improver(moves, judge, lambda: request.is_late)
     tries = tries_for(len(request.fleet.workers)) // (
         limits.WALKS if request.uneven else 1

@@ -186,8 +186,8 @@ class Drafter:
                 break
             arranged = [list(self._arranged(some, f, self.tables.batch)) for f in first]
             best = self._quickest(arranged)
-            changed = [list(self._regrouped(cut.arranged)) for cut in best[: limits.SHORTLIST]]
-            found += self._proposed([*best, *self._quickest(changed)])
+            once = self._best_regrouped(best)
+            found += self._proposed([*best, *once, *self._best_regrouped(once)])
         if not self.together and not (found and is_late()):
             found += self._proposed(self._divided())
         best_of = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
@@ -222,33 +222,42 @@ class Drafter:
                     best[key] = _Cut(seconds, each, shapes)
         return sorted(best.values(), key=lambda cut: cut.seconds)
 
-    def _regrouped(self, arranged: _Arranged) -> Iterator[_Arranged]:
-        """Yield variants with some groups of one row replaced by groups of half or twice the size.
+    def _best_regrouped(self, cuts: list[_Cut]) -> list[_Cut]:
+        """Return the best cut of each kind of regrouping of the first cuts, fastest first."""
+        changed = [list(self._regrouped(cut.arranged)) for cut in cuts[: limits.SHORTLIST]]
+        return self._quickest([variants for each in changed for variants in each])
 
-        The replaced groups are at either end of their run. Variants help if one degree leaves
-        blocks that do not divide well, or more memory than early stages need.
+    def _regrouped(self, arranged: _Arranged) -> Iterator[list[_Arranged]]:
+        """Yield variants with some groups of one row replaced by groups of one other size.
+
+        The replaced groups are at either end of their run, or inside it. Variants help if one
+        degree leaves blocks that do not divide well, or more memory than early stages need, and if
+        an end has much more to do than a block: a head, whose gradient a large group also sums
+        sooner, or which lies beside the tied embedding.
         """
         tables, depth = self.tables, max(len(rows) for rows, _ in arranged.pipelines)
-        for row, larger in itertools.product(
-            dict.fromkeys(arranged.pipelines[0][0]), (False, True)
-        ):
-            of, kind = tables.rows[row], tables.kind(row)
-            degree = kind.tp_degree * 2 if larger else kind.tp_degree // 2
-            other = tables.row_by_use.get(
-                (tables.resources[kind.resource].node_type, degree, of.microbatch)
-            )
-            if other is None:
-                continue
-            for many, first in itertools.product(_steps(depth), (False, True)):
-                changed = [
-                    (_with_groups(rows, row, other, many, larger, first), n)
-                    for rows, n in arranged.pipelines
-                ]
-                if all(rows is not None and len(rows) <= tables.deepest for rows, _ in changed):
-                    yield replace(
-                        arranged,
-                        pipelines=tuple((rows, n) for rows, n in changed if rows is not None),
-                    )
+        for row in dict.fromkeys(arranged.pipelines[0][0]):
+            for other in self._other_degrees(row):
+                variants = list[_Arranged]()
+                for many, place in itertools.product(_steps(depth), ("first", "inside", "last")):
+                    changed = [
+                        (_with_groups(tables, rows, _Change(row, other, many, place)), n)
+                        for rows, n in arranged.pipelines
+                    ]
+                    found = tuple((rows, n) for rows, n in changed if rows is not None)
+                    if len(found) == len(changed) and all(
+                        len(rows) <= tables.deepest for rows, _ in found
+                    ):
+                        variants.append(replace(arranged, pipelines=found))
+                yield variants
+
+    def _other_degrees(self, row: int) -> list[int]:
+        """Return the rows of the same node type and microbatch size at other TP degrees."""
+        tables, kind = self.tables, self.tables.kind(row)
+        node_type, size = tables.resources[kind.resource].node_type, tables.rows[row].microbatch
+        degrees = sorted({each.tp_degree for each in tables.kinds if each.group is None})
+        found = [tables.row_by_use.get((node_type, degree, size)) for degree in degrees]
+        return [each for each in found if each is not None and each != row]
 
     def _proposal(self, shapes: list[Shape]) -> Proposal | None:
         shapes = self._with_odd_one(shapes)
@@ -340,20 +349,33 @@ class Drafter:
                 if len(best) == min(kinds, limits.SHORTLIST):
                     break
             arranged += [list(self._arranged(some, i, sequences)) for i in best.values()]
-        return self._combined(self._quickest(arranged))
+        return self._combined(self._or_regrouped(self._quickest(arranged)))
+
+    def _or_regrouped(self, cuts: list[_Cut]) -> list[_Cut]:
+        """Return the best of the cuts and their regroupings, fastest first.
+
+        One each of the same node types and about as many pipelines.
+        """
+        every = [[v for some in self._regrouped(cut.arranged) for v in some] for cut in cuts]
+        best = dict[tuple[frozenset[int], int], _Cut]()
+        for cut in sorted([*cuts, *self._quickest(every)], key=lambda cut: cut.seconds):
+            best.setdefault((self._resources_of(cut), cut.arranged.number.bit_length()), cut)
+        return list(best.values())
+
+    def _resources_of(self, cut: _Cut) -> frozenset[int]:
+        return frozenset(
+            self.tables.kind(row).resource for shape in cut.shapes for row in shape.rows
+        )
 
     def _combined(self, cuts: list[_Cut]) -> list[_Cut]:
         """Return the fastest combinations of cuts with different node types, fastest first.
 
         Each combination has two or more cuts.
         """
-        used = [
-            {self.tables.kind(row).resource for shape in cut.shapes for row in shape.rows}
-            for cut in cuts
-        ]
+        used = [self._resources_of(cut) for cut in cuts]
         found, most = list[_Cut](), 2 * limits.DRAFTS
 
-        def extend(chosen: list[int], taken: set[int]) -> None:
+        def extend(chosen: list[int], taken: frozenset[int]) -> None:
             if len(chosen) > 1:
                 several = self._beside(
                     [cuts[i] for i in chosen], found[-1].seconds if len(found) == most else np.inf
@@ -364,7 +386,7 @@ class Drafter:
                 if not taken & used[i]:
                     extend([*chosen, i], taken | used[i])
 
-        extend([], set())
+        extend([], frozenset())
         return found
 
     def _beside(self, cuts: list[_Cut], most_s: float) -> _Cut:
@@ -413,22 +435,42 @@ def _steps(most: int) -> list[int]:
     return out
 
 
-def _with_groups(
-    rows: tuple[int, ...], row: int, other: int, many: int, larger: bool, first: bool
-) -> tuple[int, ...] | None:
-    """Replace groups of `row` by `many` groups of `other` with as many GPUs.
+@dataclass(frozen=True)
+class _Change:
+    """Change of groups: about `many` groups of `row` become groups of `other`.
 
-    first: the new groups come before the remaining groups of `row`, else after. None if there are
-    too few groups.
+    The new groups are fewer and larger, or more and smaller. place: "first" before the remaining
+    groups of `row`, "last" after them, or "inside", with half of them before.
     """
-    taken = 2 * many if larger else -(-many // 2)
-    given = many if larger else 2 * taken
+
+    row: int
+    other: int
+    many: int
+    place: str
+
+
+def _with_groups(tables: Tables, rows: tuple[int, ...], change: _Change) -> tuple[int, ...] | None:
+    """Return the rows with `change.many` groups of another size, on as many GPUs.
+
+    None if there are too few groups.
+    """
+    row = change.row
+    old, new = (tables.kind(each).tp_degree for each in (row, change.other))
+    if new > old:
+        taken, given = change.many * new // old, change.many
+    else:
+        taken = -(-change.many * new // old)
+        given = taken * old // new
     if (count := rows.count(row)) < taken:
         return None
     at, rest = rows.index(row), tuple(r for r in rows if r != row)
-    left, new = (row,) * (count - taken), (other,) * given
+    left, made = (row,) * (count - taken), (change.other,) * given
     before = sum(r != row for r in rows[:at])
-    return (*rest[:before], *(new + left if first else left + new), *rest[before:])
+    early = {"first": 0, "inside": len(left) // 2, "last": len(left)}[change.place]
+    if change.place == "inside" and not 0 < early < len(left):
+        return None
+    run = (*left[:early], *made, *left[early:])
+    return (*rest[:before], *run, *rest[before:])
 
 
 def _shares(number: int, groups: dict[int, int], speeds: dict[int, float]) -> list[tuple[int, ...]]:

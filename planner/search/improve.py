@@ -25,15 +25,16 @@ class Judge:
     """Judge of plans by a score to minimize.
 
     score: seconds a step, or a number in proportion to them; infinite if a plan may not be chosen.
-    at_least: a lower bound of the score that takes less time to compute. prepared: the plan as it
-    would be run. likeness: a key that is equal only for plans with equal scores, before they are
-    prepared.
+    at_first, at_least: lower bounds of the score that take less time to compute, of a plan before
+    and after it is prepared. prepared: the plan as it would be run. likeness: a key that is equal
+    only for plans with equal scores, before they are prepared.
     """
 
     score: Score
     at_least: Score = lambda plan: 0.0
     prepared: Callable[[Plan], Plan] = lambda plan: plan
     likeness: Callable[[Plan], Hashable] = lambda plan: plan
+    at_first: Score = lambda plan: 0.0
 
 
 class Improver:
@@ -46,6 +47,7 @@ class Improver:
         self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
         self._scores: dict[Hashable, float] = {}  # by likeness
         self._bounds: dict[Hashable, float] = {}
+        self._prepared: set[Hashable] = set()  # those whose bound is of the prepared plan
 
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
         """Return the best plan met in `tries` tries.
@@ -92,10 +94,13 @@ class Improver:
         known_s = self._scores.get(key)
         if known_s is not None:
             return known_s
-        if self._bounds.get(key, 0.0) > most_s:
+        if key not in self._bounds:
+            self._bounds[key] = self.judge.at_first(drawn)
+        if self._bounds[key] > most_s:
             return math.inf
         plan = self.judge.prepared(drawn)
-        if key not in self._bounds:
+        if key not in self._prepared:
+            self._prepared.add(key)
             self._bounds[key] = self.judge.at_least(plan)
         if self._bounds[key] > most_s:
             return math.inf

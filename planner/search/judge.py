@@ -12,7 +12,7 @@ from planner.cluster import GIB, Fleet, node_of
 from planner.cost.model import CostModel, Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, check_plan
-from planner.redundancy import redundancy
+from planner.redundancy import fewest_holders
 from planner.search import limits
 from planner.search.problem import TIME_IS_OVER, Answer, Idle, Rejected, Request, SearchReport
 from planner.search.tables import Tables
@@ -43,6 +43,8 @@ def fewest_in_flight(cost: CostModel, plan: Plan) -> Costed:
 
 def seconds_of(request: Request, plan: Plan) -> float:
     """Return the predicted step time; infinite if the plan may not be chosen."""
+    if _too_few_holders(request, plan):  # known without a prediction
+        return math.inf
     prediction = request.cost.predict(plan)
     return math.inf if unacceptable(request, plan, prediction) else prediction.step_time_s
 
@@ -60,6 +62,10 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
             rejected.append(Rejected(what, TIME_IS_OVER))
             break
         check_plan(plan, request.spec.num_layers)
+        too_few = _too_few_holders(request, plan)
+        if too_few is not None:  # known without a prediction
+            rejected.append(Rejected(describe(plan), too_few))
+            continue
         each = Costed(plan, request.cost.predict(plan))
         why = unacceptable(request, plan, each.prediction)
         if why is None:
@@ -234,7 +240,7 @@ def _too_few_holders(request: Request, plan: Plan) -> str | None:
     wanted = request.min_node_disjoint_holders
     if wanted < 2:
         return None
-    weakest = redundancy(plan, request.fleet, request.spec.num_layers).weakest
+    weakest = fewest_holders(plan, request.fleet, request.spec.num_layers)
     return (
         f"some layer lies on {weakest} node only, {wanted} are asked for"
         if weakest < wanted

@@ -30,8 +30,8 @@ MAX_SLOWDOWN = 1.15  # times the best: what is slower is not made best by single
 CUTS_AT_ONCE = 700  # entries of an array below which numpy costs the same however short it is
 
 # ---- improvement ----
-TRIES_GPUS = 12_000  # tries times GPUs: a prediction's time grows with the GPUs
-MOST_TRIES = 1_000  # of small fleets: the reach is a second
+TRIES_GPUS = 14_000  # tries times GPUs: a prediction's time grows with the GPUs
+MOST_TRIES = 1_200  # of small fleets: the reach is a second
 FEWEST_TRIES = 60  # of large fleets: the reach is five seconds
 WALKS = 4  # starts, each with a part of the tries, before the best goes on
 HOT = 1e-3  # share of the step time that a change may cost at first

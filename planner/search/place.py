@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from planner.plan import Pipeline, Plan, Stage
 from planner.search.draft import Draft, Shape
@@ -59,12 +59,44 @@ def place(tables: Tables, draft: Draft) -> Plan | None:
     powers of two leave no hole; neighbouring stages share a node if possible.
     """
     shapes = [shape for shape, _ in draft.pipelines]
-    degrees = [[tables.kind(row).tp_degree for row in shape.rows] for shape in shapes]
-    first = sorted(range(len(shapes)), key=lambda i: (-max(degrees[i]), -sum(degrees[i]), i))
-    in_order = [(i, s) for i in first for s in range(len(degrees[i]))]
+    degrees = _degrees(tables, shapes)
+    in_order = [(i, s) for i in _largest_first(degrees) for s in range(len(degrees[i]))]
     of_all = sorted(in_order, key=lambda at: (-degrees[at[0]][at[1]], *at))
     placed = _filled(tables, shapes, in_order) or _filled(tables, shapes, of_all)
     return None if placed is None else plan_on(tables, draft, placed)
+
+
+def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool) -> Plan | None:
+    """Return the plan of a draft whose pipelines' first and last stages share nodes.
+
+    They hold the same tensor if embeddings are tied: the fewer nodes its gradient crosses, the
+    sooner it is summed. The draft is divided into `parts` parts. In each part the ends come first,
+    then the other stages: stage by stage, or pipeline by pipeline.
+    """
+    shapes = [shape for shape, _ in draft.pipelines]
+    order: list[tuple[int, int]] = []
+    together: set[tuple[int, int]] = set()
+    for part in parted(len(shapes), parts):
+        last = {i: len(shapes[i].rows) - 1 for i in part}
+        ends = [*((i, 0) for i in part), *((i, last[i]) for i in part if last[i])]
+        inner = [(i, s) for i in part for s in range(1, last[i])]
+        together.update(ends)
+        if by_stage:
+            inner.sort(key=lambda at: (at[1], at[0]))
+            together.update(inner)
+        order += [*ends, *inner]
+    placed = _filled(tables, shapes, order, together=together)
+    return None if placed is None else plan_on(tables, draft, placed)
+
+
+def _degrees(tables: Tables, shapes: Sequence[Shape]) -> list[list[int]]:
+    """Return the TP degree of each stage of each pipeline."""
+    return [[tables.kind(row).tp_degree for row in shape.rows] for shape in shapes]
+
+
+def _largest_first(degrees: Sequence[Sequence[int]]) -> list[int]:
+    """Return the pipelines in the order of placement: those with larger groups, then more GPUs."""
+    return sorted(range(len(degrees)), key=lambda i: (-max(degrees[i]), -sum(degrees[i]), i))
 
 
 def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
@@ -80,7 +112,7 @@ def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
         for part in several
         for s, i in itertools.product(range(len(shapes[part[0]].rows)), part)
     ]
-    placed = _filled(tables, shapes, order, together=True)
+    placed = _filled(tables, shapes, order, together=frozenset(order))
     return None if placed is None else plan_on(tables, draft, placed)
 
 
@@ -89,12 +121,13 @@ def _filled(
     shapes: Sequence[Shape],
     order: Iterable[tuple[int, int]],
     *,
-    together: bool = False,
+    together: Collection[tuple[int, int]] = frozenset(),
 ) -> list[list[tuple[str, ...]]] | None:
     """Return the workers of each stage of each pipeline; None if nodes have no room.
 
-    order: (pipeline, stage) in the order of placement. together: all stages fill one node of their
-    type after the other; else each pipeline continues on the node of its last stage of that type.
+    order: (pipeline, stage) in the order of placement. together: stages that fill one node of their
+    type after the other; with any other stage a pipeline continues on the node of its latest one of
+    that type.
     """
     nodes = [Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
     last, wanted = dict[tuple[int, int], int](), Counter[tuple[int, int]]()
@@ -105,8 +138,9 @@ def _filled(
     for i, s in order:
         kind = tables.kind(shapes[i].rows[s])
         resource, degree = kind.resource, kind.tp_degree
-        key = (0, resource) if together else (i, resource)
-        found = nodes[resource].take(degree, last.get(key), 0 if together else wanted[key])
+        of_all = (i, s) in together
+        key = (-1 if of_all else i, resource)
+        found = nodes[resource].take(degree, last.get(key), 0 if of_all else wanted[key])
         if found is None:
             return None
         wanted[i, resource] -= degree

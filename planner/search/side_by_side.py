@@ -49,6 +49,8 @@ class SideBySide:
     def __init__(self, request: Request, tables: Tables, parts: int):
         self._cost, self._tables, self._parts = request.cost, tables, parts
         self._rates: dict[tuple[int, int], tuple[float, float, int]] = {}
+        self._holders = request.min_node_disjoint_holders
+        self._tied_rates: dict[tuple[int, int], tuple[float, float]] = {}
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
         _, first, kind = np.unique(
             [row.kind for row in tables.rows], return_index=True, return_inverse=True
@@ -85,12 +87,17 @@ class SideBySide:
         return latency, byte_s, stages
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
-        """Return the seconds of `after_kinds_s` for `number` pipelines of one shape."""
+        """Return the seconds of `after_kinds_s` for `number` pipelines of one shape.
+
+        The gradient of a tied embedding is summed over first and last stages, after all others.
+        """
         summed, before = list[float](), [0.0, *itertools.accumulate(timing.way(shape).backward_s)]
         latest = updated = 0.0
-        kinds = [self._like[row] for row in shape.rows]
+        kinds, tied_s = [self._like[row] for row in shape.rows], self._tied_s(number, shape)
         for row, start, end in zip(shape.rows, shape.starts, shape.ends):
             num_bytes = self._tables.stage_sync_bytes(row, start, end)
+            if tied_s and end == self._tables.num_layers:
+                num_bytes -= self._tables.rows[row].tied_sync_bytes
             summed.append(self._rate(number, self._like[row])[1] * num_bytes)
             updated = max(updated, self._update[row] * num_bytes)
         for i, kind in enumerate(kinds):
@@ -100,7 +107,35 @@ class SideBySide:
                     break
                 carried += summed[last]
                 latest = max(latest, carried - before[last])
-        return latest + updated
+        return latest + tied_s + updated
+
+    def _tied_s(self, number: int, shape: Shape) -> float:
+        """Return the seconds of the sum of a tied embedding; 0 if the stages sum none."""
+        if len(shape.rows) == 1 or not self._tables.is_tied:
+            return 0.0
+        sums = []
+        for row in (shape.rows[0], shape.rows[-1]):
+            latency, byte_s = self._tied_rate(number, self._like[row])
+            sums.append(latency + byte_s * self._tables.rows[row].tied_sync_bytes)
+        return max(sums)
+
+    def _tied_rate(self, number: int, row: int) -> tuple[float, float]:
+        """Return latency and seconds a byte of a ring over both ends of `number` pipelines.
+
+        The ends fill one node after the other, as `place_ends_first` lets them.
+        """
+        if (number, row) not in self._tied_rates:
+            kind = self._tables.kinds[self._tables.rows[row].kind]
+            node_type = self._tables.resources[kind.resource].node_type
+            held = int(self._tables.groups_a_node[row])
+            parts = parted(number, min(number, self._holders))
+            members = [
+                (f"{part}-{i // held}", node_type)
+                for part, mine in enumerate(parts)
+                for i in range(2 * len(mine))
+            ]
+            self._tied_rates[number, row] = ring_rate(self._cost, members, float(kind.tp_degree))
+        return self._tied_rates[number, row]
 
     def _rate(self, number: int, row: int) -> tuple[float, float, int]:
         """Return latency, seconds a byte, and stages a node for stages of one row.

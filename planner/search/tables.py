@@ -129,6 +129,11 @@ class Tables:
         }
 
     @cached_property
+    def is_tied(self) -> bool:
+        """True if embedding and head are one tensor, whose gradient their stages sum together."""
+        return any(row.tied_sync_bytes > 0 for row in self.rows)
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Microbatch sizes of the rows, ascending."""
         return sorted({row.microbatch for row in self.rows})
