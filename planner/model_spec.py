@@ -226,6 +226,17 @@ class LayerSpec:
         return self.frozen_replicated_parameters + cut + excess
 
 
+def limit_of_parts(num_heads: int, num_experts: int, max_tp_degree: int) -> str:
+    """Return what limits the number of parts of a model, as a noun: `6 experts` or `heads`.
+
+    num_experts: 0 if all blocks are dense.
+    """
+    finer = 2 * max_tp_degree
+    is_of_heads = num_heads % finer > 0 or finer > FINEST_TP_DEGREE
+    is_of_experts = 0 < num_experts < finer and not is_of_heads
+    return f"{num_experts} experts" if is_of_experts else "heads"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Model of embedding, blocks and head.
@@ -296,10 +307,7 @@ class ModelSpec:
     def limit_of_parts(self) -> str:
         """What limits the number of parts (`max_tp_degree`), as a noun: `6 experts` or `heads`."""
         fewest = min((b.experts.number for b in self.blocks if b.experts), default=0)
-        finer = 2 * self.max_tp_degree
-        is_of_heads = self.num_heads % finer > 0 or finer > FINEST_TP_DEGREE
-        is_of_experts = 0 < fewest < finer and not is_of_heads
-        return f"{fewest} experts" if is_of_experts else "heads"
+        return limit_of_parts(self.num_heads, fewest, self.max_tp_degree)
 
     @property
     def key_value_units(self) -> int:

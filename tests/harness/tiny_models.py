@@ -25,6 +25,7 @@ from autohet.runtime.models import (
     stage_parameter_names,
 )
 from autohet.runtime.models.experts import CORRECTION_BIAS
+from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.family import WHOLE, take_units
 from planner.plan import Recompute, TensorShare
 
@@ -233,6 +234,11 @@ AUTO: dict[str, dict[str, Any]] = {
 """Of the families that are read off the library's plans: every special field that published configs
 have, at a value that shows.
 """
+AUTO |= {
+    name: {"model_type": name, **family.example}
+    for name, family in BUILT_IN.items()
+    if family.example is not None
+}
 MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
 """Families with experts."""
 TINY: dict[str, dict[str, Any]] = {

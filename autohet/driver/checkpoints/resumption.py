@@ -31,7 +31,7 @@ from autohet.runtime.job.learning_rate import follows_steps, learning_rate
 from autohet.runtime.layout import tensor_specs
 from autohet.runtime.loss_scale import LOSS_SCALE
 from autohet.runtime.models import FAMILIES, saved_document
-from autohet.runtime.models.config_keys import USED
+from autohet.runtime.models.config_keys import used_keys
 from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo, NewestCheckpoint, find_newest
@@ -200,7 +200,7 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
     )
     document = saved_document(model)
     kind = str(document["model_type"])
-    keys, dropouts = USED.get(kind, frozenset()), _dropout_keys(kind)
+    keys, dropouts = used_keys(kind) or frozenset(), _dropout_keys(kind)
     if not any(document.get(key) for key in dropouts):
         then.pop(DROPOUT, None)
     elif not then.get(DROPOUT):

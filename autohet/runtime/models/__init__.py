@@ -1,7 +1,6 @@
 """Decoder families of `transformers`, cut into stages of the library's own modules.
 
-A new family is one small file with a `FAMILY` value (see `llama.py`, `gpt2.py`) and its line below.
-If the library's own plans say how to cut it, an entry of `auto.HOOKS` is enough.
+A new family is one small file in `families/`, with a `FAMILY` value (see `granite.py`, `gpt2.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models import auto, gpt2, gpt_oss, llama, mistral, olmoe, qwen2, qwen3
 from autohet.runtime.models.adapters import ADAPTER, Adapter, adapter_of, set_adapter
+from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
     check_rope,
@@ -31,6 +30,7 @@ from autohet.runtime.models.config_keys import (
 )
 from autohet.runtime.models.dropout import set_dropout
 from autohet.runtime.models.experts import check_experts
+from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.family import (
     COMPUTE_DTYPES,
     EMBEDDING,
@@ -69,13 +69,8 @@ __all__ = [
     "use_family",
 ]
 
-FAMILIES = {
-    **{
-        module.FAMILY.model_type: module.FAMILY
-        for module in (gpt2, gpt_oss, llama, mistral, olmoe, qwen2, qwen3)
-    },
-    **auto.FAMILIES,
-}
+FAMILIES = dict(BUILT_IN)
+"""Families of this process by model type: the built-in ones, and that of `model.family`."""
 logger = logging.getLogger(__name__)
 
 
@@ -108,7 +103,7 @@ def use_family(source: ModelSource) -> None:
         FAMILIES[model_type] = _import_family(name, model_type)
     elif model_type not in FAMILIES:
         _from_document(dict(document), "model.config")  # names an unknown type
-        FAMILIES[model_type] = auto.auto_family(model_type)
+        FAMILIES[model_type] = auto_family(model_type)
 
 
 def _import_family(name: str, model_type: str) -> Family:

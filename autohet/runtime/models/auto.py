@@ -1,7 +1,7 @@
 """Families derived from the library's own plans.
 
 `base_model_pp_plan` names the parts of a decoder, and `base_model_tp_plan` the way to cut each. No
-plan describes the operations of a decoder outside its blocks; the entries of `HOOKS` do.
+plan describes the operations of a decoder outside its blocks; the fields of a `Family` do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from autohet.runtime.models.experts import (
     EXPERTS,
     ROUTERS,
-    SHARED_COLUMN,
-    SHARED_ROW,
-    ExpertNames,
 )
-from autohet.runtime.models.family import ATTENTION, EMBEDDED, PARTIAL, SPLIT_NORM, Family
+from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
 from autohet.runtime.models.logits import LogitAdjustment
 from planner.errors import ConfigError
 from planner.plan import TensorShare
@@ -31,8 +28,11 @@ CUT_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 EMBEDDING_INPUTS, HIDDEN_STATES = ["input_ids"], ["hidden_states"]
 
 
-def auto_family(model_type: str, hooks: Mapping[str, Any] | None = None) -> Family:
+def auto_family(model_type: str, **fields: Any) -> Family:
     """Return the family of a transformers model type, from the plans of its config class.
+
+    fields: those of `Family` that no plan has. Without any, the styles of the library's
+    tensor-parallel plan are checked.
 
     Raises:
         ConfigError: the class has no such plans, or they are not those of a sequence of blocks.
@@ -60,7 +60,7 @@ def auto_family(model_type: str, hooks: Mapping[str, Any] | None = None) -> Fami
             " embedding, blocks from hidden states to hidden states, and a norm; write a family and"
             " name it with model.family"
         )
-    if hooks is None and model_type not in HOOKS:
+    if not fields:
         _check_styles(model_type, styles)
     embedding, layers, norm = (f"model.{path}" for path in paths)
     return Family(
@@ -68,7 +68,7 @@ def auto_family(model_type: str, hooks: Mapping[str, Any] | None = None) -> Fami
         layers=layers,
         token_embedding=embedding,
         final_norm=norm,
-        **(HOOKS.get(model_type, {}) if hooks is None else hooks),
+        **fields,
     )
 
 
@@ -86,20 +86,13 @@ def _check_styles(model_type: str, plan: Mapping[str, str]) -> None:
             )
 
 
-def _root_of_hidden_size(config: PreTrainedConfig, dtype: torch.dtype) -> float:
+def root_of_hidden_size(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     """Return Gemma's factor of the embedding, rounded to the compute format as in the library."""
     return float(torch.tensor(config.hidden_size**0.5).to(dtype))
 
 
-def _gated_halves(config: PreTrainedConfig) -> tuple[int, ...]:
+def gated_halves(config: PreTrainedConfig) -> tuple[int, ...]:
     return (int(config.intermediate_size),) * 2
-
-
-def _query_key_value(config: PreTrainedConfig) -> tuple[int, ...]:
-    heads = int(config.num_attention_heads)
-    size = int(getattr(config, "head_dim", config.hidden_size // heads))
-    key_heads = int(config.num_key_value_heads)
-    return heads * size, key_heads * size, key_heads * size
 
 
 def _divide_fused_attention(module: nn.Module, share: TensorShare) -> None:
@@ -113,7 +106,7 @@ def _divide_fused_attention(module: nn.Module, share: TensorShare) -> None:
     module.num_key_value_heads = int(module.num_key_value_heads) * part // share.of  # type: ignore[arg-type, assignment]
 
 
-def _final_softcap(config: PreTrainedConfig) -> LogitAdjustment:
+def final_softcap(config: PreTrainedConfig) -> LogitAdjustment:
     return LogitAdjustment(softcap=config.final_logit_softcapping)
 
 
@@ -121,7 +114,7 @@ NORMS_OVER_ALL_HEADS = {
     "layers.*.self_attn.q_norm": SPLIT_NORM,
     "layers.*.self_attn.k_norm": SPLIT_NORM,
 }
-_FUSED_MLP = {
+FUSED_MLP = {
     "layers.*.mlp.gate_up_proj": "packed_colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
@@ -129,108 +122,3 @@ ROUTED_EXPERTS = {
     "layers.*.mlp.experts": EXPERTS,
     **{f"layers.*.{router}": PARTIAL[0] for router in ROUTERS},
 }
-_LATENT_ATTENTION = {
-    **dict.fromkeys(
-        (
-            "layers.*.self_attn.q_a_proj",
-            "layers.*.self_attn.q_a_layernorm",
-            "layers.*.self_attn.kv_a_proj_with_mqa",
-            "layers.*.self_attn.kv_a_layernorm",
-        ),
-        PARTIAL[0],
-    ),
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.q_b_proj": "colwise",
-    "layers.*.self_attn.kv_b_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-}
-"""Styles of multi-head latent attention: latents are whole on each rank, their heads are cut."""
-_SHARED_EXPERTS = {
-    "layers.*.mlp.shared_experts.gate_proj": SHARED_COLUMN,
-    "layers.*.mlp.shared_experts.up_proj": SHARED_COLUMN,
-    "layers.*.mlp.shared_experts.down_proj": SHARED_ROW,
-}
-
-
-def _check_latent_attention(config: PreTrainedConfig) -> None:
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads != key_heads:
-        raise ConfigError(
-            f"num_key_value_heads is {key_heads}, but latent attention has keys and values for"
-            f" each of {heads} heads; give {heads}"
-        )
-    if config.head_dim != config.qk_rope_head_dim:
-        raise ConfigError(
-            f"head_dim is {config.head_dim}, but latent attention rotates qk_rope_head_dim,"
-            f" {config.qk_rope_head_dim}; leave head_dim out"
-        )
-
-
-HOOKS: Mapping[str, Mapping[str, Any]] = {
-    "cohere2": {
-        "logit_adjustment": lambda config: LogitAdjustment(factor=config.logit_scale),
-    },
-    "deepseek_v3": {
-        "changed_styles": {**_LATENT_ATTENTION, **ROUTED_EXPERTS, **_SHARED_EXPERTS},
-        "expert_names": ExpertNames(),
-        "check": _check_latent_attention,
-    },
-    "gemma2": {
-        "embedding_scale": _root_of_hidden_size,
-        "logit_adjustment": _final_softcap,
-        "attention_softcap": lambda config: config.attn_logit_softcapping,
-        "stock_attention": "eager",
-    },
-    "gemma3_text": {
-        "embedding_scale": _root_of_hidden_size,
-        "logit_adjustment": _final_softcap,
-    },
-    "glm4": {
-        "changed_styles": _FUSED_MLP,
-        "packed": {"mlp.gate_up_proj": _gated_halves},
-    },
-    "granite": {
-        "embedding_scale": lambda config, _: float(config.embedding_multiplier),
-        "logit_adjustment": lambda config: LogitAdjustment(divisor=config.logits_scaling),
-    },
-    "mixtral": {
-        "changed_styles": ROUTED_EXPERTS,
-        "expert_names": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
-    },
-    "olmo2": {
-        "changed_styles": NORMS_OVER_ALL_HEADS,
-        "shares_key_heads": False,
-    },
-    "phi3": {
-        "changed_styles": {
-            **_FUSED_MLP,
-            "layers.*.self_attn.qkv_proj": "packed_colwise",
-            "layers.*.self_attn.o_proj": "rowwise",
-        },
-        "packed": {
-            "self_attn.qkv_proj": _query_key_value,
-            "mlp.gate_up_proj": _gated_halves,
-        },
-        "shares_key_heads": False,
-        "divide_attention": _divide_fused_attention,
-        "dropouts": {
-            "attention_dropout": (ATTENTION,),
-            "resid_pdrop": ("self_attn.o_proj", "mlp.down_proj"),
-            "embd_pdrop": (),
-        },
-    },
-    "qwen3_moe": {"changed_styles": ROUTED_EXPERTS, "expert_names": ExpertNames()},
-    "smollm3": {},
-    "starcoder2": {
-        "dropouts": {
-            "attention_dropout": (ATTENTION,),
-            "residual_dropout": ("self_attn.o_proj", "mlp.c_proj"),
-            "embedding_dropout": (EMBEDDED,),
-        },
-    },
-}
-"""Fields of a `Family` that no plan has, by model type.
-
-Each family is compared with the library's model, cut at every place.
-"""
-FAMILIES: Mapping[str, Family] = {model_type: auto_family(model_type) for model_type in HOOKS}

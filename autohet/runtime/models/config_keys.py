@@ -20,8 +20,8 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_EVERY = frozenset({"model_type", "vocab_size", "initializer_range", "pad_token_id"})
-_LLAMA_LIKE = _EVERY | {
+COMMON_KEYS = frozenset({"model_type", "vocab_size", "initializer_range", "pad_token_id"})
+DECODER_KEYS = COMMON_KEYS | {
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -39,7 +39,7 @@ _LLAMA_LIKE = _EVERY | {
     "attention_dropout",
     "tie_word_embeddings",
 }
-_GEMMA = _LLAMA_LIKE - {"hidden_act"} | {
+GEMMA_KEYS = DECODER_KEYS - {"hidden_act"} | {
     "attention_bias",
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -48,107 +48,11 @@ _GEMMA = _LLAMA_LIKE - {"hidden_act"} | {
     "query_pre_attn_scalar",
     "sliding_window",
 }
-_WINDOWED = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
-_EXPERTS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
-_ROUTED = _EXPERTS | {"norm_topk_prob"}
-USED: Mapping[str, frozenset[str]] = {
-    "llama": _LLAMA_LIKE | {"attention_bias", "mlp_bias"},
-    "mistral": _LLAMA_LIKE | {"sliding_window"},
-    "qwen2": _LLAMA_LIKE | _WINDOWED,
-    "qwen3": _LLAMA_LIKE | _WINDOWED | {"attention_bias"},
-    "gpt2": _EVERY
-    | {
-        "n_positions",
-        "n_embd",
-        "n_layer",
-        "n_head",
-        "n_inner",
-        "hidden_size",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "activation_function",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "layer_norm_epsilon",
-        "scale_attn_weights",
-        "scale_attn_by_inverse_layer_idx",
-        "tie_word_embeddings",
-    },
-    "cohere2": _LLAMA_LIKE - {"rms_norm_eps"}
-    | {
-        "attention_bias",
-        "layer_norm_eps",
-        "layer_types",
-        "logit_scale",
-        "sliding_window",
-        "sliding_window_pattern",
-    },
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA | {"rope_local_base_freq", "sliding_window_pattern"},
-    "glm4": _LLAMA_LIKE | {"attention_bias"},
-    "gpt_oss": _LLAMA_LIKE
-    | _EXPERTS
-    | {"attention_bias", "layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"},
-    "granite": _LLAMA_LIKE
-    | {
-        "attention_bias",
-        "attention_multiplier",
-        "embedding_multiplier",
-        "logits_scaling",
-        "mlp_bias",
-        "residual_multiplier",
-    },
-    "deepseek_v3": _LLAMA_LIKE
-    | _ROUTED
-    | {
-        "attention_bias",
-        "first_k_dense_replace",
-        "kv_lora_rank",
-        "moe_intermediate_size",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "q_lora_rank",
-        "qk_head_dim",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "rope_interleave",
-        "routed_scaling_factor",
-        "topk_group",
-        "v_head_dim",
-    },
-    "mixtral": _LLAMA_LIKE | _EXPERTS | {"sliding_window"},
-    "olmoe": _LLAMA_LIKE | _ROUTED | {"attention_bias", "clip_qkv"},
-    "qwen3_moe": _LLAMA_LIKE
-    | _ROUTED
-    | {
-        "attention_bias",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "moe_intermediate_size",
-        "sliding_window",
-        "use_sliding_window",
-    },
-    "olmo2": _LLAMA_LIKE | {"attention_bias"},
-    "phi3": _LLAMA_LIKE | {"embd_pdrop", "resid_pdrop", "sliding_window"},
-    "smollm3": _LLAMA_LIKE
-    | _WINDOWED - {"max_window_layers"}
-    | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
-    "starcoder2": _LLAMA_LIKE - {"rms_norm_eps"}
-    | {
-        "embedding_dropout",
-        "norm_epsilon",
-        "residual_dropout",
-        "sliding_window",
-        "use_bias",
-    },
-}
-"""Keys that decide the model's mathematics, by model_type. Dropouts are set to 0."""
-
-READ_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {"olmoe": frozenset({"sliding_window"})}
-"""Keys by model_type that modules read without effect: sdpa without a mask has no window."""
+WINDOW_KEYS = frozenset(
+    {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+)
+EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
+ROUTED_KEYS = EXPERT_KEYS | {"norm_topk_prob"}
 
 OLDER_SPELLINGS = frozenset({"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"})
 """Keys that the library reads for every family although they are no fields."""
@@ -275,10 +179,18 @@ def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCo
     return short
 
 
+def used_keys(model_type: str) -> frozenset[str] | None:
+    """Return the keys that decide the mathematics of a model type; None: they are not known."""
+    from autohet.runtime.models import FAMILIES
+
+    family = FAMILIES.get(model_type)
+    return None if family is None or not family.config_keys else family.config_keys
+
+
 def known_keys(config: PreTrainedConfig) -> frozenset[str]:
     """Return the keys with a meaning for the config's class: its fields, aliases, and used keys."""
     fields = {field.name for field in dataclasses.fields(config)}
-    used = USED.get(config.model_type, OLDER_SPELLINGS)
+    used = used_keys(config.model_type) or OLDER_SPELLINGS
     return frozenset(fields | set(config.attribute_map) | used)
 
 
@@ -299,7 +211,8 @@ def settle_keys(
     if typed_by_hand:
         for key in left_over:
             _check_spelling(key, known - set(given), where, str(config.model_type))
-    if config.model_type not in USED:
+    used = used_keys(config.model_type)
+    if used is None:
         if left_over:
             logger.warning(
                 "%s: %s are no fields of transformers' %s; its modules may read them",
@@ -308,7 +221,7 @@ def settle_keys(
                 type(config).__name__,
             )
         return
-    kept = USED[config.model_type] | {"quantization_config"}
+    kept = used | {"quantization_config"}
     for key in set(given) - {field.name for field in dataclasses.fields(config)} - kept:
         config.__dict__.pop(key, None)
     if left_over:
@@ -324,7 +237,7 @@ def _check_refused(config: PreTrainedConfig, given: Mapping[str, Any], where: st
     for key, reason in REFUSED.items():
         if given.get(key):
             raise ConfigError(f"{where}: {key} {reason}")
-    used = USED.get(config.model_type)
+    used = used_keys(config.model_type)
     if used is None:
         return
     pristine = type(config)()

@@ -40,6 +40,7 @@ from autohet.runtime.models.experts import (
 )
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from planner.errors import ConfigError
+from planner.model_spec import limit_of_parts
 from planner.plan import FINEST_TP_DEGREE, TensorShare
 
 EMBEDDING, HEAD = -1, -2
@@ -215,6 +216,19 @@ class Family:
     """Soft-cap of the attention's scores."""
     has_sinks: bool = False
     """True if attention has a learned sink in each head, which torch's fused kernels have not."""
+    config_keys: frozenset[str] = frozenset()
+    """Config keys that decide the model's mathematics; dropouts are among them.
+
+    Any other key of the config's class is refused if it is not at its default. Empty: nothing is
+    known of its keys, so unknown ones are only logged.
+    """
+    unread_keys: frozenset[str] = frozenset()
+    """Keys that the library's modules read, and that have no effect all the same."""
+    example: Mapping[str, Any] | None = None
+    """Config of a tiny model with every special field at a value that shows.
+
+    Every parity test runs for it.
+    """
     has_programs: bool = False
     """True if SPMD programs may train it: its training on several workers is tested."""
     check: Callable[[PreTrainedConfig], None] = lambda _: None
@@ -281,8 +295,8 @@ class Family:
 
     def limit_of_parts(self, config: PreTrainedConfig) -> str:
         """Return what limits the number of parts, as a noun: `6 experts` or `heads`."""
-        is_of_heads = self._finest_of_heads(config, FINEST_TP_DEGREE) == self.max_tp_degree(config)
-        return "heads" if is_of_heads else f"{num_experts(config)} experts"
+        heads, experts = int(config.num_attention_heads), num_experts(config) or 0
+        return limit_of_parts(heads, experts, self.max_tp_degree(config))
 
     def _finest_of_heads(self, config: PreTrainedConfig, most: int) -> int:
         """Return the finest TP degree of at most `most` parts that the heads allow."""
@@ -515,7 +529,7 @@ def _check_dense(
     if not family.has_experts and set(name.split(".")) & set(EXPERT_NAMES):
         raise ConfigError(
             f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
-            " not know; choose deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_moe or a dense decoder"
+            " not know; choose one whose routing it knows, such as mixtral, or a dense decoder"
         )
     if parameter.dim() > 2:
         raise ConfigError(

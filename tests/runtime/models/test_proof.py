@@ -96,7 +96,7 @@ def test_another_decoder_is_read_off_the_librarys_plans() -> None:
     [
         ("no_such_module:FAMILY", "cannot be imported"),
         ("json:loads", "must be a Family"),
-        ("autohet.runtime.models.qwen3:FAMILY", "is for model_type 'qwen3'"),
+        ("autohet.runtime.models.families.qwen3:FAMILY", "is for model_type 'qwen3'"),
     ],
 )
 def test_a_wrong_family_is_named(family: str, says: str) -> None:

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.models import FAMILIES, family_of, load_config, read_config
-from autohet.runtime.models.config_keys import READ_WITHOUT_EFFECT, REFUSED, USED, WITHOUT_EFFECT
+from autohet.runtime.models.config_keys import REFUSED, WITHOUT_EFFECT
+from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.pretrained import pretrained_parameters
 from planner.errors import ConfigError
 from tests.harness.published_configs import EXPECTED_REFUSALS, PUBLISHED, shrunk
@@ -117,7 +118,7 @@ def sources_of_modules(model_type: str) -> list[str]:
     return [inspect.getsource(each) for each in own]
 
 
-@pytest.mark.parametrize("model_type", sorted(USED))
+@pytest.mark.parametrize("model_type", sorted(BUILT_IN))
 def test_every_key_of_the_librarys_class_and_modules_is_classified(model_type: str) -> None:
     """A key that a later release of transformers adds, or that we left out, fails here."""
     config_class = CONFIG_MAPPING[model_type]
@@ -125,10 +126,10 @@ def test_every_key_of_the_librarys_class_and_modules_is_classified(model_type: s
     read = set(re.findall(r"config\.([a-z]\w*)\b(?!\()", code))
     read |= set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
     fields = {field.name for field in dataclasses.fields(config_class)}
-    classified = USED[model_type] | WITHOUT_EFFECT | set(REFUSED)
-    classified |= READ_WITHOUT_EFFECT.get(model_type, set())
+    family = BUILT_IN[model_type]
+    classified = family.config_keys | family.unread_keys | WITHOUT_EFFECT | set(REFUSED)
     assert fields | read - {"to_dict"} <= classified
-    assert not USED[model_type] & (WITHOUT_EFFECT | set(REFUSED))
+    assert not family.config_keys & (WITHOUT_EFFECT | set(REFUSED))
 
 
 LEFT_OVER: dict[str, Any] = {
@@ -172,7 +173,7 @@ LEFT_OVER_OF_AUTO = (
 )
 LEFT_OVER_CASES = [
     (model_type, key)
-    for model_type in sorted(USED)
+    for model_type in sorted(BUILT_IN)
     for key in (LEFT_OVER_OF_AUTO if model_type in AUTO else sorted(LEFT_OVER))
 ]
 
@@ -231,7 +232,7 @@ def test_rotary_embeddings_that_the_library_cannot_compute_are_refused_by_their_
         read_config({**TINY[model_type], **change})
 
 
-@pytest.mark.parametrize("model_type", sorted(USED))
+@pytest.mark.parametrize("model_type", sorted(BUILT_IN))
 def test_a_tied_config_beside_a_head_that_differs_has_two_tensors(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,7 +245,7 @@ def test_a_tied_config_beside_a_head_that_differs_has_two_tensors(
 
 
 @pytest.mark.parametrize("stored", ["both", "head", "embedding"])
-@pytest.mark.parametrize("model_type", sorted(USED))
+@pytest.mark.parametrize("model_type", sorted(BUILT_IN))
 def test_a_tied_head_may_be_stored_in_any_way(model_type: str, stored: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {**TINY[model_type], "tie_word_embeddings": True})
     name = f"{FAMILIES[model_type].token_embedding}.weight"

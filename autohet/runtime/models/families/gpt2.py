@@ -3,10 +3,31 @@
 The library has no TP plan for it; this module defines one.
 """
 
+from autohet.runtime.models.config_keys import COMMON_KEYS
 from autohet.runtime.models.family import ATTENTION, EMBEDDED, Family
 
 FAMILY = Family(
     "gpt2",
+    config_keys=COMMON_KEYS
+    | {
+        "n_positions",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_inner",
+        "hidden_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "activation_function",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "layer_norm_epsilon",
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+        "tie_word_embeddings",
+    },
     base="transformer",
     layers="transformer.h",
     token_embedding="transformer.wte",

@@ -4,11 +4,15 @@ The library has no tensor-parallel plan for it.
 """
 
 from autohet.runtime.models.auto import ROUTED_EXPERTS
+from autohet.runtime.models.config_keys import DECODER_KEYS, EXPERT_KEYS
 from autohet.runtime.models.experts import ExpertNames
 from autohet.runtime.models.family import SPLIT_HEADS, Family
 
 FAMILY = Family(
     "gpt_oss",
+    config_keys=DECODER_KEYS
+    | EXPERT_KEYS
+    | {"attention_bias", "layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"},
     changed_styles={
         "layers.*.self_attn": SPLIT_HEADS,
         "layers.*.self_attn.q_proj": "colwise",

@@ -1,11 +1,14 @@
 """OLMoE: experts in every block, and norms over all heads; the library has no pipeline plan."""
 
 from autohet.runtime.models.auto import NORMS_OVER_ALL_HEADS, ROUTED_EXPERTS
+from autohet.runtime.models.config_keys import DECODER_KEYS, ROUTED_KEYS
 from autohet.runtime.models.experts import ExpertNames
 from autohet.runtime.models.family import Family
 
 FAMILY = Family(
     "olmoe",
+    config_keys=DECODER_KEYS | ROUTED_KEYS | {"attention_bias", "clip_qkv"},
+    unread_keys=frozenset({"sliding_window"}),
     changed_styles={**NORMS_OVER_ALL_HEADS, **ROUTED_EXPERTS},
     shares_key_heads=False,
     expert_names=ExpertNames(),

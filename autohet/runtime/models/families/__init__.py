@@ -1,0 +1,19 @@
+"""Built-in decoder families: each module of this folder defines one, as `FAMILY`."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+
+from autohet.runtime.models.family import Family
+
+
+def _found() -> dict[str, Family]:
+    families = {}
+    for module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
+        family: Family = importlib.import_module(module.name).FAMILY
+        families[family.model_type] = family
+    return families
+
+
+BUILT_IN: Mapping[str, Family] = _found()
+"""Families by model type."""

@@ -1,0 +1,72 @@
+"""DeepSeek V3: latent attention, routed experts with a correction bias, and shared experts."""
+
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models.auto import ROUTED_EXPERTS, auto_family
+from autohet.runtime.models.config_keys import DECODER_KEYS, ROUTED_KEYS
+from autohet.runtime.models.experts import SHARED_COLUMN, SHARED_ROW, ExpertNames
+from autohet.runtime.models.family import PARTIAL
+from planner.errors import ConfigError
+
+_LATENT_ATTENTION = {
+    **dict.fromkeys(
+        (
+            "layers.*.self_attn.q_a_proj",
+            "layers.*.self_attn.q_a_layernorm",
+            "layers.*.self_attn.kv_a_proj_with_mqa",
+            "layers.*.self_attn.kv_a_layernorm",
+        ),
+        PARTIAL[0],
+    ),
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+
+_SHARED_EXPERTS = {
+    "layers.*.mlp.shared_experts.gate_proj": SHARED_COLUMN,
+    "layers.*.mlp.shared_experts.up_proj": SHARED_COLUMN,
+    "layers.*.mlp.shared_experts.down_proj": SHARED_ROW,
+}
+
+
+def _check_latent_attention(config: PreTrainedConfig) -> None:
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads != key_heads:
+        raise ConfigError(
+            f"num_key_value_heads is {key_heads}, but latent attention has keys and values for"
+            f" each of {heads} heads; give {heads}"
+        )
+    if config.head_dim != config.qk_rope_head_dim:
+        raise ConfigError(
+            f"head_dim is {config.head_dim}, but latent attention rotates qk_rope_head_dim,"
+            f" {config.qk_rope_head_dim}; leave head_dim out"
+        )
+
+
+FAMILY = auto_family(
+    "deepseek_v3",
+    config_keys=DECODER_KEYS
+    | ROUTED_KEYS
+    | {
+        "attention_bias",
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "routed_scaling_factor",
+        "topk_group",
+        "v_head_dim",
+    },
+    changed_styles={**_LATENT_ATTENTION, **ROUTED_EXPERTS, **_SHARED_EXPERTS},
+    expert_names=ExpertNames(),
+    check=_check_latent_attention,
+)

@@ -1,5 +1,0 @@
-"""Qwen2 and 2.5: as Llama, with biases on query, key and value."""
-
-from autohet.runtime.models.family import Family
-
-FAMILY = Family("qwen2", has_programs=True)
