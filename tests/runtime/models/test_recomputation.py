@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autohet.runtime.models import family_of
 from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.thread_group import ThreadGroup, run_ranks
 from planner.plan import Recompute
@@ -35,7 +36,15 @@ WINDOWED = (
     "smollm3",
     "starcoder2",
 )
-FUSED = [name for name in TINY if name not in ("gemma2", "gpt_oss")]
+
+
+def is_fused(name: str) -> bool:
+    config = tiny_config(name)
+    family = family_of(config)
+    return not family.has_sinks and family.attention_softcap(config) is None
+
+
+FUSED = [name for name in TINY if is_fused(name)]
 """All but those whose scores, capped or beside sinks, are plain products: computed again."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 

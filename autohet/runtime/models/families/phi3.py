@@ -27,7 +27,7 @@ def _divide_fused_attention(module: nn.Module, share: TensorShare) -> None:
     config: Any = copy.copy(module.config)
     config.num_attention_heads = int(config.num_attention_heads) * part // share.of
     module.config = config
-    module.num_key_value_heads = int(module.num_key_value_heads) * part // share.of
+    module.num_key_value_heads = int(module.num_key_value_heads) * part // share.of  # type: ignore[arg-type, assignment]
 
 
 FAMILY = auto_family(
