@@ -53,6 +53,9 @@ class _Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.weight
+
 
 class _Layer(nn.Module):
     def __init__(self, size: int, history_size: int) -> None:
@@ -61,6 +64,9 @@ class _Layer(nn.Module):
         self.back = nn.Linear(size, size, bias=False)
         self.norm = _Norm(size)
         self.history = _Norm(history_size)
+
+    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+        return hidden + self.back(self.mix(self.norm(hidden)))
 
 
 class _Decoder(nn.Module):
