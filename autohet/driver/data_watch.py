@@ -47,14 +47,9 @@ class DataWatch:
                 self._reference = (name, state)
                 if state.summary:
                     logger.info("Data of this run, on %s: %s", name, state.summary)
-        self._tell(
-            {
-                name: state
-                for name, state in states.items()
-                if not state.ready and state.error is None
-            },
-            now,
-        )
+        unready = {name: state for name, state in states.items() if not state.ready}
+        preparing = {name: state for name, state in unready.items() if state.error is None}
+        self._tell(preparing, now)
         self.states = {name: self._compared(state) for name, state in states.items()}
 
     def _compared(self, state: DataState) -> DataState:

@@ -199,6 +199,18 @@ def configured(job: Job, config: RunConfig | None) -> Job:
     return job
 
 
+_UNSUPPORTED_FAILURE_FIELDS = {
+    "controller_failure_limit": (
+        "the driver is not started again by itself: run the job once more"
+    ),
+    "max_preemption_failures": "a preemption is no failure here, however many there are",
+    "relax_collectives_on_preemption": (
+        "workers that leave hand over their state before, and no collective waits for them"
+    ),
+    "preemption_grace_s": "the survivors are never torn down",
+}
+
+
 def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointConfig) -> None:
     """Raise an error for unsupported fields, which would otherwise be ignored silently."""
     defaults = FailureConfig()
@@ -223,19 +235,7 @@ def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointCo
         ),
         **{
             f"failure_config.{name}": (getattr(failure, name), getattr(defaults, name), why)
-            for name, why in {
-                "controller_failure_limit": (
-                    "the driver is not started again by itself: run the job once more"
-                ),
-                "max_preemption_failures": (
-                    "a preemption is no failure here, however many there are"
-                ),
-                "relax_collectives_on_preemption": (
-                    "workers that leave hand over their state before, and no collective waits for"
-                    " them"
-                ),
-                "preemption_grace_s": "the survivors are never torn down",
-            }.items()
+            for name, why in _UNSUPPORTED_FAILURE_FIELDS.items()
         },
     }
     _refuse_scores(checkpoints)

@@ -309,10 +309,10 @@ def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
 
     It is one if many workers share this machine's cores and speeds are emulated.
     """
+    if job.emulation is not None:
+        return 1
     alone = fleet is not None and is_this_machine(fleet.document)
-    return (
-        1 if job.emulation is not None else min(CORES_A_WORKER, os.cpu_count() or 1) if alone else 4
-    )
+    return min(CORES_A_WORKER, os.cpu_count() or 1) if alone else 4
 
 
 def check_inputs(

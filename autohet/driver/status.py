@@ -25,8 +25,10 @@ def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
     """
     published_at = status.get("published_at")
     age_s = None if published_at is None else max(0.0, now - published_at)
-    silent = age_s is None or age_s > SILENT_S
-    liveness = "ended" if status["state"] == "ended" else "silent" if silent else "alive"
+    if status["state"] == "ended":
+        liveness = "ended"
+    else:
+        liveness = "silent" if age_s is None or age_s > SILENT_S else "alive"
     return {**status, "age_s": None if age_s is None else round(age_s, 3), "liveness": liveness}
 
 

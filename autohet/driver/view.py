@@ -79,11 +79,8 @@ class View:
             parts += [Text(line) for line in utilisation_lines(status["gpu_types"])]
         if controller.memory.ledger.changes:
             last = controller.memory.ledger.changes[-1]
-            tiers = ", ".join(
-                f"{tier} {megabytes(count)}"
-                for tier, count in last.bytes_by_tier().items()
-                if count
-            )
+            counts = last.bytes_by_tier().items()
+            tiers = ", ".join(f"{tier} {megabytes(count)}" for tier, count in counts if count)
             parts.append(
                 Text(
                     f"last change: {last.cause}; {last.steps_lost} steps lost;"
@@ -112,7 +109,10 @@ def status_line(status: Mapping[str, Any], seen: Observation) -> str:
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     speed = "-" if not status["tokens_per_s"] else f"{status['tokens_per_s']:,.0f}"
     state, reason = status["state"], status["reason"]
-    doing = reason if reason.startswith(state) else f"{state} ({reason})" if reason else state
+    if reason.startswith(state):
+        doing = reason
+    else:
+        doing = f"{state} ({reason})" if reason else state
     return (
         f"step {status['step']}/{status['steps']}  loss {loss}{_optimizer_note(status)}"
         f"  {speed} tokens/s  {shown}  {doing}{failing_note(status)}"

@@ -136,12 +136,9 @@ class AgentGc:
             parts = self.only_copies(
                 [held for found in seen.holdings.values() for held in found], self._asked_for
             )
-            ends = {
-                name: view.endpoint
-                for name, view in sorted(seen.nodes.items())
-                if name not in self._asked_for
-            }
-            stay = tuple(end for end in ends.values() if end is not None)
+            remaining = sorted(seen.nodes.keys() - self._asked_for)
+            ends = [seen.nodes[name].endpoint for name in remaining]
+            stay = tuple(end for end in ends if end is not None)
             here = {name: found for name, found in parts.items() if name in seen.nodes}
             actions.append(HandOver(here if stay else {}, stay))
             self._asked_for = frozenset()
@@ -221,11 +218,8 @@ class AgentGc:
         What they hold is held elsewhere, or newer state is; or their time is over.
         """
         age = settled_age(self.orders, reports) if self.leaving else None
-        return [
-            name
-            for name, departing in self.leaving.items()
-            if self._may_go(departing, age, durable, now)
-        ]
+        leaving = self.leaving.items()
+        return [name for name, node in leaving if self._may_go(node, age, durable, now)]
 
     def _may_go(
         self, departing: DepartingNode, age: Age | None, durable: Age | None, now: float

@@ -51,19 +51,10 @@ Suspect = tuple[int, ShardId]
 
 def durable_suspects(reports: Iterable[WorkerReport | None]) -> set[Suspect]:
     """Return the shards that restores failed to get from durable storage, as workers report it."""
-    records = (
-        record
-        for report in reports
-        if report is not None
-        for record in (report.broken, report.restore)
-        if record is not None
-    )
-    return {
-        (source.step, shard)
-        for record in records
-        for source, shard in record.bad
-        if source.kind == "s3"
-    }
+    known = [report for report in reports if report is not None]
+    records = [record for report in known for record in (report.broken, report.restore)]
+    bad = [place for record in records if record is not None for place in record.bad]
+    return {(source.step, shard) for source, shard in bad if source.kind == "s3"}
 
 
 @dataclass(frozen=True)

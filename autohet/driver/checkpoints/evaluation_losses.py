@@ -31,11 +31,8 @@ def losses_text(losses: Mapping[int, float], every_steps: int, keep_best: int) -
 
     every_steps: steps between checkpoints. A loss that is not finite is never among the best.
     """
-    scored = {
-        step: loss
-        for step, loss in losses.items()
-        if step and step % every_steps == 0 and math.isfinite(loss)
-    }
+    finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+    scored = {step: loss for step, loss in finite.items() if step and step % every_steps == 0}
     kept = sorted({*best_steps(scored, keep_best), *sorted(scored)[-NEWEST:]})
     return json.dumps({str(step): scored[step] for step in kept})
 

@@ -104,18 +104,16 @@ def _check_same(
     _check_updates(job, found, manifest)
 
 
-SCHEDULE_KEYS = frozenset(
-    f"training.{key}"
-    for key in (
-        "steps",
-        "learning_rate",
-        "schedule",
-        "warmup_steps",
-        "decay_steps",
-        "stable_steps",
-        "min_learning_rate_ratio",
-    )
+_SCHEDULE_FIELDS = (
+    "steps",
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "decay_steps",
+    "stable_steps",
+    "min_learning_rate_ratio",
 )
+SCHEDULE_KEYS = frozenset(f"training.{key}" for key in _SCHEDULE_FIELDS)
 
 
 def schedule_change(job: Job, step: int, told: Collection[Change]) -> str | None:

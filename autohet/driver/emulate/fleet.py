@@ -151,11 +151,8 @@ class EmulatedFleet:
 
     def reap(self, now: float) -> list[str]:
         """Kill the machines whose scheduled end has come; return their names."""
-        due = [
-            name
-            for name, node in self.nodes.items()
-            if node.doomed_at is not None and now >= node.doomed_at
-        ]
+        ends = [(name, node.doomed_at) for name, node in self.nodes.items()]
+        due = [name for name, end in ends if end is not None and now >= end]
         for name in due:
             self.kill(name)
         return due
@@ -179,11 +176,8 @@ def is_emulated(document: Mapping[str, Any]) -> bool:
 def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of nodes of each type that an emulated fleet starts with."""
     types = document["available_node_types"].items()
-    return {
-        name: entry.get("min_workers", 0)
-        for name, entry in types
-        if name != document["head_node_type"]
-    }
+    head = document["head_node_type"]
+    return {name: entry.get("min_workers", 0) for name, entry in types if name != head}
 
 
 def read_document(path: str | Path) -> dict[str, Any]:

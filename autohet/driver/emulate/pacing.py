@@ -20,9 +20,9 @@ def paces_of(proposal: Proposal) -> Mapping[str, Pace]:
             worker: Pace(*seconds)
             for worker, seconds in work_by_worker(proposal.cost, proposal.plan).items()
         }
-    return {
-        worker: Pace(*proposal.cost.stage_seconds(pipeline, index, rated=True))
-        for pipeline in proposal.plan.pipelines
-        for index, stage in enumerate(pipeline.stages)
-        for worker in stage.workers
-    }
+    paces: dict[str, Pace] = {}
+    for pipeline in proposal.plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            pace = Pace(*proposal.cost.stage_seconds(pipeline, index, rated=True))
+            paces.update(dict.fromkeys(stage.workers, pace))
+    return paces

@@ -38,9 +38,6 @@ def _pick(event: ScriptedEvent, seen: Observation, members: Collection[str]) -> 
     The last by name is chosen, so that a rehearsal repeats.
     """
     trains = {seen.node_of(worker) for worker in members}
-    fitting = [
-        n
-        for n, v in seen.nodes.items()
-        if v.node.node_type.name == event.node_type and n in trains and n not in seen.notices
-    ]
+    alike = [n for n, view in seen.nodes.items() if view.node.node_type.name == event.node_type]
+    fitting = [name for name in alike if name in trains and name not in seen.notices]
     return max(fitting, default=None)

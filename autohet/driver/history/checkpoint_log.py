@@ -71,17 +71,19 @@ class EndedTransfers:
     def told(self) -> list[dict[str, Any]]:
         """Return the spans for an event that is written now, and forget them."""
         spans, self._spans = self._spans, {}
-        return [
-            {
-                "tier": tier,
-                "source": source,
-                "step": step,
-                "bytes": span.num_bytes,
-                "seconds": round(span.ended_at - span.began_at, 4),
-                "ended_ago_s": round(self._now - span.ended_at, 4),
-            }
-            for (tier, source, _, step), span in spans.items()
-        ]
+        told: list[dict[str, Any]] = []
+        for (tier, source, _, step), span in spans.items():
+            told.append(
+                {
+                    "tier": tier,
+                    "source": source,
+                    "step": step,
+                    "bytes": span.num_bytes,
+                    "seconds": round(span.ended_at - span.began_at, 4),
+                    "ended_ago_s": round(self._now - span.ended_at, 4),
+                }
+            )
+        return told
 
 
 class CheckpointLog:

@@ -46,11 +46,11 @@ def find_causes(
     lost = {worker: _loss(seen, worker) for worker in participants if is_lost(seen, worker)}
     if lost:
         return _by_worker(LOST, lost, joined)
-    failed = {
-        worker: seen.reports[worker].error or "it does not say why"
-        for worker in participants
-        if seen.reports[worker].phase is Phase.FAILED
-    }
+    failed = {}
+    for worker in participants:
+        report = seen.reports[worker]
+        if report.phase is Phase.FAILED:
+            failed[worker] = report.error or "it does not say why"
     if not failed:
         cause = Cause("its workers lost contact, or were not ready in time")
         return {cause: frozenset(map(node_of, participants))}
@@ -121,11 +121,11 @@ class FailureCounts:
         final: True if they are to end the job. A loss then counts less than an error
         (LOSSES_PER_ERROR), since whoever kills processes may stop doing so.
         """
-        often = [
-            cause
-            for cause, times in self._times.items()
-            if times > limit * (LOSSES_PER_ERROR if final and cause.kind == LOST else 1)
-        ]
+        often = []
+        for cause, times in self._times.items():
+            weight = LOSSES_PER_ERROR if final and cause.kind == LOST else 1
+            if times > limit * weight:
+                often.append(cause)
         if not often:
             return None
         first = max(often, key=lambda cause: (not cause.worker, self._times[cause]))

@@ -142,21 +142,18 @@ class Ledger:
     def begin_generation(self, generation: int, change: Change) -> Effects:
         """Begin a generation at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
+        first = change.restore_step
+        # The first steps of this generation came with the news of readiness.
         self.records = {
-            step: record
-            for step, record in self.records.items()
-            if step < change.restore_step
-            or record.generation == generation  # its first steps came with the news of readiness
+            s: r for s, r in self.records.items() if s < first or r.generation == generation
         }
         self.evaluations = {
-            step: record
-            for step, record in self.evaluations.items()
-            if step <= change.restore_step or record.generation == generation
+            s: r for s, r in self.evaluations.items() if s <= first or r.generation == generation
         }
-        self._first_step = change.restore_step
+        self._first_step = first
         self._generation = generation
         self.paces.forget()
-        yield from self._make_up_for(change.restore_step - 1)
+        yield from self._make_up_for(first - 1)
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
             # overtaken by the next change before its first step

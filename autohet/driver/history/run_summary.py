@@ -70,18 +70,21 @@ def ledger_summary(
         "generations": len(plans),
         "steps_lost": sum(change.steps_lost for change in changes),
         "reconfigurations": [change.to_document() for change in changes],
-        "plans": [
-            {
-                "generation": generation,
-                "plan": plan.to_document(),
-                "predicted_step_s": predicted,
-                "measured_step_s": ledger.measured_step_s(generation),
-            }
-            for generation, plan, predicted in plans
-        ],
+        "plans": [_plan_document(ledger, *each) for each in plans],
         "checkpoint": ledger.checkpoints.uri,
         "checkpoint_failing": None if failing is None else asdict(failing),
         "events": None if events is None else str(events),
+    }
+
+
+def _plan_document(
+    ledger: Ledger, generation: int, plan: Plan, predicted_s: float | None
+) -> dict[str, Any]:
+    return {
+        "generation": generation,
+        "plan": plan.to_document(),
+        "predicted_step_s": predicted_s,
+        "measured_step_s": ledger.measured_step_s(generation),
     }
 
 

@@ -106,15 +106,7 @@ def _cause(found: Mapping[str, Skipped]) -> tuple[str, list[dict[str, Any]]]:
         return "training.skip_steps names it", []
     if reason.reason is SkipReason.GRADIENT_NORM:
         return f"its gradient norm {reason.detail} is above training.skip_gradient_norm_above", []
-    detail = [
-        {
-            "worker": worker,
-            "parameters": list(each.parameters),
-            "gradients": list(each.gradients),
-            "loss": each.loss_not_finite,
-        }
-        for worker, each in sorted(found.items())
-    ]
+    detail = [_detail(worker, each) for worker, each in sorted(found.items())]
     broken = {w: each.parameters for w, each in sorted(found.items()) if each.parameters}
     if broken:
         return f"weights are not finite: {_named(broken)}", detail
@@ -123,6 +115,15 @@ def _cause(found: Mapping[str, Skipped]) -> tuple[str, list[dict[str, Any]]]:
     if gradients:
         return f"{what} are not finite, all weights are: {_named(gradients)}", detail
     return f"{what} are not finite, all weights are", detail
+
+
+def _detail(worker: str, skipped: Skipped) -> dict[str, Any]:
+    return {
+        "worker": worker,
+        "parameters": list(skipped.parameters),
+        "gradients": list(skipped.gradients),
+        "loss": skipped.loss_not_finite,
+    }
 
 
 def _named(by_worker: Mapping[str, tuple[str, ...]]) -> str:

@@ -123,12 +123,8 @@ class AgentActor:
 
     def report(self) -> AgentReport:
         facts = None if self._metadata is None else self._metadata.facts
-        signs = tuple(
-            sign
-            for watch in (self._metadata, self._gpus)
-            if watch is not None
-            for sign in watch.signs()
-        )
+        watches = [watch for watch in (self._metadata, self._gpus) if watch is not None]
+        signs = tuple(sign for watch in watches for sign in watch.signs())
         return AgentReport(
             self._node, self._endpoint, facts, signs, self._store.problems, self._data.state
         )

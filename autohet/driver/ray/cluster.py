@@ -183,11 +183,8 @@ def node_type_of(
     Raises:
         ConfigError: a fact is missing; names the label that would supply it.
     """
-    labels = {
-        key: value
-        for key, value in node.labels.items()
-        if key.startswith(("autohet.io/", "ray.io/accelerator-type"))
-    }
+    prefixes = ("autohet.io/", "ray.io/accelerator-type")
+    labels = {key: value for key, value in node.labels.items() if key.startswith(prefixes)}
     known = (
         None
         if cluster is None

@@ -24,9 +24,6 @@ def forwarded_environment() -> Environment:
     They name storage, models and caches, and set options of CUDA, NCCL, gloo and PyTorch. A
     variable of a worker's own environment takes precedence.
     """
-    wanted = {
-        n: v
-        for n, v in os.environ.items()
-        if n.startswith(FORWARDED) and not n.startswith(NODE_OWN)
-    }
+    forwarded = {n: v for n, v in os.environ.items() if n.startswith(FORWARDED)}
+    wanted = {n: v for n, v in forwarded.items() if not n.startswith(NODE_OWN)}
     return Environment(wanted)

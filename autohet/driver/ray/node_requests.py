@@ -164,8 +164,9 @@ def _launched_v2(
 
     pb2: Any = generated
 
-    configs = {
-        name: NodeTypeConfig(
+    configs = {}
+    for name, entry in types.items():
+        configs[name] = NodeTypeConfig(
             name=name,
             min_worker_nodes=entry["min_workers"],
             max_worker_nodes=entry["max_workers"] + (name == head),
@@ -173,8 +174,6 @@ def _launched_v2(
             resources=entry["resources"],
             labels=entry.get("labels") or {},
         )
-        for name, entry in types.items()
-    }
     instances = []
     if head in types:
         instance = pb2.Instance(

@@ -342,11 +342,10 @@ class RayObserver:
                 self._lose_agent(name, answer.error, now)
 
     def _frozen(self, now: float) -> dict[str, str]:
-        heard = [
-            Heard(worker, answer.value.process_id, answer.heard_at)
-            for worker, answer in self.worker_reports.answers.items()
-            if answer.heard_at is not None and worker not in self.losses
-        ]
+        heard = []
+        for worker, answer in self.worker_reports.answers.items():
+            if answer.heard_at is not None and worker not in self.losses:
+                heard.append(Heard(worker, answer.value.process_id, answer.heard_at))
         return self._freezes.frozen(heard, self.agents, now)
 
     def _lose_agent(self, name: str, error: str, now: float) -> None:

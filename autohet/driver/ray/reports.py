@@ -140,11 +140,10 @@ class Reports:
             name, error = self._told_ends.popleft()
             if name in self._keys:
                 self._ends.setdefault(name, (error, now))
-        ended = [
-            name
-            for name, (_, at) in self._ends.items()
-            if not self._server.speaks(name) or now - at >= LAST_WORDS_S
-        ]
+        ended = []
+        for name, (_, at) in self._ends.items():
+            if not self._server.speaks(name) or now - at >= LAST_WORDS_S:
+                ended.append(name)
         for name in ended:
             self.answers[self._keys[name]].error, _ = self._ends.pop(name)
 

@@ -100,15 +100,19 @@ class FreezeDetector:
                     agents[node], "process_states", [w.process_id for w in suspects]
                 )
                 self._asked[call], self._asked_at[node] = node, self._awake_s
+        asked = self._asked.values()
         self.silent_nodes = frozenset(
-            node
-            for node in self._asked.values()
-            if self._unanswered_s(node) > self._patience_s
-            and all(now - w.heard_at > self._timeouts.node_silence_s for w in by_node.get(node, ()))
+            node for node in asked if self._is_silent(node, by_node.get(node, ()), now)
         )
         for node in self.silent_nodes & silent.keys():
             verdicts |= {w.worker: self._of_node(node, now - w.heard_at) for w in silent[node]}
         return verdicts
+
+    def _is_silent(self, node: str, workers: Iterable[Heard], now: float) -> bool:
+        """Return whether a node's agent, and all of its workers, have been silent for too long."""
+        if self._unanswered_s(node) <= self._patience_s:
+            return False
+        return all(now - w.heard_at > self._timeouts.node_silence_s for w in workers)
 
     @property
     def _patience_s(self) -> float:

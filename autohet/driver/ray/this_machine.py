@@ -45,11 +45,8 @@ def local_document(wish: str) -> dict[str, Any]:
 
 def describe(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
     """Return a launcher document of one node with `count` workers of `memory_bytes` each."""
-    links = [
-        kind.intra_node_bytes_per_s * 8 / 1e9
-        for kind in instance_types().values()
-        if kind.gpu_type == gpu_type
-    ]
+    alike = [kind for kind in instance_types().values() if kind.gpu_type == gpu_type]
+    links = [kind.intra_node_bytes_per_s * 8 / 1e9 for kind in alike]
     labels = {
         "autohet.io/gpu-type": gpu_type,
         "autohet.io/gpu-memory-gib": f"{memory_bytes / 2**30:.3f}",
@@ -95,6 +92,7 @@ def announcement(document: Mapping[str, Any]) -> str:
     """Describe in one sentence the cluster that is started here."""
     node = document["available_node_types"][NODE_TYPE]
     count, gpu_type = node["resources"]["GPU"], node["labels"]["autohet.io/gpu-type"]
-    workers = f"{count} worker{'s' if count > 1 else ''}"
-    of = "on its CPU" if gpu_type == "CPU" else f"for its {gpu_type} GPU{'s' if count > 1 else ''}"
+    plural = "s" if count > 1 else ""
+    workers = f"{count} worker{plural}"
+    of = "on its CPU" if gpu_type == "CPU" else f"for its {gpu_type} GPU{plural}"
     return f"No Ray cluster runs here, so one is started on this machine: {workers} {of}"

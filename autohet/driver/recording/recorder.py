@@ -164,11 +164,8 @@ def decided_document(decided: Round, state: State) -> dict[str, Any]:
 def shown(action: Action) -> dict[str, Any]:
     """Return an action's kind, whom it is for, and a digest of all that it says."""
     whole = json.dumps(encode(action)).encode()
-    content = {
-        name: getattr(action, name)
-        for name in ("workers", "step", "generation", "node", "counts")
-        if hasattr(action, name)
-    }
+    names = ("workers", "step", "generation", "node", "counts")
+    content = {name: getattr(action, name) for name in names if hasattr(action, name)}
     plain = {
         name: list(item) if isinstance(item, tuple) else item for name, item in content.items()
     }

@@ -310,6 +310,7 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
     job: Job = header["job"]
     zones = header.get("zones")
     planning = AnsweredPlanning(make_planning(job, zones=zones))
-    pace = paces_of if (job.emulation is not None if paced is None else paced) else None
+    is_paced = job.emulation is not None if paced is None else paced
+    pace = paces_of if is_paced else None
     orders = OrderBuilder(job, load_config(job.model), pace, header["driver"], zones=zones)
     return replay(memory_at_start(header, planning, orders), planning, documents)

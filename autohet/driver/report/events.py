@@ -52,11 +52,8 @@ def last_run(events: Sequence[Event]) -> Sequence[Event]:
     Several runs write to one file if each resumes where another ended. A driver that was killed and
     restarted continues its run.
     """
-    begins = [
-        at
-        for at, event in enumerate(events)
-        if event["kind"] == "started" and not event.get("restart")
-    ]
+    starts = [(at, event) for at, event in enumerate(events) if event["kind"] == "started"]
+    begins = [at for at, event in starts if not event.get("restart")]
     return events[begins[-1] :] if begins else events
 
 

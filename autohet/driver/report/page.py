@@ -91,11 +91,10 @@ def report_page(events: Sequence[Event], title: str) -> str:
 
 def evaluation_points(events: Sequence[Event]) -> Points:
     """Return the newest evaluation loss of each step."""
-    found = {
-        float(event["step"]): float(event["evaluation_loss"])
-        for event in of_kind(events, "evaluation")
-        if event["evaluation_loss"] is not None
-    }
+    found = {}
+    for event in of_kind(events, "evaluation"):
+        if event["evaluation_loss"] is not None:
+            found[float(event["step"])] = float(event["evaluation_loss"])
     return sorted(found.items())
 
 
@@ -179,11 +178,12 @@ def _zones(events: Sequence[Event]) -> str:
     bill = ZoneBill()
     for event in events:
         bill.take(event)
-    rows = [
-        f"<tr><td class=text>{escape(row.name)}</td><td class=text>{row.use}</td>"
-        f"<td>{row.num_bytes / GB:,.3f}</td><td>{row.usd:,.2f}</td></tr>"
-        for row in bill.rows()
-    ]
+    rows = []
+    for row in bill.rows():
+        rows.append(
+            f"<tr><td class=text>{escape(row.name)}</td><td class=text>{row.use}</td>"
+            f"<td>{row.num_bytes / GB:,.3f}</td><td>{row.usd:,.2f}</td></tr>"
+        )
     head = "<th class=text>zones</th><th class=text>of</th><th>GB</th><th>USD</th>"
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>" if rows else ""
 
@@ -196,14 +196,8 @@ def _changes(changes: Sequence[Event], begin: float) -> str:
     )
     rows = []
     for event in changes:
-        moved = (
-            ", ".join(
-                f"{tier} {count / 1e6:,.1f}"
-                for tier, count in event["bytes_by_tier"].items()
-                if count
-            )
-            or "-"
-        )
+        counts = event["bytes_by_tier"].items()
+        moved = ", ".join(f"{tier} {count / 1e6:,.1f}" for tier, count in counts if count) or "-"
         seconds = [event["time"] - begin, *(event["seconds"][name] for name in (*PARTS, "total"))]
         cells = "".join(f"<td>{value:,.2f}</td>" for value in seconds)
         reason = escape(shorten(event["reason"], 90, placeholder=" …"))
@@ -219,10 +213,9 @@ def _changes(changes: Sequence[Event], begin: float) -> str:
 
 
 def _decisions(events: Sequence[Event], begin: float) -> str:
+    shown = [event for event in events if event["kind"] in ("decision", "checkpoint_failed")]
     said = [
-        f"<li>{event['time'] - begin:,.1f} s: {escape(event['reason'])}</li>"
-        for event in events
-        if event["kind"] in ("decision", "checkpoint_failed")
+        f"<li>{event['time'] - begin:,.1f} s: {escape(event['reason'])}</li>" for event in shown
     ]
     return f"<ul>{''.join(said)}</ul>" if said else "<p>None.</p>"
 

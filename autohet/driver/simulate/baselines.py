@@ -120,11 +120,8 @@ class RestartingTrainer:
 
     def _usable(self, at: float) -> list[Node]:
         kinds = self.kinds if self.prices is None else self.prices.at(self.kinds, at)
-        return [
-            Node(name, kinds[node.node_type.name])
-            for name, node in sorted(self._alive.items())
-            if name not in self._leaving
-        ]
+        staying = sorted(self._alive.keys() - self._leaving)
+        return [Node(name, kinds[self._alive[name].node_type.name]) for name in staying]
 
     # what it does
     # ------------------------------------------------------------------------------
@@ -290,17 +287,13 @@ def paid_usd(
     """Return the dollars until `end_s` for living nodes, at most `caps` of each type."""
     alive: Counter[str] = Counter()
     total, since = 0.0, 0.0
-    moments = [
-        (e.time_s, e.node_type, 1 if e.kind == "arrival" else -1)
-        for e in trace
-        if e.kind in ("arrival", "death")
-    ]
+    moments = []
+    for event in trace:
+        if event.kind in ("arrival", "death"):
+            moments.append((event.time_s, event.node_type, 1 if event.kind == "arrival" else -1))
     for at, node_type, change in [*sorted(moments), (end_s, "", 0)]:
         until = min(at, end_s)
-        total += sum(
-            min(alive[kind], cap) * prices.usd(kind, since, until)
-            for kind, cap in caps.items()
-            if alive[kind]
-        )
+        paid = [(kind, min(alive[kind], cap)) for kind, cap in caps.items() if alive[kind]]
+        total += sum(number * prices.usd(kind, since, until) for kind, number in paid)
         since, alive[node_type] = max(since, until), alive[node_type] + change
     return total

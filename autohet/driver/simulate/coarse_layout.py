@@ -53,23 +53,25 @@ class CoarseLayouts:
         return Layout(self._tensors, {}).num_bytes
 
     def __call__(self, plan: Plan) -> Layout:
-        held = {
-            worker: self._shards(stage.first_layer, stage.num_layers, stage.share(rank))
-            for pipeline in plan.pipelines
-            for stage in pipeline.stages
-            for rank, worker in enumerate(stage.workers)
-        }
+        held = {}
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages:
+                for rank, worker in enumerate(stage.workers):
+                    share = stage.share(rank)
+                    held[worker] = self._shards(stage.first_layer, stage.num_layers, share)
         return Layout(self._tensors, {worker: held[worker] for worker in plan.workers})
 
     def _shards(self, first_layer: int, num_layers: int, share: TensorShare) -> frozenset[ShardId]:
         part = (first_layer, num_layers, share)
         if part not in self._known:
             names = stage_parameter_names(self._config, first_layer, num_layers)
-            self._known[part] = frozenset(
-                ShardId(bundle.tensor.name, unit)
-                for bundle in (self._bundle_of[name] for name in names if name in self._trained)
-                for unit in local_units(bundle.like, share)
-            )
+            shards: set[ShardId] = set()
+            for name in names:
+                if name in self._trained:
+                    bundle = self._bundle_of[name]
+                    units = local_units(bundle.like, share)
+                    shards.update(ShardId(bundle.tensor.name, unit) for unit in units)
+            self._known[part] = frozenset(shards)
         return self._known[part]
 
 

@@ -168,11 +168,11 @@ class Costs:
 
     def to_document(self) -> dict[str, dict[str, Any]]:
         """Return value, unit and source of each cost by name."""
-        return {
-            part.name: {
+        document: dict[str, dict[str, Any]] = {}
+        for part in fields(self):
+            document[part.name] = {
                 "value": getattr(self, part.name),
                 "unit": part.metadata["unit"],
                 "source": part.metadata["source"],
             }
-            for part in fields(self)
-        }
+        return document

@@ -25,11 +25,8 @@ def push_s(orders: Mapping[str, GenerationOrder]) -> float:
     """Return the seconds of one round of copies to other nodes: those of the slowest worker."""
     seconds = [0.0]
     for order in orders.values():
-        num_bytes = sum(
-            order.layout.shard_bytes(shard)
-            for target in order.replication_targets
-            for shard in target.shards
-        )
+        pushed = [shard for target in order.replication_targets for shard in target.shards]
+        num_bytes = sum(order.layout.shard_bytes(shard) for shard in pushed)
         if num_bytes and order.replicate_bytes_per_s:
             seconds.append(num_bytes / order.replicate_bytes_per_s)
     return max(seconds)

@@ -293,11 +293,8 @@ class RememberedPlanning(Planning):
             else [self._placed(self.memory.plans[counts][1], request)]
         )
         alive = set(request.fleet.workers)
-        held = {
-            w: part
-            for w, part in holders_of(current, self.inputs.spec.num_layers).items()
-            if w in alive
-        }
+        holders = holders_of(current, self.inputs.spec.num_layers)
+        held = {worker: part for worker, part in holders.items() if worker in alive}
         decision = replan(
             current,
             request,

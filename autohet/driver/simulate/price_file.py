@@ -123,11 +123,12 @@ def _from_history(
     instances: Mapping[str, str],
     begin: datetime | None,
 ) -> RecordedPrices:
-    found = {
-        kind.name: points
-        for kind in cluster.node_types
-        if kind.spot and (points := _points_of(kind, instances[kind.name], by_place, path))
-    }
+    found = {}
+    for kind in cluster.node_types:
+        if kind.spot:
+            points = _points_of(kind, instances[kind.name], by_place, path)
+            if points:
+                found[kind.name] = points
     if not found:
         known = ", ".join(sorted({instance for instance, _ in by_place})) or "none"
         raise ConfigError(
@@ -137,17 +138,18 @@ def _from_history(
         )
     first = max(points[0].since for points in found.values())
     last = max(points[-1].since for points in found.values())
-    begin = first if begin is None else begin if begin.tzinfo else begin.replace(tzinfo=UTC)
+    if begin is None:
+        begin = first
+    elif not begin.tzinfo:
+        begin = begin.replace(tzinfo=UTC)
     if not first <= begin <= last:
         raise ConfigError(
             f"--prices-from is {begin.isoformat()}; prices '{path}' are of {first.isoformat()} to"
             f" {last.isoformat()}"
         )
-    rows = [
-        ((p.since - begin).total_seconds(), name, p.usd_per_hour)
-        for name, points in found.items()
-        for p in points
-    ]
+    rows: list[tuple[float, str, float]] = []
+    for name, points in found.items():
+        rows += [((p.since - begin).total_seconds(), name, p.usd_per_hour) for p in points]
     return RecordedPrices(rows, {name: _said(points, begin) for name, points in found.items()})
 
 

@@ -66,11 +66,8 @@ class Prices:
 
         Other types keep the cluster file's price, also if it is None.
         """
-        given = {
-            name: replace(kinds[name], usd_per_hour=usd_per_hour(name))
-            for name in kinds
-            if name in self._given
-        }
+        priced = [name for name in kinds if name in self._given]
+        given = {name: replace(kinds[name], usd_per_hour=usd_per_hour(name)) for name in priced}
         return {**kinds, **given}
 
     def steps(self, node_type: str, end_s: float) -> list[tuple[float, float]]:

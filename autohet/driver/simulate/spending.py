@@ -68,17 +68,19 @@ def usd_document(
 ) -> dict[str, Any]:
     """Return the dollars of a run by use."""
     s3_usd = requests.usd(costs)
-    return {
-        "usd_by_use": {"nodes": nodes_usd, "between_zones": zones.usd, "s3_requests": s3_usd},
-        "usd_in_all": nodes_usd + zones.usd + s3_usd,
-        "between_zones": [
+    between_zones: list[dict[str, Any]] = []
+    for row in zones.rows():
+        between_zones.append(
             {
                 "zones": list(row.zones),
                 "use": row.use,
                 "gb": row.num_bytes / GB,
                 "usd": row.usd,
             }
-            for row in zones.rows()
-        ],
+        )
+    return {
+        "usd_by_use": {"nodes": nodes_usd, "between_zones": zones.usd, "s3_requests": s3_usd},
+        "usd_in_all": nodes_usd + zones.usd + s3_usd,
+        "between_zones": between_zones,
         "s3_requests": {"puts": requests.puts, "gets": requests.gets},
     }

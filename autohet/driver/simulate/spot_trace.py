@@ -162,14 +162,8 @@ def _with_ends(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     for index, event in enumerate(found):
         if event.kind != "notice":
             continue
-        end = next(
-            (
-                e
-                for e in found[index + 1 :]
-                if e.node == event.node and e.kind in ("death", "arrival")
-            ),
-            None,
-        )
+        later = (each for each in found[index + 1 :] if each.node == event.node)
+        end = next((each for each in later if each.kind in ("death", "arrival")), None)
         gone_s = end.time_s if end is not None and end.kind == "death" else event.gone_s
         found[index] = TraceEvent(event.time_s, "notice", event.node, event.node_type, gone_s)
         if end is None or end.kind != "death":

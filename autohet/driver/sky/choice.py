@@ -30,11 +30,8 @@ def choose_kinds(job: Job, cluster: Cluster, num_nodes: int) -> KindChoice:
     able = without_incapable_nodes(cluster, job)
     planning = make_planning(job, zones=cluster.zones)
     kinds = []
-    left_out = [
-        (kind.name, f"cannot compute {job.training.precision}")
-        for kind in cluster.node_types
-        if kind not in able.node_types
-    ]
+    unable = [kind for kind in cluster.node_types if kind not in able.node_types]
+    left_out = [(kind.name, f"cannot compute {job.training.precision}") for kind in unable]
     for kind in able.node_types:
         reason = _refusal(job, kind, num_nodes)
         if not reason:

@@ -88,12 +88,12 @@ class SkyCommand:
     def clusters(self) -> dict[str, SkyCluster]:
         """Return the user's clusters by name, as the cloud has them now."""
         records = _document(self._run(["status", "--refresh", "-o", "json"], STATUS_TIMEOUT_S))
-        return {
-            record["name"]: SkyCluster(
-                record["name"], record["status"], record.get("init_kind") == "launching"
-            )
-            for record in records
-        }
+        clusters = {}
+        for record in records:
+            name = record["name"]
+            is_launching = record.get("init_kind") == "launching"
+            clusters[name] = SkyCluster(name, record["status"], is_launching)
+        return clusters
 
     def newest_job(self, cluster: str) -> SkyJob | None:
         """Return the newest job of a cluster that is UP, `NO_JOB` if it has none.

@@ -111,18 +111,20 @@ def parse_events(
             f"not an event of EC2's: {body[:80]!r} ({type(error).__name__})"
         ) from None
     _check_origin(document, moment - now, account)
-    return tuple(
-        InstanceEvent(
-            f"{event_id}/{each.instance_id}" if len(drafts) > 1 else event_id,
-            each.instance_id,
-            each.text,
-            moment,
-            each.risk,
-            each.in_s,
-            each.reservation,
+    events = []
+    for each in drafts:
+        events.append(
+            InstanceEvent(
+                f"{event_id}/{each.instance_id}" if len(drafts) > 1 else event_id,
+                each.instance_id,
+                each.text,
+                moment,
+                each.risk,
+                each.in_s,
+                each.reservation,
+            )
         )
-        for each in drafts
-    )
+    return tuple(events)
 
 
 @dataclass(frozen=True)

@@ -115,11 +115,11 @@ def _network_gbps(network: Mapping[str, Any]) -> float:
 
 def _intra_node_gbps(gpu: GpuType | None) -> float:
     """Return the least rate between GPUs of the catalogue's machines with this GPU."""
-    rates = [
-        row.intra_node_bytes_per_s * 8 / 1e9
-        for row in instance_types().values()
-        if gpu is not None and find_gpu_type(row.gpu_type) == gpu and row.num_gpus > 1
-    ]
+    if gpu is None:
+        return ASSUMED_INTRA_NODE_GBPS
+    several = [row for row in instance_types().values() if row.num_gpus > 1]
+    alike = [row for row in several if find_gpu_type(row.gpu_type) == gpu]
+    rates = [row.intra_node_bytes_per_s * 8 / 1e9 for row in alike]
     return min(rates, default=ASSUMED_INTRA_NODE_GBPS)
 
 

@@ -22,17 +22,13 @@ class AgentSigns:
     """Source of the signs that nodes' agents report from instance metadata and GPUs."""
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        return [
-            Notice(
-                node.name,
-                f"{sign.source}: {sign.text}",
-                now,
-                None if sign.in_s is None else node.heard_at + sign.in_s,
-                sign.risk,
-            )
-            for node in nodes
-            for sign in node.signs
-        ]
+        notices = []
+        for node in nodes:
+            for sign in node.signs:
+                text = f"{sign.source}: {sign.text}"
+                deadline = None if sign.in_s is None else node.heard_at + sign.in_s
+                notices.append(Notice(node.name, text, now, deadline, sign.risk))
+        return notices
 
     def close(self) -> None:
         """Close the source: no-op, since the workforce ends the agents."""
@@ -81,27 +77,21 @@ class NoticeMerger:
     def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         """Poll all sources once; return the departures that are new or changed."""
         names = {node.name for node in nodes}
-        heard = [
-            notice
-            for source in self.sources
-            for notice in self._ask(source, nodes, now)
-            if notice.node in names
-        ]
+        heard: list[Notice] = []
+        for source in self.sources:
+            heard += [notice for notice in self._ask(source, nodes, now) if notice.node in names]
         ids = {node.name: node.ray_id for node in nodes}
         same = {name for name, ray_id in ids.items() if self._ids.get(name, ray_id) == ray_id}
         self._ids = ids
         before = {name: notice for name, notice in self.departures.items() if name in same}
         self.risks = {name: notice for name, notice in self.risks.items() if name in same}
-        self.departures = {
-            name: notice
-            for name in names
-            if (
-                notice := merged(
-                    before.get(name), [n for n in heard if n.node == name and not n.risk]
-                )
-            )
-            is not None
-        }
+        departures = {}
+        for name in names:
+            leaving = [notice for notice in heard if notice.node == name and not notice.risk]
+            departure = merged(before.get(name), leaving)
+            if departure is not None:
+                departures[name] = departure
+        self.departures = departures
         self.risks = self._standing_risks([n for n in heard if n.risk])
         return [
             notice for name, notice in sorted(self.departures.items()) if notice != before.get(name)

@@ -30,11 +30,9 @@ class RayDrains:
                 node: None if left is None else now + left for node, left in self._read().items()
             }
             self._read_at = now
-        return [
-            Notice(node.name, "Ray is draining it", now, self.known[node.ray_id])
-            for node in nodes
-            if node.ray_id in self.known
-        ]
+        draining = [node for node in nodes if node.ray_id in self.known]
+        text = "Ray is draining it"
+        return [Notice(node.name, text, now, self.known[node.ray_id]) for node in draining]
 
     def close(self) -> None:
         """Close the source: no-op."""
@@ -50,11 +48,11 @@ class Scripted:
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         ids = {node.name: node.ray_id for node in nodes}
-        self.by_node = {
-            name: notice
-            for name, notice in self.by_node.items()
-            if name in ids and self._ids.get(name, ids[name]) == ids[name]
-        }
+        kept = {}
+        for name, notice in self.by_node.items():
+            if name in ids and self._ids.get(name, ids[name]) == ids[name]:
+                kept[name] = notice
+        self.by_node = kept
         self._ids = {name: ids[name] for name in self.by_node}
         return list(self.by_node.values())
 

@@ -133,11 +133,10 @@ class SpotPrices:
         found = {}
         for name, kind in kinds.items():
             known = self._known(kind.instance_type, kind.region).items()
-            prices = {
-                zone: price
-                for (instance, zone), price in known
-                if instance == kind.instance_type and zone in (kind.zones or {zone})
-            }
+            prices = {}
+            for (instance, zone), price in known:
+                if instance == kind.instance_type and zone in (kind.zones or {zone}):
+                    prices[zone] = price
             missing = kind.zones - prices.keys()
             if prices and not missing:
                 found[name] = max(prices.values())

@@ -75,13 +75,14 @@ class QueueNotices:
         `now` and the events' moments are both monotonic; they differ in where they start.
         """
         ahead = now - time.monotonic()
-        return [
-            _notice(node.name, event, now, ahead)
-            for node in nodes
-            if node.instance_id is not None
-            for event in tuple(self._by_instance.get(node.instance_id, {}).values())
-            if now - ahead - event.moment < STALE_S + (event.in_s or 0.0)
-        ]
+        notices = []
+        for node in nodes:
+            if node.instance_id is None:
+                continue
+            for event in tuple(self._by_instance.get(node.instance_id, {}).values()):
+                if now - ahead - event.moment < STALE_S + (event.in_s or 0.0):
+                    notices.append(_notice(node.name, event, now, ahead))
+        return notices
 
     def _take(self) -> int:
         """Make one long poll; return the number of messages."""
@@ -127,13 +128,10 @@ class QueueNotices:
         pages = ec2.get_paginator("describe_instances").paginate(
             Filters=[{"Name": "capacity-reservation-id", "Values": [event.reservation]}]
         )
-        found = [
-            instance["InstanceId"]
-            for page in pages
-            for reservation in page["Reservations"]
-            for instance in reservation["Instances"]
-            if instance.get("CapacityReservationId") == event.reservation
-        ]
+        reservations = [each for page in pages for each in page["Reservations"]]
+        instances = [one for each in reservations for one in each["Instances"]]
+        own = [one for one in instances if one.get("CapacityReservationId") == event.reservation]
+        found = [one["InstanceId"] for one in own]
         return [
             replace(event, event_id=f"{event.event_id}/{one}", instance_id=one) for one in found
         ]
