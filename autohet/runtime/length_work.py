@@ -53,11 +53,9 @@ def length_work(
     """Return the work function of a model's blocks, from the matrices of its first block."""
     family = family_of(config)
     first = f"{family.layers}.0."
-    products = sum(
-        math.prod(spec.shape)
-        for name, spec in family.parameter_specs(config).items()
-        if name.startswith(first) and len(spec.shape) == 2
-    )
+    specs = family.parameter_specs(config).items()
+    shapes = [spec.shape for name, spec in specs if name.startswith(first)]
+    products = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     heads = int(config.num_attention_heads)
     head_size = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
     ratio = 2.0 * sequence_length * heads * head_size / max(1, products)

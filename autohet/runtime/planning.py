@@ -105,12 +105,10 @@ class PlanningInputs:
         if emulation is None:
             return fleet
         scale = emulation.memory_scale
-        scaled = {
-            kind: replace(
-                kind, gpu_memory_bytes=int(kind.gpu_memory_bytes * scale), host_memory_bytes=None
-            )
-            for kind in {node.node_type for node in fleet.nodes}
-        }
+        scaled = {}
+        for kind in {node.node_type for node in fleet.nodes}:
+            memory_bytes = int(kind.gpu_memory_bytes * scale)
+            scaled[kind] = replace(kind, gpu_memory_bytes=memory_bytes, host_memory_bytes=None)
         return Fleet(
             fleet.generation,
             tuple(replace(node, node_type=scaled[node.node_type]) for node in fleet.nodes),

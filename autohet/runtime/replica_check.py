@@ -161,11 +161,8 @@ class ReplicaCheck:
 
         All workers see the same table, so all or none exchange checksums again.
         """
-        differing = [
-            index
-            for index, each in enumerate(self._shared)
-            if is_frozen(each.shard) and len(set(self._held(table, index).values())) > 1
-        ]
+        frozen = [index for index, each in enumerate(self._shared) if is_frozen(each.shard)]
+        differing = [i for i in frozen if len(set(self._held(table, i).values())) > 1]
         if not differing:
             return table
         mine = set(differing).intersection(self._mine)

@@ -574,11 +574,11 @@ def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
 
     The names come without `prefix`.
     """
-    return tuple(
-        name.removeprefix(prefix)
-        for name, tensor in tensors.items()
-        if name.startswith(prefix) and not bool(torch.isfinite(tensor).all())
-    )
+    found = []
+    for name, tensor in tensors.items():
+        if name.startswith(prefix) and not bool(torch.isfinite(tensor).all()):
+            found.append(name.removeprefix(prefix))
+    return tuple(found)
 
 
 __all__ = [

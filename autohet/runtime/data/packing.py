@@ -127,15 +127,10 @@ class BestFit:
     def _fit(self, pieces: list[Marked]) -> Iterator[Marked]:
         bins = _best_fit([len(piece) for piece in pieces], self.row_tokens)
         for first in range(0, len(bins), ROWS_AT_ONCE):
-            rows = [
-                _filled(
-                    np.concatenate([pieces[index] for index in chosen]),
-                    self.row_tokens,
-                    self.padding,
-                    self.counts,
-                )
-                for chosen in bins[first : first + ROWS_AT_ONCE]
-            ]
+            rows = []
+            for chosen in bins[first : first + ROWS_AT_ONCE]:
+                tokens = np.concatenate([pieces[index] for index in chosen])
+                rows.append(_filled(tokens, self.row_tokens, self.padding, self.counts))
             yield _with_targets(np.stack(rows), self.isolate, self.counts)
 
 

@@ -144,11 +144,8 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     Raises:
         ConfigError: no file is left, or the content of some files is missing (Git LFS).
     """
-    pointers = [
-        each.label
-        for each in candidates
-        if each.content.problem == POINTER and format_of(each.label) is not None
-    ]
+    absent = [each.label for each in candidates if each.content.problem == POINTER]
+    pointers = [label for label in absent if format_of(label) is not None]
     if pointers:
         what = f"{len(pointers)} of {len(candidates)} files of data.source {source!r}"
         raise ConfigError(f"{what} ({pointers[0]}, ...) are each {POINTER}; {PULL}")

@@ -226,11 +226,8 @@ def _stdlib_files() -> list[SourceFile]:
     version = sys.version.split()[0]
     paths = []
     for directory, folders, names in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in STDLIB_LEFT_OUT and not name.startswith("config-")
-        ]
+        wanted = [name for name in folders if name not in STDLIB_LEFT_OUT]
+        folders[:] = [name for name in wanted if not name.startswith("config-")]
         chosen = [
             name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
@@ -285,10 +282,10 @@ def _s3_candidates(source: str, text_field: str) -> list[Candidate]:
     def listed() -> list[SourceFile]:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         entries = [entry for page in pages for entry in page.get("Contents", ())]
+        own = [entry for entry in entries if _belongs(entry["Key"], prefix)]
         return [
             SourceFile(f"{S3_SCHEME}{bucket}/{entry['Key']}", "", entry["Size"], entry["ETag"])
-            for entry in entries
-            if _belongs(entry["Key"], prefix)
+            for entry in own
         ]
 
     files = from_s3(source, listed, reached=False)

@@ -5,6 +5,7 @@ scale / v` in a block, half of that in the head and a tenth in the embedding. A 
 its forward. TP degree t divides by t and adds 10%. Times grow linearly with the microbatch.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,26 +33,31 @@ def emulated_profile(
     """
     if emulation.profile is not None:
         return _scaled(read_profile(emulation.profile), emulation.scale)
-    return ProfileTable(
-        Measurement(
-            model=model,
-            gpu_type=gpu_type,
-            dtype=dtype,
-            tp_degree=tp_degree,
-            sequence_length=sequence_length,
-            microbatch_sequences=microbatch,
-            layer=layer,
-            forward_s=forward_s,
-            backward_s=forward_s * BACKWARD_PER_FORWARD,
-            source="emulated",
-        )
-        for dtype in dtypes
-        for gpu_type, speed in emulation.relative_speed_by_gpu_type.items()
-        for tp_degree in TP_DEGREES
-        for microbatch in range(1, max_microbatch_sequences + 1)
-        for layer, share in SHARE_BY_LAYER.items()
-        for forward_s in [share * microbatch * _block_forward_s(emulation, speed, tp_degree)]
+    cases = itertools.product(
+        dtypes,
+        emulation.relative_speed_by_gpu_type.items(),
+        TP_DEGREES,
+        range(1, max_microbatch_sequences + 1),
+        SHARE_BY_LAYER.items(),
     )
+    measurements = []
+    for dtype, (gpu_type, speed), tp_degree, microbatch, (layer, share) in cases:
+        forward_s = share * microbatch * _block_forward_s(emulation, speed, tp_degree)
+        measurements.append(
+            Measurement(
+                model=model,
+                gpu_type=gpu_type,
+                dtype=dtype,
+                tp_degree=tp_degree,
+                sequence_length=sequence_length,
+                microbatch_sequences=microbatch,
+                layer=layer,
+                forward_s=forward_s,
+                backward_s=forward_s * BACKWARD_PER_FORWARD,
+                source="emulated",
+            )
+        )
+    return ProfileTable(measurements)
 
 
 def _block_forward_s(emulation: EmulationSection, speed: float, tp_degree: int) -> float:
@@ -60,18 +66,17 @@ def _block_forward_s(emulation: EmulationSection, speed: float, tp_degree: int) 
 
 
 def _scaled(table: ProfileTable, scale: float) -> ProfileTable:
-    rows = (
-        row
-        for key in table.keys
-        for by_size in table.layers(key).values()
-        for row in by_size.values()
-    )
-    return ProfileTable(
-        replace(
-            row,
-            forward_s=row.forward_s * scale,
-            backward_s=None if row.backward_s is None else row.backward_s * scale,
-            update_s=None if row.update_s is None else row.update_s * scale,
-        )
-        for row in rows
+    rows: list[Measurement] = []
+    for key in table.keys:
+        for by_size in table.layers(key).values():
+            rows += [_scaled_row(row, scale) for row in by_size.values()]
+    return ProfileTable(rows)
+
+
+def _scaled_row(row: Measurement, scale: float) -> Measurement:
+    return replace(
+        row,
+        forward_s=row.forward_s * scale,
+        backward_s=None if row.backward_s is None else row.backward_s * scale,
+        update_s=None if row.update_s is None else row.update_s * scale,
     )

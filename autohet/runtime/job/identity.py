@@ -107,11 +107,8 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
     An older checkpoint has fewer keys.
     """
-    return [
-        Change(key, then[key], now[key])
-        for key in sorted(then.keys() & now.keys())
-        if then[key] != now[key]
-    ]
+    shared = sorted(then.keys() & now.keys())
+    return [Change(key, then[key], now[key]) for key in shared if then[key] != now[key]]
 
 
 def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:

@@ -795,7 +795,9 @@ class CheckpointSection:
     @property
     def num_kept(self) -> int | None:
         """Number of newest checkpoints that are kept; None: all."""
-        return None if self.keep == "all" else DEFAULT_NUM_KEPT if self.keep is None else self.keep
+        if self.keep == "all":
+            return None
+        return DEFAULT_NUM_KEPT if self.keep is None else self.keep
 
     @property
     def replication_steps(self) -> int:

@@ -32,15 +32,12 @@ def adapted_spec(
     blocks = []
     known: dict[object, KeptValues] = {}
     for index, block in enumerate(spec.blocks):
-        kind = block.parameters, tuple(each.shape for each in by_layer[index])
+        specs = by_layer[index]
+        kind = block.parameters, tuple(each.shape for each in specs)
         if kind not in known:
-            known[kind] = _kept(config, precision, index, by_layer[index])
-        key_values = [
-            each
-            for each in by_layer[index]
-            if family.is_key_value(each.name.removesuffix(B_SUFFIX))
-        ]
-        adapted = _adapted_block(block, by_layer[index], key_values, sequence_length)
+            known[kind] = _kept(config, precision, index, specs)
+        key_values = [s for s in specs if family.is_key_value(s.name.removesuffix(B_SUFFIX))]
+        adapted = _adapted_block(block, specs, key_values, sequence_length)
         blocks.append(replace(adapted, autograd=known[kind]))
     embedding = replace(_frozen(spec.embedding), backward_share=0.0)
     head = replace(_frozen(spec.head), backward_share=0.5)

@@ -107,11 +107,9 @@ def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str
     Raises:
         ConfigError: a target matches no linear map, or a block has none.
     """
-    linear = [
-        path
-        for path, module in model.named_modules()
-        if path.startswith(f"{family.layers}.") and is_linear(module)
-    ]
+    prefix = f"{family.layers}."
+    modules = model.named_modules()
+    linear = [path for path, part in modules if path.startswith(prefix) and is_linear(part)]
     for pattern in adapter.patterns:
         if not any(_matches(pattern, path) for path in linear):
             raise ConfigError(_unmatched(pattern, linear))

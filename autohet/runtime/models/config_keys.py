@@ -163,11 +163,11 @@ def entries_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
     """Return the keys of PER_LAYER that a config gives for each of its layers, with the entries."""
     given = {key: getattr(config, key, None) for key in PER_LAYER}
     num_layers = int(config.num_hidden_layers)
-    return {
-        key: list(entries)
-        for key, entries in given.items()
-        if isinstance(entries, (list, tuple)) and len(entries) == num_layers
-    }
+    found = {}
+    for key, entries in given.items():
+        if isinstance(entries, (list, tuple)) and len(entries) == num_layers:
+            found[key] = list(entries)
+    return found
 
 
 def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:

@@ -175,17 +175,12 @@ def _check_names(
         raise ConfigError(f"checkpoint '{source}' has no tensor {missing[0]}")
     head = f"{family.head}.weight"
     used |= {f"{name}{FP8_SCALE}" for name in used}
-    unused = [
-        each
-        for each in sorted(set(files) - used)
-        if not COMPUTED.search(f".{each}") and each != head
-    ]
+    others = sorted(set(files) - used - {head})
+    unused = [each for each in others if not COMPUTED.search(f".{each}")]
     unused = [each for each in unused if not FP8_BESIDE.search(each)]
-    scales = [
-        each
-        for each in unused
-        if SCALES.search(each) and family.layer_of(each) < family.num_layers(config)
-    ]
+    num_layers = family.num_layers(config)
+    scales = [each for each in unused if SCALES.search(each)]
+    scales = [each for each in scales if family.layer_of(each) < num_layers]
     if scales:
         raise ConfigError(
             f"checkpoint '{source}' holds {scales[0]}, a part of quantized weights that would be"

@@ -69,6 +69,16 @@ class Case:
     def passed(self) -> bool:
         return max(self.logits_error, self.gradient_error) <= TOLERANCE
 
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "layers_by_stage": list(self.layers_by_stage),
+            "tp_degree": self.tp_degree,
+            "logits_error": self.logits_error,
+            "gradient_error": self.gradient_error,
+            "worst_parameter": self.worst_parameter,
+            "passed": self.passed,
+        }
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -96,17 +106,7 @@ class Proof:
             "passed": self.passed,
             "first_difference": self.first_difference,
             "skipped_tp_degrees": list(self.skipped_degrees),
-            "cases": [
-                {
-                    "layers_by_stage": list(case.layers_by_stage),
-                    "tp_degree": case.tp_degree,
-                    "logits_error": case.logits_error,
-                    "gradient_error": case.gradient_error,
-                    "worst_parameter": case.worst_parameter,
-                    "passed": case.passed,
-                }
-                for case in self.cases
-            ],
+            "cases": [case.to_document() for case in self.cases],
         }
 
 
@@ -327,11 +327,8 @@ def _compare(
     gradients = {name: _joined(spec, name, results) for name, spec in specs.items()}
     largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
     floor = NEAR_ZERO * max(1.0, largest)
-    errors = {
-        name: _error(gradients[name], expected.gradients[name], floor)
-        for name in gradients
-        if name in expected.gradients
-    }
+    shared = [name for name in gradients if name in expected.gradients]
+    errors = {name: _error(gradients[name], expected.gradients[name], floor) for name in shared}
     worst = max(errors, key=lambda name: errors[name])
     return Case(cut, degree, _error(logits, expected.logits), errors[worst], worst)
 

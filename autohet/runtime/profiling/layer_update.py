@@ -45,11 +45,8 @@ class FlatGradients:
         parameters = [each.detach() for each in self._parameters]
         held = _views(masters, self._parameters)
         torch._foreach_copy_(held, parameters)
-        copies = [
-            (copy, master)
-            for copy, master in zip(parameters, held, strict=True)
-            if copy.dtype != torch.float32
-        ]
+        pairs = zip(parameters, held, strict=True)
+        copies = [(copy, master) for copy, master in pairs if copy.dtype != torch.float32]
 
         @torch.no_grad()
         def update() -> None:

@@ -300,11 +300,8 @@ class _Reader:
         self.values[node] = result
 
     def _output(self, node: fx.Node) -> None:
-        results = [
-            self.values[value]
-            for value in pytree.tree_leaves(node.args[0])
-            if isinstance(value, fx.Node)
-        ]
+        leaves = pytree.tree_leaves(node.args[0])
+        results = [self.values[leaf] for leaf in leaves if isinstance(leaf, fx.Node)]
         if len(results) != 1 or not isinstance(results[0], str):
             raise ConfigError(
                 f"the model returns {len(results)} tensors; it must return its loss alone"

@@ -181,11 +181,11 @@ def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tup
             )
             flops[i.tensor] = node.flops * share
     total = sum(flops.values())
-    return {
-        name: (pace.forward_s * part / total, pace.backward_s * part / total)
-        for name, part in flops.items()
-        if part
-    }
+    seconds = {}
+    for name, part in flops.items():
+        if part:
+            seconds[name] = (pace.forward_s * part / total, pace.backward_s * part / total)
+    return seconds
 
 
 def _nothing(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

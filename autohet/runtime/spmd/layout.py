@@ -49,8 +49,6 @@ def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int)
     assert {start, end} <= {*spec.cuts}, (
         f"{spec.name}: a part from {start} to {end} cuts units apart"
     )
-    return tuple(
-        unit
-        for unit in range(spec.num_units)
-        if start <= spec.cuts[unit] and spec.cuts[unit + 1] <= end
-    )
+    cuts = spec.cuts
+    units = range(spec.num_units)
+    return tuple(unit for unit in units if start <= cuts[unit] and cuts[unit + 1] <= end)

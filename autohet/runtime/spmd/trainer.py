@@ -73,10 +73,9 @@ class SpmdTrainer(Trainer):
         clocked: Any = ClockedGroup(world, self._compute)
         self._executor = Executor(captured, placed, clocked, self._compute, generation.pace)
         super().__init__(setup, generation, hooks, world, counts_loss=True)
+        storage = placed.program.storage
         self._storage = {
-            name: layout
-            for name, layout in placed.program.storage.items()
-            if name in captured.parameters
+            name: layout for name, layout in storage.items() if name in captured.parameters
         }
         self._gradients: dict[str, Tensor] = {}
         self._undecayed: frozenset[str] = frozenset()
@@ -135,11 +134,9 @@ class SpmdTrainer(Trainer):
 
         Gradients of factored parameters are whole already.
         """
-        partial = [
-            self._gradients[name]
-            for name in sorted(self._storage)
-            if self._storage[name].kind == "replicated"
-        ]
+        layouts = sorted(self._storage.items())
+        names = [name for name, layout in layouts if layout.kind == "replicated"]
+        partial = [self._gradients[name] for name in names]
         for bucket in _take_tensors(partial, BUCKET_BYTES):
             flat = _flatten_dense_tensors(bucket)
             self._world.all_reduce(flat)

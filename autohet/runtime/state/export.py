@@ -188,11 +188,8 @@ def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
 
     They exclude the rows that pad the vocabulary.
     """
-    names = sorted(
-        name.removeprefix(PARAMETER_KIND)
-        for name in manifest.specs
-        if name.startswith(PARAMETER_KIND)
-    )
+    states = [name for name in manifest.specs if name.startswith(PARAMETER_KIND)]
+    names = sorted(name.removeprefix(PARAMETER_KIND) for name in states)
     family = FAMILIES.get(str(manifest.model_config.get("model_type")))
     padded = (
         family.vocabulary_parameters()

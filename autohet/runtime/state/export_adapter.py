@@ -98,11 +98,8 @@ def _target_modules(paths: Sequence[str], model: torch.nn.Module) -> list[str]:
     peft and inference servers expect the last components.
     """
     ends = {path.rsplit(".", 1)[-1] for path in paths}
-    matched = {
-        path
-        for path, module in model.named_modules()
-        if is_linear(module) and path.rsplit(".", 1)[-1] in ends
-    }
+    linear = [path for path, module in model.named_modules() if is_linear(module)]
+    matched = {path for path in linear if path.rsplit(".", 1)[-1] in ends}
     return sorted(ends if matched == set(paths) else paths)
 
 
@@ -121,11 +118,11 @@ def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) ->
     family = family_of(config)
     specs = family.parameter_specs(config)
     vocabulary = family.vocabulary_parameters()
-    shapes = {
-        name: (int(config.vocab_size), *spec.shape[1:]) if name in vocabulary else spec.shape
-        for name, spec in sorted(specs.items())
-        if not spec.trainable
-    }
+    shapes = {}
+    for name, spec in sorted(specs.items()):
+        if not spec.trainable:
+            is_padded = name in vocabulary
+            shapes[name] = (int(config.vocab_size), *spec.shape[1:]) if is_padded else spec.shape
     adapted = {name.removesuffix(A_SUFFIX) for name in specs if name.endswith(A_SUFFIX)}
     model = skeleton(config)
 

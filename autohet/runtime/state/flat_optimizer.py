@@ -109,18 +109,13 @@ class FlatOptimizer:
                         )
                         self._cuts.append(_Cut(index, piece, runs))
         by_kind = [self._laid_out(kind, ranges) for kind in STATE_KINDS]
-        self._ranges = [
-            part
-            for (index, pieces), tensors in zip(ranges, zip(*by_kind, strict=True), strict=True)
-            if not local.buffers[index].is_token_count
-            for part in self._by_decay(index, pieces, tensors)
-        ]
-        self._counted = [
-            (index, piece)
-            for index, pieces in ranges
-            if local.buffers[index].is_token_count
-            for piece in pieces
-        ]
+        self._ranges: list[_FlatRange] = []
+        self._counted: list[tuple[int, Piece]] = []
+        for (index, adjacent), tensors in zip(ranges, zip(*by_kind, strict=True), strict=True):
+            if local.buffers[index].is_token_count:
+                self._counted += [(index, piece) for piece in adjacent]
+            else:
+                self._ranges += self._by_decay(index, adjacent, tensors)
 
     def _decays(self, piece: Piece) -> bool:
         return piece.parameter not in self._undecayed

@@ -101,12 +101,10 @@ class Live:
             moved so far.
         """
         gc.collect()  # a trainer's parameters and their hooks refer to each other
-        leaving = [
-            name
-            for names in names_by_memory(self.state)
-            if not names <= set(kept)
-            for name in sorted(names)
-        ]
+        leaving: list[str] = []
+        for names in names_by_memory(self.state):
+            if not names <= set(kept):
+                leaving += sorted(names)
         copies, units, moved = self._copies(snapshot), self.layout.units_of(self.worker), 0
         for name in leaving:
             tensor = self.state[name]
