@@ -87,11 +87,8 @@ class MultipartUploads:
 
         `oldest` is a time of the store's clock.
         """
-        stale = [
-            item
-            for item in self._list(prefix)
-            if item["Initiated"].timestamp() < oldest and self._is_own(item)
-        ]
+        old = [item for item in self._list(prefix) if item["Initiated"].timestamp() < oldest]
+        stale = [item for item in old if self._is_own(item)]
         for item in stale:
             self._abort(item["Key"], item["UploadId"])
         return len(stale)
