@@ -154,7 +154,7 @@ class CostModel:
             self.spec,
             self.links,
             self.stage_formats,
-            lambda: self.layer_time_model(self.precision).load_spread,
+            self._load_spread,
             self.parameters.sequence_parallel,
             self.parameters.may_cut_sequence,
         )
@@ -188,6 +188,10 @@ class CostModel:
         self.memory_of = PlanMemory(
             self.spec, self.parameters, self._stages, self._boundaries, self._synced
         )
+
+    def _load_spread(self) -> float | None:
+        """Measured spread of the experts' loads; a method, so that a model can be pickled."""
+        return self.layer_time_model(self.precision).load_spread
 
     def on(self, fleet: Fleet) -> "CostModel":
         """Return this model on another fleet of its node types, or of some of them.
