@@ -123,11 +123,8 @@ class CostModel:
         self.model = model or spec.name
         self._decoder = decoder or _no_graph
         self._decoders: dict[int, Decoder | None] = {}
-        self.formats = {
-            gpu_type: compute
-            for gpu_type, compute in (formats or {}).items()
-            if compute != precision
-        }
+        asked = (formats or {}).items()
+        self.formats = {gpu: compute for gpu, compute in asked if compute != precision}
         self._layer_times: dict[str, LayerTimeModel] = {}
         self._costs: dict[tuple[NodeType, int, int, TensorShare | None], LayerCosts] = {}
         self._memories: dict[tuple[str, int, int, Recompute, TensorShare | None], MemoryTerms] = {}
@@ -418,7 +415,10 @@ class CostModel:
     def _assumed_communicators(self, tp_degree: int) -> float:
         """Return bytes of a worker's communicators: at least, or in most plans."""
         alone = len(self.fleet.workers) == 1 or self.assumed.at_least is not None
-        number = LEAST_OF_A_GROUP if tp_degree > 1 else 0 if alone else MOSTLY
+        if tp_degree > 1:
+            number = LEAST_OF_A_GROUP
+        else:
+            number = 0 if alone else MOSTLY
         return number * self.parameters.communicator_bytes
 
     @property
@@ -607,12 +607,10 @@ class CostModel:
     def simulate(self, plan: Plan) -> Simulation:
         """Simulate one step: every pipeline's 1F1B, then gradient sync, then updates."""
         ends_s = tuple(self._ends_of_stages(plan, pipeline) for pipeline in plan.pipelines)
-        ends = {
-            worker: end_s
-            for pipeline, each in zip(plan.pipelines, ends_s, strict=True)
-            for stage, end_s in zip(pipeline.stages, each, strict=True)
-            for worker in stage.workers
-        }
+        ends: dict[str, float] = {}
+        for pipeline, stage_ends_s in zip(plan.pipelines, ends_s, strict=True):
+            for stage, end_s in zip(pipeline.stages, stage_ends_s, strict=True):
+                ends.update(dict.fromkeys(stage.workers, end_s))
         # with all of it shared out, gradients are reduced beside the backward (`pipeline_times`)
         jobs = () if self.parameters.full_shard else self.memory_of.sync_jobs(plan)
         update, sharing = dict[str, float](), sharing_of(plan)
@@ -668,12 +666,10 @@ class CostModel:
             if worker in job.members:
                 summed_s[job.tied] = max(summed_s[job.tied], rings.of(job).seconds)
         sharing = sharing_of(plan)
-        update_s = max(
-            terms.update_s
-            for pipeline in plan.pipelines
-            for terms in self._stages.every_terms(pipeline, sharing)
-        )
-        return (ends_s[slowest] + sum(summed_s.values()) + update_s) * (1 - 1e-9)
+        updates_s: list[float] = []
+        for pipeline in plan.pipelines:
+            updates_s += [terms.update_s for terms in self._stages.every_terms(pipeline, sharing)]
+        return (ends_s[slowest] + sum(summed_s.values()) + max(updates_s)) * (1 - 1e-9)
 
     def _breakdown(self, simulation: Simulation) -> dict[str, float]:
         pipeline = max(map(max, simulation.ends_s))

@@ -67,11 +67,8 @@ class _Cut:
     shapes: tuple[Shape, ...]
 
     def each(self) -> list[Shape]:
-        return [
-            s
-            for s, (_, n) in zip(self.shapes, self.arranged.pipelines, strict=True)
-            for _ in range(n)
-        ]
+        pairs = zip(self.shapes, self.arranged.pipelines, strict=True)
+        return [shape for shape, (_, number) in pairs for _ in range(number)]
 
 
 def proposals_for(request: Request, tables: Tables) -> list[Proposal]:

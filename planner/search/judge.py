@@ -269,11 +269,8 @@ def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ..
     usable = {tables.kinds[row.kind].resource for row in tables.rows}
     out = []
     for index, resource in enumerate(tables.resources):
-        every = (
-            f"{name}/{gpu}"
-            for name in resource.node_names
-            for gpu in range(resource.node_type.num_gpus)
-        )
+        numbers = range(resource.node_type.num_gpus)
+        every = (f"{name}/{number}" for name in resource.node_names for number in numbers)
         workers = tuple(worker for worker in every if worker not in used)
         if not workers:
             continue
@@ -310,11 +307,8 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
             f" fleet has {count}, {wanted - count} too few"
         )
     if request.max_usd_per_hour is not None:
-        prices = [
-            r.node_type.usd_per_hour
-            for r in tables.resources
-            if r.node_type.usd_per_hour is not None
-        ]
+        rates = [resource.node_type.usd_per_hour for resource in tables.resources]
+        prices = [rate for rate in rates if rate is not None]
         if prices and min(prices) > request.max_usd_per_hour:
             over = min(prices) - request.max_usd_per_hour
             return (

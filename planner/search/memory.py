@@ -62,11 +62,8 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     report = SearchReport(
         request.clock() - begin, evaluated, proof.lower_bound_s, proof.gap, proof.says
     )
-    rejected = tuple(
-        _left(assumed, each, best)
-        for assumed, each in zip([plain, *others], tried)
-        if each is not best
-    )
+    pairs = zip([plain, *others], tried)
+    rejected = tuple(_left(assumed, each, best) for assumed, each in pairs if each is not best)
     if is_cut:
         rejected = (*rejected, Rejected("stages that save memory", TIME_IS_OVER))
     return replace(

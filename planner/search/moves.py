@@ -258,11 +258,11 @@ class Moves:
         In other moves, a group becomes idle.
         """
         used = {worker for pipeline in pipelines for worker in pipeline.workers}
-        idle = [
-            free
-            for node in self._fleet.nodes
-            if (free := tuple(w for w in node.workers if w not in used))
-        ]
+        idle = []
+        for node in self._fleet.nodes:
+            free = tuple(worker for worker in node.workers if worker not in used)
+            if free:
+                idle.append(free)
         depth = len(pipelines[chosen[0]].stages)
         place, way = self.rng.randrange(depth + 1), self.rng.random()
         if not idle or way >= 0.8:

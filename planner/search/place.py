@@ -107,11 +107,10 @@ def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
     """
     shapes = [shape for shape, _ in draft.pipelines]
     several = parted(len(shapes), parts)
-    order = [
-        (i, s)
-        for part in several
-        for s, i in itertools.product(range(len(shapes[part[0]].rows)), part)
-    ]
+    order: list[tuple[int, int]] = []
+    for part in several:
+        stages = range(len(shapes[part[0]].rows))
+        order += [(i, s) for s, i in itertools.product(stages, part)]
     placed = _filled(tables, shapes, order, together=frozenset(order))
     return None if placed is None else plan_on(tables, draft, placed)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from planner.cluster import NodeType
 from planner.search.cost_tables import ring_rate
 from planner.search.draft import Estimator, Shape
 from planner.search.place import parted
@@ -129,11 +130,9 @@ class SideBySide:
             node_type = self._tables.resources[kind.resource].node_type
             held = int(self._tables.groups_a_node[row])
             parts = parted(number, min(number, self._holders))
-            members = [
-                (f"{part}-{i // held}", node_type)
-                for part, mine in enumerate(parts)
-                for i in range(2 * len(mine))
-            ]
+            members: list[tuple[str, NodeType]] = []
+            for part, mine in enumerate(parts):
+                members += [(f"{part}-{i // held}", node_type) for i in range(2 * len(mine))]
             self._tied_rates[number, row] = ring_rate(self._cost, members, float(kind.tp_degree))
         return self._tied_rates[number, row]
 
@@ -153,11 +152,9 @@ class SideBySide:
                 int(self._tables.groups_a_node[row]),
             )
             sizes = [len(part) for part in parted(number, min(number, self._parts))]
-            members = [
-                (f"{part}-{i // held}", node)
-                for part, size in enumerate(sizes)
-                for i in range(size)
-            ]
+            members: list[tuple[str, NodeType]] = []
+            for part, size in enumerate(sizes):
+                members += [(f"{part}-{i // held}", node) for i in range(size)]
             if held % max(sizes):
                 members[-1] = ("last", node)
             side = max(sizes)
