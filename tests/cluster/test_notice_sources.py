@@ -21,6 +21,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.drain import drain
 from autohet.driver.ray.node_type_lookup import NodeTypeLookup
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains
@@ -137,7 +138,7 @@ def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
             **{"instance-action": "terminate"},
         )
         actions: dict[str, Callable[[], Any]] = {
-            "drained": lambda: ray_cluster.drain(*node_ids("drained"), "test", 60.0),
+            "drained": lambda: drain(*node_ids("drained"), "test", 60.0),
             "interrupted": lambda: metadata.interrupt(time.time() + 60),
             "queued": lambda: client.send_message(QueueUrl=queue, MessageBody=body()),
             "filed": lambda: notices.write_text(json.dumps({"node": "filed", "in_s": 60}) + "\n"),
