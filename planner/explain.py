@@ -19,7 +19,7 @@ from planner.plan import Plan
 from planner.search.cost_tables import tables_of
 from planner.search.judge import unacceptable
 from planner.search.memory import cost_like
-from planner.search.moves import Group, Moves, groups_of
+from planner.search.moves import GpuGroup, Moves, groups_of
 from planner.search.problem import Answer, Request
 from planner.strategies.dispatch import dispatch_reason
 from planner.uneven import search_with_uneven, uneven_groups, uneven_stages
@@ -30,7 +30,7 @@ BINDS = 0.005  # of the step: what earns less binds nothing
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeTypeUse:
     """Use of one node type in a plan, and its bottleneck.
 
     where: the type's stages, in words.
@@ -105,7 +105,7 @@ class Explanation:
     experts: sentences on the ways of tokens to experts, if there is a choice.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[NodeTypeUse, ...]
     one_more: tuple[OneMore, ...]
     uneven: tuple[str, ...] = ()
     zones: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class Explanation:
     def to_document(self) -> dict[str, Any]:
         return {
             "places": [
-                {name: getattr(place, name) for name in Place.__dataclass_fields__}
+                {name: getattr(place, name) for name in NodeTypeUse.__dataclass_fields__}
                 for place in self.places
             ],
             "one_more_node": [
@@ -157,10 +157,10 @@ def _between_zones(prediction: Prediction) -> Iterator[str]:
         )
 
 
-def _place(request: Request, answer: Answer, kind: NodeType) -> Place:
+def _place(request: Request, answer: Answer, kind: NodeType) -> NodeTypeUse:
     gains, best = _gains(request, answer, kind), _next_best(request, answer.plan, kind)
     most = max(gains, key=lambda name: gains[name])
-    return Place(
+    return NodeTypeUse(
         kind.name,
         sum(request.fleet.node_of(worker).node_type == kind for worker in answer.plan.workers),
         _where(request.fleet, answer.plan, kind),
@@ -248,8 +248,8 @@ def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float
 
 def _changes(
     fleet: Fleet, kind: NodeType
-) -> Iterator[tuple[str, Callable[[list[Group]], list[Group]]]]:
-    def parted(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+) -> Iterator[tuple[str, Callable[[list[GpuGroup]], list[GpuGroup]]]]:
+    def parted(groups: list[GpuGroup]) -> tuple[list[GpuGroup], list[GpuGroup]]:
         mine = [group for group in groups if fleet.node_of(group[0]).node_type == kind]
         return mine, [group for group in groups if group not in mine]
 
@@ -259,7 +259,7 @@ def _changes(
 
 
 def _changed_s(
-    request: Request, plan: Plan, moves: Moves, change: Callable[[list[Group]], list[Group]]
+    request: Request, plan: Plan, moves: Moves, change: Callable[[list[GpuGroup]], list[GpuGroup]]
 ) -> float | None:
     """Step time of the plan with each pipeline's groups changed; None where that is the plan itself
     or may not be.

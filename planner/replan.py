@@ -24,14 +24,14 @@ from planner.search.cost_tables import tables_of
 from planner.search.improve import Improver, Judge, tries_for
 from planner.search.judge import fewest_in_flight, unacceptable
 from planner.search.memory import cost_like, may_be_without_room
-from planner.search.moves import Group, Moves, groups_of
+from planner.search.moves import GpuGroup, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
 from planner.strategies import plan_with
 from planner.strategies.pareto import search_objective
 from planner.strategies.zones import search_zones, spans_zones
 from planner.uneven import (
-    gathered,
     is_bounded,
+    plans_with_group,
     search_with_uneven,
     sentence,
     uneven_groups,
@@ -284,7 +284,10 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
         )
         cut = recut(previous, request, alive, moves)
         starts = list(
-            map(cost.working_ahead, [*gathered(moves, [out[-1]]), *([] if cut is None else [cut])])
+            map(
+                cost.working_ahead,
+                [*plans_with_group(moves, [out[-1]]), *([] if cut is None else [cut])],
+            )
         )
         even_s = min(map(judged.seconds_a_batch, out))
         walked = (
@@ -303,7 +306,7 @@ def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Pl
     those whose rest may have uneven shares, or where these cannot hold the model without it; the
     groups of those and free nodes, in groups as large, make new pipelines where they can.
     """
-    made, left = list[Pipeline](), list[Group]()
+    made, left = list[Pipeline](), list[GpuGroup]()
     for pipeline in previous.pipelines:
         lives = (
             tuple(worker for worker in group if worker in alive) for group in groups_of(pipeline)

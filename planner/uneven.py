@@ -30,7 +30,7 @@ from planner.search.memory import (
     search_with_memory,
     with_room_or_without,
 )
-from planner.search.moves import Group, Moves, groups_of
+from planner.search.moves import GpuGroup, Moves, groups_of
 from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, check_request
 from planner.search.tables import Tables
 
@@ -148,7 +148,7 @@ def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answ
         asked = replace(request, cost=cost, prove=False)
         try:
             moves = Moves(tables_of(asked), random.Random(0), request.mixed_microbatch)
-            found = improved(drafted(asked, [*begin, *gathered(moves, begin)]))
+            found = improved(drafted(asked, [*begin, *plans_with_group(moves, begin)]))
         except InfeasibleError:
             continue
         plan = fewest_shared(request.cost, found.plan)
@@ -167,7 +167,7 @@ def _costs(request: Request, even: Answer | None) -> list[CostModel]:
     return [request.cost] if fixed else [request.cost.assuming(each) for each in levels(request)]
 
 
-def gathered(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
+def plans_with_group(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
     """The plans with the GPUs of one uneven group as a stage, where most of them were and as a
     pipeline of their own; those that drafts say are quickest.
     """
@@ -178,7 +178,7 @@ def gathered(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
     return sorted(made, key=lambda plan: (_draft_s(moves, plan), plan.to_json()))[: limits.DRAFTS]
 
 
-def _members(tables: Tables) -> Iterator[Group]:
+def _members(tables: Tables) -> Iterator[GpuGroup]:
     """GPUs of the first nodes of each uneven group's types."""
     names = {resource.node_type: resource.node_names for resource in tables.resources}
     for group in dict.fromkeys(kind.group for kind in tables.kinds if kind.group):
@@ -192,7 +192,7 @@ def _members(tables: Tables) -> Iterator[Group]:
             yield tuple(gpus)
 
 
-def _with_group(moves: Moves, plan: Plan, group: Group) -> Iterator[Plan]:
+def _with_group(moves: Moves, plan: Plan, group: GpuGroup) -> Iterator[Plan]:
     taken = set(group)
     left = [
         [of for of in groups_of(pipeline) if taken.isdisjoint(of)] for pipeline in plan.pipelines

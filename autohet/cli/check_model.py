@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; ConfigError is the user's mistake."""
     job = Job.from_yaml(arguments.job)
     from autohet.runtime.models import load_config
-    from autohet.runtime.models.proof import TOLERANCE, prove
+    from autohet.runtime.models.proof import TOLERANCE, prove_model
 
-    proof = prove(load_config(job.model))
+    proof = prove_model(load_config(job.model))
     if arguments.json:
         print(json.dumps(proof.to_document()))
         return 0 if proof.passed else 1

@@ -99,14 +99,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; exit code 1 if a policy's job ended before the trace did."""
     from autohet.driver.simulate.comparison import compare
     from autohet.driver.simulate.price_file import price_sources
-    from autohet.driver.simulate.simulation import BASELINES, POLICIES, Simulation
+    from autohet.driver.simulate.simulation import BASELINES, POLICIES, TraceSimulation
 
     policies = _names(arguments.policies, "--policies", POLICIES)
     wanted = {"all": ",".join(BASELINES), "none": ""}.get(arguments.baselines, arguments.baselines)
     baselines = _names(wanted, "--baselines", BASELINES) if wanted else []
     described = read_cluster_yaml(arguments.cluster)
     given = _scenario(arguments, described)
-    simulation = Simulation(given)
+    simulation = TraceSimulation(given)
     scenario = simulation.scenario
     results = [simulation.run(policy, _progress(policy)) for policy in policies]
     others = [simulation.run(name) for name in baselines]

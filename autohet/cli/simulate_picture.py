@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.simulation import Scenario
 from planner.errors import ConfigError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-Points = tuple[list[float], list[float]]
+CurvePoints = tuple[list[float], list[float]]
 
 
 def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> None:
@@ -66,7 +66,7 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
 
 def _draw_prices(price: Any, dollars: Any, scenario: Scenario) -> None:
     """Draw each type's price in the colour of its nodes, and the bill."""
-    prices = Prices(scenario.kinds, scenario.prices.rows)
+    prices = PriceHistory(scenario.kinds, scenario.prices.rows)
     for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
         steps = prices.steps(kind.name, scenario.end_s)
         steps.append((scenario.end_s, steps[-1][1]))
@@ -103,7 +103,7 @@ def _end(stretch: Mapping[str, Any]) -> float:
     return float(stretch["begin_s"] + stretch["num_steps"] * stretch["step_s"])
 
 
-def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> Points:
+def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> CurvePoints:
     times, gpus, alive = [0.0], [0.0], 0
     for event in scenario.trace:
         if (
@@ -117,7 +117,7 @@ def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> Points:
     return [*times, scenario.end_s / 3600], [*gpus, float(alive)]
 
 
-def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
+def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
     """Return tokens a second over time.
 
     They are zero between stretches, while the job waits or changes.
@@ -129,7 +129,7 @@ def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
     return times, rates
 
 
-def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
+def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
     times, totals = [0.0], [0.0]
     for stretch in stretches:
         times += [stretch["begin_s"] / 3600, _end(stretch) / 3600]
@@ -137,7 +137,7 @@ def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
     return times, totals
 
 
-def _usd_per_hour(scenario: Scenario, prices: Prices) -> Points:
+def _usd_per_hour(scenario: Scenario, prices: PriceHistory) -> CurvePoints:
     """Return the price of all living nodes, in dollars an hour, at each change."""
     moments = {0.0, scenario.end_s, *(event.time_s for event in scenario.trace)}
     moments |= {at for kind in scenario.kinds for at, _ in prices.steps(kind, scenario.end_s)}

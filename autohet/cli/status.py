@@ -39,13 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(finite({"jobs": jobs})))
         return 0
     for name, status in jobs.items():
-        print(visible(describe(name, status)))
+        print(visible(describe_job(name, status)))
     if not jobs:
         print("no job of this cluster has left a status")
     return 0
 
 
-def describe(name: str, status: Mapping[str, Any]) -> str:
+def describe_job(name: str, status: Mapping[str, Any]) -> str:
     """Describe in one line what the job does, and how long ago its driver reported it."""
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     age = "at an unknown time" if status["age_s"] is None else f"{status['age_s']:.0f} s ago"

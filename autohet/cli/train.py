@@ -96,7 +96,7 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
     if outcome.may_pass and will_restart():
         return MAY_PASS  # the summary is that of the last driver
     summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
-    print(json.dumps(finite(summary)) if arguments.json else visible(describe(summary)))
+    print(json.dumps(finite(summary)) if arguments.json else visible(describe_summary(summary)))
     return 0 if outcome.ok else 1
 
 
@@ -109,7 +109,7 @@ def configure_logging() -> None:
     logging.getLogger("autohet").setLevel(logging.INFO)
 
 
-def describe(summary: dict[str, Any]) -> str:
+def describe_summary(summary: dict[str, Any]) -> str:
     """Describe a run's summary for a person."""
     loss = "-" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     lines = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.driver.data_watch import TELL_EVERY_S, describe
+from autohet.driver.data_watch import TELL_EVERY_S, describe_preparation
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.runtime.data import prepare_dataset
@@ -230,7 +230,7 @@ def _told_at_times() -> Callable[[int, int], None]:
             told_at = now
             logger.info(
                 "Preparing the data: %s",
-                describe(DataState(done_bytes, total_bytes), now - started),
+                describe_preparation(DataState(done_bytes, total_bytes), now - started),
             )
 
     return tell

@@ -94,11 +94,13 @@ class DataWatch:
         self._told_at = now
         for name, state in sorted(preparing.items()):
             logger.info(
-                "Preparing the data on %s: %s", name, describe(state, now - self._since[name])
+                "Preparing the data on %s: %s",
+                name,
+                describe_preparation(state, now - self._since[name]),
             )
 
 
-def describe(state: DataState, seconds: float) -> str:
+def describe_preparation(state: DataState, seconds: float) -> str:
     """Describe the progress of a preparation, with the time left at its pace so far."""
     if not state.total_bytes:
         return "looking at its files"

@@ -20,7 +20,7 @@ from rich.text import Text
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Observation
 from autohet.driver.history.events import failing_note
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.runtime.process.terminal import PlainConsole, visible
 
 LINE_PERIOD_S = 5.0
@@ -148,7 +148,7 @@ def utilisation_lines(by_gpu_type: Mapping[str, Mapping[str, Any]]) -> list[str]
     return lines
 
 
-def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:
+def plan_table(proposal: PlanProposal, measured_s: float | None = None) -> Table:
     """Return a table of a plan's pipelines and stages: layers, GPUs, microbatches."""
     predicted = proposal.predicted_step_s
     measured = "" if measured_s is None else f", measured {measured_s:.3f} s"

@@ -16,7 +16,7 @@ from autohet.runtime.data import TokenDataset
 from autohet.runtime.data.marks import IGNORED
 from autohet.runtime.parallel.executor import Batch
 
-Part = tuple[int, range]
+SequencePart = tuple[int, range]
 """A step, and a range of positions of its global batch."""
 
 
@@ -45,8 +45,8 @@ class Batches:
         self._reader = (
             ThreadPoolExecutor(1, "batches") if prefetch else None
         )  # the dataset is for one thread
-        self._asked: list[Part] = []
-        self._ahead: dict[Part, Future[Tensor]] = {}
+        self._asked: list[SequencePart] = []
+        self._ahead: dict[SequencePart, Future[Tensor]] = {}
         self.num_foreseen = 0
         """Requested parts that had been read ahead."""
 
@@ -85,7 +85,7 @@ class Batches:
             rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
         )
 
-    def _taken(self, part: Part, reader: ThreadPoolExecutor) -> Tensor:
+    def _taken(self, part: SequencePart, reader: ThreadPoolExecutor) -> Tensor:
         found = self._ahead.pop(part, None)
         self.num_foreseen += found is not None
         rows = found or reader.submit(self._rows, *part)
@@ -94,7 +94,7 @@ class Batches:
             self._ahead = {following: reader.submit(self._rows, *following)}
         return rows.result()
 
-    def _following(self, part: Part) -> Part | None:
+    def _following(self, part: SequencePart) -> SequencePart | None:
         """Predict the part that is requested after `part`, from the order of the step before.
 
         After the last part of a step comes the first part of the next step.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from autohet.runtime.job.elastic import Timeouts
-from autohet.runtime.messages import GenerationOrder, Transfer, UploadRetried
+from autohet.runtime.messages import GenerationOrder, StateTransfer, UploadRetried
 from autohet.runtime.transfer_log import TransferLog
 from recovery.checkpoint.journal import entry_name
 from recovery.checkpoint.upload import Uploader
@@ -128,5 +128,5 @@ class DurableUploads:
             return
         self._receipts.append((generation, step, receipt))
         self._transfers.add(
-            Transfer("s3", self._worker, generation, step, receipt.bytes_sent, receipt.seconds)
+            StateTransfer("s3", self._worker, generation, step, receipt.bytes_sent, receipt.seconds)
         )

@@ -280,7 +280,7 @@ class UploadRetried:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class StateTransfer:
     """A finished copy of training state: one worker's part of `step`, or an agent's transfer.
 
     `tier`: destination (`disk`: the node's own, `peer`: other nodes, `s3`: durable storage).
@@ -297,7 +297,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class RollForward:
+class RollForwardOutcome:
     """Outcome of an order to apply the prepared `step` with another survivor's vote.
 
     `error`: why the step is not applied. The step counts only if the same report says that the
@@ -348,8 +348,8 @@ class WorkerReport:
     unfit: bool = False
     first_step_at: float | None = None
     whole: bool = True
-    rolled: RollForward | None = None
-    transfers: tuple[Transfer, ...] = ()
+    rolled: RollForwardOutcome | None = None
+    transfers: tuple[StateTransfer, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
     memory_shortage: str | None = None
 

@@ -15,7 +15,7 @@ from autohet.runtime.job import Job
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import ModelSpec
 from planner.spmd.decoder import Decoder
-from planner.spmd.graph import Graph, Node
+from planner.spmd.graph import Graph, GraphNode
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class _DecoderDocument:
     """Parts of a Decoder, or the reason why there is none."""
 
     reason: str | None = None
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[GraphNode, ...] = ()
     notes: tuple[str, ...] = ()
     most_units: int = 0
     split_dims: dict[str, int] = field(default_factory=dict)
@@ -169,7 +169,7 @@ def _derive_refusal(job: Job) -> str | None:
 
 def _derive_graph(job: Job, microbatch: int) -> _DecoderDocument:
     from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
-    from autohet.runtime.spmd.language_model import decoder_of
+    from autohet.runtime.spmd.language_model import captured_decoder
 
     if job.model.adapter is not None:
         return _DecoderDocument("its weights are frozen, and programs train all of them")
@@ -181,7 +181,7 @@ def _derive_graph(job: Job, microbatch: int) -> _DecoderDocument:
         config = load_config(job.model)
         if not family_of(config).has_programs:
             return _DecoderDocument(f"none is tested for model_type '{config.model_type}'")
-        found = decoder_of(config, microbatch, training.sequence_length, dtype)
+        found = captured_decoder(config, microbatch, training.sequence_length, dtype)
     except ConfigError as error:
         return _DecoderDocument(str(error))
     graph = found.graph

@@ -17,7 +17,7 @@ from torch import Tensor
 from autohet.runtime.durable_uploads import DurableUploads
 from autohet.runtime.job import Job
 from autohet.runtime.memory_snapshots import MemorySnapshots
-from autohet.runtime.messages import GenerationOrder, Transfer, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, StateTransfer, WorkerPlace
 from autohet.runtime.replication_state import ReplicationState
 from autohet.runtime.transfer_log import TransferLog
 from recovery.errors import RecoveryError, SnapshotError
@@ -100,7 +100,7 @@ class Preservation:
 
         def note(step: int, num_bytes: int, seconds: float) -> None:
             self._transfers.add(
-                Transfer("disk", place.worker, order.generation, step, num_bytes, seconds)
+                StateTransfer("disk", place.worker, order.generation, step, num_bytes, seconds)
             )
 
         return SnapshotWriter(
@@ -187,7 +187,7 @@ class Preservation:
         """Return (generation, step, receipt) of each upload that has ended since the last call."""
         return self._uploads.take_receipts()
 
-    def take_transfers(self) -> tuple[Transfer, ...]:
+    def take_transfers(self) -> tuple[StateTransfer, ...]:
         """Return the uploads, replication rounds and spills that have ended since the last call."""
         return self._transfers.take()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autohet.runtime.messages import GenerationOrder, Transfer, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, StateTransfer, WorkerPlace
 from autohet.runtime.transfer_log import TransferLog
 from recovery.local.snapshot import SnapshotWriter, remove_older
 from recovery.peers.replication import (
     Endpoint,
+    PushRequest,
     ReplicationTargets,
-    Round,
     read_pushed,
     withdraw,
     write_round,
@@ -87,7 +87,7 @@ class ReplicationState:
         if opened and order.replication_targets:
             write_round(
                 self._place.memory_directory,
-                Round(self._place.worker, order.generation, step, self.complete),
+                PushRequest(self._place.worker, order.generation, step, self.complete),
             )
 
     def status(self, order: GenerationOrder, writer: SnapshotWriter | None) -> PreservationStatus:
@@ -106,7 +106,7 @@ class ReplicationState:
             return PreservationStatus(pending=True)
         if pushed.error is None and self._copied != (pushed.generation, step):
             self._copied = (pushed.generation, step)
-            transfer = Transfer(
+            transfer = StateTransfer(
                 "peer",
                 self._place.worker,
                 pushed.generation,

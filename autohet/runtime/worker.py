@@ -39,7 +39,7 @@ from autohet.runtime.messages import (
     InterruptedRestore,
     Phase,
     RestoreRecord,
-    RollForward,
+    RollForwardOutcome,
     StepRecord,
     WorkerPlace,
     WorkerReport,
@@ -304,7 +304,7 @@ class Worker:
         if groups is not None and not is_later:
             groups.interrupt()
 
-    def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:
+    def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForwardOutcome:
         """Apply the prepared step of `generation` with the vote that another survivor saw.
 
         Blocks until that is done or refused; later reports contain the outcome, too.
@@ -315,7 +315,7 @@ class Worker:
                 error = self._roll(generation, *vote)
             finally:
                 self._rolling.release()
-        outcome = RollForward(generation, vote[0], error or None)
+        outcome = RollForwardOutcome(generation, vote[0], error or None)
         with self._lock:
             self._report = replace(self._report, rolled=outcome)
         return outcome

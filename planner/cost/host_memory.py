@@ -315,7 +315,7 @@ def sole_state(plan: Plan, fleet: Fleet, spec: ModelSpec) -> Sole:
 
 WHOLE = -1
 """Part number for tensors that each rank of a stage holds whole."""
-Piece = tuple[str, int, float]
+HostPiece = tuple[str, int, float]
 """Piece of a layer: layer, part of what tensor parallelism cuts of it, scalars."""
 
 
@@ -330,10 +330,10 @@ def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[tuple[str, int], s
     return found
 
 
-def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[Piece]]:
+def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[HostPiece]]:
     parts, found = (
         max(s.num_parts for pipeline in plan.pipelines for s in pipeline.stages),
-        dict[str, list[Piece]](),
+        dict[str, list[HostPiece]](),
     )
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
@@ -348,7 +348,7 @@ def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[Piece]]:
 
 def _pieces(
     spec: ModelSpec, stage: Stage, rank: int, layer: str, parts: int, tied: int
-) -> Iterator[Piece]:
+) -> Iterator[HostPiece]:
     """Yield the pieces of one layer on one rank.
 
     tied: scalars of the embedding that come with a head on another stage.

@@ -14,11 +14,11 @@ from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage
 
-Kind = tuple[str, float, str]
+SyncKind = tuple[str, float, str]
 """Name, slowdown and zone of a node type: its nodes may be in several zones at several prices."""
 
 
-KnownRings = dict[tuple[object, ...], tuple[float, dict[Kind, float], dict[Kind, float]]]
+KnownRings = dict[tuple[object, ...], tuple[float, dict[SyncKind, float], dict[SyncKind, float]]]
 """Seconds of a ring, of a NIC and of a link inside a node by kind, by bytes and members."""
 
 _REMEMBERED = 4096  # rings
@@ -248,7 +248,7 @@ def side_by_side(
     return events
 
 
-def _kind(of: NodeType) -> Kind:
+def _kind(of: NodeType) -> SyncKind:
     return of.name, of.slowdown, of.zone
 
 
@@ -279,7 +279,7 @@ class Rings:
 
     def _seconds(
         self, nodes: list[tuple[NodeType, int]], num_bytes: float
-    ) -> tuple[float, dict[Kind, float], dict[Kind, float]]:
+    ) -> tuple[float, dict[SyncKind, float], dict[SyncKind, float]]:
         """Return seconds of a ring over these members.
 
         nodes: (node type, members) of each node. Result: seconds of the whole ring, then by node
@@ -292,8 +292,8 @@ class Rings:
             members = [
                 (str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)
             ]
-            nic_s: dict[Kind, float] = {}
-            own_s: dict[Kind, float] = {}
+            nic_s: dict[SyncKind, float] = {}
+            own_s: dict[SyncKind, float] = {}
             number = len(members)
             for kind, _ in nodes:
                 nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, number, num_bytes)

@@ -65,7 +65,7 @@ class Balancer:
         self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None
     ) -> list[Cut]:
         """Cut pipelines that are sorted by depth, deepest first."""
-        rows = padded(pipelines)
+        rows = padded_rows(pipelines)
         slopes = (
             np.ones(rows.shape)
             if microbatches is None
@@ -211,7 +211,7 @@ class Balancer:
         return ends, bottleneck, fill
 
 
-def padded(pipelines: Sequence[tuple[int, ...]]) -> Ints:
+def padded_rows(pipelines: Sequence[tuple[int, ...]]) -> Ints:
     """Return (n, P) the table row of each stage, -1 beyond a pipeline's end."""
     out = np.full((len(pipelines), max(map(len, pipelines))), -1, dtype=np.int64)
     for i, rows in enumerate(pipelines):

@@ -19,7 +19,7 @@ from planner.search.judge import kind_of
 from planner.search.place import stages_on
 from planner.search.tables import Tables
 
-Group = tuple[str, ...]
+GpuGroup = tuple[str, ...]
 Pipelines = list[Pipeline]
 
 
@@ -86,18 +86,18 @@ class Moves:
         ends = [stage.end_layer + 1 for stage in pipeline.stages]
         return None if rows is None else Shape(rows, (*ends[:-1], ends[-1] + 1))
 
-    def rows(self, groups: Sequence[Group], microbatch: int) -> tuple[int, ...] | None:
+    def rows(self, groups: Sequence[GpuGroup], microbatch: int) -> tuple[int, ...] | None:
         """Return the table row of each group; None if a group has none."""
         rows = [self.tables.row_of(group, microbatch) for group in groups]
         found = tuple(row for row in rows if row is not None)
         return found if len(found) == len(rows) else None
 
-    def is_uneven(self, group: Group) -> bool:
+    def is_uneven(self, group: GpuGroup) -> bool:
         """Return True if the tables have the group with uneven shares."""
         row = self.tables.row_of(group, self.tables.sizes[0]) if group else None
         return row is not None and self.tables.kind(row).group is not None
 
-    def cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
+    def cut(self, groups: Sequence[GpuGroup], size: int) -> Pipeline | None:
         """Return a pipeline of these groups in this order; None if it cannot hold the model."""
         rows = self.rows(groups, size) if 0 < len(groups) <= self.tables.deepest else None
         if rows is None:
@@ -118,10 +118,10 @@ class Moves:
         wanted = self.rng.choice(list(dict.fromkeys(looks.values())))
         return [i for i, look in looks.items() if look == wanted]
 
-    def _type_of(self, group: Group) -> NodeType:
+    def _type_of(self, group: GpuGroup) -> NodeType:
         return self.tables.node_types[node_of(group[0])]
 
-    def _with_groups(self, pipeline: Pipeline, groups: list[Group]) -> Pipeline | None:
+    def _with_groups(self, pipeline: Pipeline, groups: list[GpuGroup]) -> Pipeline | None:
         """Return the pipeline on other groups.
 
         It keeps its cut if the number of stages is the same, or it is cut again.
@@ -135,7 +135,9 @@ class Moves:
         ]
         return replace(pipeline, stages=tuple(stages))
 
-    def _regrouped(self, pipelines: Pipelines, groups: dict[int, list[Group]]) -> Pipelines | None:
+    def _regrouped(
+        self, pipelines: Pipelines, groups: dict[int, list[GpuGroup]]
+    ) -> Pipelines | None:
         """Return the pipelines with these groups; a pipeline without groups is removed."""
         made = {
             i: self._with_groups(pipelines[i], mine) if mine else None for i, mine in groups.items()
@@ -149,7 +151,7 @@ class Moves:
         self,
         pipelines: Pipelines,
         chosen: Sequence[int],
-        change: Callable[[list[Group]], list[Group] | None],
+        change: Callable[[list[GpuGroup]], list[GpuGroup] | None],
     ) -> Pipelines | None:
         """Make the same change to the groups of each chosen pipeline."""
         changed = {i: change(groups_of(pipelines[i])) for i in chosen}
@@ -193,7 +195,7 @@ class Moves:
         types = [resource.node_type for resource in self.tables.resources]
         self.rng.shuffle(types)
 
-        def change(groups: list[Group]) -> list[Group]:
+        def change(groups: list[GpuGroup]) -> list[GpuGroup]:
             if way == "s":
                 return sorted(groups, key=lambda group: types.index(self._type_of(group)))
             if way == "r":
@@ -216,8 +218,8 @@ class Moves:
         )
         kind = (self._type_of(groups[at]), len(groups[at]))
 
-        def change(groups: list[Group]) -> list[Group] | None:
-            out, i = list[Group](), 0
+        def change(groups: list[GpuGroup]) -> list[GpuGroup] | None:
+            out, i = list[GpuGroup](), 0
             while i < len(groups):
                 mine, two = groups[i], groups[i : i + 2]
                 if i == at or (whole and (self._type_of(mine), len(mine)) == kind):
@@ -312,11 +314,11 @@ class Moves:
         )
 
 
-def groups_of(pipeline: Pipeline) -> list[Group]:
+def groups_of(pipeline: Pipeline) -> list[GpuGroup]:
     """Return the workers of each stage."""
     return [stage.workers for stage in pipeline.stages]
 
 
-def _split(workers: Group, degree: int) -> list[Group]:
+def _split(workers: GpuGroup, degree: int) -> list[GpuGroup]:
     """Split workers into groups of `degree`, and drop the rest."""
     return [workers[i : i + degree] for i in range(0, len(workers) - degree + 1, degree)]

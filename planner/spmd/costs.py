@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import ConfigError
-from planner.spmd.graph import Graph, Node
+from planner.spmd.graph import Graph, GraphNode
 from planner.spmd.layouts import SILENT, dual_of
 from planner.spmd.program import Instruction, Program
 from planner.spmd.rules import axis_of
@@ -240,7 +240,7 @@ class CostTable:
             else ()
         )
 
-    def _compute(self, node: Node, instruction: Instruction) -> tuple[Term, ...]:
+    def _compute(self, node: GraphNode, instruction: Instruction) -> tuple[Term, ...]:
         axis = axis_of(self.graph, node, instruction.letter) if instruction.letter else None
         inputs = [self.graph.by_name[name] for name in node.inputs]
         passes = 3.0 if node.needs_gradient else 1.0
@@ -275,7 +275,7 @@ class CostTable:
             )
         return tuple(found)
 
-    def _conversion(self, node: Node, instruction: Instruction) -> tuple[Term, ...]:
+    def _conversion(self, node: GraphNode, instruction: Instruction) -> tuple[Term, ...]:
         if instruction.op in SILENT:
             return ()
         ((_, source),), target = instruction.inputs, instruction.output
@@ -288,7 +288,7 @@ class CostTable:
         return tuple(self._wire(f"{name}{suffix}", node, tuple(axes)) for name in sent)
 
     def _wire(
-        self, name: str, node: Node, axes: tuple[str | None, ...], latency: bool = True
+        self, name: str, node: GraphNode, axes: tuple[str | None, ...], latency: bool = True
     ) -> Wire:
         if self.num_devices == 1:
             return Wire(0.0)

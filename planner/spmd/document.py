@@ -11,7 +11,7 @@ from planner.documents import check_keys, read_list, read_mapping
 from planner.errors import ConfigError
 from planner.spmd.costs import Shares, round_to_units
 from planner.spmd.graph import Graph
-from planner.spmd.layouts import CONVERSIONS, Layout
+from planner.spmd.layouts import CONVERSIONS, TensorLayout
 from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Program
 from planner.spmd.ratios import check_ratios, check_rounded
@@ -42,7 +42,7 @@ class StageProgram:
         )
 
     @property
-    def storage(self) -> dict[str, Layout]:
+    def storage(self) -> dict[str, TensorLayout]:
         """Layout of each leaf as a worker holds it."""
         loads = (line for line in self.instructions if line.startswith("load "))
         parsed = [_parsed(line, "the plan") for line in loads]
@@ -141,7 +141,7 @@ def _parsed(line: object, what: str) -> Instruction:
     )
 
 
-def _property(text: str, what: str) -> tuple[str, Layout]:
+def _property(text: str, what: str) -> tuple[str, TensorLayout]:
     found = _LAYOUT.fullmatch(text)
     if found is None:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _property(text: str, what: str) -> tuple[str, Layout]:
             " 'x:sharded(0)'"
         )
     kind: Any = found[2]
-    return found[1], Layout(kind) if kind else Layout("sharded", int(found[3]))
+    return found[1], TensorLayout(kind) if kind else TensorLayout("sharded", int(found[3]))
 
 
 def _numbers(row: object, what: str, kind: type[int] | type[float]) -> list[float]:

@@ -15,7 +15,7 @@ from planner.spmd.costs import CostTable, Device, SpmdCluster, Term, Wire, Work,
 from planner.spmd.decoder import Decoder
 from planner.spmd.graph import Graph
 from planner.spmd.plan import PlacedProgram
-from planner.spmd.program import Program, explain
+from planner.spmd.program import Program, explain_tensors
 
 if TYPE_CHECKING:
     from planner.cost.model import CostModel
@@ -153,7 +153,7 @@ def explain_program(cost: "CostModel", plan: Plan, *, by_tensor: bool) -> dict[s
     """
     placed = _placed(cost, plan)[1]
     found: dict[str, Any] = {"notes": list(placed.graph.notes)}
-    return found | ({"program": explain(placed.graph, placed.program)} if by_tensor else {})
+    return found | ({"program": explain_tensors(placed.graph, placed.program)} if by_tensor else {})
 
 
 def work_by_worker(cost: "CostModel", plan: Plan) -> dict[str, tuple[float, float]]:

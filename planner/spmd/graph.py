@@ -48,7 +48,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """Tensor and the operator that makes it.
 
     flops: FLOPs of the forward; backward_flops: of the backward. is_alias: it is a view of its
@@ -89,7 +89,7 @@ class Graph:
     """Nodes in topological order, the last one the loss: a scalar. ConfigError where it is none."""
 
     def __init__(
-        self, nodes: Sequence[Node], notes: Sequence[str] = (), most_units: int = MOST_UNITS
+        self, nodes: Sequence[GraphNode], notes: Sequence[str] = (), most_units: int = MOST_UNITS
     ) -> None:
         self.nodes = _leaves_late(nodes)
         self.notes = tuple(notes)
@@ -126,11 +126,11 @@ class Graph:
         return tuple(unit * size // units for unit in range(units + 1))
 
     @property
-    def parameters(self) -> tuple[Node, ...]:
+    def parameters(self) -> tuple[GraphNode, ...]:
         return tuple(node for node in self.nodes if node.kind == "parameter")
 
 
-def _leaves_late(nodes: Sequence[Node]) -> tuple[Node, ...]:
+def _leaves_late(nodes: Sequence[GraphNode]) -> tuple[GraphNode, ...]:
     """Move each leaf just before its first reader, so that few tensors are live at a time.
 
     Nodes that the last node does not need are dropped.
@@ -140,7 +140,7 @@ def _leaves_late(nodes: Sequence[Node]) -> tuple[Node, ...]:
     for node in reversed(nodes):
         if node.name in needed:
             needed.update(node.inputs)
-    ordered: dict[str, Node] = {}
+    ordered: dict[str, GraphNode] = {}
     for node in nodes:
         if node.kind == "op" and node.name in needed:
             for name in node.inputs:

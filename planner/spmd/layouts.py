@@ -9,10 +9,10 @@ backward, and a program for the forward pass is one for both.
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-Kind = Literal["replicated", "sharded", "partial", "factored"]
+LayoutKind = Literal["replicated", "sharded", "partial", "factored"]
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Layout of a tensor over the ranks.
 
     replicated: every rank has the whole. sharded: the parts, concatenated on `dim`, give the
@@ -20,11 +20,11 @@ class Layout(NamedTuple):
     on every rank (a weight whose gradient is computed from gathered factors).
     """
 
-    kind: Kind
+    kind: LayoutKind
     dim: int = -1
 
     @property
-    def dual(self) -> "Layout":
+    def dual(self) -> "TensorLayout":
         """Layout of the gradient, as backward passes it on."""
         return {"replicated": PARTIAL, "partial": REPLICATED, "factored": REPLICATED}.get(
             self.kind, self
@@ -34,15 +34,19 @@ class Layout(NamedTuple):
         return f"sharded({self.dim})" if self.kind == "sharded" else self.kind
 
 
-REPLICATED, PARTIAL, FACTORED = Layout("replicated"), Layout("partial"), Layout("factored")
+REPLICATED, PARTIAL, FACTORED = (
+    TensorLayout("replicated"),
+    TensorLayout("partial"),
+    TensorLayout("factored"),
+)
 
 
-def sharded(dim: int) -> Layout:
+def sharded(dim: int) -> TensorLayout:
     """Parts along a dimension, perhaps uneven, perhaps empty."""
-    return Layout("sharded", dim)
+    return TensorLayout("sharded", dim)
 
 
-_TABLE: tuple[tuple[str, Kind, Kind, tuple[str, ...]], ...] = (
+_TABLE: tuple[tuple[str, LayoutKind, LayoutKind, tuple[str, ...]], ...] = (
     ("all_gather", "sharded", "replicated", ("padded", "grouped")),
     ("reduce_scatter", "partial", "sharded", ("padded", "grouped")),
     ("all_reduce", "partial", "replicated", ("",)),
@@ -58,19 +62,19 @@ keeps its copy, the others have zeros.
 SILENT = frozenset({"slice", "mask"})
 """Instructions that send nothing; nor do their duals."""
 
-_BY_KINDS: Mapping[tuple[Kind, Kind], str] = {
+_BY_KINDS: Mapping[tuple[LayoutKind, LayoutKind], str] = {
     (source, target): op for op, source, target, _ in _TABLE
 }
 
 
-def conversion_between(source: Layout, target: Layout) -> str | None:
+def conversion_between(source: TensorLayout, target: TensorLayout) -> str | None:
     """The one instruction from `source` to `target`; None where there is none, or they are the
     same.
     """
     return None if source == target else _BY_KINDS.get((source.kind, target.kind))
 
 
-def dual_of(source: Layout, target: Layout) -> str | None:
+def dual_of(source: TensorLayout, target: TensorLayout) -> str | None:
     """Return the backward instruction of a conversion from `source` to `target`.
 
     None for a slice, whose dual fills up with zeros.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from string import ascii_letters
 from typing import Any
 
-from planner.spmd.graph import Node, Signature
+from planner.spmd.graph import GraphNode, Signature
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 ONE = (frozenset({0}),)
 
 
@@ -30,8 +30,8 @@ class Operation:
     """
 
     name: str
-    shapes: tuple[Shape, ...]
-    output: Shape
+    shapes: tuple[TensorShape, ...]
+    output: TensorShape
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def _blocked(shape: Sequence[int], *dims: int) -> str:
     return "".join("." if at in blocked else letter for at, letter in enumerate(_letters(shape)))
 
 
-def _broadcast(letters: str, shape: Shape, whole: Shape) -> str:
+def _broadcast(letters: str, shape: TensorShape, whole: TensorShape) -> str:
     """Letters of a tensor of this shape where it meets one of the whole shape: none where it is
     stretched.
     """
@@ -331,10 +331,10 @@ def forward_flops(operation: Operation) -> float:
 def operator_node(
     name: str,
     operation: Operation,
-    inputs: Sequence[Node],
+    inputs: Sequence[GraphNode],
     item_bytes: int,
     is_floating: bool = True,
-) -> Node:
+) -> GraphNode:
     """A graph's node for an operator on these nodes; without a signature where no rule is known for
     it.
     """
@@ -347,7 +347,7 @@ def operator_node(
     needs = is_floating and op != "detach" and any(node.needs_gradient for node in inputs)
     names = tuple(node.name for node in inputs)
     signature = handler(operation) if handler else None
-    return Node(
+    return GraphNode(
         name,
         "op",
         op,

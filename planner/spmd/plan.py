@@ -20,7 +20,7 @@ from planner.spmd.costs import CostTable, Shares, round_to_units
 from planner.spmd.graph import Axis, Graph
 from planner.spmd.program import Program
 from planner.spmd.ratios import check_ratios, check_rounded, closed_form, linear_program
-from planner.spmd.search import Search
+from planner.spmd.search import ProgramSearch
 
 Ratios = tuple[tuple[float, ...], ...]
 
@@ -95,7 +95,7 @@ class _Pairs:
         return Shares(self.table.graph, ratios, self.whole)
 
     def search(self, ratios: Ratios, charge: Sequence[float]) -> Program:
-        return Search(
+        return ProgramSearch(
             self.table, self.shares(ratios), self.pinned, tuple(charge)
         ).dynamic_program()[1]
 

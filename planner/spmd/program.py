@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from planner.spmd.graph import Graph
-from planner.spmd.layouts import CONVERSIONS, PARTIAL, REPLICATED, Layout, conversion_between
+from planner.spmd.layouts import CONVERSIONS, PARTIAL, REPLICATED, TensorLayout, conversion_between
 from planner.spmd.rules import leaf_layouts, rules_of
 
-Property = tuple[str, Layout]
+Property = tuple[str, TensorLayout]
 """A tensor that a rank has in a layout."""
 
 
@@ -26,7 +26,7 @@ class Instruction:
     op: str
     tensor: str
     inputs: tuple[Property, ...]
-    output: Layout
+    output: TensorLayout
     letter: str = ""
     variant: str = ""
 
@@ -47,7 +47,7 @@ class Program:
     instructions: tuple[Instruction, ...]
 
     @cached_property
-    def storage(self) -> dict[str, Layout]:
+    def storage(self) -> dict[str, TensorLayout]:
         """Layout of each leaf as a rank holds it; for a parameter, that of its training state."""
         return {i.tensor: i.output for i in self.instructions if i.op == "load"}
 
@@ -80,9 +80,9 @@ def _is_sound(graph: Graph, instruction: Instruction) -> bool:
     )
 
 
-def layouts_of(graph: Graph, name: str) -> tuple[Layout, ...]:
+def layouts_of(graph: Graph, name: str) -> tuple[TensorLayout, ...]:
     """Return the layouts that a tensor can be converted to."""
-    return (REPLICATED, PARTIAL, *(Layout("sharded", dim) for dim in graph.dims(name)))
+    return (REPLICATED, PARTIAL, *(TensorLayout("sharded", dim) for dim in graph.dims(name)))
 
 
 def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
@@ -97,7 +97,7 @@ def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
     return tuple(found)
 
 
-def explain(graph: Graph, program: Program) -> list[dict[str, Any]]:
+def explain_tensors(graph: Graph, program: Program) -> list[dict[str, Any]]:
     """Return one entry per tensor: its shape, its layouts and the instructions that yield them.
 
     Entries are in the program's order.

@@ -5,8 +5,8 @@ that one.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.spmd.graph import Graph, Node, Signature
-from planner.spmd.layouts import FACTORED, PARTIAL, REPLICATED, Layout, sharded
+from planner.spmd.graph import Graph, GraphNode, Signature
+from planner.spmd.layouts import FACTORED, PARTIAL, REPLICATED, TensorLayout, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +16,17 @@ class Rule:
     letter: the dimension whose ranges the ranks compute; "" if every rank computes the whole.
     """
 
-    inputs: tuple[Layout, ...]
-    output: Layout
+    inputs: tuple[TensorLayout, ...]
+    output: TensorLayout
     letter: str = ""
 
     @property
-    def gradient(self) -> tuple[Layout, tuple[Layout, ...]]:
+    def gradient(self) -> tuple[TensorLayout, tuple[TensorLayout, ...]]:
         """Layouts of the backward operator: the output's gradient, and the inputs' gradients."""
         return self.output.dual, tuple(layout.dual for layout in self.inputs)
 
 
-def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
+def rules_of(graph: Graph, node: GraphNode) -> tuple[Rule, ...]:
     """Return the rules of a node; first the replicated one, which every operator has."""
     rules = [Rule((REPLICATED,) * len(node.inputs), REPLICATED)]
     if node.signature is not None:
@@ -37,14 +37,14 @@ def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
     return tuple(dict.fromkeys(rules))
 
 
-def _sharded(graph: Graph, node: Node, signature: Signature) -> Iterator[Rule]:
+def _sharded(graph: Graph, node: GraphNode, signature: Signature) -> Iterator[Rule]:
     for letter in signature.letters:
         contracted = letter in signature.contracted
         if _dimension(node, signature, letter) not in graph.axes or not (
             contracted or letter in signature.output
         ):
             continue
-        inputs: list[Layout] = []
+        inputs: list[TensorLayout] = []
         for at, text in enumerate(signature.inputs):
             if letter in text:
                 inputs.append(sharded(text.index(letter)))
@@ -63,7 +63,7 @@ def _sharded(graph: Graph, node: Node, signature: Signature) -> Iterator[Rule]:
             yield Rule((inputs[0], *(FACTORED for _ in inputs[1:])), output, letter)
 
 
-def _owns_weights(graph: Graph, node: Node) -> bool:
+def _owns_weights(graph: Graph, node: GraphNode) -> bool:
     """Return True if all inputs but the first are parameters that no other node reads."""
     others = [graph.by_name[name] for name in node.inputs[1:]]
     return all(
@@ -71,19 +71,19 @@ def _owns_weights(graph: Graph, node: Node) -> bool:
     )
 
 
-def _dimension(node: Node, signature: Signature, letter: str) -> tuple[str, int]:
+def _dimension(node: GraphNode, signature: Signature, letter: str) -> tuple[str, int]:
     """The first (tensor, dimension) that a letter of a signature stands for."""
     texts = zip((*node.inputs, node.name), (*signature.inputs, signature.output), strict=True)
     return next((name, text.index(letter)) for name, text in texts if letter in text)
 
 
-def axis_of(graph: Graph, node: Node, letter: str) -> str:
+def axis_of(graph: Graph, node: GraphNode, letter: str) -> str:
     """The name of the axis that a rule's letter stands for."""
     assert node.signature is not None
     return graph.axes[_dimension(node, node.signature, letter)].name
 
 
-def leaf_layouts(graph: Graph, node: Node) -> tuple[Layout, ...]:
+def leaf_layouts(graph: Graph, node: GraphNode) -> tuple[TensorLayout, ...]:
     """Return the layouts in which a rank can have a leaf without communication.
 
     A leaf is an input, a constant or a parameter.

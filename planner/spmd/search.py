@@ -18,17 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from planner.spmd.costs import CostTable, Shares
-from planner.spmd.graph import Node
-from planner.spmd.layouts import FACTORED, Layout
+from planner.spmd.graph import GraphNode
+from planner.spmd.layouts import FACTORED, TensorLayout
 from planner.spmd.program import Instruction, Program, conversions_of, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
-from planner.spmd.segments import Place, Segments
+from planner.spmd.segments import SearchStep, Segments
 
 # cheaper states of the frontier, from which another may follow: the cheapest tell nearly all
 COMPARED = 12
 # followed at once where bytes are charged: of the time without a limit 0.4 to 0.9, the same plans
 CHARGED_STATES = 32
-State = tuple[int, ...]
+SearchState = tuple[int, ...]
 """Layouts of each live tensor, in the order of positions: one bit for each layout it has."""
 
 
@@ -54,7 +54,7 @@ class _Tensor:
     paths[have, want]: the cheapest conversions, and the layouts that the tensor has then.
     """
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[TensorLayout, ...]
     edges: dict[tuple[int, int], tuple[float, Instruction]]
     paths: dict[tuple[int, int], tuple[float, int, tuple[Instruction, ...]]] = field(
         default_factory=dict
@@ -97,11 +97,11 @@ class _Solved:
     """
 
     first: int
-    back: list[dict[State, tuple[State, _Option]]]
-    costs: dict[State, float]
+    back: list[dict[SearchState, tuple[SearchState, _Option]]]
+    costs: dict[SearchState, float]
 
 
-class Search:
+class ProgramSearch:
     """Search for the cheapest program on a cost table.
 
     pinned: for some parameters, the only dimension along which their state may be cut.
@@ -137,9 +137,9 @@ class Search:
             )
         return seconds
 
-    def _live_places(self) -> list[Place]:
+    def _live_places(self) -> list[SearchStep]:
         live: tuple[str, ...] = ()
-        places: list[Place] = []
+        places: list[SearchStep] = []
         last_read = {
             name: max(readers, default=len(self.graph.nodes))
             for name, readers in self.graph.consumers.items()
@@ -148,7 +148,7 @@ class Search:
             if self._is_fused(node):
                 continue
             kept = tuple(at for at, name in enumerate(live) if last_read[name] > position)
-            places.append(Place(position, live, kept))
+            places.append(SearchStep(position, live, kept))
             live = (*(live[at] for at in kept), node.name)
         return places
 
@@ -162,14 +162,14 @@ class Search:
         """Tensors alive before a step; after the last one the loss."""
         return self._places[step].live if step < len(self._places) else (self.graph.nodes[-1].name,)
 
-    def _is_fused(self, node: Node) -> bool:
+    def _is_fused(self, node: GraphNode) -> bool:
         """Inputs and constants are free in any layout, so each reader loads its own."""
         if node.kind != "parameter":
             return node.kind != "op"
         readers = self.graph.consumers[node.name]
         return len(readers) == 1 and self.graph.nodes[readers[0]].inputs.count(node.name) == 1
 
-    def _options(self, node: Node, live: tuple[str, ...]) -> Iterator[_Option]:
+    def _options(self, node: GraphNode, live: tuple[str, ...]) -> Iterator[_Option]:
         if node.kind != "op":
             for load in self._leaf_loads(node):
                 if load.output != FACTORED:
@@ -194,13 +194,13 @@ class Search:
                 tuple(i for load in loads for i in load[1]),
             )
 
-    def _leaf_loads(self, node: Node) -> Iterator[Instruction]:
+    def _leaf_loads(self, node: GraphNode) -> Iterator[Instruction]:
         pin = self._pinned.get(node.name)
         for layout in leaf_layouts(self.graph, node):
             if pin is None or layout.kind != "sharded" or layout.dim == pin:
                 yield Instruction("load", node.name, (), layout)
 
-    def _fused_load(self, name: str, want: Layout) -> tuple[float, tuple[Instruction, ...]]:
+    def _fused_load(self, name: str, want: TensorLayout) -> tuple[float, tuple[Instruction, ...]]:
         """The cheapest way to have a leaf in a layout, and its seconds."""
         ways: list[tuple[float, tuple[Instruction, ...]]] = []
         for load in self._leaf_loads(self.graph.by_name[name]):
@@ -225,10 +225,12 @@ class Search:
             self._tensors[name] = _Tensor(layouts, edges)
         return self._tensors[name]
 
-    def _bit(self, name: str, layout: Layout) -> int:
+    def _bit(self, name: str, layout: TensorLayout) -> int:
         return -1 if layout == FACTORED else self._tensor(name).layouts.index(layout)
 
-    def _follow(self, step: int, state: State) -> Iterator[tuple[float, State, _Option]]:
+    def _follow(
+        self, step: int, state: SearchState
+    ) -> Iterator[tuple[float, SearchState, _Option]]:
         """Every way on from a state: seconds, the next state, by which option."""
         here = self._places[step]
         live = here.live
@@ -239,10 +241,10 @@ class Search:
                 seconds += added
             yield seconds, (*(masks[at] for at in here.kept), 1 << option.bit), option
 
-    def _undominated(self, step: int, costs: dict[State, float]) -> list[State]:
+    def _undominated(self, step: int, costs: dict[SearchState, float]) -> list[SearchState]:
         """States that no cheaper one can be turned into for the difference."""
         tensors = [self._tensor(name) for name in self._live(step)]
-        kept: list[State] = []
+        kept: list[SearchState] = []
         for state in sorted(costs, key=lambda s: (costs[s], s)):
             if self._byte_s and len(kept) == CHARGED_STATES:
                 break
@@ -267,7 +269,7 @@ class Search:
         """Least seconds and a program that takes them."""
         known: dict[object, _Solved] = {}
         chain: list[tuple[int, _Solved]] = []
-        costs: dict[State, float] = {(): 0.0}
+        costs: dict[SearchState, float] = {(): 0.0}
         base = 0.0
         for first, last in itertools.pairwise(self._segments.starts()):
             least = min(costs.values())
@@ -287,15 +289,15 @@ class Search:
         instructions = [*self._assembled(chain, state), *self._loss_path(state)[2]]
         return base + ends, Program(tuple(dict.fromkeys(instructions)))
 
-    def _loss_path(self, state: State) -> tuple[float, int, tuple[Instruction, ...]]:
+    def _loss_path(self, state: SearchState) -> tuple[float, int, tuple[Instruction, ...]]:
         """Return the cheapest conversions from the last state to a partial loss."""
         return self._tensor(self.graph.nodes[-1].name).path(state[0], 1)
 
-    def _solve(self, first: int, last: int, costs: dict[State, float]) -> _Solved:
-        back: list[dict[State, tuple[State, _Option]]] = []
+    def _solve(self, first: int, last: int, costs: dict[SearchState, float]) -> _Solved:
+        back: list[dict[SearchState, tuple[SearchState, _Option]]] = []
         for step in range(first, last):
-            following: dict[State, float] = {}
-            origins: dict[State, tuple[State, _Option]] = {}
+            following: dict[SearchState, float] = {}
+            origins: dict[SearchState, tuple[SearchState, _Option]] = {}
             for state in self._undominated(step, costs):
                 base = costs[state]
                 for seconds, reached, option in self._follow(step, state):
@@ -308,13 +310,13 @@ class Search:
             first, back, {state: costs[state] for state in self._undominated(last, costs)}
         )
 
-    def _assembled(self, chain: list[tuple[int, _Solved]], state: State) -> list[Instruction]:
+    def _assembled(self, chain: list[tuple[int, _Solved]], state: SearchState) -> list[Instruction]:
         """The chosen instructions in order; a solution that another segment shares is read with
         that segment's names.
         """
         blocks: list[list[Instruction]] = []
         for first, solved in reversed(chain):
-            chosen: list[tuple[int, State, _Option]] = []
+            chosen: list[tuple[int, SearchState, _Option]] = []
             for offset in range(len(solved.back) - 1, -1, -1):
                 state, option = solved.back[offset][state]
                 chosen.append((solved.first + offset, state, option))
@@ -329,7 +331,7 @@ class Search:
             blocks.append(block)
         return [instruction for block in reversed(blocks) for instruction in block]
 
-    def _spelt(self, step: int, before: State, option: _Option) -> Iterator[Instruction]:
+    def _spelt(self, step: int, before: SearchState, option: _Option) -> Iterator[Instruction]:
         masks = list(before)
         for place, bit in option.wants:
             _, masks[place], path = self._tensor(self._places[step].live[place]).path(
@@ -344,8 +346,8 @@ class Search:
         for step in reversed(range(steps)):
             rest.append(rest[-1] + min(option.seconds for option in self._options_at(step)))
         rest.reverse()
-        queue: list[tuple[float, int, State]] = [(rest[0], 0, ())]
-        done: set[tuple[int, State]] = set()
+        queue: list[tuple[float, int, SearchState]] = [(rest[0], 0, ())]
+        done: set[tuple[int, SearchState]] = set()
         while True:
             bound, step, state = heapq.heappop(queue)
             if step > steps:

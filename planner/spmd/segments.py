@@ -6,11 +6,11 @@ A model's layers are equal segments, whose solutions are found once.
 from dataclasses import dataclass
 
 from planner.spmd.costs import Shares
-from planner.spmd.graph import Graph, Node
+from planner.spmd.graph import Graph, GraphNode
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SearchStep:
     """Step of the search: a node that is not a fused leaf.
 
     position: the node's position in the graph. live: tensors that live before it. kept: places in
@@ -29,7 +29,7 @@ class Segments:
     """
 
     def __init__(
-        self, graph: Graph, shares: Shares, places: list[Place], pinned: dict[str, int]
+        self, graph: Graph, shares: Shares, places: list[SearchStep], pinned: dict[str, int]
     ) -> None:
         self._graph = graph
         self._shares = shares
@@ -61,7 +61,7 @@ class Segments:
         number = {name: at for at, name in enumerate(self.names(first, last))}
         return tuple(self._node_key(self._graph.by_name[name], number) for name in number)
 
-    def _node_key(self, node: Node, number: dict[str, int]) -> object:
+    def _node_key(self, node: GraphNode, number: dict[str, int]) -> object:
         cuts = tuple(
             (dim, self._shares.key(self._graph.axes[node.name, dim].name))
             for dim in self._graph.dims(node.name)

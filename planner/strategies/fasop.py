@@ -21,11 +21,11 @@ from planner.search.cost_tables import tables_of
 from planner.search.judge import SearchEffort, answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.staged import Group, Groups, Shortlist, Staged, ends_of, equal_split
+from planner.strategies.staged import GpuGroup, Groups, Shortlist, Staged, ends_of, equal_split
 
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups
 # that it leaves the node for together.
-Transfer = tuple[NodeType, NodeType, bool, int, int, int]
+TransferKind = tuple[NodeType, NodeType, bool, int, int, int]
 
 
 def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
@@ -71,7 +71,7 @@ def _try_order(
 
     whole: only grids that use every GPU.
     """
-    sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
+    sums, transfers, tried = tables.time_sums.tolist(), BoundaryTransfers(request), 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):
         gpus: list[str] = []
         for node in nodes:
@@ -106,15 +106,15 @@ def _grids(tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[in
                 yield min(depth, deepest), width, microbatch
 
 
-class Transfers:
+class BoundaryTransfers:
     """Seconds of the transfers over each boundary of a grid; which transfers there are does not
     depend on the microbatch.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._kinds: dict[tuple[int, int, int], list[set[Transfer]]] = {}
-        self._seconds: dict[tuple[Transfer, int], float] = {}
+        self._kinds: dict[tuple[int, int, int], list[set[TransferKind]]] = {}
+        self._seconds: dict[tuple[TransferKind, int], float] = {}
 
     def seconds(self, staged: Staged, microbatch: int) -> list[float]:
         """The slowest transfer of each boundary, one direction, NICs shared by all that leave and
@@ -128,7 +128,9 @@ class Transfers:
             for kinds in self._kinds[key]
         ]
 
-    def _between(self, senders: Sequence[Group], receivers: Sequence[Group]) -> set[Transfer]:
+    def _between(
+        self, senders: Sequence[GpuGroup], receivers: Sequence[GpuGroup]
+    ) -> set[TransferKind]:
         node_of = self._request.fleet.node_of
         pairs = [
             (node_of(a[0]), node_of(b[0]), len(b)) for a, b in zip(senders, receivers, strict=True)
@@ -140,7 +142,7 @@ class Transfers:
             for a, b, tp in pairs
         }
 
-    def _time(self, transfer: Transfer, microbatch: int) -> float:
+    def _time(self, transfer: TransferKind, microbatch: int) -> float:
         if (transfer, microbatch) not in self._seconds:
             a, b, same, tp, leaving, arriving = transfer
             self._seconds[transfer, microbatch] = self._request.cost.boundary_s(

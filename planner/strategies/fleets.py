@@ -20,8 +20,8 @@ from planner.search import limits
 from planner.search.problem import Answer, Request, narrowed
 
 Search = Callable[[Request], Answer]
-Counts = tuple[int, ...]
-Value = Callable[[Answer], float]
+TypeCounts = tuple[int, ...]
+AnswerValue = Callable[[Answer], float]
 
 
 class FleetSpace:
@@ -37,33 +37,33 @@ class FleetSpace:
             if node.node_type.num_gpus:
                 by_machine.setdefault(_machine(node.node_type), []).append(node)
         self.nodes = tuple(tuple(nodes) for nodes in by_machine.values())
-        self.most: Counts = tuple(map(len, self.nodes))
+        self.most: TypeCounts = tuple(map(len, self.nodes))
         self.machines = tuple(by_machine)
         self._machine_of = {
             node.name: index for index, nodes in enumerate(self.nodes) for node in nodes
         }
-        self.answered: dict[tuple[Counts, bool], Answer | InfeasibleError] = {}
+        self.answered: dict[tuple[TypeCounts, bool], Answer | InfeasibleError] = {}
         """Outcome of each search of a fleet, by numbers of nodes and `brief`: all comparisons of
         this space's fleets ask for the same ones.
         """
 
-    def fleet(self, counts: Counts) -> Fleet:
+    def fleet(self, counts: TypeCounts) -> Fleet:
         chosen = {n.name for count, nodes in zip(counts, self.nodes) for n in nodes[:count]}
         kept = tuple(node for node in self.request.fleet.nodes if node.name in chosen)
         return Fleet(self.request.fleet.generation, kept)
 
-    def counts_of(self, names: Iterable[str]) -> Counts:
+    def counts_of(self, names: Iterable[str]) -> TypeCounts:
         """Return the numbers of nodes by machine among nodes of these names."""
         numbers = Counter(self._machine_of[name] for name in names)
         return tuple(numbers[index] for index in range(len(self.machines)))
 
-    def price(self, counts: Counts) -> float:
+    def price(self, counts: TypeCounts) -> float:
         return sum(count * (kind.usd_per_hour or 0.0) for count, kind in zip(counts, self.machines))
 
-    def gpus(self, counts: Counts) -> int:
+    def gpus(self, counts: TypeCounts) -> int:
         return sum(count * kind.num_gpus for count, kind in zip(counts, self.machines))
 
-    def allows(self, counts: Counts) -> bool:
+    def allows(self, counts: TypeCounts) -> bool:
         if not any(counts) or any(not 0 <= n <= most for n, most in zip(counts, self.most)):
             return False
         limit, bound = self.request.max_usd_per_hour, self.request.bound
@@ -78,14 +78,14 @@ class FleetSpace:
         every = self.all(limits.COUNTED_FLEETS)
         return math.prod(n + 1 for n in self.most) - 1 if every is None else len(every)
 
-    def all(self, most: int) -> list[Counts] | None:
+    def all(self, most: int) -> list[TypeCounts] | None:
         """Every fleet that is allowed, or None where there are more than `most` combinations."""
         if math.prod(number + 1 for number in self.most) > most:
             return None
         every = itertools.product(*(range(number + 1) for number in self.most))
         return [counts for counts in every if self.allows(counts)]
 
-    def filled(self, counts: Counts, order: Sequence[int]) -> Counts:
+    def filled(self, counts: TypeCounts, order: Sequence[int]) -> TypeCounts:
         """Add as many nodes as are allowed, machine by machine in this order."""
         found = list(counts)
         for machine in order:
@@ -93,7 +93,7 @@ class FleetSpace:
                 found[machine] += 1
         return tuple(found)
 
-    def is_largest(self, counts: Counts) -> bool:
+    def is_largest(self, counts: TypeCounts) -> bool:
         return not any(self.allows(more) for more in _one_more(counts))
 
 
@@ -101,7 +101,7 @@ def _machine(kind: NodeType) -> NodeType:
     return replace(kind, name="", max_nodes=1, spot=False)
 
 
-def _one_more(counts: Counts) -> Iterator[Counts]:
+def _one_more(counts: TypeCounts) -> Iterator[TypeCounts]:
     for index in range(len(counts)):
         yield (*counts[:index], counts[index] + 1, *counts[index + 1 :])
 
@@ -115,8 +115,8 @@ class FleetSearch:
 
     search: Search
     space: FleetSpace
-    value: Value
-    answers: dict[Counts, Answer | None] = field(default_factory=dict)
+    value: AnswerValue
+    answers: dict[TypeCounts, Answer | None] = field(default_factory=dict)
     spent_gpus: int = 0
     refusal: InfeasibleError | None = None
     begin_s: float = 0.0
@@ -136,7 +136,7 @@ class FleetSearch:
         enough = len(self.answers) >= limits.FEWEST_FLEETS
         return enough and self.spent_gpus >= self.budget_gpus
 
-    def look(self, counts: Counts) -> float:
+    def look(self, counts: TypeCounts) -> float:
         """The value of a fleet's best draft, infinite where it has none or the budget is spent."""
         if counts not in self.answers:
             if self.is_over or sum(counts) < self.space.request.min_node_disjoint_holders:
@@ -146,13 +146,13 @@ class FleetSearch:
         answer = self.answers[counts]
         return math.inf if answer is None else self.value(answer)
 
-    def draft(self, counts: Counts) -> Answer | None:
+    def draft(self, counts: TypeCounts) -> Answer | None:
         """Return a fleet's best draft, whatever the budget; None if it has none."""
         if counts not in self.answers:
             self.answers[counts] = self._answer(counts, brief=True)
         return self.answers[counts]
 
-    def _answer(self, counts: Counts, *, brief: bool) -> Answer | None:
+    def _answer(self, counts: TypeCounts, *, brief: bool) -> Answer | None:
         answered = self.space.answered
         if (counts, brief) not in answered:
             answered[counts, brief] = self._outcome(counts, brief)
@@ -163,7 +163,7 @@ class FleetSearch:
             self.refusal = outcome
         return None
 
-    def _outcome(self, counts: Counts, brief: bool) -> Answer | InfeasibleError:
+    def _outcome(self, counts: TypeCounts, brief: bool) -> Answer | InfeasibleError:
         part = narrowed(self.space.request, self.space.fleet(counts))
         asked = replace(part, objective="time", prove=False, brief=brief)
         try:
@@ -171,7 +171,7 @@ class FleetSearch:
         except InfeasibleError as error:
             return error
 
-    def finish(self, also: Counts | None = None) -> list[Answer]:
+    def finish(self, also: TypeCounts | None = None) -> list[Answer]:
         """The answers, those of the finalists, and of the fleet `also`, from a full search.
 
         Fleets whose drafts use the same nodes are one finalist, unless too few others are left: a
@@ -179,7 +179,7 @@ class FleetSearch:
         """
         finite = [counts for counts in self.answers if math.isfinite(self.look(counts))]
         ranked = sorted(finite, key=lambda counts: (self.look(counts), self.space.gpus(counts)))
-        by_nodes: dict[frozenset[str], Counts] = {}
+        by_nodes: dict[frozenset[str], TypeCounts] = {}
         for counts in ranked:
             by_nodes.setdefault(self._used(counts), counts)
         unlike = [*by_nodes.values()]
@@ -193,13 +193,13 @@ class FleetSearch:
             self.search_in_full(also)
         return [answer for answer in self.answers.values() if answer is not None]
 
-    def _used(self, counts: Counts) -> frozenset[str]:
+    def _used(self, counts: TypeCounts) -> frozenset[str]:
         """Nodes of a fleet's plan, by which fleets with idle nodes are told from others."""
         answer = self.answers[counts]
         assert answer is not None
         return frozenset(map(node_of, answer.plan.workers))
 
-    def search_in_full(self, counts: Counts) -> Answer | None:
+    def search_in_full(self, counts: TypeCounts) -> Answer | None:
         """Return the answer of a full search of a fleet; keep it if it is the best known."""
         full, before = self._answer(counts, brief=False), self.answers.get(counts)
         if full is not None and (before is None or self.value(full) < self.value(before)):
@@ -207,12 +207,12 @@ class FleetSearch:
         return full
 
     def climb(
-        self, starts: Sequence[Counts], neighbours: Callable[[Counts], Iterator[Counts]]
+        self, starts: Sequence[TypeCounts], neighbours: Callable[[TypeCounts], Iterator[TypeCounts]]
     ) -> None:
         """Climb from the best of the starts to better neighbours, until the best has none."""
         for counts in starts:
             self.look(counts)
-        expanded: set[Counts] = set()
+        expanded: set[TypeCounts] = set()
         while not self.is_over:
             best = min(self.answers, key=self.look, default=None)
             if best is None or best in expanded or not math.isfinite(self.look(best)):
@@ -223,7 +223,7 @@ class FleetSearch:
                     self.look(counts)
 
 
-def cheapest(search: Search, space: FleetSpace, value: Value) -> FleetSearch:
+def cheapest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearch:
     """Compare fleets by dollars per token, small fleets first.
 
     The overhead of a fleet (gradient sums and waiting) grows with its size.
@@ -242,7 +242,7 @@ def cheapest(search: Search, space: FleetSpace, value: Value) -> FleetSearch:
     return found
 
 
-def fastest(search: Search, space: FleetSpace, value: Value) -> FleetSearch:
+def fastest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearch:
     """Compare the largest fleets that are allowed by their step: a node more makes none slower."""
     found = FleetSearch(search, space, value)
     every = space.all(limits.DRAFTED_FLEETS * 4)
@@ -258,7 +258,7 @@ def fastest(search: Search, space: FleetSpace, value: Value) -> FleetSearch:
     return found
 
 
-def _around(space: FleetSpace, counts: Counts) -> Iterator[Counts]:
+def _around(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
     """A node more, one less, one for one of another machine, twice as many, half as many."""
     yield from _one_more(counts)
     for index, number in enumerate(counts):
@@ -270,7 +270,7 @@ def _around(space: FleetSpace, counts: Counts) -> Iterator[Counts]:
                 yield (*counts[:index], other, *counts[index + 1 :])
 
 
-def _exchanged(space: FleetSpace, counts: Counts) -> Iterator[Counts]:
+def _exchanged(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
     """Yield fleets with one or half of a machine's nodes less, filled up with other machines."""
     machines = range(len(counts))
     for index, number in enumerate(counts):

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from planner.cluster import node_of
 from planner.search import limits
 from planner.search.problem import Answer
-from planner.strategies.fleets import Counts, FleetSearch
+from planner.strategies.fleets import FleetSearch, TypeCounts
 
 
 @dataclass(frozen=True)
 class _Known:
     """A plan, the numbers of nodes that it uses, and their price."""
 
-    used: Counts
+    used: TypeCounts
     usd_per_hour: float
     answer: Answer
 
@@ -44,10 +44,10 @@ class Front:
         fewest = self.space.request.min_node_disjoint_holders
         every = (c for c in itertools.product(*steps) if sum(c) >= fewest)
         self.fleets = [counts for counts in every if self.space.allows(counts)]
-        self._largest: dict[float, list[Counts]] = {}
+        self._largest: dict[float, list[TypeCounts]] = {}
         self._known: list[_Known] = []
-        self._searched: dict[Counts, float] = {}  # with the least step time known within
-        self._drafted: set[Counts] = set()
+        self._searched: dict[TypeCounts, float] = {}  # with the least step time known within
+        self._drafted: set[TypeCounts] = set()
         self._spent_gpus = 0
         self.is_cut = False
         """True if the budget ended the search before the front was known."""
@@ -84,7 +84,7 @@ class Front:
         below = [each for each in self._known if each.usd_per_hour < limit * (1 - 1e-9)]
         return min(below, key=lambda each: (each.step_time_s, each.usd_per_hour), default=None)
 
-    def _next(self, limit: float, best_s: float) -> Counts | None:
+    def _next(self, limit: float, best_s: float) -> TypeCounts | None:
         """Return the fleet to search next: the one with the fastest draft; None if none may help.
 
         If all drafts are refused and no plan is known, the largest fleet is searched in full: a
@@ -101,7 +101,7 @@ class Front:
         any_refused = any(counts in self._searched for counts in self._largest_below(limit))
         return first if math.isinf(best_s) and not any_refused else None
 
-    def _draft_s(self, counts: Counts) -> float:
+    def _draft_s(self, counts: TypeCounts) -> float:
         """Return the step time of a fleet's best draft; infinite if it has none."""
         if counts not in self._drafted:
             if self._is_over():
@@ -113,7 +113,7 @@ class Front:
         answer = self.found.answers.get(counts)
         return math.inf if answer is None else self.found.value(answer)
 
-    def _search(self, counts: Counts) -> None:
+    def _search(self, counts: TypeCounts) -> None:
         self._searched[counts] = self._fastest_within(counts)
         self._spent_gpus += self.space.gpus(counts) + limits.SEARCH_GPUS
         self._keep(self.found.search_in_full(counts))
@@ -134,7 +134,7 @@ class Front:
         budget = self.space.request.time_limit_s * limits.FLEET_GPUS_A_SECOND
         return self._spent_gpus >= max(budget, limits.FRONT_GPUS)
 
-    def _least_s(self, counts: Counts) -> float:
+    def _least_s(self, counts: TypeCounts) -> float:
         """Return a step time that no part of the fleets searched so far is below: see the module.
 
         The bound holds as far as these fleets' best plans are known.
@@ -142,11 +142,11 @@ class Front:
         larger = (s for other, s in self._searched.items() if _is_part(counts, other))
         return max(larger, default=0.0)
 
-    def _fastest_within(self, counts: Counts) -> float:
+    def _fastest_within(self, counts: TypeCounts) -> float:
         within = (each.step_time_s for each in self._known if _is_part(each.used, counts))
         return min(within, default=math.inf)
 
-    def _largest_below(self, limit: float) -> list[Counts]:
+    def _largest_below(self, limit: float) -> list[TypeCounts]:
         """Return the fleets below a price to which no node can be added."""
         if limit not in self._largest:
             most = limit * (1 - 1e-9)
@@ -154,13 +154,13 @@ class Front:
             self._largest[limit] = [c for c in below if not any(m in below for m in self._more(c))]
         return self._largest[limit]
 
-    def _more(self, counts: Counts) -> Iterator[Counts]:
+    def _more(self, counts: TypeCounts) -> Iterator[TypeCounts]:
         for index, steps in enumerate(self._steps):
             larger = next((number for number in steps if number > counts[index]), None)
             if larger is not None:
                 yield (*counts[:index], larger, *counts[index + 1 :])
 
 
-def _is_part(counts: Counts, other: Counts) -> bool:
+def _is_part(counts: TypeCounts, other: TypeCounts) -> bool:
     """Return True if a fleet has no more nodes of any machine than another."""
     return all(mine <= its for mine, its in zip(counts, other, strict=True))

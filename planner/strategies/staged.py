@@ -33,7 +33,7 @@ from planner.search.problem import Answer, Request, check_request
 from planner.search.side_by_side import SideBySide
 from planner.search.tables import Tables
 
-Group = tuple[str, ...]
+GpuGroup = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Staged:
     stages[s][d]: tensor-parallel group of stage s in pipeline d. rows[s][d]: its table row.
     """
 
-    stages: tuple[tuple[Group, ...], ...]
+    stages: tuple[tuple[GpuGroup, ...], ...]
     rows: tuple[tuple[int, ...], ...]
 
     @property
@@ -68,7 +68,7 @@ class Groups:
 
     def __init__(self, tables: Tables, gpus: Sequence[str]) -> None:
         self._tables, self._gpus = tables, gpus
-        self._found: dict[tuple[int, int, int], tuple[Group, int | None]] = {}
+        self._found: dict[tuple[int, int, int], tuple[GpuGroup, int | None]] = {}
 
     def stages(self, sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
         """The next `size` GPUs for each stage, `width` groups each; None where a group would leave
@@ -76,7 +76,7 @@ class Groups:
         """
         stages, rows, at = [], [], 0
         for size in sizes:
-            tp, groups, found = size // width, list[Group](), list[int]()
+            tp, groups, found = size // width, list[GpuGroup](), list[int]()
             for start in range(at, at + width * tp, tp):
                 group, row = self._group(start, tp, microbatch)
                 if row is None:
@@ -88,7 +88,7 @@ class Groups:
             at += size
         return Staged(tuple(stages), tuple(rows))
 
-    def _group(self, at: int, tp: int, microbatch: int) -> tuple[Group, int | None]:
+    def _group(self, at: int, tp: int, microbatch: int) -> tuple[GpuGroup, int | None]:
         key = (at, tp, microbatch)
         if key not in self._found:
             group = tuple(self._gpus[at : at + tp])

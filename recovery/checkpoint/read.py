@@ -38,7 +38,7 @@ An S3 request costs about 100 ms, 64 KiB a thousandth of that.
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """A contiguous range of one data file, and the shards that lie in it whole."""
 
     file: str
@@ -53,7 +53,7 @@ def plan_reads(
     span_bytes: int,
     gap_bytes: int = COALESCE_GAP_BYTES,
     whole_items: bool = False,
-) -> list[Span]:
+) -> list[FileSpan]:
     """Return the fewest ranges that hold `ids`.
 
     Neighbours merge up to `span_bytes`; a larger shard is a span alone. Spans are in the order of
@@ -68,7 +68,7 @@ def plan_reads(
         (manifest.locations[shard] for shard in set(ids)),
         key=lambda place: (place[0], place[1].offset),
     )
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     for file, stored in wanted:
         start, end = stored.offset, stored.offset + stored.num_bytes
         if whole_items:
@@ -80,9 +80,9 @@ def plan_reads(
             and start - last.end <= gap_bytes
             and end - last.start <= span_bytes
         ):
-            spans[-1] = Span(file, last.start, end, (*last.shards, stored))
+            spans[-1] = FileSpan(file, last.start, end, (*last.shards, stored))
         else:
-            spans.append(Span(file, start, end, (stored,)))
+            spans.append(FileSpan(file, start, end, (stored,)))
     return sorted(spans, key=lambda span: min(stored.shard for stored in span.shards))
 
 
@@ -189,7 +189,7 @@ def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
 class _Fetch:
     """Span in flight: its buffer, the requests that fill it, and the results of its checks."""
 
-    span: Span
+    span: FileSpan
     buffer: torch.Tensor
     parts_left: int
     parts: list[Future[None]] = field(default_factory=list)
@@ -304,7 +304,7 @@ class _Reader:
         self._whole_items = whole_items
         self._prefix = step_prefix(manifest.step)
 
-    def start(self, pool: Executor, span: Span) -> _Fetch:
+    def start(self, pool: Executor, span: FileSpan) -> _Fetch:
         stride = self._storage.options.part_bytes
         starts = range(span.start, max(span.end, span.start + 1), stride)
         fetch = _Fetch(span, self._buffer(span), len(starts))
@@ -313,7 +313,7 @@ class _Reader:
         )
         return fetch
 
-    def _buffer(self, span: Span) -> torch.Tensor:
+    def _buffer(self, span: FileSpan) -> torch.Tensor:
         num_bytes = span.end - span.start
         if self._alone(span):
             memory = self._into.get(span.shards[0].shard)
@@ -326,7 +326,7 @@ class _Reader:
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         return empty_tensor((num_bytes,), torch.uint8, f"{self._storage.uri}/{self._prefix}")
 
-    def _alone(self, span: Span) -> bool:
+    def _alone(self, span: FileSpan) -> bool:
         return len(span.shards) == 1 and not self._whole_items
 
     def reuse(self, fetch: _Fetch) -> None:

@@ -30,7 +30,7 @@ from recovery.storage.protocol import Storage
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 """Pauses in seconds between two tries of one upload: the first, and the limit of the doubling."""
 
-Progress = Callable[[int, int, int], None]
+UploadProgress = Callable[[int, int, int], None]
 """progress(step, done_bytes, total_bytes), called on the uploader's thread."""
 
 
@@ -79,7 +79,7 @@ class Uploader:
         storage: Storage,
         *,
         max_file_bytes: int = MAX_FILE_BYTES,
-        progress: Progress | None = None,
+        progress: UploadProgress | None = None,
         patience_s: float = 0.0,
         on_failure: Callable[[int, str], None] | None = None,
     ) -> None:

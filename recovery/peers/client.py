@@ -38,7 +38,7 @@ from recovery.peers.protocol import (
     UNAVAILABLE,
     VERSION,
     WELCOME,
-    FileRange,
+    FileBytes,
     mac_of,
     receive,
     receive_into,
@@ -175,7 +175,7 @@ class ShardClient:
         self,
         source: Source,
         tensors: Mapping[str, TensorSpec],
-        pieces: Mapping[ShardId, memoryview | FileRange],
+        pieces: Mapping[ShardId, memoryview | FileBytes],
         *,
         checksums: Sequence[int] | None = None,
         options: PushOptions | None = None,
@@ -378,7 +378,7 @@ def _closed_if_left(connection: socket.socket) -> Iterator[None]:
 
 def _send_bounded(
     connection: socket.socket,
-    piece: memoryview | FileRange,
+    piece: memoryview | FileBytes,
     limit: BandwidthLimit | None,
     cancelled: threading.Event | None,
 ) -> None:
@@ -387,13 +387,13 @@ def _send_bounded(
         check(cancelled, "sending to a peer")
         if limit is not None:
             limit.take(length, cancelled)
-        if isinstance(piece, FileRange):
-            send_within(connection, FileRange(piece.owner, piece.offset + start, length))
+        if isinstance(piece, FileBytes):
+            send_within(connection, FileBytes(piece.owner, piece.offset + start, length))
         else:
             send_within(connection, piece[start : start + length])
 
 
-def _checksums(pieces: Mapping[ShardId, memoryview | FileRange]) -> list[int]:
+def _checksums(pieces: Mapping[ShardId, memoryview | FileBytes]) -> list[int]:
     memory = [piece for piece in pieces.values() if isinstance(piece, memoryview)]
     assert len(memory) == len(pieces), "a file's ranges come with the checksums that it records"
     return [checksum(piece) for piece in memory]

@@ -55,7 +55,7 @@ def mac_of(token: str, role: str, server_nonce: bytes, client_nonce: bytes) -> b
 
 
 @dataclass(frozen=True)
-class FileRange:
+class FileBytes:
     """Bytes of an open file, sent without passing through this process.
 
     `owner` keeps its descriptor open.
@@ -90,7 +90,7 @@ class Deadline:
             raise TimeoutError(f"{done} of {num_bytes} bytes went through in time")
 
 
-def send_within(connection: socket.socket, data: memoryview | FileRange) -> None:
+def send_within(connection: socket.socket, data: memoryview | FileBytes) -> None:
     """Send all of `data`.
 
     Raises TimeoutError where its Deadline passes, or nothing moves for the socket's timeout.
@@ -112,7 +112,7 @@ def _send_memory(connection: socket.socket, data: memoryview) -> None:
         deadline.check(start + PIECE_BYTES, len(data))
 
 
-def _send_file(connection: socket.socket, data: FileRange) -> None:
+def _send_file(connection: socket.socket, data: FileBytes) -> None:
     """Send from the page cache to the socket inside the kernel (`sendfile`)."""
     deadline, sent = Deadline.of(connection, data.num_bytes), 0
     patience = connection.gettimeout()

@@ -27,7 +27,7 @@ from recovery.local.private_files import make_private_directory, read_note, writ
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.peers.client import PushOptions, ShardClient
 from recovery.peers.pool import ClientPool
-from recovery.peers.protocol import FileRange
+from recovery.peers.protocol import FileBytes
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
@@ -63,7 +63,7 @@ class ReplicationTargets(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-class Round(msgspec.Struct, frozen=True):
+class PushRequest(msgspec.Struct, frozen=True):
     """Request to push the snapshot of `step`.
 
     `complete` is the last (generation, step) that every node has: older copies are not needed any
@@ -95,7 +95,7 @@ def write_targets(directory: Path | str, targets: ReplicationTargets) -> None:
     _write(Path(directory), targets.worker, "targets", targets)
 
 
-def write_round(directory: Path | str, opened: Round) -> None:
+def write_round(directory: Path | str, opened: PushRequest) -> None:
     make_private_directory(directory)
     _write(Path(directory), opened.worker, "round", opened)
 
@@ -114,7 +114,7 @@ def withdraw(directory: Path | str, worker: str) -> None:
 def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
     """End the rounds of workers that are not `living`: their snapshots are not needed any more."""
     for path in Path(directory).glob("*.round"):
-        opened = _read(path, Round)
+        opened = _read(path, PushRequest)
         if opened is not None and opened.worker not in living:
             withdraw(directory, opened.worker)
 
@@ -130,7 +130,7 @@ class Replicator:
         self._done: dict[str, Pushed] = {}
         self._told: dict[str, Pushed] = {}
         self._untold: set[str] = set()
-        self._waiting: dict[str, tuple[Round, float]] = {}  # for a snapshot, since when
+        self._waiting: dict[str, tuple[PushRequest, float]] = {}  # for a snapshot, since when
         self._limits: dict[float | None, BandwidthLimit] = {}
         self._pool = ClientPool()
         self._stop = threading.Event()
@@ -158,7 +158,7 @@ class Replicator:
         for path in sorted(self._directory.glob("*.round")):
             if self._stop.is_set():
                 return
-            opened = _read(path, Round)
+            opened = _read(path, PushRequest)
             if opened is None:
                 continue
             done = self._done.get(opened.worker)
@@ -183,7 +183,7 @@ class Replicator:
                 logger.warning("the round of %s cannot be answered yet: %s", worker, error)
             self._untold.add(worker)
 
-    def _take(self, opened: Round) -> Pushed | None:
+    def _take(self, opened: PushRequest) -> Pushed | None:
         """Push one worker's part of a round, if its snapshot is there already."""
         targets = _read(_path(self._directory, opened.worker, "targets"), ReplicationTargets)
         if targets is None or targets.generation != opened.generation:
@@ -208,7 +208,7 @@ class Replicator:
         now = time.monotonic()
         return Pushed(opened.generation, opened.step, error, sent, now - started, now)
 
-    def _waited(self, opened: Round, timeout_s: float) -> bool:
+    def _waited(self, opened: PushRequest, timeout_s: float) -> bool:
         """Return True if this round's snapshot has been awaited for `timeout_s` seconds.
 
         Its worker may have died before it committed the snapshot.
@@ -220,7 +220,11 @@ class Replicator:
         return time.monotonic() - since > timeout_s
 
     def _push(
-        self, source: Source, target: ReplicationTarget, targets: ReplicationTargets, opened: Round
+        self,
+        source: Source,
+        target: ReplicationTarget,
+        targets: ReplicationTargets,
+        opened: PushRequest,
     ) -> int:
         """Push a target's shards to the first peer that takes them; return the bytes sent.
 
@@ -239,7 +243,7 @@ class Replicator:
                 failure = error
         raise failure
 
-    def _checked(self, source: Source, shard: ShardId) -> tuple[FileRange, int]:
+    def _checked(self, source: Source, shard: ShardId) -> tuple[FileBytes, int]:
         file = self._store.file_of(source, shard)
         return _range_of(file, shard), file.checksum(shard)
 
@@ -247,9 +251,9 @@ class Replicator:
         self,
         endpoint: Endpoint,
         source: Source,
-        pieces: Mapping[ShardId, tuple[FileRange, int]],
+        pieces: Mapping[ShardId, tuple[FileBytes, int]],
         targets: ReplicationTargets,
-        opened: Round,
+        opened: PushRequest,
     ) -> int:
         """Send a target's shards to one peer; return the bytes sent."""
         views = {shard: view for shard, (view, _) in pieces.items()}
@@ -307,9 +311,9 @@ def hand_over(
     return sent
 
 
-def _range_of(file: SnapshotFile, shard: ShardId) -> FileRange:
+def _range_of(file: SnapshotFile, shard: ShardId) -> FileBytes:
     extent = file.extent(shard)
-    return FileRange(file, extent.offset, extent.num_bytes)
+    return FileBytes(file, extent.offset, extent.num_bytes)
 
 
 def _path(directory: Path, worker: str, kind: str) -> Path:

@@ -36,7 +36,7 @@ from recovery.peers.protocol import (
     UNAVAILABLE,
     VERSION,
     WELCOME,
-    FileRange,
+    FileBytes,
     mac_of,
     receive,
     receive_into,
@@ -310,7 +310,7 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.sendall(REPLY.pack(UNAVAILABLE, 0))
         else:
             self.request.sendall(REPLY.pack(OK, extent.num_bytes))
-            send_within(self.request, FileRange(file, extent.offset, extent.num_bytes))
+            send_within(self.request, FileBytes(file, extent.offset, extent.num_bytes))
 
     def _push(self, request: dict[str, Any]) -> int:
         """Take a push and return its status.

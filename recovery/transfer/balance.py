@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from recovery.state.holdings import Source
 from recovery.transfer.bounds import Demand, lower_bound_s
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.messages import Send
 from recovery.transfer.placement import Placement
 
@@ -25,7 +25,7 @@ MEMORY, DISK, PEER, S3 = range(4)
 class Lines:
     """Seconds that each resource is busy so far."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: LinkRates) -> None:
         self._links = links
         self.out: dict[str, float] = {}
         self.into: dict[str, float] = {}
@@ -108,7 +108,7 @@ class Assignment:
         return self.lines.busy_until(source, node)
 
 
-def assign(placement: Placement, links: Links) -> Assignment:
+def assign(placement: Placement, links: LinkRates) -> Assignment:
     """Choose a source for every need of `placement` (see the module's docstring)."""
     balancer = _Balancer(placement, links)
     balancer.take_local()
@@ -154,7 +154,7 @@ class _Ends:
 class _Balancer:
     """Greedy assignment, used once; its state is the lines' loads and the decisions so far."""
 
-    def __init__(self, placement: Placement, links: Links) -> None:
+    def __init__(self, placement: Placement, links: LinkRates) -> None:
         self.placement = placement
         self.links = links
         self.lines = Lines(links)

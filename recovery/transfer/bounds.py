@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.placement import Placement
 
 
@@ -25,7 +25,7 @@ class Demand:
     disk_s: Mapping[str, float]
 
 
-def lower_bound_s(demand: Demand, links: Links) -> float:
+def lower_bound_s(demand: Demand, links: LinkRates) -> float:
     """Return the largest of these times, each unavoidable.
 
     Nodes may pass on what they have received.

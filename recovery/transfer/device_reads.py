@@ -20,7 +20,7 @@ from recovery.local.snapshot_file import SnapshotFile
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.transfer.device_writes import Copies
-from recovery.transfer.tiers import Into, NodeTier, Piece
+from recovery.transfer.tiers import Into, NodeTier, ShardAnswer
 
 SLOT_BYTES = 16 << 20
 NUM_SLOTS = 2
@@ -28,7 +28,7 @@ NUM_SLOTS = 2
 
 
 @dataclass(frozen=True)
-class Span:
+class ReadSpan:
     """Bytes `start` to `end` of a file, and the parts of targets (flat uint8) that they fill."""
 
     file: SnapshotFile
@@ -56,7 +56,7 @@ class DeviceTier:
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]:
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         slots = self._pin() if into else None
         if slots is None:
             yield from self.tier.read(source, shards, checksums, into)
@@ -123,9 +123,9 @@ def _contiguous(target: Tensor) -> Tensor:
 
 def _spans(
     files: Mapping[ShardId, SnapshotFile], arrived: Mapping[ShardId, Tensor]
-) -> Iterator[Span]:
+) -> Iterator[ReadSpan]:
     """Cut what is to be read into pieces of at most SLOT_BYTES that lie together in a file."""
-    open_span: Span | None = None
+    open_span: ReadSpan | None = None
     for shard, file in sorted(files.items(), key=lambda each: each[1].extent(each[0]).offset):
         target = arrived[shard].view(-1).view(torch.uint8)
         offset = file.extent(shard).offset
@@ -138,11 +138,11 @@ def _spans(
                 and open_span.file is file
                 and end - open_span.start <= SLOT_BYTES
             ):
-                open_span = Span(file, open_span.start, end, (*open_span.parts, place))
+                open_span = ReadSpan(file, open_span.start, end, (*open_span.parts, place))
                 continue
             if open_span is not None:
                 yield open_span
-            open_span = Span(file, offset + start, end, (place,))
+            open_span = ReadSpan(file, offset + start, end, (place,))
     if open_span is not None:
         yield open_span
 

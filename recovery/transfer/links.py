@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkRates:
     """Bytes per second of each link to a worker; all transfers over a resource share it.
 
     A node's network card carries `network_bytes_per_s` out and, at the same time, as much in (full

@@ -18,7 +18,7 @@ from functools import cached_property
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.balance import Assignment, assign
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.messages import Message, make_messages
 from recovery.transfer.placement import Placement
 
@@ -126,7 +126,7 @@ def schedule(
     node_by_worker: Mapping[str, str],
     holdings: Iterable[Holding],
     step: int,
-    links: Links | None = None,
+    links: LinkRates | None = None,
     earlier: EarlierRound | None = None,
 ) -> TransferSchedule:
     """Return the schedule that fills `layout` with the state of `step`.
@@ -139,7 +139,7 @@ def schedule(
     Raises:
         NotRestorable: some shard has no source left.
     """
-    links = links or Links()
+    links = links or LinkRates()
     earlier = earlier or EarlierRound()
     held = [holding for holding in holdings if holding.step == step]
     placement = Placement.of(

@@ -22,7 +22,7 @@ from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.storage.tensor_payload import tensor_bytes
 
-Piece = Tensor | RecoveryError
+ShardAnswer = Tensor | RecoveryError
 Into = Mapping[ShardId, memoryview]
 
 # Snapshots are mapped read-only, and nothing here writes to them.
@@ -53,7 +53,7 @@ class Tier(Protocol):
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]: ...
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]: ...
 
 
 class ReadDurable(Protocol):
@@ -79,7 +79,7 @@ class NodeTier:
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]:
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         for shard in shards:
             try:
                 memory, expected = into.get(shard), checksums.get(shard)
@@ -116,7 +116,7 @@ class PeerTier:
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]:
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
             raise ShardUnavailable(shards[0], str(source), "its node has no agent")
@@ -137,7 +137,7 @@ class DurableTier:
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]:
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         try:
             for shard, tensor in self.read_durable(source.name, source.step, shards, into):
                 expected = checksums.get(shard)

@@ -43,8 +43,8 @@ from autohet.runtime.messages import (
     GenerationOrder,
     Phase,
     RestoreRecord,
+    StateTransfer,
     StepRecord,
-    Transfer,
     WorkerPlace,
     WorkerReport,
 )
@@ -98,7 +98,9 @@ class IdleWorker:
                 )
             )
             copies.append(
-                Transfer("peer", self._report.worker, self._report.generation, step, 1 << 20, 0.1)
+                StateTransfer(
+                    "peer", self._report.worker, self._report.generation, step, 1 << 20, 0.1
+                )
             )
             self._due += self._step_s
             self._report = replace(

@@ -25,7 +25,7 @@ from planner.cluster import cluster_from_yaml
 from planner.errors import InfeasibleError
 from planner.search.problem import Answer, Request, narrowed
 from planner.strategies import plan_with
-from planner.strategies.fleets import Counts, FleetSpace
+from planner.strategies.fleets import FleetSpace, TypeCounts
 
 JOB = "cluster_configs/jobs/gpt2.yaml"
 CLUSTER = "cluster_configs/aws-mixed-spot.yaml"
@@ -78,7 +78,7 @@ def search_every(known: dict[str, Any], seconds: float) -> dict[str, Any]:
     return known
 
 
-def searched(request: Request, space: FleetSpace, counts: Counts) -> dict[str, Any] | None:
+def searched(request: Request, space: FleetSpace, counts: TypeCounts) -> dict[str, Any] | None:
     try:
         return row(plan_with("autohet", narrowed(request, space.fleet(counts))))
     except InfeasibleError:

@@ -17,7 +17,7 @@ from typing import Any
 from provenance import provenance
 
 from autohet.bench.planner.accuracy import measurements_folder
-from autohet.driver.simulate.simulation import Scenario, Simulation
+from autohet.driver.simulate.simulation import Scenario, TraceSimulation
 from autohet.driver.simulate.spot_trace import TraceEvent, read_trace
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
@@ -150,14 +150,14 @@ def simulated(case: Case, folder: Path) -> dict[str, Any]:
     end_s = min(case.days * 86400, *(found[-1][0] for found in counts.values()))
     trace = [event for event in trace_of(counts, cluster, case.most) if event.time_s < end_s]
     begun = time.process_time()
-    simulation = Simulation(Scenario(job, cluster, trace, end_s))
+    simulation = TraceSimulation(Scenario(job, cluster, trace, end_s))
     sky, alone = simulation.run("sky"), simulation.run("one_region")
     first = next(iter(counts))
     always = [
         TraceEvent(0.0, "arrival", f"p3-{first}-{index}", f"p3-{first}")
         for index in range(case.most)
     ]
-    steady = Simulation(Scenario(job, cluster, always, 86400.0)).run("local_first")
+    steady = TraceSimulation(Scenario(job, cluster, always, 86400.0)).run("local_first")
     rate = steady["tokens_per_s"]
     wanted = rate * end_s / 2
     policies = {"sky": sky, **{each["region"]: each for each in alone["regions"]}}

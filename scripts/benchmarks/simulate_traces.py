@@ -24,7 +24,7 @@ from provenance import provenance
 
 from autohet.bench.planner.accuracy import measurements_folder
 from autohet.driver.simulate.comparison import compare
-from autohet.driver.simulate.simulation import BASELINES, DAY_S, Scenario, Simulation
+from autohet.driver.simulate.simulation import BASELINES, DAY_S, Scenario, TraceSimulation
 from autohet.driver.simulate.spot_trace import read_trace
 from autohet.runtime.job import Job
 from planner.cluster import cluster_from_document
@@ -252,7 +252,9 @@ def simulated(case: Case, folder: Path) -> dict[str, Any]:
         path.write_text("\n".join(rows_of(case, folder)) + "\n")
         trace = read_trace(path, cluster, NOTICE_S[case.cloud])
     begun, wall = time.process_time(), time.perf_counter()
-    simulation = Simulation(Scenario(job_of(case), cluster, trace, min(case.hours * 3600, DAY_S)))
+    simulation = TraceSimulation(
+        Scenario(job_of(case), cluster, trace, min(case.hours * 3600, DAY_S))
+    )
     ours = simulation.run("local_first")
     ours_cpu_s = time.process_time() - begun
     others = [simulation.run(name) for name in ("s3_only", *BASELINES)]

@@ -25,7 +25,7 @@ from autohet.runtime.job import Job
 from recovery.storage.claims import CLAIMS
 from recovery.storage.errors import ObjectExists, ObjectMissing
 from recovery.storage.open import open_storage
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 
 PARTS = {"detect", "replan", "rebuild", "restore", "first_step", "total"}
 NOTHING_FROM_S3 = ("a", "b_notice", "c", "e", "f")
@@ -160,7 +160,7 @@ def test_the_benchmarks_object_server_is_a_storage(tmp_path):
 def test_flows_of_a_worker_are_all_its_bytes():
     config = config_of_size(3e6)
     for name, policy in [("b", "local_first"), ("f", "local_first"), ("a", "restart_local")]:
-        before, after, plan = policy_schedule(policy, SCENARIOS[name], config, Links())
+        before, after, plan = policy_schedule(policy, SCENARIOS[name], config, LinkRates())
         flows = [flow for worker in after.workers for flow in flows_of(worker, plan, before, after)]
         kept = sum(flow.num_bytes for flow in flows if flow.kind == "kept")
         assert (kept > 0) == (name == "f"), "halves of tensors become parts of whole ones"
@@ -173,8 +173,8 @@ def test_flows_of_a_worker_are_all_its_bytes():
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenarios_move_what_they_say(name):
     config = config_of_size(3e6)
-    before, after, ours = policy_schedule("local_first", SCENARIOS[name], config, Links())
-    _, _, theirs = policy_schedule("s3_only", SCENARIOS[name], config, Links())
+    before, after, ours = policy_schedule("local_first", SCENARIOS[name], config, LinkRates())
+    _, _, theirs = policy_schedule("s3_only", SCENARIOS[name], config, LinkRates())
     assert theirs.bytes_by_tier["s3"] == sum(after.bytes_of(worker) for worker in after.workers)
     if name in NOTHING_FROM_S3:
         assert ours.bytes_by_tier["s3"] == 0
@@ -184,7 +184,7 @@ def test_scenarios_move_what_they_say(name):
 
 
 def test_the_state_has_the_size_that_was_asked_for():
-    layout, _, _ = policy_schedule("local_first", SCENARIOS["a"], config_of_size(1e9), Links())
+    layout, _, _ = policy_schedule("local_first", SCENARIOS["a"], config_of_size(1e9), LinkRates())
     assert layout.num_bytes == pytest.approx(1e9, rel=0.1)
     assert PAPER == (1.49, 4.38)
 
@@ -231,7 +231,7 @@ def test_the_gain_over_s3_ends_with_the_network():
     the card does not let through.
     """
     ratios = {}
-    for entry in s3_sweep(Links(network_bytes_per_s=25e9 / 8), ["a", "e"]):
+    for entry in s3_sweep(LinkRates(network_bytes_per_s=25e9 / 8), ["a", "e"]):
         ratios.setdefault(entry["scenario"], {})[entry["s3_bytes_per_s"]] = entry["bound_ratio"]
     assert ratios["e"][0.25e9] == pytest.approx(25e9 / 8 / 0.25e9)
     assert ratios["a"][0.5e9] == pytest.approx(ratios["a"][0.25e9] / 2), (
@@ -243,7 +243,7 @@ def test_the_gain_over_s3_ends_with_the_network():
 
 
 def test_the_predicted_gain_ends_too_and_fixed_costs_count_for_small_states():
-    found = predicted_sweep(Links(network_bytes_per_s=25e9 / 8), ["e"])
+    found = predicted_sweep(LinkRates(network_bytes_per_s=25e9 / 8), ["e"])
     ratios = {(entry["state_bytes"], entry["s3_bytes_per_s"]): entry["ratio"] for entry in found}
     for size in (1e9, 8e9):
         assert (

@@ -8,7 +8,7 @@ import pytest
 
 from autohet.bench.planner import report as bench_planner
 from autohet.bench.planner.accuracy import measurements_folder
-from autohet.bench.planner.fasop import CASES, PUBLISHED, growth, partition_row, profile
+from autohet.bench.planner.fasop import CASES, PUBLISHED, fasop_profile, growth, partition_row
 from autohet.bench.planner.report import search_reached
 from autohet.cli.main import main
 
@@ -63,7 +63,7 @@ def test_fasops_published_partitions_come_out_or_better_ones(case):
     assert row["reached"]
     assert row["partition"] == row["published"] or row["step_time_s"] < row["published_step_time_s"]
     assert row["fasop_best_step_time_s"] <= row["published_step_time_s"]
-    assert {m.layer.split(":")[0] for m in profile(entries, case).measurements} == {
+    assert {m.layer.split(":")[0] for m in fasop_profile(entries, case).measurements} == {
         "embedding",
         "block",
         "head",

@@ -15,7 +15,7 @@ import torch
 
 from autohet.bench.gpu import __main__ as gpu
 from autohet.bench.gpu import aborts, measures, parts, ranks
-from autohet.bench.gpu.part import Failed, Machine, Part, Skipped
+from autohet.bench.gpu.part import Failed, GpuPart, Machine, PartSkipped
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 CPU = Machine("cpu")
@@ -29,8 +29,8 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     assert "no GPU" in done.stderr
 
 
-def part_of(run: str, deadline_s: float = 20.0) -> Part:
-    return Part("", deadline_s, run)
+def part_of(run: str, deadline_s: float = 20.0) -> GpuPart:
+    return GpuPart("", deadline_s, run)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_the_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skips(machine: Machine) -> dict[str, Any]:
-    raise Skipped("one GPU")
+    raise PartSkipped("one GPU")
 
 
 def fails(machine: Machine) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from autohet.bench.recovery.fitted import (
     FITTED,
     FITTED_ERRORS,
-    Case,
+    MeasuredRestore,
     RestoreModel,
     cases_of,
     cross_validated,
@@ -24,8 +24,8 @@ RECORDED = Path(__file__).parents[2] / "scripts/benchmarks/results/restore_cases
 TRUE = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.25)
 
 
-def made(scenario: str, makespan_s: float, copy_s: float, requests: int) -> Case:
-    return Case(
+def made(scenario: str, makespan_s: float, copy_s: float, requests: int) -> MeasuredRestore:
+    return MeasuredRestore(
         scenario,
         "local_first",
         makespan_s,
@@ -73,11 +73,13 @@ def test_cases_are_the_measured_restores_of_this_repository():
         {"scenario": "a", "simulated": False, "policies": policies},
         {"scenario": "a 7B", "simulated": True, "policies": policies},
     ]
-    assert cases_of({"scenarios": entries}) == [Case("a", "local_first", 1.0, 0.0, 4, 1.5)]
+    assert cases_of({"scenarios": entries}) == [
+        MeasuredRestore("a", "local_first", 1.0, 0.0, 4, 1.5)
+    ]
 
 
 def test_what_was_measured_is_predicted_within_15_percent_by_a_model_that_has_not_seen_the_scenario():  # noqa: E501
-    cases = [Case(**case) for case in json.loads(RECORDED.read_text())["cases"]]
+    cases = [MeasuredRestore(**case) for case in json.loads(RECORDED.read_text())["cases"]]
     found = held_out(cases, {"b", "b_notice", "e", "f"})
     assert len(found["held_out_errors"]) == 12
     assert found["worst_abs_error"] < FITTED_ERRORS["held_out_worst"] <= 0.15
@@ -100,7 +102,7 @@ def test_the_makespan_alone_would_not_do():
     """Which wrong program: a model without the fixed costs is 12% short where restores are
     short.
     """
-    cases = [Case(**case) for case in json.loads(RECORDED.read_text())["cases"]]
+    cases = [MeasuredRestore(**case) for case in json.loads(RECORDED.read_text())["cases"]]
     bare = RestoreModel(0.0, 0.0, 1.0)
     (short,) = [case for case in cases if (case.scenario, case.policy) == ("f", "local_first")]
     assert abs(bare.error(short)) > 0.12 > abs(FITTED.error(short))

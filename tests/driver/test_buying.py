@@ -16,7 +16,7 @@ from autohet.driver.planning.buyer import LOOK_S, Buyer
 from autohet.driver.planning.buying import (
     FAILURES,
     REFUSED_S,
-    Idle,
+    IdleNodes,
     Refusals,
     best_counts,
     releasable,
@@ -235,7 +235,7 @@ def test_failures_of_before_the_job_and_before_a_node_came_do_not_count() -> Non
 
 def test_idle_counts_only_while_the_job_trains(aws: tuple[dict[str, Any], Cluster]) -> None:
     _, cluster = aws
-    idle = Idle(100.0)
+    idle = IdleNodes(100.0)
     assert idle.look(seen_of(cluster, 0.0, g5=1), (), training=True) == ()
     assert idle.look(seen_of(cluster, 99.0, g5=1), (), training=False) == ()
     assert idle.look(seen_of(cluster, 150.0, g5=1), (), training=True) == ()
@@ -248,7 +248,7 @@ def test_changes_neither_count_as_idle_nor_begin_it_anew(
 ) -> None:
     """A fleet that changes every minute gives back what no plan uses all the same."""
     _, cluster = aws
-    idle, released = Idle(100.0), 0.0
+    idle, released = IdleNodes(100.0), 0.0
     for now in range(0, 400, 5):
         training = now % 60 < 40
         if not released and idle.look(seen_of(cluster, float(now), g5=1), (), training=training):

@@ -15,7 +15,7 @@ from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
-from autohet.driver.ray.this_machine import announcement, describe, local_document
+from autohet.driver.ray.this_machine import announcement, launcher_document, local_document
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.run import train
@@ -186,7 +186,7 @@ def test_where_no_cluster_runs_this_machine_is_one(
 
 
 def test_the_gpus_of_this_machine_have_the_catalogues_links() -> None:
-    document = describe("A10G", 4, 22 << 30, 48)
+    document = launcher_document("A10G", 4, 22 << 30, 48)
     (kind,) = cluster_from_document(document).node_types
     assert (kind.gpu_type, kind.num_gpus, kind.max_nodes) == ("A10G", 4, 1)
     assert kind.intra_node_bytes_per_s == 256e9 / 8

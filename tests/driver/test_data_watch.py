@@ -10,7 +10,7 @@ import pytest
 
 from autohet.driver.control.observation import NodeView
 from autohet.driver.control.states import Waiting
-from autohet.driver.data_watch import DataWatch, describe
+from autohet.driver.data_watch import DataWatch, describe_preparation
 from autohet.runtime.data.parts import divide
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, DataState
@@ -127,7 +127,7 @@ def test_progress_is_told_now_and_then(caplog: pytest.LogCaptureFixture):
         "Preparing the data on a: 40% of 100.0 MB, about 15 s left",
         "Preparing the data on a: 80% of 100.0 MB, about 5 s left",
     ]
-    assert describe(DataState(), 0.0) == "looking at its files"
+    assert describe_preparation(DataState(), 0.0) == "looking at its files"
 
 
 def wait_for(preparation: Preparation) -> DataState:

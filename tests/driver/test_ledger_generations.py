@@ -11,7 +11,7 @@ from autohet.driver.control.observation import CheckpointState, Observation
 from autohet.driver.history.change import Change
 from autohet.driver.history.ledger import Ledger
 from autohet.driver.history.run_summary import ledger_summary
-from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
+from autohet.runtime.messages import Phase, StateTransfer, StepRecord, WorkerReport
 from tests.driver.test_agent_gc import orders, reports
 from tests.harness.fake_job import fake_job
 
@@ -88,12 +88,12 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
 
     ledger.orders = orders()
     upload, spill = (
-        Transfer("s3", "a/0", 2, 10, 700, 3.0, 0.5),
-        Transfer("disk", "a/0", 2, 10, 50, 1.0),
+        StateTransfer("s3", "a/0", 2, 10, 700, 3.0, 0.5),
+        StateTransfer("disk", "a/0", 2, 10, 50, 1.0),
     )
     copies = (
-        Transfer("peer", "a/0", 2, 11, 300, 1.0, 1.5),
-        Transfer("peer", "a/1", 2, 11, 200, 0.5, 0.25),
+        StateTransfer("peer", "a/0", 2, 11, 300, 1.0, 1.5),
+        StateTransfer("peer", "a/1", 2, 11, 200, 0.5, 0.25),
     )
     found = reports((12, 11), (12, None))
     decided.collect(
@@ -137,7 +137,7 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
             },
         ]
     ]
-    handed_over = Transfer("peer", "b", 2, 12, 40, 2.0)
+    handed_over = StateTransfer("peer", "b", 2, 12, 40, 2.0)
     decided.collect(ledger.record(Observation(13.0, {}, reports={}, transfers=(handed_over,)), 2))
     committed = CheckpointState(step=12, uri="there", committed=((12, "there"),))
     decided.collect(ledger.record(Observation(14.0, {}, reports={}, checkpoint=committed), 2))
@@ -158,7 +158,9 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
     assert len(told()) == 3
 
 
-def with_transfers(found: dict[str, WorkerReport], *transfers: Transfer) -> dict[str, WorkerReport]:
+def with_transfers(
+    found: dict[str, WorkerReport], *transfers: StateTransfer
+) -> dict[str, WorkerReport]:
     worker = min(found)
     return found | {worker: replace(found[worker], transfers=transfers)}
 

@@ -8,7 +8,7 @@ import pytest
 
 from autohet.driver.control.observation import CheckpointState, NodeView, Notice, Observation
 from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import (
     AgentEndpoint,
@@ -43,7 +43,7 @@ def plan_of(*pipelines):
             cut.append(Stage(first, count, (worker,)))
             first += count
         made.append(Pipeline(tuple(cut), 8 // len(pipelines), 1))
-    return Proposal(Plan("tiny", 8, 1, 16, tuple(made)), None, None)
+    return PlanProposal(Plan("tiny", 8, 1, 16, tuple(made)), None, None)
 
 
 ONE = plan_of([(2, A), (2, B)])

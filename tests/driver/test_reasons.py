@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.control.policy import named
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from planner.plan import Pipeline, Plan, Stage
 from tests.driver.test_controller import KIND, make, run, trained
 from tests.driver.test_second_thoughts import decisions
@@ -48,4 +48,4 @@ def test_many_pipelines_are_counted(depths, said):
         Pipeline(tuple(Stage(s, 1, (f"n{next(names)}/0",)) for s in range(depth)), 1, 1)
         for depth in depths
     )
-    assert Proposal(Plan("m", len(depths), 1, 4, pipelines), None, None).headline == said  # type: ignore[arg-type]
+    assert PlanProposal(Plan("m", len(depths), 1, 4, pipelines), None, None).headline == said  # type: ignore[arg-type]

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from autohet.driver.checkpoints.replication_price import RoundTraffic, Training, spacing_of
+from autohet.driver.checkpoints.replication_price import CopiedTraining, RoundTraffic, spacing_of
 from planner.zones import EC2_ZONES
 
 PAIR = ("us-east-1a", "us-east-1b")
 LLAMA_8B = RoundTraffic(96 * 10**9, 8.0, {PAIR: 96 * 10**9})
 """A round of an 8B model on four g6e nodes in two zones."""
-G6E = Training(step_s=4.0, sync_share=0.5, fleet_usd_per_hour=42.0, change_s=1500.0)
+G6E = CopiedTraining(step_s=4.0, sync_share=0.5, fleet_usd_per_hour=42.0, change_s=1500.0)
 
 
 def spacing(traffic=LLAMA_8B, training=G6E, **changes):
@@ -45,7 +45,7 @@ def test_rounds_within_a_zone_are_spaced_by_the_time_that_they_take_from_trainin
 
 
 def test_a_fleet_without_prices_pays_nothing_unasked():
-    free = Training(4.0, 0.5, None, 1500.0)
+    free = CopiedTraining(4.0, 0.5, None, 1500.0)
     assert spacing(training=free).every_steps == 0
     assert spacing(training=free, usd_per_hour=2.0).usd_per_hour <= 2.0
     assert spacing(usd_per_hour=0.0).every_steps == 0

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from autohet.cli.main import main
-from autohet.cli.status import describe
+from autohet.cli.status import describe_job
 from autohet.driver.history.events import EventLog
 from autohet.driver.report.events import fleet_over_time, kept_steps, last_run, read_events
 from autohet.driver.report.page import _around, chart, report_page
@@ -453,7 +453,7 @@ def test_a_status_names_workers_that_say_nothing(state, published_at, now, liven
     status = with_liveness(
         {**STATUS, "state": state, "published_at": published_at, "silence_s": silence}, now
     )
-    assert describe("toy", status).endswith(
+    assert describe_job("toy", status).endswith(
         "; b/0 has said nothing for 7 s" if liveness == "alive" else ")"
     )
 
@@ -462,4 +462,4 @@ def test_a_status_names_workers_that_say_nothing(state, published_at, now, liven
 def test_a_status_says_how_old_it_is(state, published_at, now, liveness, text):
     status = with_liveness({**STATUS, "state": state, "published_at": published_at}, now)
     assert status["liveness"] == liveness
-    assert text in describe("toy", status)
+    assert text in describe_job("toy", status)

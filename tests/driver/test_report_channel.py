@@ -30,7 +30,7 @@ from autohet.driver.ray.reports import LAST_WORDS_S, Reports
 from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.driver.ray.wake_up import WakeUp
 from autohet.driver.sources.protocol import Sign
-from autohet.runtime.messages import AgentEndpoint, Phase, Transfer, WorkerReport
+from autohet.runtime.messages import AgentEndpoint, Phase, StateTransfer, WorkerReport
 from autohet.runtime.process import report_channel
 from autohet.runtime.process.report_channel import (
     AGE,
@@ -40,7 +40,7 @@ from autohet.runtime.process.report_channel import (
     NUMBER,
     ReportAddress,
     ReportSender,
-    mac_of,
+    frame_mac,
 )
 
 HOST = "127.0.0.1"
@@ -90,7 +90,7 @@ class Client:
         self.nonce = self.socket.recv(NONCE_BYTES, socket.MSG_WAITALL)
 
     def frame(self, number: int, payload: bytes, key: bytes | None = None) -> bytes:
-        mac = mac_of(key or self.address.key, self.nonce, self.place, number, payload)
+        mac = frame_mac(key or self.address.key, self.nonce, self.place, number, payload)
         self.place += 1
         return FRAME.pack(len(payload), number, mac) + payload
 
@@ -636,7 +636,7 @@ def test_a_driver_that_listens_measures_silence_as_it_is() -> None:
 
 
 REPORT = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
-UPLOAD = Transfer("s3", "a/0", 1, 5, 700, 2.0)
+UPLOAD = StateTransfer("s3", "a/0", 1, 5, 700, 2.0)
 
 
 @pytest.mark.parametrize(

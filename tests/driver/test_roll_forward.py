@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.states import Building, Quiescing, Training
-from autohet.runtime.messages import Phase, RollForward
+from autohet.runtime.messages import Phase, RollForwardOutcome
 from autohet.runtime.step_commit import Vote
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
@@ -39,7 +39,9 @@ def struck(answer: str) -> tuple[Controller, ScriptedWorkforce, str, int]:
         if late in workers and answer == "fails":
             process = force.processes[late]
             process.report = replace(
-                process.report, whole=False, rolled=RollForward(generation, step, "CUDA error")
+                process.report,
+                whole=False,
+                rolled=RollForwardOutcome(generation, step, "CUDA error"),
             )
 
     force.roll_forward = roll_forward  # type: ignore[method-assign, assignment]

@@ -3,7 +3,7 @@ worth a move.
 """
 
 from autohet.driver.control.states import Quiescing
-from autohet.driver.planning.proposals import Planning, Proposal
+from autohet.driver.planning.proposals import Planning, PlanProposal
 from planner.cluster import Fleet
 from planner.replan import repair
 from tests.driver.test_controller import causes, make, run, trained
@@ -21,11 +21,11 @@ class HastyPlanning(Planning):
     def propose(
         self,
         fleet: Fleet,
-        current: Proposal | None,
+        current: PlanProposal | None,
         *,
         redundant: bool = True,
         thorough: bool | None = None,
-    ) -> Proposal:
+    ) -> PlanProposal:
         self.asked.append((thorough, self.controller.memory.ledger.open_change is not None))
         if current is None or thorough:
             return super().propose(fleet, current, redundant=redundant, thorough=thorough)
@@ -34,7 +34,7 @@ class HastyPlanning(Planning):
         kept = {worker for p in whole[self.left_out :] for worker in p.workers}
         plan = repair(current.plan, self.request(fleet, cost), kept)
         assert plan is not None
-        return Proposal(plan, cost.predict(plan), cost, searched=False)
+        return PlanProposal(plan, cost.predict(plan), cost, searched=False)
 
 
 def make_hasty(left_out):

@@ -10,7 +10,7 @@ from autohet.driver.simulate.baselines import RestartingTrainer, RestartPolicy, 
 from autohet.driver.simulate.comparison import compare
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.price_file import read_prices
-from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.setups import Setup
 from autohet.driver.simulate.spot_trace import TraceEvent, read_trace
 from planner.cluster import NodeType, cluster_from_document
@@ -135,7 +135,7 @@ def test_prices_over_time_and_caps(tmp_path):
     path = tmp_path / "prices.csv"
     path.write_text("time_s,node_type,usd_per_hour\n1800,small,3\n")
     kinds = {kind.name: kind for kind in cluster.node_types}
-    prices = Prices(kinds, read_prices(path, cluster).rows)
+    prices = PriceHistory(kinds, read_prices(path, cluster).rows)
     assert prices.usd("small", 0.0, 3600.0) == pytest.approx(0.5 * 1.0 + 0.5 * 3.0)
     trace = two_nodes(TraceEvent(1800.0, "death", "small-1", "small"))
     assert paid_usd(trace, {"small": math.inf}, prices, 3600.0) == pytest.approx(0.5 * 2 + 0.5 * 3)

@@ -5,7 +5,7 @@ equal nodes are there.
 import pytest
 
 from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning, renamed
+from autohet.driver.simulate.planning import RememberedPlanning, SearchCache, renamed
 from autohet.runtime.job import Job
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, cluster_from_document
@@ -28,7 +28,7 @@ def planning_of(memory, **parts):
 
 
 def test_equal_fleets_are_searched_once_and_answers_name_the_nodes_that_are_there():
-    memory = PlanMemory()
+    memory = SearchCache()
     planning = planning_of(memory)
     first = planning.answer(fleet_of("small-0", "small-1", "big-0"), None)
     assert memory.num_searches == 1
@@ -45,7 +45,7 @@ def test_equal_fleets_are_searched_once_and_answers_name_the_nodes_that_are_ther
 
 def test_what_one_policy_has_found_another_places():
     """Counted names of a plan that followed another go beyond the fleet's number of nodes."""
-    memory = PlanMemory()
+    memory = SearchCache()
     first = planning_of(memory)
     before = first.answer(fleet_of("small-0", "small-1", "small-2"), None)
     first.answer(fleet_of("small-1", "small-2"), before.plan)
@@ -55,7 +55,7 @@ def test_what_one_policy_has_found_another_places():
 
 
 def test_what_is_remembered_is_what_the_planner_would_say():
-    planning = planning_of(PlanMemory())
+    planning = planning_of(SearchCache())
     fleet = fleet_of("small-0", "small-1", "big-0")
     found = planning.answer(fleet, None)
     assert found.predicted_step_s == pytest.approx(
@@ -70,16 +70,16 @@ def test_what_is_remembered_is_what_the_planner_would_say():
 
 
 def test_fleets_that_differ_are_told_apart():
-    counts_of = planning_of(PlanMemory()).counts_of
+    counts_of = planning_of(SearchCache()).counts_of
     assert counts_of(fleet_of("small-0", "big-0")) != counts_of(fleet_of("small-0", "small-1"))
-    planning = planning_of(PlanMemory())
+    planning = planning_of(SearchCache())
     alone = planning.answer(fleet_of("small-0"), None)
     both = planning.answer(fleet_of("small-0", "small-1"), None)
     assert both.predicted_step_s < alone.predicted_step_s
 
 
 def test_where_no_repair_fits_the_fleet_is_searched():
-    planning = planning_of(PlanMemory())
+    planning = planning_of(SearchCache())
     before = planning.answer(fleet_of("small-0"), None)
     for thorough in (None, True):
         assert planning.answer(fleet_of("big-0"), before.plan, thorough=thorough).plan.workers == (
@@ -90,7 +90,7 @@ def test_where_no_repair_fits_the_fleet_is_searched():
 
 
 def test_no_plan_is_remembered_as_such():
-    memory = PlanMemory()
+    memory = SearchCache()
     document = job_document(min_pipelines=2)
     planning = RememberedPlanning(planning_inputs(Job.from_document(document)), memory, Costs())
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_no_plan_is_remembered_as_such():
 
 def test_the_driver_is_busy_while_workers_wait_and_a_search_beside_training_answers_later():
     spent, wakes, now = [], [], [100.0]
-    planning = planning_of(PlanMemory(), now=lambda: now[0], busy=spent.append, wake=wakes.append)
+    planning = planning_of(SearchCache(), now=lambda: now[0], busy=spent.append, wake=wakes.append)
     fleet = fleet_of("small-0", "small-1")
     current = planning.propose(fleet, None)
     assert spent == [Costs().search_seconds(2, waiting=True)]
@@ -112,7 +112,7 @@ def test_the_driver_is_busy_while_workers_wait_and_a_search_beside_training_answ
 
 
 def test_renaming_keeps_the_plan():
-    planning = planning_of(PlanMemory())
+    planning = planning_of(SearchCache())
     plan = planning.answer(fleet_of("small-0", "small-1"), None).plan
     there = renamed(plan, {"small-0": "a-0", "small-1": "a-1"})
     assert renamed(there, {"a-0": "small-0", "a-1": "small-1"}) == plan

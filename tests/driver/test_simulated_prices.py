@@ -16,10 +16,10 @@ import planner
 from autohet.cli.main import main
 from autohet.driver.simulate.bill import Bill
 from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
+from autohet.driver.simulate.planning import RememberedPlanning, SearchCache
 from autohet.driver.simulate.price_file import RecordedPrices, price_sources, read_prices
-from autohet.driver.simulate.prices import Prices
-from autohet.driver.simulate.simulation import Scenario, Simulation, horizon
+from autohet.driver.simulate.prices import PriceHistory
+from autohet.driver.simulate.simulation import Scenario, TraceSimulation, horizon
 from autohet.driver.simulate.spot_trace import read_trace
 from autohet.runtime.job import Job
 from autohet.runtime.planning import planning_inputs
@@ -114,7 +114,7 @@ def test_the_trace_may_begin_later(tmp_path):
     expected = [(-7200.0, "g5", 0.48), (-3600.0, "g6", 0.4), (3600.0, "g5", 0.6)]
     assert sorted(recorded(tmp_path, begin=later).rows) == expected
     assert sorted(recorded(tmp_path, begin=later.replace(tzinfo=None)).rows) == expected
-    prices = Prices({k.name: k for k in cluster_from_document(ZONED).node_types}, expected)
+    prices = PriceHistory({k.name: k for k in cluster_from_document(ZONED).node_types}, expected)
     assert prices.steps("g5", 1e4) == [(0.0, 0.48), (3600.0, 0.6)]
     assert [prices.usd_per_hour("g5", at) for at in (3599.9, 3600.0)] == [0.48, 0.6]
 
@@ -200,7 +200,9 @@ def test_a_machine_is_charged_each_second_at_the_price_of_then(rows, begin, end)
         price = rows.get(second, price)
         total += price if second >= begin else 0
     bill = Bill(
-        Prices({"small": KIND}, [(float(at), "small", value / 100) for at, value in rows.items()])
+        PriceHistory(
+            {"small": KIND}, [(float(at), "small", value / 100) for at, value in rows.items()]
+        )
     )
     bill.machines["small-0"] = (KIND, float(begin))
     bill.pay("small-0", float(end))
@@ -216,7 +218,7 @@ def simulation_of(tmp_path, rows=ROWS, text=TRACE, hours=2.0, cluster=CLUSTER, *
     path = tmp_path / "trace.csv"
     path.write_text(text)
     trace, job = read_trace(path, cluster, 120.0), Job.from_document(job_document(**parallelism))
-    return Simulation(
+    return TraceSimulation(
         Scenario(job, cluster, trace, horizon(trace, hours), prices=RecordedPrices(rows))
     )
 
@@ -286,7 +288,7 @@ def at_price(usd, *names):
 
 
 def test_the_price_of_then_changes_no_answer_of_a_job_that_does_not_decide_by_it():
-    memory = PlanMemory()
+    memory = SearchCache()
     planning = planning_of(memory)
     first = planning.answer(at_price(1.0, "small-0", "small-1"), None)
     later = planning.answer(at_price(9.0, "small-0", "small-1"), first.plan)
@@ -302,7 +304,7 @@ def test_the_price_of_then_changes_no_answer_of_a_job_that_does_not_decide_by_it
 
 def wishing(**wishes):
     job = Job.from_document(job_document(**wishes))
-    return RememberedPlanning(planning_inputs(job), PlanMemory(), Costs())
+    return RememberedPlanning(planning_inputs(job), SearchCache(), Costs())
 
 
 def test_a_job_for_the_cheapest_tokens_takes_the_type_that_is_cheap_then():

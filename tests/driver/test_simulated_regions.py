@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.simulate.regions import RegionWalk, Stay, only, regions_of, stay_seconds
-from autohet.driver.simulate.simulation import Scenario, Simulation
+from autohet.driver.simulate.simulation import Scenario, TraceSimulation
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, NodeType
@@ -114,7 +114,7 @@ def test_regions_train_more_than_the_best_of_them_alone() -> None:
     )
     document = job_document(min_pipelines=1)
     document["elastic"] |= {"region_patience_s": 60.0}
-    simulation = Simulation(Scenario(Job.from_document(document), CLUSTER, trace, 7200.0))
+    simulation = TraceSimulation(Scenario(Job.from_document(document), CLUSTER, trace, 7200.0))
     sky, alone = simulation.run("sky"), simulation.run("one_region")
     assert [(move["source"], move["target"]) for move in sky["moves"]] == [(EAST, WEST)]
     assert 1.6 < sky["tokens"] / alone["tokens"] < 2.0

@@ -33,7 +33,7 @@ from autohet.driver.sky.supervisor import (
     Record,
     Seen,
     Supervisor,
-    decide,
+    decide_round,
 )
 from autohet.driver.sky.task_file import Region
 from planner.cluster import cluster_from_document
@@ -272,7 +272,7 @@ UP = SkyCluster("c", "UP")
     ],
 )
 def test_what_is_seen_decides(look: dict[str, Any], action: str) -> None:
-    decision = decide(Record(region=EAST), replace(NOTHING, **look), (EAST, WEST), LIMITS)
+    decision = decide_round(Record(region=EAST), replace(NOTHING, **look), (EAST, WEST), LIMITS)
     assert decision.action == action, decision.reason
 
 
@@ -281,11 +281,11 @@ def test_a_job_that_fails_without_a_newer_checkpoint_is_given_up() -> None:
     record, actions = Record(region=EAST), []
     for submitted_at in (1.0, 1.0, 2.0, 3.0):
         job = SkyJob("FAILED", submitted_at)
-        decision = decide(record, replace(NOTHING, cluster=UP, job=job), (EAST,), LIMITS)
+        decision = decide_round(record, replace(NOTHING, cluster=UP, job=job), (EAST,), LIMITS)
         record = decision.record
         actions.append(decision.action)
     assert actions == ["launch", "launch", "launch", "give_up"]
-    progressed = decide(
+    progressed = decide_round(
         record, replace(NOTHING, cluster=UP, job=SkyJob("FAILED", 4.0), step=7), (EAST,), LIMITS
     )
     assert progressed.action == "launch"
@@ -294,7 +294,7 @@ def test_a_job_that_fails_without_a_newer_checkpoint_is_given_up() -> None:
 def test_regions_that_starve_without_end_end_the_job() -> None:
     record, now_s, moves = Record(region=EAST), 0.0, 0
     while True:
-        decision = decide(record, replace(NOTHING, now_s=now_s), (EAST, WEST), LIMITS)
+        decision = decide_round(record, replace(NOTHING, now_s=now_s), (EAST, WEST), LIMITS)
         record, now_s = decision.record, now_s + PATIENCE_S
         if decision.action == "give_up":
             break

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.history.run_summary import utilisation_by_gpu_type
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.driver.view import utilisation_lines
 from planner.catalogue import find_gpu_type
 from planner.model_spec import ModelSpec
@@ -15,10 +15,10 @@ from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 
 
-def proposal(spec: ModelSpec | None = None) -> Proposal:
+def proposal(spec: ModelSpec | None = None) -> PlanProposal:
     asked = request(fleet(("A100", 2, 1), ("T4", 2, 1)), 16, spec)
     answer = plan_with("autohet", asked)
-    return Proposal(answer.plan, answer.prediction, asked.cost)
+    return PlanProposal(answer.plan, answer.prediction, asked.cost)
 
 
 @pytest.mark.parametrize("backward_share", [1.0, 0.5], ids=["all trained", "frozen in part"])

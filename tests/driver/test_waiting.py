@@ -19,11 +19,11 @@ from autohet.driver.ray import workers as ray_workers
 from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.observer import TrackedNode
-from autohet.driver.ray.reports import Answer, Reports
+from autohet.driver.ray.reports import LatestReport, Reports
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
-from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
+from autohet.runtime.messages import Phase, StateTransfer, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
@@ -76,7 +76,7 @@ def force(fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayW
     """Of one worker that trains."""
     made = make(fake_time, monkeypatch)
     monkeypatch.setattr(ray_workforce.ray, "kill", Mock())
-    made.observer.worker_reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
+    made.observer.worker_reports.answers = {"a/0": LatestReport(0.0, 0.0, TRAINS)}
     made.wait()
     yield made
     made.close(at_once=True)
@@ -113,7 +113,7 @@ def test_while_anything_changes_rounds_are_quick(
     if what == "restores":
         force.observer.worker_reports.answers["a/0"].value = replace(TRAINS, phase=Phase.RESTORING)
     elif what == "starts":
-        force.observer.worker_reports.answers["b/0"] = Answer(0.0)
+        force.observer.worker_reports.answers["b/0"] = LatestReport(0.0)
     elif what == "lost":
         force.observer.losses["b/0"] = Loss("b/0", "gone", 0.0, 0.0)
     elif what == "leaves":
@@ -141,7 +141,10 @@ def step(number: int) -> StepRecord:
 
 
 def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce) -> None:
-    copy, upload = Transfer("peer", "a/0", 1, 5, 70, 0.5), Transfer("s3", "a/0", 1, 5, 90, 0.5)
+    copy, upload = (
+        StateTransfer("peer", "a/0", 1, 5, 70, 0.5),
+        StateTransfer("s3", "a/0", 1, 5, 90, 0.5),
+    )
     last = replace(TRAINS, step=7, steps=(step(6),), receipts=("three",), transfers=(upload,))
     said = [
         replace(
@@ -168,7 +171,7 @@ def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce
 def test_what_agents_have_handed_over_is_observed_once(
     force: RayWorkforce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handed_over = Transfer("peer", "a", 1, 5, 70, 0.5)
+    handed_over = StateTransfer("peer", "a", 1, 5, 70, 0.5)
     monkeypatch.setattr(
         force.observer.agent_commands._calls,
         "take",
@@ -245,7 +248,7 @@ def test_workers_are_heard_often_enough_to_be_suspected_rightly(
 ) -> None:
     made = make(fake_time, monkeypatch, heartbeat_timeout_s=heartbeat_s)
     beat_s = made.observer.worker_reports.expect("a/0").beat_s
-    made.observer.worker_reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
+    made.observer.worker_reports.answers = {"a/0": LatestReport(0.0, 0.0, TRAINS)}
     made.wait()
     tick_s = waited(made, fake_time)
     made.close(at_once=True)

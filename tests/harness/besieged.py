@@ -23,7 +23,7 @@ from autohet.driver.ray.report_server import ReportServer
 from autohet.driver.ray.store_server import StoreServer
 from autohet.driver.sources.ec2_events import parse_events
 from autohet.runtime.process.report_channel import AGE, FRAME, NONCE_BYTES, ReportSender
-from autohet.runtime.process.report_channel import mac_of as report_mac
+from autohet.runtime.process.report_channel import frame_mac as report_mac
 from autohet.runtime.process.store_tunnel import (
     HELLO,
     StoreTunnel,

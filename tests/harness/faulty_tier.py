@@ -13,7 +13,7 @@ import torch
 from recovery.errors import PeerTimeout, PeerUnreachable, ShardCorrupt
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
-from recovery.transfer.tiers import Into, Piece, Tier
+from recovery.transfer.tiers import Into, ShardAnswer, Tier
 
 FAULTS = ("fail", "stall", "truncate", "corrupt")
 
@@ -39,7 +39,7 @@ class FaultyTier:
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]:
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         self.read_sources.append(source)
         for shard, piece in self.inner.read(source, shards, checksums, into):
             with self._lock:
@@ -47,7 +47,7 @@ class FaultyTier:
                 due = self.given == self.at
             yield shard, self._damaged(source, shard, piece) if due else piece
 
-    def _damaged(self, source: Source, shard: ShardId, piece: Piece) -> Piece:
+    def _damaged(self, source: Source, shard: ShardId, piece: ShardAnswer) -> ShardAnswer:
         if self.fault == "fail":
             raise PeerUnreachable(str(source), "the peer hung up")
         if self.fault == "stall":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
+from autohet.driver.control.observation import HeldPart, Loss, NodeView, Notice, Observation, Prune
 from autohet.driver.ray.agent_commands import AgentCommands
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.runtime.job.elastic import ElasticSection
@@ -371,7 +371,9 @@ class FaultyWorkforce(Collective):
     def ask_holdings(self) -> None:
         self.errands.ask_holdings({name: name for name in self.nodes}, self.now)
 
-    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+    def hand_over(
+        self, parts: Mapping[str, Sequence[HeldPart]], to: Sequence[AgentEndpoint]
+    ) -> None:
         self.errands.hand_over({name: name for name in self.nodes}, parts, to)
 
     def end_agent(self, node: str) -> None:

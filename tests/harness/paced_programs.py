@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
 from autohet.driver.emulate.pacing import paces_of
-from autohet.driver.planning.proposals import Planning, Proposal
+from autohet.driver.planning.proposals import Planning, PlanProposal
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Group, GroupTimeouts
 from autohet.runtime.job import Job
@@ -136,7 +136,7 @@ def predicted_and_measured(
     """Seconds of a step: the cost model's, and the median of real ones. Blocks."""
     cost = of.cost()
     prediction = cost.predict(plan)
-    paces = paces_of(Proposal(plan, prediction, cost))
+    paces = paces_of(PlanProposal(plan, prediction, cost))
     by_rank = run_distributed(
         _train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps, timeout_s=timeout_s
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.driver.checkpoints.durable import Durable, durable_suspects
-from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
+from autohet.driver.control.observation import HeldPart, Loss, NodeView, Notice, Observation, Prune
 from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_commands import AgentCommands
 from autohet.driver.ray.merge_reports import merge_reports
@@ -376,7 +376,9 @@ class ProcessFleet(OneObject):
     def ask_holdings(self) -> None:
         self._errands.ask_holdings(self._agents, self.clock())
 
-    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+    def hand_over(
+        self, parts: Mapping[str, Sequence[HeldPart]], to: Sequence[AgentEndpoint]
+    ) -> None:
         self._errands.hand_over(self._agents, parts, to)
 
     def end_agent(self, node: str) -> None:

@@ -26,7 +26,7 @@ from autohet.driver.control.states import (
 )
 from autohet.driver.history.change import Change
 from autohet.driver.planning.outlook import gather_s
-from autohet.driver.planning.proposals import Planning, Proposal, Search
+from autohet.driver.planning.proposals import PendingSearch, Planning, PlanProposal
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 from tests.harness.faulty_workforce import FaultyWorkforce
@@ -48,17 +48,17 @@ class RememberedPlanning(Planning):
     hasty = False
     looks = 0
 
-    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+    def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         return _SlowSearch(super().search(fleet, current).result, self.looks)
 
     def propose(
         self,
         fleet: Fleet,
-        current: Proposal | None,
+        current: PlanProposal | None,
         *,
         redundant: bool = True,
         thorough: bool | None = None,
-    ) -> Proposal:
+    ) -> PlanProposal:
         self.considered = frozenset(node.name for node in fleet.nodes)
         names = tuple((node.name, node.node_type) for node in fleet.nodes)
         question = (
@@ -88,14 +88,14 @@ class RememberedPlanning(Planning):
 class _SlowSearch:
     """Found at once, told after so many looks."""
 
-    def __init__(self, found: Callable[[], Proposal | None], looks: int) -> None:
+    def __init__(self, found: Callable[[], PlanProposal | None], looks: int) -> None:
         self.looks, self.dropped, self.error = looks, False, None
         try:
             self.found = found()
         except ConfigError as error:
             self.error = error
 
-    def result(self) -> Proposal | None:
+    def result(self) -> PlanProposal | None:
         assert not self.dropped
         if self.looks > 0:
             self.looks -= 1
@@ -119,7 +119,7 @@ class CheckedController(Controller):
 
     def tick(self) -> Observation:
         def checked(
-            change: Change, proposal: Proposal, memory: JobMemory, seen: Observation
+            change: Change, proposal: PlanProposal, memory: JobMemory, seen: Observation
         ) -> Deciding[State]:
             self._check_adopted(proposal, seen)
             return (yield from sourcing.adopt(change, proposal, memory, seen))
@@ -127,7 +127,7 @@ class CheckedController(Controller):
         with patch.object(waiting, "adopt", checked), patch.object(quiescing, "adopt", checked):
             return super().tick()
 
-    def _check_adopted(self, proposal: Proposal, seen: Observation) -> None:
+    def _check_adopted(self, proposal: PlanProposal, seen: Observation) -> None:
         for worker in proposal.plan.workers:
             node = seen.node_of(worker)
             assert seen.nodes[node].endpoint is not None, f"{node} has no agent"

@@ -20,7 +20,7 @@ from recovery.peers.pool import ClientPool
 from recovery.peers.server import ShardServer
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.restore import Access, LiveState, Restored, RestoreTask, restore
 from recovery.transfer.schedule import Fetch, TransferSchedule, schedule
 from recovery.transfer.tiers import Tier
@@ -37,7 +37,7 @@ from tests.harness.state_cases import (
 
 LAYERS, STEP, TOKEN = 3, 7, "token"
 TENSORS = tensors_of(LAYERS)
-LINKS = Links(
+LINKS = LinkRates(
     memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20
 )
 WHOLE = Layout(TENSORS, {}).shards

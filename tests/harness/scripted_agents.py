@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from autohet.driver.control.observation import Part, Prune
-from autohet.runtime.messages import AgentEndpoint, Transfer
+from autohet.driver.control.observation import HeldPart, Prune
+from autohet.runtime.messages import AgentEndpoint, StateTransfer
 from recovery.state.holdings import Holding, Source
 from tests.harness.true_copies import History, TrueCopies
 
@@ -88,8 +88,12 @@ class ScriptedAgents:
         return len(old)
 
     def _hand_over(
-        self, node: str, parts: tuple[Part, ...], peers: Collection[AgentEndpoint], timeout_s: float
-    ) -> Transfer:
+        self,
+        node: str,
+        parts: tuple[HeldPart, ...],
+        peers: Collection[AgentEndpoint],
+        timeout_s: float,
+    ) -> StateTransfer:
         sent = 0
         for source, shards in parts:
             taken: tuple[Holding, History] | None = self.copies.agents.get(node, {}).get(source)
@@ -103,7 +107,7 @@ class ScriptedAgents:
             self.copies.keep(Holding(there, frozenset(shards)), taken[1])
             self.done.append((node, peer))
             sent += len(shards)
-        return Transfer("peer", node, 0, 0, sent, 0.0)
+        return StateTransfer("peer", node, 0, 0, sent, 0.0)
 
     def _pushed(self, node: str) -> list[Source]:
         return [

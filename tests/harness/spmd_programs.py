@@ -11,10 +11,10 @@ from torch.distributed import TCPStore
 
 from autohet.runtime.groups import GenerationGroups, Group, GroupTimeouts
 from autohet.runtime.spmd.capture import Captured, capture
-from autohet.runtime.spmd.executor import Executor
+from autohet.runtime.spmd.executor import ProgramExecutor
 from planner.spmd.costs import Shares
-from planner.spmd.graph import Graph, Node
-from planner.spmd.layouts import CONVERSIONS, FACTORED, PARTIAL, Layout, conversion_between
+from planner.spmd.graph import Graph, GraphNode
+from planner.spmd.layouts import CONVERSIONS, FACTORED, PARTIAL, TensorLayout, conversion_between
 from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Program, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
@@ -30,7 +30,7 @@ class _Walk:
     def __init__(self, graph: Graph, rng: random.Random) -> None:
         self.graph, self.rng = graph, rng
         self.instructions: list[Instruction] = []
-        self.have: dict[str, list[Layout]] = {}
+        self.have: dict[str, list[TensorLayout]] = {}
 
     def program(self) -> Program:
         for node in self.graph.nodes:
@@ -39,7 +39,7 @@ class _Walk:
         self._reach(self.graph.nodes[-1].name, PARTIAL)
         return Program(tuple(self.instructions))
 
-    def _compute(self, node: Node) -> None:
+    def _compute(self, node: GraphNode) -> None:
         rules = list(rules_of(self.graph, node))
         self.rng.shuffle(rules)
         rule = next(
@@ -52,7 +52,7 @@ class _Walk:
         inputs = tuple(zip(node.inputs, rule.inputs, strict=True))
         self._add(Instruction("compute", node.name, inputs, rule.output, rule.letter))
 
-    def _may(self, name: str, layout: Layout) -> bool:
+    def _may(self, name: str, layout: TensorLayout) -> bool:
         """A factored weight has no other layout."""
         have = self.have.get(name, [])
         return not have or (layout in have if FACTORED in (layout, *have) else True)
@@ -61,7 +61,7 @@ class _Walk:
         self.instructions.append(instruction)
         self.have.setdefault(instruction.tensor, []).append(instruction.output)
 
-    def _reach(self, name: str, target: Layout) -> None:
+    def _reach(self, name: str, target: TensorLayout) -> None:
         node = self.graph.by_name[name]
         if node.kind != "op" and not self.have.get(name):
             free = [layout for layout in leaf_layouts(self.graph, node) if layout != FACTORED]
@@ -139,7 +139,7 @@ def worst_error(
     """Largest error of the loss and of this rank's gradients, over the largest entry of each (where
     that is not a rounding error itself, as of a key's bias, whose gradient is zero).
     """
-    executor = Executor(captured, plan, group)
+    executor = ProgramExecutor(captured, plan, group)
     storage = {
         name: layout for name, layout in plan.program.storage.items() if name in captured.parameters
     }

@@ -17,7 +17,7 @@ from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.spmd.capture import Captured, capture
-from autohet.runtime.spmd.executor import Executor
+from autohet.runtime.spmd.executor import ProgramExecutor
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from planner.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
@@ -81,7 +81,7 @@ def some_plan(captured: Captured, size: int, seed: int | None) -> PlacedProgram:
     )
 
 
-def initial_state(executor: Executor) -> dict[str, Tensor]:
+def initial_state(executor: ProgramExecutor) -> dict[str, Tensor]:
     """This rank's parts of the captured model's weights, and zero moments, by state name."""
     state: dict[str, Tensor] = {}
     for name, layout in executor.plan.program.storage.items():
@@ -118,7 +118,7 @@ def train(
         placed = some_plan(captured, size, seed)
         setup = TrainingSetup(PreTrainedConfig(), TRAINING, cpu)
         plan = as_plan(size)
-        state = initial_state(Executor(captured, placed, groups.group(plan.workers, "spmd")))
+        state = initial_state(ProgramExecutor(captured, placed, groups.group(plan.workers, "spmd")))
         generation = WorkerGeneration(plan, f"w{rank}", groups, state)
         trainer = SpmdTrainer(setup, generation, program=(captured, placed))
         done = [

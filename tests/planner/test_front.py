@@ -14,7 +14,7 @@ from planner.cluster import Fleet, Node, NodeType
 from planner.errors import InfeasibleError
 from planner.search import limits
 from planner.search.problem import Answer, Request, SearchReport
-from planner.strategies.fleets import Counts
+from planner.strategies.fleets import TypeCounts
 from planner.strategies.pareto import search_objective
 from tests.planner.test_fleets import Cost, Prediction
 
@@ -28,13 +28,13 @@ class World:
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
         self.seed = seed
-        self.most: Counts = tuple(draw.randint(1, 5) for _ in KINDS)
+        self.most: TypeCounts = tuple(draw.randint(1, 5) for _ in KINDS)
         self.speed = [draw.uniform(1, 8) for _ in KINDS]
         self.usd = [draw.uniform(1, 20) for _ in KINDS]
         self.sync_s = [draw.choice([0.0, 0.05, 0.5]) for _ in KINDS]
         self.needs = draw.choice([0.0, 5.0, 15.0])
-        self.full: list[Counts] = []
-        self.drafted: list[Counts] = []
+        self.full: list[TypeCounts] = []
+        self.drafted: list[TypeCounts] = []
 
     def step_s(self, used: Sequence[int]) -> float:
         speed = sum(n * s for n, s in zip(used, self.speed))
@@ -44,7 +44,7 @@ class World:
     def price(self, used: Sequence[int]) -> float:
         return sum(n * usd for n, usd in zip(used, self.usd))
 
-    def parts(self, most: Sequence[int]) -> list[Counts]:
+    def parts(self, most: Sequence[int]) -> list[TypeCounts]:
         every = itertools.product(*(range(n + 1) for n in most))
         speed = self.speed
         return [

@@ -15,7 +15,7 @@ from planner.errors import InfeasibleError
 from planner.search import limits
 from planner.search.problem import Answer, Request, narrowed
 from planner.strategies import plan_with
-from planner.strategies.fleets import Counts, FleetSpace
+from planner.strategies.fleets import FleetSpace, TypeCounts
 from planner.strategies.pareto import pareto_front, undominated, usd_per_token
 
 pytestmark = pytest.mark.thorough
@@ -38,7 +38,7 @@ def request_of(**changes: Any) -> Request:
 
 
 @cache
-def unlimited() -> dict[Counts, Answer]:
+def unlimited() -> dict[TypeCounts, Answer]:
     """Each fleet of the space, searched in full."""
     request = request_of(objective="time")
     space = FleetSpace(request)

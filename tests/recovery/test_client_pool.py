@@ -37,7 +37,7 @@ from recovery.state.layout import Layout, ShardId
 from recovery.transfer.restore import Access, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 from recovery.transfer.tier_threads import THREADS_BY_TIER
-from recovery.transfer.tiers import PeerTier, Piece, Tier
+from recovery.transfer.tiers import PeerTier, ShardAnswer, Tier
 from tests.harness.leaks import nothing_left
 from tests.harness.scripted_peer import ScriptedPeer
 from tests.harness.state_cases import placed, state_of, tensors_of
@@ -100,12 +100,12 @@ def read(
     port: int,
     shards: Sequence[ShardId] = (A,),
     timeout_s: float = 20,
-) -> list[Piece]:
+) -> list[ShardAnswer]:
     tier = PeerTier({"n0": ("127.0.0.1", port, TOKEN)}, pool, timeout_s)
     return [piece for _, piece in tier.read(HERE, shards, SUMS, {})]
 
 
-def is_right(pieces: list[Piece]) -> bool:
+def is_right(pieces: list[ShardAnswer]) -> bool:
     return [bytes(piece.tolist()) for piece in pieces if isinstance(piece, torch.Tensor)] == [
         DATA
     ] * len(pieces)

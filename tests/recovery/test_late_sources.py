@@ -25,11 +25,11 @@ from recovery.peers.pool import ClientPool
 from recovery.peers.server import ShardServer
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.reads import Reads
 from recovery.transfer.restore import Access, Restored, RestoreProgress, RestoreTask, restore
 from recovery.transfer.schedule import TransferSchedule, schedule
-from recovery.transfer.tiers import Into, Piece, Tier
+from recovery.transfer.tiers import Into, ShardAnswer, Tier
 from tests.harness.restore_fleet import (
     LAYERS,
     LINKS,
@@ -100,7 +100,7 @@ def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(
     after = placed(TENSORS, LAYERS, [[(3, [f"n{number}/0"])] for number in (1, 2, 3)])
     holdings, states = live(TWO, ["n0/0"])
     plan = schedule(
-        after.layout, after.node_by_worker, holdings, STEP, Links(network_bytes_per_s=1e9)
+        after.layout, after.node_by_worker, holdings, STEP, LinkRates(network_bytes_per_s=1e9)
     )
     messages = {m.position: m for part in plan.parts.values() for m in part.messages}.values()
     from_grey = [message for message in messages if message.source == "n0/0"]
@@ -166,7 +166,7 @@ class Stuck:
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]:
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         try:
             for number, (shard, piece) in enumerate(
                 self.inner.read(source, shards, checksums, into)
@@ -213,7 +213,7 @@ class Failing:
         shards: Sequence[ShardId],
         checksums: Mapping[ShardId, int],
         into: Into,
-    ) -> Iterator[tuple[ShardId, Piece]]:
+    ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         raise PeerUnreachable(str(source), "it hung up")
         yield
 

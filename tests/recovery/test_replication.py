@@ -21,9 +21,9 @@ from recovery.peers import replication
 from recovery.peers.replication import (
     Endpoint,
     Pushed,
+    PushRequest,
     ReplicationTargets,
     Replicator,
-    Round,
     hand_over,
     read_pushed,
     withdraw,
@@ -100,7 +100,7 @@ def replicate(
     state: dict[str, torch.Tensor] | None = None,
 ) -> Pushed:
     """One round: opened before its snapshot is there, as training does it."""
-    write_round(nodes[0].memory, Round(WORKER, 1, step, complete))
+    write_round(nodes[0].memory, PushRequest(WORKER, 1, step, complete))
     writer.start(step, state_of(CASE.layout, WORKER, step) if state is None else state)
     until(lambda: (done := read_pushed(nodes[0].memory, WORKER)) is not None and done.step == step)
     done = read_pushed(nodes[0].memory, WORKER)
@@ -248,7 +248,7 @@ def test_a_round_that_nobody_takes_has_failed_and_the_next_may_work(
 
 def test_a_round_whose_snapshot_never_comes_ends(nodes: list[Node]) -> None:
     ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)), timeout_s=0.2)
-    write_round(nodes[0].memory, Round(WORKER, 1, 9))
+    write_round(nodes[0].memory, PushRequest(WORKER, 1, 9))
     until(lambda: read_pushed(nodes[0].memory, WORKER) is not None)
     done = read_pushed(nodes[0].memory, WORKER)
     assert done is not None
@@ -299,7 +299,7 @@ def test_a_push_under_way_ends_with_its_replicator(tmp_path: Path) -> None:
         ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)), max_bytes_per_s=1e-3)
         replicator = Replicator(nodes[0].store, nodes[0].memory, TOKEN)
         writer = SnapshotWriter(nodes[0].memory, WORKER, CASE.layout, 1)
-        write_round(nodes[0].memory, Round(WORKER, 1, 1, None))
+        write_round(nodes[0].memory, PushRequest(WORKER, 1, 1, None))
         writer.start(1, state_of(CASE.layout, WORKER, 1))
         until(lambda: nodes[1].memory.is_dir() and any(nodes[1].memory.iterdir()))
         replicator.close(20)

@@ -29,7 +29,7 @@ from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
 from recovery.storage.tensor_payload import tensor_bytes
-from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, Piece, Tier
+from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, ShardAnswer, Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
@@ -116,7 +116,7 @@ def break_bytes(path: Path, offset: int) -> None:
         raw.write(bytes([old[0] ^ 0x40, old[1]]))
 
 
-def is_whole(shard: ShardId, piece: Piece) -> bool:
+def is_whole(shard: ShardId, piece: ShardAnswer) -> bool:
     assert isinstance(piece, torch.Tensor)
     expected = unit(CASE.layout.tensors[shard.tensor], shard, STEP).contiguous()
     return piece.contiguous().view(-1).view(torch.uint8).equal(expected.view(-1).view(torch.uint8))

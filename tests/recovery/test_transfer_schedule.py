@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId, TensorSpec
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import EarlierRound, TransferSchedule, schedule
 from tests.harness.state_cases import Placed, placed, placements, tensors_of
 
 STEP, LAYERS = 7, 3
 TENSORS = tensors_of(LAYERS)
 DURABLE = Holding(Source("s3", "", "s3://bucket/job", STEP), Layout(TENSORS, {}).shards)
-LINKS = Links(
+LINKS = LinkRates(
     memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20
 )
 
@@ -217,7 +217,7 @@ def even_model(num_layers: int, per_layer: int = 12) -> dict[str, TensorSpec]:
     return {name: TensorSpec(name, (64, 16), "float32", 0, (0, 16, 32, 48, 64)) for name in names}
 
 
-def busiest_s(plan: TransferSchedule, layout: Layout, links: Links) -> float:
+def busiest_s(plan: TransferSchedule, layout: Layout, links: LinkRates) -> float:
     """The busiest card, disk or way to s3, counted anew from the parts."""
     load: dict[tuple[str, str], float] = {}
 
@@ -325,7 +325,7 @@ def test_a_slow_holder_gives_less() -> None:
     tensors = even_model(4)
     old = placed(tensors, 4, [[(4, ["fast/0"])], [(4, ["slow/0"])]])
     new = placed(tensors, 4, [[(4, ["fast/0"])], [(4, ["slow/0"])], [(4, ["new/0"])]])
-    links = Links(network_bytes_per_s=100, network_by_node={"fast": 300, "new": 1000})
+    links = LinkRates(network_bytes_per_s=100, network_by_node={"fast": 300, "new": 1000})
     plan = schedule(new.layout, new.node_by_worker, live(old), STEP, links)
     given_by = {
         name: sum(len(m.shards) for m in plan.parts[name].messages) for name in ("fast/0", "slow/0")
@@ -379,7 +379,7 @@ def test_only_the_restore_step_counts() -> None:
 
 def test_links_must_have_a_speed() -> None:
     with pytest.raises(ValueError, match="speed of n3 must be above 0"):
-        Links(network_by_node={"n3": 0.0})
+        LinkRates(network_by_node={"n3": 0.0})
 
 
 def test_many_shards() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from autohet.cli.main import main
 from autohet.cli.profile import measured_format
-from autohet.driver.planning.proposals import Proposal, make_planning
+from autohet.driver.planning.proposals import PlanProposal, make_planning
 from autohet.runtime.job import AdapterSection, Job
 from autohet.runtime.models import COMPUTE_DTYPES
 from autohet.runtime.parallel.borders import border_dtype
@@ -230,7 +230,7 @@ def test_a_running_job_plans_its_formats_and_replans_them() -> None:
     planning = make_planning(job)
     kinds = {kind.gpu_type: kind for kind in cheap().node_types}
     nodes = (Node("old", kinds["T4"]), Node("new-0", kinds["A10G"]), Node("new-1", kinds["A10G"]))
-    current: Proposal | None = None
+    current: PlanProposal | None = None
     for living in (nodes[:2], nodes[1:], nodes[::2]):
         current = planning.propose(Fleet(0, living), current)
         for stage in (s for p in current.plan.pipelines for s in p.stages):

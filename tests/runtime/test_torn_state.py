@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.runtime import step_commit as commit_module
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
@@ -73,7 +73,7 @@ class Scene:
             store=("127.0.0.1", self.store.port),
         )
         members = () if report is None else (ME,)
-        proposal = Proposal(PLAN, None, None)  # type: ignore[arg-type]
+        proposal = PlanProposal(PLAN, None, None)  # type: ignore[arg-type]
         book = self.book.write(generation, proposal, seen, members)
         self.book.confirm()
         return book.orders[ME]

@@ -14,7 +14,7 @@ from autohet.runtime import worker as worker_module
 from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.loss_scale import LossScale
-from autohet.runtime.messages import GenerationOrder, Phase, StepRecord, Transfer, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, Phase, StateTransfer, StepRecord, WorkerPlace
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.worker import Worker
@@ -173,7 +173,7 @@ def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, sto
     reason for one of its own.
     """
     worker._report = replace(worker._report, phase=Phase.TRAINING)
-    worker._preservation._transfers.add(Transfer("s3", "a/0", 1, 5, 700, 2.0))
+    worker._preservation._transfers.add(StateTransfer("s3", "a/0", 1, 5, 700, 2.0))
     assert worker.report().transfers == ()
     worker._steps.append(StepRecord(6, 1.0, 1.0, 64, 1.0, 1, 10.0))
     assert [transfer.num_bytes for transfer in worker.report().transfers] == [700]

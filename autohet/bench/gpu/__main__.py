@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autohet.bench.gpu.part import Failed, Machine, Skipped
+from autohet.bench.gpu.part import Failed, Machine, PartSkipped
 from autohet.bench.gpu.parts import DEFAULT_BUDGET_S, PARTS, ROOT, function_of
 
 RESULTS = ROOT / "scripts" / "benchmarks" / "results"
@@ -102,7 +102,7 @@ def run_part(name: str, machine: Machine) -> dict[str, Any]:
     """
     try:
         return {"outcome": "shown", "figures": function_of(PARTS[name])(machine)}
-    except Skipped as reason:
+    except PartSkipped as reason:
         return {"outcome": "skipped", "reason": str(reason)}
     except Failed as failure:
         return {"outcome": "failed", "reason": str(failure), "figures": failure.figures}

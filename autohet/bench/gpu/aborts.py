@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from autohet.bench.gpu.part import Failed, Machine, Skipped, share_gpu
+from autohet.bench.gpu.part import Failed, Machine, PartSkipped, share_gpu
 from autohet.runtime.groups import (
     GenerationGroups,
     Group,
@@ -116,7 +116,7 @@ def _hear(pipe: Connection, process: Any, wanted: str) -> Any:
     except EOFError:
         raise Failed(f"a rank ended with exit code {process.exitcode} and no answer", {}) from None
     if kind == "refused":
-        raise Skipped(f"NCCL refuses two ranks on one GPU: {value}")
+        raise PartSkipped(f"NCCL refuses two ranks on one GPU: {value}")
     if kind != wanted:
         raise Failed(f"{value}", {})
     return value

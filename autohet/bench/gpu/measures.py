@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autohet.bench.gpu.part import Failed, Machine, Skipped, job_of, sized_job
+from autohet.bench.gpu.part import Failed, Machine, PartSkipped, job_of, sized_job
 from autohet.bench.gpu.restores import restored
 from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, plain, random_rows
 from autohet.runtime.job import Job
@@ -285,7 +285,7 @@ def _profile_rows(machine: Machine, job: Job) -> list[Measurement]:
     found = list(measure_layers(request))
     rows = [row for row in found if isinstance(row, Measurement)]
     if len(rows) < len(found):
-        raise Skipped("the job's microbatch does not fit on this device")
+        raise PartSkipped("the job's microbatch does not fit on this device")
     return rows
 
 

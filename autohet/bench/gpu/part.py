@@ -11,7 +11,7 @@ import torch
 from autohet.runtime.job import Job
 
 
-class Skipped(Exception):
+class PartSkipped(Exception):
     """Raised if a part cannot be run on this machine; the message is the reason."""
 
 
@@ -74,7 +74,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     """Part of `scripts/gpu`, run by one process that is killed at the deadline.
 
     run: "module.function" of this package; called with the Machine, it returns figures or raises

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from autohet.bench.gpu.part import Failed, Machine, Part
+from autohet.bench.gpu.part import Failed, GpuPart, Machine
 
 ROOT = Path(__file__).parents[3]
 TESTS = {
@@ -21,50 +21,54 @@ TESTS = {
     "state_tests": "tests/recovery",
 }
 PARTS = {
-    "vote_flag": Part("the vote's pinned copy is read by the stream", 40.0, "probes.vote_flag"),
-    "streams": Part("snapshots share no stream with communicators", 30.0, "probes.streams"),
-    "predicted_1b": Part(
+    "vote_flag": GpuPart("the vote's pinned copy is read by the stream", 40.0, "probes.vote_flag"),
+    "streams": GpuPart("snapshots share no stream with communicators", 30.0, "probes.streams"),
+    "predicted_1b": GpuPart(
         "predicted step and peak memory of 1 B beside measured ones", 80.0, "measures.predicted_1b"
     ),
-    "step_large": Part("a step of 3 B beside plain loops", 130.0, "steps.large"),
-    "snapshots": Part(
+    "step_large": GpuPart("a step of 3 B beside plain loops", 130.0, "steps.large"),
+    "snapshots": GpuPart(
         "a snapshot of 1 B to host memory after each step, and back", 160.0, "measures.snapshots"
     ),
-    "elastic": Part(
+    "elastic": GpuPart(
         "a fleet on this GPU is struck: no step lost, every bit right", 200.0, "parts.elastic"
     ),
-    "predicted": Part(
+    "predicted": GpuPart(
         "predicted step and peak memory of 0.3 B beside measured ones", 60.0, "measures.predicted"
     ),
-    "predicted_3b": Part(
+    "predicted_3b": GpuPart(
         "predicted step and peak memory of 3 B beside measured ones", 90.0, "measures.predicted_3b"
     ),
-    "families": Part("tiny models of every family beside the CPU", 90.0, "parts.families"),
-    "formats": Part("1 B in bf16, fp16 and fp8: seconds and losses", 110.0, "formats.run"),
-    "offload": Part("optimizer state of 1 B in host memory: its price", 80.0, "offloads.run"),
-    "parity": Part("losses in fp32 and bf16 beside plain fp32 on the CPU", 60.0, "measures.parity"),
-    "ranks": Part(
+    "families": GpuPart("tiny models of every family beside the CPU", 90.0, "parts.test_families"),
+    "formats": GpuPart("1 B in bf16, fp16 and fp8: seconds and losses", 110.0, "formats.run"),
+    "offload": GpuPart("optimizer state of 1 B in host memory: its price", 80.0, "offloads.run"),
+    "parity": GpuPart(
+        "losses in fp32 and bf16 beside plain fp32 on the CPU", 60.0, "measures.parity"
+    ),
+    "ranks": GpuPart(
         "four NCCL ranks on one GPU: two unequal pipelines, one of TP 2, beside a plain loop",
         100.0,
         "ranks.run",
     ),
-    "aborts": Part(
+    "aborts": GpuPart(
         "a peer that is killed, freezes or never comes; one generation after the other",
         120.0,
         "aborts.run",
     ),
-    "step": Part("a step of 1 B beside plain loops, eager and compiled", 200.0, "steps.medium"),
-    "step_small": Part("a step of 0.3 B beside plain loops", 100.0, "steps.small"),
-    "checksums": Part("checksums on the device: seconds and bits", 45.0, "probes.checksums"),
-    "rounding": Part("hashes of the fused update, to compare by card", 45.0, "probes.rounding"),
-    "profile": Part("what autohet profile measures", 60.0, "measures.profile"),
-    "state_tests": Part("the tests of recovery that need a GPU", 80.0, "parts.state_tests"),
+    "step": GpuPart("a step of 1 B beside plain loops, eager and compiled", 200.0, "steps.medium"),
+    "step_small": GpuPart("a step of 0.3 B beside plain loops", 100.0, "steps.small"),
+    "checksums": GpuPart(
+        "checksums on the device: seconds and bits", 45.0, "probes.measure_checksums"
+    ),
+    "rounding": GpuPart("hashes of the fused update, to compare by card", 45.0, "probes.rounding"),
+    "profile": GpuPart("what autohet profile measures", 60.0, "measures.profile"),
+    "state_tests": GpuPart("the tests of recovery that need a GPU", 80.0, "parts.state_tests"),
 }
 DEFAULT_BUDGET_S = 570.0
 MOST_ERROR_LINES = 40
 
 
-def function_of(part: Part) -> Any:
+def function_of(part: GpuPart) -> Any:
     """Import a part's module and return its function."""
     module, _, name = part.run.rpartition(".")
     return getattr(importlib.import_module(f"autohet.bench.gpu.{module}"), name)
@@ -75,7 +79,7 @@ def elastic(machine: Machine) -> dict[str, Any]:
     return _pytest(TESTS["elastic"], machine)
 
 
-def families(machine: Machine) -> dict[str, Any]:
+def test_families(machine: Machine) -> dict[str, Any]:
     """Test that tiny models of every family train as on the CPU."""
     return _pytest(TESTS["families"], machine)
 

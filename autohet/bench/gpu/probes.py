@@ -80,7 +80,7 @@ def streams(machine: Machine) -> dict[str, Any]:
     return figures
 
 
-def checksums(machine: Machine) -> dict[str, Any]:
+def measure_checksums(machine: Machine) -> dict[str, Any]:
     """Seconds of the device's checksum over many small and few large shards, and its bits."""
     on_gpu = machine.device_type == "cuda"
     figures: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from autohet.bench.gpu.part import Machine
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.state.layout import Layout, ShardId
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.restore import Access, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 
@@ -52,7 +52,7 @@ def restored(
 
 
 def _restore(machine: Machine, worker: str, layout: Layout, store: AgentStore) -> Restored:
-    plan = schedule(layout, {worker: "here"}, store.inventory(), 0, Links())
+    plan = schedule(layout, {worker: "here"}, store.inventory(), 0, LinkRates())
     return restore(
         RestoreTask(plan, worker, layout, None, machine.device),
         _Alone(),

@@ -33,7 +33,7 @@ from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable, default_profile
 
 CALIBRATION_RUNS = 6
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 
 def measurements_folder() -> Path | None:
@@ -43,14 +43,14 @@ def measurements_folder() -> Path | None:
     return folder if (folder / "data").is_dir() else None
 
 
-def accuracy_rows() -> list[Row]:
+def accuracy_rows() -> list[ResultRow]:
     """Return every accuracy row.
 
     A row that needs the absent folder has `skipped` with the reason.
     """
     folder = measurements_folder()
     rows = [layer_times_row()]
-    needing: tuple[Callable[[Path], list[Row]], ...] = (
+    needing: tuple[Callable[[Path], list[ResultRow]], ...] = (
         _amp_rows,
         _sailor_rows,
         _fasop_rows,
@@ -74,7 +74,7 @@ def accuracy_rows() -> list[Row]:
 # ---- sets that published_runs.py writes as documents ----
 
 
-def _amp_rows(folder: Path) -> list[Row]:
+def _amp_rows(folder: Path) -> list[ResultRow]:
     before, after, fitted = _published(folder, "amp_t4")
     what = "AMP: GPT-2 345M on 16 T4"
     return [
@@ -89,7 +89,7 @@ def _amp_rows(folder: Path) -> list[Row]:
     ]
 
 
-def _sailor_rows(folder: Path) -> list[Row]:
+def _sailor_rows(folder: Path) -> list[ResultRow]:
     before, after, fitted = _published(folder, "sailor_opt350")
     what = "Sailor: OPT-350M on 4 to 128 GH200, its own profiles"
     reach = {"mape": 0.05, "memory_mape": 0.05}
@@ -99,7 +99,7 @@ def _sailor_rows(folder: Path) -> list[Row]:
     ]
 
 
-def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
+def _published(folder: Path, name: str) -> tuple[ResultRow, ResultRow, str]:
     """Return the scores of published runs before and after calibration, and what was fitted.
 
     The first are scores of all runs uncalibrated, the second those of the rest after calibration on
@@ -135,7 +135,7 @@ def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
     return scores(runs, plain), scores(rest, model_of(runs[0].plan, fit.parameters)), fitted
 
 
-def scores(runs: Sequence[MeasuredRun], model: CostModel) -> Row:
+def scores(runs: Sequence[MeasuredRun], model: CostModel) -> ResultRow:
     """Score a cost model on measured runs.
 
     Figures: absolute relative errors, rank correlation, regret of choosing by prediction, error of
@@ -145,7 +145,7 @@ def scores(runs: Sequence[MeasuredRun], model: CostModel) -> Row:
     measured, predicted = [run.measured_s for run in runs], [p.step_time_s for p in predictions]
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     best = min(range(len(runs)), key=lambda i: predicted[i])
-    row: Row = {
+    row: ResultRow = {
         "runs": len(runs),
         "mape": statistics.mean(errors),
         "median": statistics.median(errors),
@@ -168,7 +168,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 # ---- FASOP's measured iteration, part by part ----
 
 
-def _fasop_rows(folder: Path) -> list[Row]:
+def _fasop_rows(folder: Path) -> list[ResultRow]:
     """Return the rows of GPT-2 XL on one A100 node and seven A10 nodes.
 
     Parts: pipeline, gradient sync by stage, embedding sync, total.
@@ -222,13 +222,13 @@ def _fasop_rows(folder: Path) -> list[Row]:
     ]
 
 
-def _gpt(layers: int, width: int, heads: int) -> Row:
+def _gpt(layers: int, width: int, heads: int) -> ResultRow:
     """Return a GPT-2 config with Megatron-LM's padded vocabulary."""
     sizes = {"n_layer": layers, "n_embd": width, "n_head": heads}
     return {"model_type": "gpt2", "vocab_size": 51200, "n_positions": 1024} | sizes
 
 
-def _fasop_plan(trace: Row) -> tuple[Fleet, Plan]:
+def _fasop_plan(trace: ResultRow) -> tuple[Fleet, Plan]:
     def node_type(name: str, gpu: str, gib: int, intra_gbps: float) -> NodeType:
         return NodeType(name, gpu, 4, gib * 2**30, intra_gbps * 1e9 / 8, 40e9 / 8)
 
@@ -245,7 +245,7 @@ def _fasop_plan(trace: Row) -> tuple[Fleet, Plan]:
     return Fleet(0, tuple(nodes)), Plan("gpt2xl", 64, 1, 1024, tuple(pipelines))
 
 
-def _fasop_profile(entries: Sequence[Row]) -> list[Measurement]:
+def _fasop_profile(entries: Sequence[ResultRow]) -> list[Measurement]:
     layers = {"embedding": "embedding", "transformer_layer": "block", "post_process": "head"}
     found = []
     for entry in entries:
@@ -261,7 +261,7 @@ def _fasop_profile(entries: Sequence[Row]) -> list[Measurement]:
 # ---- Metis's measured iterations ----
 
 
-def _metis_rows(folder: Path) -> list[Row]:
+def _metis_rows(folder: Path) -> list[ResultRow]:
     """Return the rows of nine iterations of a 10-layer GPT on one A100 node.
 
     Measured parts (layers, loss, optimizer, batch) are summed.
@@ -313,7 +313,7 @@ def _metis_rows(folder: Path) -> list[Row]:
     ]
 
 
-def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
+def _metis_profile(tp: int, size: int, entry: ResultRow) -> list[Measurement]:
     """Return the layer times in seconds of one of Metis's profiles.
 
     Its times are of forward and backward together and are split 1:2. The time beyond the layers is
@@ -333,7 +333,7 @@ def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
 # ---- HAP's measured all-reduce ----
 
 
-def _hap_rows(folder: Path) -> list[Row]:
+def _hap_rows(folder: Path) -> list[ResultRow]:
     """Return the rows of an all-reduce over 64 GPUs of eight machines at 10.4 Gbit/s.
 
     Figures: bytes of the tensor per second, mean over 4 to 256 MB.
@@ -363,7 +363,7 @@ def _hap_rows(folder: Path) -> list[Row]:
 # ---- layer times held out of the bundled measurements ----
 
 
-def layer_times_row() -> Row:
+def layer_times_row() -> ResultRow:
     """Return the row of the layer times' interpolation.
 
     Every third measured microbatch of each curve is left out and read from the curve through the
@@ -392,7 +392,7 @@ def layer_times_row() -> Row:
     }
 
 
-def reached(row: Row) -> bool | None:
+def reached(row: ResultRow) -> bool | None:
     """Return True if a row reaches all its limits; None if it was skipped or has no limits."""
     if "skipped" in row or not row["reach"]:
         return None

@@ -23,10 +23,10 @@ from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable
 from planner.search.cost_tables import tables_of
 from planner.strategies import Request, plan_with
-from planner.strategies.fasop import Transfers, cuts, kinds_change
+from planner.strategies.fasop import BoundaryTransfers, cuts, kinds_change
 from planner.strategies.staged import Groups, Staged
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 GIB = 2**30
 SIZES = (1, 2, 4, 8, 16, 32)
 # (model, GPU, layer) -> (first microbatch that takes longer, factor of each doubling from there;
@@ -50,7 +50,7 @@ _GROWTH: dict[tuple[str, str, str], tuple[int, tuple[float, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class FasopCase:
     """Setup of FASOP with nodes of four GPUs each.
 
     The first `a100` nodes are A100 in the mixed cluster.
@@ -64,9 +64,9 @@ class Case:
 
 
 CASES = (
-    Case("bert", 256, 512, 4, (0.87, 3.15)),
-    Case("gpt2XL", 64, 1024, 8, (0.77, 5.46)),
-    Case("T5", 128, 512, 8, (17.8, 233.3)),
+    FasopCase("bert", 256, 512, 4, (0.87, 3.15)),
+    FasopCase("gpt2XL", 64, 1024, 8, (0.77, 5.46)),
+    FasopCase("T5", 128, 512, 8, (17.8, 233.3)),
 )
 # model -> blocks, width, heads, vocabulary
 SIZES_OF = {
@@ -83,14 +83,14 @@ PUBLISHED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
 }
 
 
-def fasop_rows(folder: Path, *, pareto: bool = True) -> list[Row]:
+def fasop_rows(folder: Path, *, pareto: bool = True) -> list[ResultRow]:
     """Return the rows of partitions, search times of the six cases, and the Pareto front if asked.
 
     Each row has `reached`: true if it reaches its limits.
     """
     profiles = json.loads((folder / "data" / "fasop" / "profiles.json").read_text())
     rows = [partition_row(profiles, case) for case in CASES if case.model in PUBLISHED]
-    rows += [row for case in CASES for row in search_rows(profiles, case)]
+    rows += [row for case in CASES for row in fasop_search_rows(profiles, case)]
     return [*rows, pareto_row(profiles)] if pareto else rows
 
 
@@ -112,7 +112,7 @@ def growth(model: str, gpu: str, layer: str, size: int) -> float:
     return factor
 
 
-def profile(entries: Sequence[Row], case: Case) -> ProfileTable:
+def fasop_profile(entries: Sequence[ResultRow], case: FasopCase) -> ProfileTable:
     """Return FASOP's measurements of one model as a profile.
 
     T5 has 48 blocks, with the decoder's embedding in the first decoder block.
@@ -139,7 +139,7 @@ def profile(entries: Sequence[Row], case: Case) -> ProfileTable:
     return ProfileTable(rows)
 
 
-def _layers(model: str, entry: Row, size: int) -> dict[str, float]:
+def _layers(model: str, entry: ResultRow, size: int) -> dict[str, float]:
     seconds, gpu = entry["fwd_seconds"], entry["gpu"]
 
     def grown(theirs: str, layer: str) -> float:
@@ -159,7 +159,7 @@ def _layers(model: str, entry: Row, size: int) -> dict[str, float]:
     return found | {f"block:{i}": decoder for i in range(25, 48)}
 
 
-def spec(case: Case) -> ModelSpec:
+def spec(case: FasopCase) -> ModelSpec:
     """Return GPT-2 blocks of the case's sizes.
 
     FASOP counts 12 h^2 parameters a layer for every model.
@@ -205,7 +205,7 @@ def fleet(
     )
 
 
-def request(entries: Sequence[Row], case: Case, of: Fleet, **wishes: Any) -> Request:
+def request(entries: Sequence[ResultRow], case: FasopCase, of: Fleet, **wishes: Any) -> Request:
     """Return a request with FASOP's framework.
 
     That is Megatron-LM with fp16 gradients and a two-step sum of the tied embedding. Its layer
@@ -216,7 +216,7 @@ def request(entries: Sequence[Row], case: Case, of: Fleet, **wishes: Any) -> Req
     cost = CostModel(
         of,
         model,
-        profile(entries, case),
+        fasop_profile(entries, case),
         sequence_length=case.length,
         precision="fp16",
         parameters=parameters,
@@ -237,7 +237,7 @@ def request(entries: Sequence[Row], case: Case, of: Fleet, **wishes: Any) -> Req
 # ---- the rows ----
 
 
-def partition_row(entries: Sequence[Row], case: Case) -> Row:
+def partition_row(entries: Sequence[ResultRow], case: FasopCase) -> ResultRow:
     """Return the row of the grid that FASOP publishes, cut by our `fasop`.
 
     It has FASOP's partition and ours, both under our simulation.
@@ -249,7 +249,10 @@ def partition_row(entries: Sequence[Row], case: Case) -> Row:
     assert staged is not None
     sums = tables.time_sums.tolist()
     tried = cuts(
-        sums, staged.slowest(tables), Transfers(asked).seconds(staged, size), kinds_change(sums[0])
+        sums,
+        staged.slowest(tables),
+        BoundaryTransfers(asked).seconds(staged, size),
+        kinds_change(sums[0]),
     )
     ends = min(
         tried, key=lambda cut: asked.cost.predict(_plan(case, staged, cut, size)).step_time_s
@@ -278,7 +281,7 @@ def partition_row(entries: Sequence[Row], case: Case) -> Row:
     }
 
 
-def _plan(case: Case, staged: Staged, ends: Sequence[int], size: int) -> Plan:
+def _plan(case: FasopCase, staged: Staged, ends: Sequence[int], size: int) -> Plan:
     pipelines = []
     blocks = ends[-1] - 2
     for d in range(staged.width):
@@ -292,7 +295,7 @@ def _plan(case: Case, staged: Staged, ends: Sequence[int], size: int) -> Plan:
     return Plan(case.model, case.batch, size, case.length, tuple(pipelines))
 
 
-def _counted(case: Case, ends: Sequence[int]) -> list[int]:
+def _counted(case: FasopCase, ends: Sequence[int]) -> list[int]:
     """Return the layers of each stage as FASOP counts them: with embedding and head.
 
     For T5 it counts two embeddings, and no head.
@@ -305,7 +308,7 @@ def _counted(case: Case, ends: Sequence[int]) -> list[int]:
     return counts
 
 
-def search_rows(entries: Sequence[Row], case: Case) -> Iterator[Row]:
+def fasop_search_rows(entries: Sequence[ResultRow], case: FasopCase) -> Iterator[ResultRow]:
     """Seconds of our searches on its equal and mixed clusters."""
     for name, of, theirs in zip(
         ("A10 only", "1 node of A100"),
@@ -314,7 +317,7 @@ def search_rows(entries: Sequence[Row], case: Case) -> Iterator[Row]:
         strict=True,
     ):
         on = f"FASOP's case {case.model}, {case.nodes} nodes of 4, {name}"
-        row: Row = {"on": on, "published_search_s": theirs, "reach_s": 1.0}
+        row: ResultRow = {"on": on, "published_search_s": theirs, "reach_s": 1.0}
         for strategy in ("fasop", "autohet"):
             asked = request(entries, case, of)
             begin = time.process_time()
@@ -329,7 +332,7 @@ def search_rows(entries: Sequence[Row], case: Case) -> Iterator[Row]:
         }
 
 
-def pareto_row(entries: Sequence[Row]) -> Row:
+def pareto_row(entries: Sequence[ResultRow]) -> ResultRow:
     """Return the row of the front over 80 fleets of up to 8 + 8 nodes of 8 GPUs, GPT-2 XL."""
     case = replace(next(case for case in CASES if case.model == "gpt2XL"), nodes=16)
     asked = request(
@@ -354,7 +357,7 @@ def pareto_row(entries: Sequence[Row]) -> Row:
     }
 
 
-def shape(plan: Plan) -> Row:
+def shape(plan: Plan) -> ResultRow:
     """Return TP, DP and PP of a grid, as the paper's table has them."""
     first = plan.pipelines[0]
     return {"tp": first.stages[0].tp_degree, "dp": len(plan.pipelines), "pp": len(first.stages)}

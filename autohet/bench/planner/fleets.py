@@ -14,9 +14,9 @@ from autohet.bench.planner.synthetic import (
     LLAMA_70B,
     TYPES,
     cpu_seconds,
-    fleet_of,
     model_spec,
     request_of,
+    synthetic_fleet,
     tied,
 )
 from planner.cluster import Fleet
@@ -25,12 +25,12 @@ from planner.model_spec import ModelSpec
 from planner.search.problem import narrowed
 from planner.strategies import Request, plan_with
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 CASES = 20
 OTHERS = ("megatron", "varuna", "fasop", "hap")
 
 
-def fleet_rows(cases: int = CASES) -> Iterator[Row]:
+def fleet_rows(cases: int = CASES) -> Iterator[ResultRow]:
     """Yield two rows, over all fleets that hold their model; seeds are the case numbers."""
     over_others, over_fewer = list[float](), list[float]()
     spent, gaps, begin = 0.0, list[float](), cpu_seconds()
@@ -90,7 +90,9 @@ def random_case(rng: random.Random) -> Request:
     if rng.random() < 0.3:
         spec = tied(spec)
     batch = max(8, int(sum(counts.values()) * rng.choice([0.5, 1, 2, 4])))
-    return request_of(spec, fleet_of(counts, per_node), batch, rng.choice([1024, 2048, 4096]))
+    return request_of(
+        spec, synthetic_fleet(counts, per_node), batch, rng.choice([1024, 2048, 4096])
+    )
 
 
 def _llama(name: str, layers: int, width: int, mlp: int) -> ModelSpec:

@@ -15,7 +15,7 @@ from autohet.bench.planner.accuracy import accuracy_rows, measurements_folder, r
 from autohet.bench.planner.fasop import fasop_rows
 from autohet.bench.planner.searches import search_rows
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 SEARCH_PARTS = {
     False: ("metis", "replan"),
     True: (
@@ -33,7 +33,7 @@ SEARCH_PARTS = {
 _HIDDEN = ("on", "reached", "parts", "errors", "front")
 
 
-def rows(*, full: bool = False) -> Iterator[tuple[str, Row]]:
+def rows(*, full: bool = False) -> Iterator[tuple[str, ResultRow]]:
     """Yield (part, row) as they are measured: `accuracy`, then `search`."""
     for row in accuracy_rows():
         yield "accuracy", row | {"reached": reached(row)}
@@ -44,7 +44,7 @@ def rows(*, full: bool = False) -> Iterator[tuple[str, Row]]:
             yield "search", row if "reached" in row else row | {"reached": search_reached(row)}
 
 
-def _fasop(full: bool) -> list[Row]:
+def _fasop(full: bool) -> list[ResultRow]:
     folder = measurements_folder()
     if folder is None:
         why = "no measurements here: set AUTOHET_MEASUREMENTS to their folder"
@@ -52,7 +52,7 @@ def _fasop(full: bool) -> list[Row]:
     return fasop_rows(folder, pareto=full)
 
 
-def search_reached(row: Row) -> bool | None:
+def search_reached(row: ResultRow) -> bool | None:
     """Return True if a search row reaches its limits on time, gap and ratio; None if it has none.
 
     reach_s bounds the CPU seconds (the machine may be shared), reach_gap the gap; `ratio` is our
@@ -75,7 +75,7 @@ def search_reached(row: Row) -> bool | None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the rows; return exit code 1 if a row that was run does not reach its limits."""
-    document: dict[str, list[Row]] = {"accuracy": [], "search": []}
+    document: dict[str, list[ResultRow]] = {"accuracy": [], "search": []}
     for part, row in rows(full=args.full):
         document[part].append(row)
         print_row(part, row, sys.stderr if args.json else sys.stdout, brief=args.json)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row["reached"] is False for found in document.values() for row in found))
 
 
-def print_row(part: str, row: Row, file: Any, *, brief: bool = False) -> None:
+def print_row(part: str, row: ResultRow, file: Any, *, brief: bool = False) -> None:
     """Print one row for a person; `brief` leaves out its figures."""
     verdict = {
         True: "reached",

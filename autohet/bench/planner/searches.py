@@ -33,9 +33,9 @@ from autohet.bench.planner.synthetic import (
     GSHARD_10B,
     LLAMA_70B,
     cpu_seconds,
-    fleet_of,
     model_spec,
     request_of,
+    synthetic_fleet,
     tied,
 )
 from planner.cluster import Fleet
@@ -53,7 +53,7 @@ from planner.search.moves import Moves
 from planner.search.tables import Tables
 from planner.strategies import Answer, Request, plan_with
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 _RUNS = 3
 
 
@@ -69,13 +69,13 @@ def search_rows(
         "scale",
         "replan",
     ),
-) -> list[Row]:
+) -> list[ResultRow]:
     """Return all rows of the given parts, one measurement each.
 
     No measurement includes the import of scipy, which takes half a second.
     """
     import_module("scipy.optimize")
-    by_part: dict[str, Callable[[], Iterator[Row]]] = {
+    by_part: dict[str, Callable[[], Iterator[ResultRow]]] = {
         "sailor": sailor_rows,
         "metis": metis_rows,
         "metis_experts": metis_experts_rows,
@@ -89,7 +89,7 @@ def search_rows(
     return [row for part in parts for row in by_part[part]()]
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
+def timed(work: Callable[[], Any]) -> tuple[Any, ResultRow]:
     """Return the result of `work` and {"wall_s", "cpu_s", "peak_mib"}.
 
     CPU seconds include child processes; the peak is that of this process so far.
@@ -104,7 +104,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
     }
 
 
-def fastest_search(ask: Callable[[], Request]) -> tuple[Answer, Row]:
+def fastest_search(ask: Callable[[], Request]) -> tuple[Answer, ResultRow]:
     """Run the same search three times, as `timed`, and return the fastest run.
 
     The machine may be shared. Each run has a cost model of its own, since one would remember
@@ -118,7 +118,7 @@ def fastest_search(ask: Callable[[], Request]) -> tuple[Answer, Row]:
 # ---- Sailor's fleets under Sailor's formulas ----
 
 
-def sailor_rows() -> Iterator[Row]:
+def sailor_rows() -> Iterator[ResultRow]:
     folder = measurements_folder()
     if folder is None:
         yield {
@@ -164,25 +164,25 @@ def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | 
     return found if math.isfinite(found) else None
 
 
-def metis_rows() -> Iterator[Row]:
+def metis_rows() -> Iterator[ResultRow]:
     """Return the rows of Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers.
 
     The times of its published code are 5-15, 30-332 and 9-124 s.
     """
     for gpus, theirs in ((16, 4.8), (32, 29.7), (64, 9.4)):
-        fleet = fleet_of({"A100-40": gpus // 2, "T4": gpus // 2})
+        fleet = synthetic_fleet({"A100-40": gpus // 2, "T4": gpus // 2})
         ask = partial(request_of, GPT_26, fleet, 128, 1024, time_limit_s=20)
         row = _against(ask, "metis", f"Metis's case, {gpus} GPUs of two types, 26 layers", theirs)
         yield row | {"reach_s": 0.5}
 
 
-def metis_experts_rows() -> Iterator[Row]:
+def metis_experts_rows() -> Iterator[ResultRow]:
     """Return the rows of Metis's second model, a GShard mixture of experts, on the same GPUs.
 
     Metis publishes no profile of it, so the layer times follow from FLOPs (`synthetic.profile_of`).
     """
     for gpus in (16, 32, 64):
-        fleet = fleet_of({"A100-40": gpus // 2, "T4": gpus // 2})
+        fleet = synthetic_fleet({"A100-40": gpus // 2, "T4": gpus // 2})
         ask = partial(request_of, GSHARD_10B, fleet, 1024, 1024, time_limit_s=20)
         case = (
             f"GShard 10B in {len(GSHARD_10B.blocks)} layers by formulas, {gpus} GPUs of two types"
@@ -191,7 +191,9 @@ def metis_experts_rows() -> Iterator[Row]:
         yield row | {"reach": 1.0}
 
 
-def _against(ask: Callable[[], Request], other: str, on: str, published_s: float | None) -> Row:
+def _against(
+    ask: Callable[[], Request], other: str, on: str, published_s: float | None
+) -> ResultRow:
     ours, cost = fastest_search(ask)
     row = {"on": on, "published_search_s": published_s} | _facts(ours) | cost
     try:
@@ -206,7 +208,7 @@ def _against(ask: Callable[[], Request], other: str, on: str, published_s: float
     }
 
 
-def _facts(answer: Answer) -> Row:
+def _facts(answer: Answer) -> ResultRow:
     search = answer.search
     return {
         "step_time_s": answer.prediction.step_time_s,
@@ -217,17 +219,17 @@ def _facts(answer: Answer) -> Row:
     }
 
 
-def exhaustive_rows(cases: int = 100) -> Iterator[Row]:
+def exhaustive_rows(cases: int = 100) -> Iterator[ResultRow]:
     """Compare random small cases with every possible plan; seeds are the case numbers."""
     yield _against_every_plan("random small cases", small_case, cases)
 
 
-def further_rows(cases: int = 100) -> Iterator[Row]:
+def further_rows(cases: int = 100) -> Iterator[ResultRow]:
     """Compare further random small cases, with seeds from 1000 on, with every possible plan."""
     yield _against_every_plan("further small cases", small_case, cases, 1000)
 
 
-def apart_rows(cases: int = 100) -> Iterator[Row]:
+def apart_rows(cases: int = 100) -> Iterator[ResultRow]:
     """Compare cases in which each layer must be on two nodes with every possible plan."""
     yield _against_every_plan(
         "small cases with a tied embedding, each layer on two nodes", tied_case, cases
@@ -236,7 +238,7 @@ def apart_rows(cases: int = 100) -> Iterator[Row]:
 
 def _against_every_plan(
     what: str, case: Callable[[random.Random], Request], cases: int, first: int = 0
-) -> Row:
+) -> ResultRow:
     """Compare our plans with the exhaustive search on feasible random cases, from one seed on."""
     ratios, within, valid, begin = list[float](), 0, 0, time.process_time()
     for seed in itertools.count(first):
@@ -279,7 +281,7 @@ def small_case(rng: random.Random, is_tied: bool = False) -> Request:
     counts = {gpu: per_node * rng.choice(nodes) for gpu in gpus}
     spec = model_spec("small", rng.randint(2, 4), 512, 2048, 8000, 512)
     request = request_of(
-        tied(spec) if is_tied else spec, fleet_of(counts, per_node), rng.randint(2, 6), 512
+        tied(spec) if is_tied else spec, synthetic_fleet(counts, per_node), rng.randint(2, 6), 512
     )
     return replace(request, max_microbatch_sequences=2)
 
@@ -289,14 +291,14 @@ def tied_case(rng: random.Random) -> Request:
     return replace(small_case(rng, is_tied=True), min_node_disjoint_holders=2)
 
 
-def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:
+def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[ResultRow]:
     """Search fleets of four types with an 80-layer 70B model, and of three types.
 
     The three types have 256 GPUs each.
     """
     four = ("H100-80", "A100-80", "A100-40", "L40S")
     for gpus, reach in zip(sizes, (3.0, 10.0, 60.0), strict=False):
-        fleet = fleet_of({gpu: gpus // 4 for gpu in four})
+        fleet = synthetic_fleet({gpu: gpus // 4 for gpu in four})
         answer, cost = fastest_search(partial(request_of, LLAMA_70B, fleet, gpus * 4, 4096))
         yield (
             {"on": f"{gpus} GPUs of four types, 70B", "reach_s": reach, "reach_gap": 0.02}
@@ -304,7 +306,7 @@ def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:
             | cost
         )
     answer, cost = fastest_search(
-        partial(request_of, LLAMA_70B, fleet_of(dict.fromkeys(four[:3], 256)), 3072, 4096)
+        partial(request_of, LLAMA_70B, synthetic_fleet(dict.fromkeys(four[:3], 256)), 3072, 4096)
     )
     yield (
         {"on": "three types, 256 GPUs each, 70B", "reach_s": 15.0, "reach_gap": 0.02}
@@ -313,13 +315,13 @@ def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:
     )
 
 
-def replan_rows() -> Iterator[Row]:
+def replan_rows() -> Iterator[ResultRow]:
     """Replan after one node of 256 GPUs leaves, then search in full.
 
     The full search runs once the job trains on the repair.
     """
     four = ("H100-80", "A100-80", "A100-40", "L40S")
-    fleet = fleet_of(dict.fromkeys(four, 64))
+    fleet = synthetic_fleet(dict.fromkeys(four, 64))
     before = plan_with("autohet", request_of(LLAMA_70B, fleet, 1024, 4096))
     smaller = Fleet(1, fleet.nodes[:-1])
     request = request_of(LLAMA_70B, smaller, 1024, 4096)

@@ -107,7 +107,7 @@ def llama_decoder(
     # These import torch and transformers: three seconds.
     from autohet.runtime.job import ModelSection
     from autohet.runtime.models import COMPUTE_DTYPES, load_config
-    from autohet.runtime.spmd.language_model import decoder_of
+    from autohet.runtime.spmd.language_model import captured_decoder
 
     config = {
         "model_type": spec.model_type,
@@ -121,7 +121,7 @@ def llama_decoder(
         "tie_word_embeddings": spec.tied_embeddings,
     }
     loaded = load_config(ModelSection(config=config))
-    found = decoder_of(loaded, microbatch, sequence_length, COMPUTE_DTYPES[precision])
+    found = captured_decoder(loaded, microbatch, sequence_length, COMPUTE_DTYPES[precision])
     sizes = (math.prod(found.graph.by_name[name].shape) for name in found.split_dims)
     return found if sum(sizes) == spec.parameters else None
 
@@ -156,7 +156,7 @@ def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTa
     return ProfileTable(rows)
 
 
-def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
+def synthetic_fleet(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
     """Return a fleet with `counts` GPUs of each type."""
     nodes: list[Node] = []
     for gpu, count in counts.items():

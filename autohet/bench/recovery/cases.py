@@ -19,10 +19,10 @@ from planner.cluster import node_of
 from planner.plan import Plan, check_plan
 from recovery.state.holdings import Holding, Source, require_restorable_step
 from recovery.state.layout import Layout, ShardId
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import TIERS, TransferSchedule, WorkerPart, schedule
 
-__all__ = ["POLICIES", "SCENARIOS", "Scenario", "config_of_size", "policy_schedule"]
+__all__ = ["POLICIES", "SCENARIOS", "RestoreScenario", "config_of_size", "policy_schedule"]
 
 NUM_LAYERS = 12
 STEP = 20
@@ -33,7 +33,7 @@ StageOf = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Scenario:
+class RestoreScenario:
     """Change of the fleet.
 
     Pipelines are tuples of (number of layers, workers). Workers in `leaving` still give their state
@@ -105,49 +105,49 @@ _ONE_BY_FOUR = (tuple(_one(3, f"n{node}") for node in range(4)),)
 _ONE_BY_THREE = (tuple(_one(4, f"n{node}") for node in range(3)),)
 
 _SCENARIOS = (
-    Scenario(
+    RestoreScenario(
         "a",
         "a node leaves; its layers live in another pipeline",
         "death",
         _TWO_BY_TWO,
         ((_one(6, "n0"), _one(6, "n1")), (_one(12, "n2"),)),
     ),
-    Scenario(
+    RestoreScenario(
         "b",
         "a node leaves that held the only copy of some layers",
         "death",
         _ONE_BY_FOUR,
         _ONE_BY_THREE,
     ),
-    Scenario(
+    RestoreScenario(
         "b_notice",
         "the same with notice: it gives its state before it goes",
         "notice",
         _ONE_BY_FOUR,
         _ONE_BY_THREE,
     ),
-    Scenario(
+    RestoreScenario(
         "c",
         "half the fleet leaves; the faster survivor takes more layers",
         "death",
         _TWO_BY_TWO,
         ((_one(8, "n0"), _one(4, "n3")),),
     ),
-    Scenario(
+    RestoreScenario(
         "d",
         "all leave; a new fleet comes",
         "death",
         _TWO_BY_TWO,
         ((_one(6, "m0"), _one(6, "m1")), (_one(6, "m2"), _one(6, "m3"))),
     ),
-    Scenario(
+    RestoreScenario(
         "e",
         "two nodes arrive and form a second pipeline",
         "arrival",
         ((_one(6, "n0"), _one(6, "n1")),),
         _TWO_BY_TWO,
     ),
-    Scenario(
+    RestoreScenario(
         "f",
         "tensor parallelism of degree 2 becomes a longer pipeline without",
         "arrival",
@@ -156,7 +156,7 @@ _SCENARIOS = (
     ),
 )
 
-SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _SCENARIOS}
+SCENARIOS: Mapping[str, RestoreScenario] = {scenario.name: scenario for scenario in _SCENARIOS}
 
 
 def config_of_size(state_bytes: float) -> PreTrainedConfig:
@@ -185,9 +185,9 @@ def config_of_size(state_bytes: float) -> PreTrainedConfig:
 
 def policy_schedule(
     policy: str,
-    scenario: Scenario,
+    scenario: RestoreScenario,
     config: PreTrainedConfig,
-    links: Links,
+    links: LinkRates,
     storage: str = STORAGE,
     *,
     checked: bool = True,
@@ -230,7 +230,7 @@ def policy_schedule(
 
 
 def _alone(
-    layout: Layout, worker: str, node: str, holdings: list[Holding], links: Links
+    layout: Layout, worker: str, node: str, holdings: list[Holding], links: LinkRates
 ) -> tuple[WorkerPart, dict[str, int]]:
     """Return the part of a worker that reads its whole state by itself, and the bytes by tier."""
     mine = replace(layout, shards_by_worker={worker: layout.shards_by_worker[worker]})
@@ -241,7 +241,7 @@ def _alone(
 def _together(
     parts: list[tuple[WorkerPart, dict[str, int]]],
     nodes: Mapping[str, str],
-    links: Links,
+    links: LinkRates,
     layout: Layout,
 ) -> TransferSchedule:
     """Combine all workers' own reads, which run at once, into one schedule.
@@ -261,7 +261,7 @@ def _together(
     )
 
 
-def missing_shards(scenario: Scenario, before: Layout) -> frozenset[ShardId]:
+def missing_shards(scenario: RestoreScenario, before: Layout) -> frozenset[ShardId]:
     """Return the shards that no giver holds."""
     held = frozenset().union(
         *(before.shards_by_worker[worker] for worker in scenario.givers), frozenset()

@@ -39,7 +39,7 @@ def prefix_of(source: str) -> str:
     return Path(source).name + "/"
 
 
-def save(layout: Layout, step: int, directory: Path) -> None:
+def write_known_shards(layout: Layout, step: int, directory: Path) -> None:
     """Write every shard's known content at `step`, once."""
     shards = frozenset().union(*layout.shards_by_worker.values())
     state = {

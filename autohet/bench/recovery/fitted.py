@@ -25,7 +25,7 @@ WORK = tuple(0.8 + 0.05 * step for step in range(33))
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasuredRestore:
     """Measurements of one restore."""
 
     scenario: str
@@ -47,7 +47,7 @@ class RestoreModel:
     def seconds(self, makespan_s: float, requests: int, copy_s: float = 0.0) -> float:
         return self.setup_s + self.per_request_s * requests + max(makespan_s, self.work * copy_s)
 
-    def error(self, case: Case) -> float:
+    def error(self, case: MeasuredRestore) -> float:
         """Return predicted over measured seconds, less one."""
         return self.seconds(case.makespan_s, case.requests, case.copy_s) / case.restore_s - 1
 
@@ -65,7 +65,7 @@ Each scenario was measured under three policies.
 """
 
 
-def cases_of(document: dict[str, Any]) -> list[Case]:
+def cases_of(document: dict[str, Any]) -> list[MeasuredRestore]:
     """Return the measured restores in a document of `autohet bench recovery`.
 
     Only restores by this repository count, since the model describes those.
@@ -80,8 +80,8 @@ def cases_of(document: dict[str, Any]) -> list[Case]:
     return cases
 
 
-def _case(scenario: str, policy: str, result: dict[str, Any]) -> Case:
-    return Case(
+def _case(scenario: str, policy: str, result: dict[str, Any]) -> MeasuredRestore:
+    return MeasuredRestore(
         scenario,
         policy,
         result["makespan_s"],
@@ -91,7 +91,7 @@ def _case(scenario: str, policy: str, result: dict[str, Any]) -> Case:
     )
 
 
-def fit(cases: Sequence[Case]) -> RestoreModel:
+def fit(cases: Sequence[MeasuredRestore]) -> RestoreModel:
     """Return the grid's parameters with the least mean relative error.
 
     No more than three parameters, from at least as many cases.
@@ -101,7 +101,7 @@ def fit(cases: Sequence[Case]) -> RestoreModel:
     return min(models, key=lambda model: mean(abs(model.error(case)) for case in cases))
 
 
-def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any]:
+def held_out(cases: Sequence[MeasuredRestore], scenarios: Collection[str]) -> dict[str, Any]:
     """Fit to all other scenarios and predict these.
 
     Returns the parameters, the errors of these scenarios, and the mean and the worst of their
@@ -124,7 +124,7 @@ def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any
     }
 
 
-def cross_validated(cases: Sequence[Case]) -> dict[str, Any]:
+def cross_validated(cases: Sequence[MeasuredRestore]) -> dict[str, Any]:
     """Fit with each scenario held out in turn, and fit one model to all cases.
 
     The simulation of larger models uses the model of all cases.

@@ -23,7 +23,7 @@ from recovery.local.snapshot_file import SnapshotFile
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.storage.protocol import ObjectInfo, Storage
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 
 LANES = ("out", "in", "memory", "disk", "s3")
 _PIECE_BYTES = 256 << 10
@@ -38,7 +38,7 @@ class Lanes:
 
     free_at: Any
     node: int
-    links: Links
+    links: LinkRates
 
     def rate(self, lane: str) -> float:
         """Bytes per second."""
@@ -64,10 +64,10 @@ class Lanes:
 
     def pass_through(self, lanes: Sequence[str], num_bytes: int) -> None:
         """Block until the bytes would have passed all of `lanes`, in parallel."""
-        sleep_until(max(self.reserve(lane, num_bytes)[1] for lane in lanes))
+        sleep_until_monotonic(max(self.reserve(lane, num_bytes)[1] for lane in lanes))
 
 
-def sleep_until(moment: float) -> None:
+def sleep_until_monotonic(moment: float) -> None:
     """Sleep to a moment of the monotonic clock."""
     while (left := moment - time.monotonic()) > 0:
         time.sleep(left)
@@ -120,7 +120,7 @@ class ThrottledGroup:
                 end,
                 self._lanes.reserve("in", transfer.tensor.numel(), max(start, transfer.posted))[1],
             )
-        sleep_until(end)
+        sleep_until_monotonic(end)
 
 
 class ThrottledStore(AgentStore):

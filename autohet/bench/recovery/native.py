@@ -21,7 +21,7 @@ from autohet.bench.recovery.surroundings import TIMEOUT_S, Task, Wiring
 from autohet.bench.recovery.workers import CLOSE, leave_interrupts_to_the_parent, serve_agent
 from autohet.driver.emulate.namespaces import NamespaceNetwork, enter_namespace, namespace_network
 from autohet.driver.stop_signals import undisturbed
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 
 STORAGE_NODE = "s3"
 MEMORY_FILE_SYSTEM = "/dev/shm"
@@ -47,7 +47,7 @@ class NativeNetwork:
         self,
         network: NamespaceNetwork,
         num_nodes: int,
-        links: Links,
+        links: LinkRates,
         durable: str,
         stack: ExitStack,
     ) -> None:
@@ -121,7 +121,7 @@ def _end(process: Any, connection: Any) -> None:
 
 
 @contextmanager
-def native_network(num_nodes: int, links: Links) -> Iterator[tuple[NativeNetwork, str]]:
+def native_network(num_nodes: int, links: LinkRates) -> Iterator[tuple[NativeNetwork, str]]:
     """Yield the network, and the URI of the storage in it.
 
     The environment points S3 clients of this process and its children at the storage.

@@ -27,7 +27,7 @@ from autohet.bench.recovery.native import NativeNetwork, native_network
 from autohet.bench.recovery.storage import committed_checkpoint, object_storage
 from autohet.bench.recovery.trial import DCP_CACHE, Trial, TrialPlaces
 from autohet.bench.recovery.workers import WorkerProcesses
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 
 NUM_PROCESSES = 4
 PROBE_BYTES = 256 << 20
@@ -36,7 +36,7 @@ Parts = Mapping[str, dict[str, float | None]]
 
 
 def throttled_scenarios(
-    scenarios: tuple[str, ...], state_bytes: float, links: Links, parts: Parts, step_s: float
+    scenarios: tuple[str, ...], state_bytes: float, links: LinkRates, parts: Parts, step_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure the scenarios over software-throttled `links`.
 
@@ -70,7 +70,7 @@ def throttled_scenarios(
 
 
 def native_scenarios(
-    scenarios: tuple[str, ...], state_bytes: float, links: Links, parts: Parts, step_s: float
+    scenarios: tuple[str, ...], state_bytes: float, links: LinkRates, parts: Parts, step_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure the scenarios between network namespaces, at the links' own speed.
 
@@ -115,12 +115,12 @@ STORAGE = (
 )
 
 
-def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: Links) -> str:
-    from autohet.bench.recovery.dcp_cache import save
+def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: LinkRates) -> str:
+    from autohet.bench.recovery.dcp_cache import write_known_shards
 
     before, _, _ = policy_schedule("s3_only", SCENARIOS[name], config, links)
     directory = Path(network.durable, f"dcp-{name}")
-    save(before, CHECKPOINT_STEP, directory)
+    write_known_shards(before, CHECKPOINT_STEP, directory)
     return str(directory)
 
 
@@ -153,7 +153,7 @@ def _speed(action: Callable[[], Any]) -> float:
     return PROBE_BYTES / min(seconds)
 
 
-def _speeds(links: Links) -> dict[str, float]:
+def _speeds(links: LinkRates) -> dict[str, float]:
     return {
         "network": links.network_bytes_per_s,
         "disk": links.disk_bytes_per_s,
@@ -200,17 +200,17 @@ def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str
         "plan_before": scenario.plan_before.to_document(),
         "plan_after": scenario.plan_after.to_document(),
         "policies": policies,
-        "ratio_vs_s3_only": ratio(s3.seconds[counted], ours.seconds[counted]),
+        "ratio_vs_s3_only": quotient(s3.seconds[counted], ours.seconds[counted]),
         "ratio_counts": counted,
-        "restore_ratio_vs_s3_only": ratio(s3.seconds["restore"], ours.seconds["restore"]),
-        "ratio_with_lost_work_vs_s3_only": ratio(*charged) if counted == "total" else None,
-        "ratio_vs_limit": ratio(ours.seconds["restore"], ours.limit_s),
+        "restore_ratio_vs_s3_only": quotient(s3.seconds["restore"], ours.seconds["restore"]),
+        "ratio_with_lost_work_vs_s3_only": quotient(*charged) if counted == "total" else None,
+        "ratio_vs_limit": quotient(ours.seconds["restore"], ours.limit_s),
         "ratio_vs_bound": policies["local_first"]["restore_over_bound"],
         "missing_bytes": ours.missing_bytes,
         "s3_shards_are_the_missing": ours.s3_shards == ours.missing,
     }
 
 
-def ratio(numerator: float | None, denominator: float | None) -> float | None:
+def quotient(numerator: float | None, denominator: float | None) -> float | None:
     """Return numerator / denominator; None if there is nothing to compare with."""
     return numerator / denominator if numerator is not None and denominator else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from autohet.cli.outputs import check_output
 from planner.errors import ConfigError
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 
 EMULATED_SCALE = 40.0
 
@@ -97,7 +97,7 @@ class Options:
     """
 
     state_bytes: float
-    cloud: Links
+    cloud: LinkRates
     scale: float
     step_s: float
     scenarios: tuple[str, ...]
@@ -140,7 +140,7 @@ def _options(args: argparse.Namespace) -> Options:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0"
             )
-    cloud = Links(
+    cloud = LinkRates(
         network_bytes_per_s=args.network_gbps * 1e9 / 8, s3_bytes_per_s=args.s3_gbytes_per_s * 1e9
     )
     scale = _scale(args.scale)
@@ -206,7 +206,7 @@ def benchmark(options: Options) -> dict[str, Any]:
     }
 
 
-def _describe(links: Links, scale: float) -> str:
+def _describe(links: LinkRates, scale: float) -> str:
     parts = {
         "NVMe": links.disk_bytes_per_s,
         "S3": links.s3_bytes_per_s,
@@ -225,9 +225,9 @@ def _describe(links: Links, scale: float) -> str:
     )
 
 
-def scaled_links(cloud: Links, scale: float) -> Links:
+def scaled_links(cloud: LinkRates, scale: float) -> LinkRates:
     """Return a cloud node's links, all divided by `scale`: their ratios stay."""
-    return Links(
+    return LinkRates(
         cloud.memory_bytes_per_s / scale,
         cloud.disk_bytes_per_s / scale,
         cloud.network_bytes_per_s / scale,
@@ -235,7 +235,7 @@ def scaled_links(cloud: Links, scale: float) -> Links:
     )
 
 
-def _speeds(links: Links) -> dict[str, float]:
+def _speeds(links: LinkRates) -> dict[str, float]:
     return {
         "network": links.network_bytes_per_s,
         "disk": links.disk_bytes_per_s,

@@ -15,12 +15,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.bench.recovery.cases import POLICIES, STEP, Scenario, policy_schedule
+from autohet.bench.recovery.cases import POLICIES, STEP, RestoreScenario, policy_schedule
 from autohet.bench.recovery.fitted import FITTED, FITTED_ERRORS
 from autohet.bench.recovery.trial import requests_of
 from autohet.runtime.job import ModelSection
 from autohet.runtime.models import load_config
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 
 FORMULAS = {
     "restore": (
@@ -50,11 +50,11 @@ class Scale:
     shape: tuple[int, int, int]
     layers: int
     nodes_per_pipeline: int
-    links: Links
+    links: LinkRates
 
 
-def _links(network_gbps: float, s3: float, nvme: float) -> Links:
-    return Links(200 * GB, nvme * GB, network_gbps * GB / 8, s3 * GB)
+def _links(network_gbps: float, s3: float, nvme: float) -> LinkRates:
+    return LinkRates(200 * GB, nvme * GB, network_gbps * GB / 8, s3 * GB)
 
 
 SCALES = (
@@ -109,22 +109,24 @@ def simulated_scenarios() -> list[dict[str, Any]]:
     return [_document(scale, scenario) for scale in SCALES for scenario in _scenarios(scale)]
 
 
-def _scenarios(scale: Scale) -> list[Scenario]:
+def _scenarios(scale: Scale) -> list[RestoreScenario]:
     first, second = _pipeline(scale, "n"), _pipeline(scale, "p")
     *others, last = second
     # The node before the lost one takes its layers too.
     merged = (*others[:-1], (others[-1][0] + last[0], others[-1][1])) if others else second
     fresh = (_pipeline(scale, "x"), _pipeline(scale, "y"))
     return [
-        Scenario(
+        RestoreScenario(
             "a",
             "a node leaves; its layers live in another pipeline",
             "death",
             (first, second),
             (first, merged),
         ),
-        Scenario("d", "all leave; a new fleet comes", "death", (first, second), fresh),
-        Scenario("e", "a second pipeline's nodes arrive", "arrival", (first,), (first, second)),
+        RestoreScenario("d", "all leave; a new fleet comes", "death", (first, second), fresh),
+        RestoreScenario(
+            "e", "a second pipeline's nodes arrive", "arrival", (first,), (first, second)
+        ),
     ]
 
 
@@ -147,7 +149,7 @@ def _config(scale: Scale) -> PreTrainedConfig:
     )
 
 
-def _document(scale: Scale, scenario: Scenario) -> dict[str, Any]:
+def _document(scale: Scale, scenario: RestoreScenario) -> dict[str, Any]:
     config = _config(scale)
     policies: dict[str, dict[str, Any]] = {}
     state_bytes, limit_s = 0, 0.0

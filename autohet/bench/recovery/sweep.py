@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
 from autohet.bench.recovery.fitted import FITTED
 from autohet.bench.recovery.trial import requests_of
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 
 S3_BYTES_PER_S = tuple(speed * 1e9 for speed in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 25.0))
 STATE_BYTES = (1e9, 8e9)
@@ -26,7 +26,7 @@ All lines are bytes over a speed, so ratios of bounds do not depend on the state
 """
 
 
-def s3_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
+def s3_sweep(cloud: LinkRates, scenarios: Sequence[str]) -> list[dict[str, Any]]:
     """Return the bounds' ratio for each scenario and S3 speed per node, with links like `cloud`.
 
     Each entry is {"scenario", "s3_bytes_per_s", "bound_ratio"}: the bound of `s3_only` over that of
@@ -54,7 +54,7 @@ def s3_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def predicted_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
+def predicted_sweep(cloud: LinkRates, scenarios: Sequence[str]) -> list[dict[str, Any]]:
     """Predict restores for each scenario, size of state and S3 speed per node.
 
     Each entry is {"scenario", "state_bytes", "s3_bytes_per_s", "local_first_s", "s3_only_s",
@@ -86,6 +86,6 @@ def predicted_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, An
     return found
 
 
-def _predicted(policy: str, name: str, config: PreTrainedConfig, links: Links) -> float:
+def _predicted(policy: str, name: str, config: PreTrainedConfig, links: LinkRates) -> float:
     _, _, transfers = policy_schedule(policy, SCENARIOS[name], config, links, checked=False)
     return FITTED.seconds(transfers.makespan_s, requests_of(transfers))

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from autohet.bench.recovery.cases import (
     CHECKPOINT_STEP,
     STEP,
-    Scenario,
+    RestoreScenario,
     missing_shards,
     policy_schedule,
 )
@@ -21,7 +21,7 @@ from autohet.bench.recovery.surroundings import Task
 from autohet.bench.recovery.workers import Result, WorkerProcesses
 from planner.cluster import node_of
 from recovery.state.layout import ShardId
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import TransferSchedule
 
 _NUMBERS = itertools.count()
@@ -53,10 +53,10 @@ class Trial:
 
     def __init__(
         self,
-        scenario: Scenario,
+        scenario: RestoreScenario,
         policy: str,
         config: PreTrainedConfig,
-        links: Links,
+        links: LinkRates,
         places: TrialPlaces,
     ) -> None:
         self.policy = policy

@@ -33,7 +33,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.peers.server import ShardServer
 from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.restore import LiveState, RestoreTask, restore
 
 MAX_NODES = 8
@@ -263,7 +263,7 @@ class WorkerProcesses:
         assert self._workers[index][1].poll(TIMEOUT_S), "a worker process did not start"
         assert self._workers[index][1].recv() == "up"
 
-    def run(self, task: Task, links: Links) -> list[Result]:
+    def run(self, task: Task, links: LinkRates) -> list[Result]:
         """Run the task and return all participants' results.
 
         Raises RestoreFailed with the traceback if one failed.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autohet.driver.control.actions import Action, AskHoldings, EndAgent, HandOver, ReleaseNode
-from autohet.driver.control.observation import Age, Observation, Part, Prune
+from autohet.driver.control.observation import Age, HeldPart, Observation, Prune
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from recovery.state.holdings import Holding, Source, restorable_step
 from recovery.state.layout import ShardId
@@ -183,7 +183,7 @@ class AgentGc:
 
     def only_copies(
         self, holdings: Iterable[Holding], leaving: Collection[str]
-    ) -> dict[str, tuple[Part, ...]]:
+    ) -> dict[str, tuple[HeldPart, ...]]:
         """Return by leaving node the shards of the newest whole step that only leaving nodes keep.
 
         Each shard is listed once, from one source.
@@ -205,7 +205,7 @@ class AgentGc:
             if all(source.node in leaving for source in holders[shard]):
                 first = min(holders[shard], key=lambda source: (source.kind != "memory", source))
                 parts.setdefault(first, []).append(shard)
-        found: dict[str, tuple[Part, ...]] = {}
+        found: dict[str, tuple[HeldPart, ...]] = {}
         for source, of_source in sorted(parts.items()):
             found[source.node] = (*found.get(source.node, ()), (source, tuple(of_source)))
         return found

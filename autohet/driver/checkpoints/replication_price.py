@@ -40,7 +40,7 @@ class RoundTraffic:
 
 
 @dataclass(frozen=True)
-class Training:
+class CopiedTraining:
     """Training during which copies are made.
 
     sync_share: part of a step that waits for the network. fleet_usd_per_hour: None where a node has
@@ -92,7 +92,7 @@ def traffic_of(
 
 def spacing_of(
     traffic: RoundTraffic,
-    training: Training,
+    training: CopiedTraining,
     zones: ZoneTable,
     *,
     least_steps: int,

@@ -21,7 +21,7 @@ from autohet.driver.history.skipped_steps import SKIPPED_FROM
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
     ADAPTER,
-    Change,
+    KeyChange,
     changes,
     check_changes,
     config_changes,
@@ -116,7 +116,7 @@ _SCHEDULE_FIELDS = (
 SCHEDULE_KEYS = frozenset(f"training.{key}" for key in _SCHEDULE_FIELDS)
 
 
-def schedule_change(job: Job, step: int, told: Collection[Change]) -> str | None:
+def schedule_change(job: Job, step: int, told: Collection[KeyChange]) -> str | None:
     """Describe how a resumed run's learning rate changes at `step`.
 
     None: no key of the schedule has changed the rate, and it goes on as it would have.
@@ -184,7 +184,7 @@ def _check_updates(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
         )
 
 
-def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
+def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
     """Return the allowed differences between the job and a checkpoint's run.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.driver.control.observation import Part, Prune
+from autohet.driver.control.observation import HeldPart, Prune
 from autohet.runtime.job import ScriptedEvent
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder
 from recovery.state.ancestry import Descent
@@ -125,7 +125,7 @@ class HandOver:
     parts: by node, what its agent copies.
     """
 
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[HeldPart, ...]]
     to: tuple[AgentEndpoint, ...]
 
 

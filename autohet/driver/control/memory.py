@@ -13,7 +13,7 @@ from autohet.driver.history.ledger import Ledger
 from autohet.driver.planning.buyer import Buyer
 from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.outlook import Outlook
-from autohet.driver.planning.proposals import Planning, Proposal
+from autohet.driver.planning.proposals import Planning, PlanProposal
 from autohet.runtime.job import Job
 from autohet.runtime.job.elastic import Timeouts
 from planner.cluster import NodeType
@@ -94,7 +94,7 @@ class JobMemory:
     """Number of the newest generation that was claimed."""
     members: tuple[str, ...] = ()
     """Workers of the generation that trains, or trained last."""
-    proposal: Proposal | None = None
+    proposal: PlanProposal | None = None
     """Plan that the members train on, with its prediction."""
     planned_nodes: frozenset[str] = frozenset()
     """Living nodes that the plan was made for."""

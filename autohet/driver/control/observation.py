@@ -13,7 +13,7 @@ from autohet.runtime.messages import (
     AgentEndpoint,
     DataState,
     GenerationOrder,
-    Transfer,
+    StateTransfer,
     WorkerReport,
 )
 from planner.cluster import Node, node_of
@@ -27,7 +27,7 @@ Age = tuple[int, int]
 
 The larger one of two is newer, and belongs to the run's present history.
 """
-Part = tuple[Source, tuple[ShardId, ...]]
+HeldPart = tuple[Source, tuple[ShardId, ...]]
 """Source of one copy, and some of its shards."""
 
 
@@ -209,7 +209,7 @@ class Observation:
 
     None while some answers are missing, or if none was asked for.
     """
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[StateTransfer, ...] = ()
     """Copies that agents have handed over since the last look.
 
     Reports of workers contain the workers' own copies.
@@ -299,7 +299,9 @@ class NodeAgents(Protocol):
         """Ask every agent which copies it holds, for `Observation.holdings`."""
         ...
 
-    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+    def hand_over(
+        self, parts: Mapping[str, Sequence[HeldPart]], to: Sequence[AgentEndpoint]
+    ) -> None:
         """Have agents copy `parts` (by node) of what they hold to the agents at `to`.
 
         The answer to `ask_holdings` is used.

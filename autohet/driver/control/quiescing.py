@@ -14,7 +14,7 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.sourcing import adopt
 from autohet.driver.control.states import Quiescing, State, Waiting
 from autohet.driver.history.failures import is_lost
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.driver.planning.replanning import ask_for_plan, begin_change, plan_decision
 from autohet.runtime.messages import STANDING_PHASES, Phase
 
@@ -148,7 +148,7 @@ def _replan(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[
     return (yield from adopt(change, proposal, memory, seen))
 
 
-def _is_overtaken(proposal: Proposal, seen: Observation) -> bool:
+def _is_overtaken(proposal: PlanProposal, seen: Observation) -> bool:
     """Return True if a worker of the plan is lost, or its node leaves."""
     return any(
         worker not in seen.reports or worker in seen.losses or seen.node_of(worker) in seen.notices

@@ -12,7 +12,7 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Quiescing, Sourcing, State
 from autohet.driver.history.change import Change
 from autohet.driver.planning.orders import Book, OrderTerms
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from planner.cost.host_memory import sentences
 from planner.errors import ConfigError
 from planner.zones import known_zones
@@ -24,7 +24,7 @@ CLAIM_S = 2.0
 
 
 def adopt(
-    change: Change, proposal: Proposal, memory: JobMemory, seen: Observation
+    change: Change, proposal: PlanProposal, memory: JobMemory, seen: Observation
 ) -> Deciding[State]:
     """Take over a plan, now that all workers stand, and look for the state at once."""
     change.plan_after = proposal.plan

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from autohet.driver.control.policy import FleetEvent
 from autohet.driver.history.change import Change
 from autohet.driver.planning.orders import Book
-from autohet.driver.planning.proposals import Proposal, Search
+from autohet.driver.planning.proposals import PendingSearch, PlanProposal
 from planner.cluster import Node
 
 
@@ -49,7 +49,7 @@ class Quiescing:
     deadline: float
     interrupted: bool
     broken: tuple[str, ...] = ()
-    proposal: Proposal | None = None
+    proposal: PlanProposal | None = None
     rolling: frozenset[str] = frozenset()
     roll_deadline: float | None = None
     quiet_since: float | None = None
@@ -64,7 +64,7 @@ class Sourcing:
     """
 
     change: Change
-    proposal: Proposal
+    proposal: PlanProposal
     deadline: float
     asked: bool = False
     book: Book | None = None
@@ -76,7 +76,7 @@ class Building:
     """Building groups and restoring state: the orders are out."""
 
     change: Change
-    proposal: Proposal
+    proposal: PlanProposal
     generation: int
     participants: tuple[str, ...]
     deadline: float
@@ -90,7 +90,7 @@ class Considering:
     """
 
     trouble: FleetEvent
-    search: Search
+    search: PendingSearch
     since: float
 
 
@@ -103,7 +103,7 @@ class Leaving:
     """
 
     change: Change
-    proposal: Proposal
+    proposal: PlanProposal
     usable: tuple[str, ...]
     patience_s: float
     needs_s: float

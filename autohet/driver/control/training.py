@@ -23,7 +23,7 @@ from autohet.driver.control.states import (
 from autohet.driver.history.change import Change
 from autohet.driver.planning.gathering import gathers_until, needed_s, slowest_move_s
 from autohet.driver.planning.outlook import gather_s, patience_s
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.driver.planning.replanning import (
     ask_for_plan,
     begin_change,
@@ -183,7 +183,7 @@ def _needed_s(memory: JobMemory, seen: Observation) -> float:
 
 
 def _move(
-    memory: JobMemory, change: Change, proposal: Proposal, seen: Observation
+    memory: JobMemory, change: Change, proposal: PlanProposal, seen: Observation
 ) -> Deciding[State]:
     """Stop all survivors after the current step, to continue under this plan."""
     yield RequestStop(policy.survivors(seen, memory.members), checkpoint=False)

@@ -20,7 +20,7 @@ import torch
 
 from autohet.driver.emulate.chat_demo import ExportedAdapter, chat_job, export_best, write_chat
 from autohet.driver.emulate.fleet import read_document
-from autohet.driver.planning.proposals import Proposal, make_planning
+from autohet.driver.planning.proposals import PlanProposal, make_planning
 from autohet.driver.run import Machines, Outcome, Show, connection, train_on
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
@@ -40,7 +40,7 @@ MAX_DIFFERENCE = 1e-3
 class SymmetricRun:
     """The symmetric plan and its measured step time."""
 
-    proposal: Proposal
+    proposal: PlanProposal
     measured_step_s: float
 
     def to_document(self) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.runtime.pacing import Pace
 from planner.spmd.fleet import work_by_worker
 
 
-def paces_of(proposal: Proposal) -> Mapping[str, Pace]:
+def paces_of(proposal: PlanProposal) -> Mapping[str, Pace]:
     """Return the seconds of one microbatch's forward and backward pass by worker of the plan."""
     if proposal.plan.spmd is not None:
         return {

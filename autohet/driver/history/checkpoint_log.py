@@ -10,7 +10,7 @@ from autohet.driver.checkpoints.agent_gc import settled_age
 from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.effects import Deciding, Effects, event
 from autohet.driver.control.observation import Age, Observation
-from autohet.runtime.messages import GenerationOrder, Transfer, UploadRetried
+from autohet.runtime.messages import GenerationOrder, StateTransfer, UploadRetried
 from planner.cluster import node_of
 from recovery.state.layout import Layout
 
@@ -60,7 +60,7 @@ class EndedTransfers:
         for transfer in seen.transfers:
             self._add(transfer, transfer.source)
 
-    def _add(self, transfer: Transfer, source: str) -> None:
+    def _add(self, transfer: StateTransfer, source: str) -> None:
         ended_at = self._now - transfer.ended_ago_s
         began_at = ended_at - transfer.seconds
         key = (transfer.tier, source, transfer.generation, transfer.step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.driver.history.ledger import Ledger
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.runtime.job.learning_rate import learning_rate
 from planner.catalogue import find_gpu_type
 from planner.cost.model import CostModel
@@ -89,7 +89,7 @@ def _plan_document(
 
 
 def utilisation_by_gpu_type(
-    proposal: Proposal, step_s: float | None, peak_bytes: Mapping[str, int]
+    proposal: PlanProposal, step_s: float | None, peak_bytes: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
     """Return the utilisation by GPU type of the plan.
 

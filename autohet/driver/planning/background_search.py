@@ -9,10 +9,10 @@ from typing import Generic
 from autohet.driver.planning.proposals import (
     REPLANNING_STRATEGY,
     Pending,
+    PendingSearch,
     Planning,
-    Proposal,
+    PlanProposal,
     Q,
-    Search,
     T,
     replanned,
 )
@@ -23,7 +23,7 @@ from planner.cluster import Fleet
 class BackgroundPlanning(Planning):
     """`Planning` whose `search` runs in another process where there is a second processor."""
 
-    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+    def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         wishes = self.job.parallelism
         if (
             current is None
@@ -52,7 +52,7 @@ class _Considered(Generic[Q, T]):
 
 
 class _Aside:
-    def __init__(self, planning: Planning, fleet: Fleet, current: Proposal) -> None:
+    def __init__(self, planning: Planning, fleet: Fleet, current: PlanProposal) -> None:
         self._planning, self._fleet, self._current = planning, fleet, current
         self._cost = planning.make_cost(fleet)
         request = planning.request(fleet, self._cost)
@@ -60,7 +60,7 @@ class _Aside:
             replanned, planning.question(current, request, thorough=True)
         )
 
-    def result(self) -> Proposal | None:
+    def result(self) -> PlanProposal | None:
         if not self._errand.ended:
             return None
         decision = self._errand()

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from autohet.driver.control.actions import Action, AskForNodes, GiveBack
 from autohet.driver.control.observation import Launches, Observation
 from autohet.driver.planning.buying import (
-    Idle,
+    IdleNodes,
     Market,
     Refusals,
     Shortage,
@@ -36,7 +36,7 @@ class Buyer:
         """
         self._idle_s = job.elastic.patience * job.elastic.idle_release_s
         self._bound = job.parallelism.max_usd_per_hour
-        self._refusals, self._idle = Refusals(), Idle(self._idle_s)
+        self._refusals, self._idle = Refusals(), IdleNodes(self._idle_s)
         self._refused: frozenset[str] = frozenset()
         self._priced = False
         self.released: set[str] = set()

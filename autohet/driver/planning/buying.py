@@ -216,7 +216,7 @@ class Refusals:
 
 
 @dataclass
-class Idle:
+class IdleNodes:
     """Nodes that no plan has used for `patience_s` of training.
 
     Time in which the job does not train neither counts nor resets.

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.checkpoints.replication_price import (
+    CopiedTraining,
     RoundSpacing,
     RoundTraffic,
-    Training,
     spacing_of,
     traffic_of,
 )
 from autohet.driver.control.observation import Observation
 from autohet.driver.planning.outlook import MOST_S
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.loss_scale import LossScales
@@ -30,7 +30,7 @@ from recovery.peers.replication_targets import Peer, ReplicationTarget, replicat
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source, require_restorable_step, restorable_step
 from recovery.state.layout import Layout, ShardId
-from recovery.transfer.links import Links
+from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import TransferSchedule, schedule
 
 MIN_REPLICATION_BYTES_PER_S = (
@@ -115,7 +115,7 @@ class OrderBuilder:
         self,
         job: Job,
         model_config: Any,
-        pace: Callable[[Proposal], Mapping[str, Any]] | None = None,
+        pace: Callable[[PlanProposal], Mapping[str, Any]] | None = None,
         driver: str = "",
         layouts: Callable[[Plan], Layout] | None = None,
         zones: ZoneTable | None = None,
@@ -231,7 +231,7 @@ class OrderBuilder:
     def write(
         self,
         generation: int,
-        proposal: Proposal,
+        proposal: PlanProposal,
         seen: Observation,
         members: Collection[str],
         terms: OrderTerms | None = None,
@@ -367,7 +367,7 @@ class OrderBuilder:
         layout: Layout,
         targets: Mapping[str, tuple[ReplicationTarget, ...]],
         seen: Observation,
-        proposal: Proposal,
+        proposal: PlanProposal,
         change_s: float,
     ) -> Replication | None:
         """Return what these copies carry and cost, and how far apart their rounds are."""
@@ -495,14 +495,14 @@ class OrderBuilder:
         return max(0.0, min(deadlines, default=math.inf) - seen.now)
 
 
-def _training_of(proposal: Proposal, seen: Observation, change_s: float) -> Training:
+def _training_of(proposal: PlanProposal, seen: Observation, change_s: float) -> CopiedTraining:
     """Describe the training during which copies are made, as far as it is known."""
     usd = Fleet(0, tuple(view.node for view in seen.nodes.values())).usd_per_hour()
     prediction = proposal.prediction
     if prediction is None:
-        return Training(1.0, 0.0, usd, change_s)
+        return CopiedTraining(1.0, 0.0, usd, change_s)
     sync_s = prediction.breakdown_s.get("grad_sync", 0.0)
-    return Training(prediction.step_time_s, sync_s / prediction.step_time_s, usd, change_s)
+    return CopiedTraining(prediction.step_time_s, sync_s / prediction.step_time_s, usd, change_s)
 
 
 def _as_held(
@@ -528,7 +528,7 @@ def _as_held(
             yield replace(source, generation=known or 0), shard
 
 
-def links_of(seen: Observation, slow: Mapping[str, float]) -> Links:
+def links_of(seen: Observation, slow: Mapping[str, float]) -> LinkRates:
     """Return the network speed of each living node.
 
     This is the speed that labels or the catalogue give its card, or at which a restore found it
@@ -536,7 +536,7 @@ def links_of(seen: Observation, slow: Mapping[str, float]) -> Links:
     has.
     """
     labels = {name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
-    return Links(
+    return LinkRates(
         network_by_node={name: min(speed, slow.get(name, speed)) for name, speed in labels.items()}
     )
 

@@ -36,7 +36,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class Proposal:
+class PlanProposal:
     """Plan with its prediction.
 
     `stay` says that the present plan is better kept, and `reason` why. searched: False where the
@@ -116,7 +116,7 @@ class Proposal:
 class PlanResult:
     """Answer of the planner, and the seconds that it took; where no plan exists, `why_not`."""
 
-    proposal: Proposal | None
+    proposal: PlanProposal | None
     why_not: str
     seconds: float
 
@@ -162,7 +162,7 @@ class Pending(Protocol[T_co]):
         """Drop the computation; its answer is not wanted any more."""
 
 
-Search = Pending[Proposal]
+PendingSearch = Pending[PlanProposal]
 """Whole search while training continues."""
 
 
@@ -213,11 +213,11 @@ class Planning:
     def propose(
         self,
         fleet: Fleet,
-        current: Proposal | None,
+        current: PlanProposal | None,
         *,
         redundant: bool = True,
         thorough: bool | None = None,
-    ) -> Proposal:
+    ) -> PlanProposal:
         """Return the plan that does the most work until the fleet is expected to change again.
 
         With a present plan that still can run, the answer may be to stay with it. `redundant`
@@ -243,7 +243,9 @@ class Planning:
             return self._proposal(plan_with(wishes.strategy, request), cost)
         return self.concluded(replanned(self.question(current, request, thorough)), cost)
 
-    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> PlanResult:
+    def ask(
+        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+    ) -> PlanResult:
         """Run `propose` and time it; that no plan exists is returned, not raised."""
         started = self.clock()
         try:
@@ -252,7 +254,7 @@ class Planning:
             return PlanResult(None, str(error), self.clock() - started)
         return PlanResult(proposal, "", self.clock() - started)
 
-    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+    def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""
         return _AtOnce(lambda: self.propose(fleet, current, thorough=True))
 
@@ -274,11 +276,11 @@ class Planning:
                 f" fleet has {num_nodes}: lower it, or add nodes"
             )
 
-    def question(self, current: Proposal, request: Request, thorough: bool | None) -> Question:
+    def question(self, current: PlanProposal, request: Request, thorough: bool | None) -> Question:
         """Return the question for `replanned`, to be answered here or in another process."""
         return Question(current.plan, request, self.horizon_s, self.move_s, thorough)
 
-    def concluded(self, decision: ReplanDecision, cost: CostModel) -> Proposal:
+    def concluded(self, decision: ReplanDecision, cost: CostModel) -> PlanProposal:
         """Turn the answer of `replanned` into a proposal for the fleet of this cost model."""
         proposal = self._proposal(decision.answer, cost)
         return replace(
@@ -311,10 +313,10 @@ class Planning:
             spmd=wishes.spmd,
         )
 
-    def _proposal(self, answer: Answer, cost: CostModel) -> Proposal:
+    def _proposal(self, answer: Answer, cost: CostModel) -> PlanProposal:
         check_plan(answer.plan, self.inputs.spec.num_layers)
         idle = tuple(f"{', '.join(idle.workers)}: {idle.why}" for idle in answer.idle)
-        return Proposal(answer.plan, answer.prediction, cost, idle)
+        return PlanProposal(answer.plan, answer.prediction, cost, idle)
 
     def read_fixed_plan(self) -> Plan | None:
         """Return the plan that the job names; None if it names none.
@@ -348,7 +350,7 @@ class Planning:
             ) from None
         return plan
 
-    def _fixed_plan(self, fleet: Fleet) -> Proposal | None:
+    def _fixed_plan(self, fleet: Fleet) -> PlanProposal | None:
         """Return the plan that the job names, if all its workers are there; else None.
 
         Raises:
@@ -363,7 +365,7 @@ class Planning:
         if self.job.training.offload == "optimizer" and plan.spmd is None:
             plan = plan.offloading()
         cost = self.make_cost(fleet, one_format=True)
-        return Proposal(plan, cost.predict(plan), cost)
+        return PlanProposal(plan, cost.predict(plan), cost)
 
 
 def make_planning(

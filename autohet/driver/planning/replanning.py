@@ -11,13 +11,13 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import State, Training
 from autohet.driver.history.change import Change
 from autohet.driver.planning.outlook import move_s
-from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.proposals import PlanProposal
 from planner.cluster import Fleet
 
 
 def ask_for_plan(
     memory: JobMemory, seen: Observation, usable: Collection[str], change: Change
-) -> tuple[Proposal | None, str]:
+) -> tuple[PlanProposal | None, str]:
     """Return the plan for these nodes, or the reason why there is none."""
     if lack := shortage_reason(memory, seen, usable):
         return None, lack
@@ -76,7 +76,7 @@ def _horizon_s(memory: JobMemory, seen: Observation, usable: Collection[str]) ->
     return max(1.0, min(horizon_s, left_s))
 
 
-def plan_decision(memory: JobMemory, proposal: Proposal, reason: str) -> Decision:
+def plan_decision(memory: JobMemory, proposal: PlanProposal, reason: str) -> Decision:
     """Return the event that says which plan was chosen, and why."""
     sentence = f"Deciding to {proposal.headline}, since {reason}"
     return event("decision", memory.generation, sentence, cause=reason)

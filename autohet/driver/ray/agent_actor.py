@@ -18,12 +18,12 @@ from typing import Any
 
 import ray
 
-from autohet.driver.control.observation import Part, Prune
+from autohet.driver.control.observation import HeldPart, Prune
 from autohet.driver.ray.agent_calls import AgentReport
 from autohet.driver.sources.gpu_health import GpuWatch
 from autohet.driver.sources.node_signs import MetadataWatch
 from autohet.runtime.job import Job
-from autohet.runtime.messages import AgentEndpoint, Transfer
+from autohet.runtime.messages import AgentEndpoint, StateTransfer
 from autohet.runtime.preparation import Preparation
 from autohet.runtime.process.log import RunRecord, log_as
 from autohet.runtime.process.report_channel import ReportAddress, ReportSender
@@ -148,8 +148,8 @@ class AgentActor:
         return self._store.refuse_copies()
 
     def hand_over(
-        self, parts: Sequence[Part], peers: Sequence[AgentEndpoint], timeout_s: float
-    ) -> Transfer:
+        self, parts: Sequence[HeldPart], peers: Sequence[AgentEndpoint], timeout_s: float
+    ) -> StateTransfer:
         """Push shards that only this agent holds to other agents before the node leaves; blocks."""
         started, (generation, step) = (
             time.monotonic(),
@@ -157,7 +157,7 @@ class AgentActor:
         )
         endpoints = [Endpoint(peer.node, peer.host, peer.port) for peer in peers]
         sent = hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
-        return Transfer("peer", self._node, generation, step, sent, time.monotonic() - started)
+        return StateTransfer("peer", self._node, generation, step, sent, time.monotonic() - started)
 
     def prune(self, what: Prune) -> int:
         """Remove copies that newer state supersedes; return the number of files."""

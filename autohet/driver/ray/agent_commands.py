@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from autohet.driver.control.observation import Age, Part, Prune
+from autohet.driver.control.observation import Age, HeldPart, Prune
 from autohet.driver.ray.agent_calls import AgentCalls, Inventories
 from autohet.runtime.job.elastic import Timeouts
-from autohet.runtime.messages import AgentEndpoint, Transfer
+from autohet.runtime.messages import AgentEndpoint, StateTransfer
 
 logger = logging.getLogger("autohet")
 
@@ -25,7 +25,7 @@ class AgentCommands:
         self._holdings = Inventories(calls, timeouts)
         self._refusals: dict[Any, str] = {}
         self._handovers: dict[Any, str] = {}
-        self._handed_over: list[Transfer] = []
+        self._handed_over: list[StateTransfer] = []
         self.newest_copies: dict[str, Age | None] = {}
         """Same as `Observation.newest_copies`."""
 
@@ -37,7 +37,7 @@ class AgentCommands:
             self._handed_over.append(transfer)
         return self._holdings.take(now, silent)
 
-    def take_handed_over(self) -> tuple[Transfer, ...]:
+    def take_handed_over(self) -> tuple[StateTransfer, ...]:
         """Return the transfers that agents have completed since the last call."""
         found, self._handed_over = tuple(self._handed_over), []
         return found
@@ -64,7 +64,7 @@ class AgentCommands:
     def hand_over(
         self,
         agents: Mapping[str, Any],
-        parts: Mapping[str, Sequence[Part]],
+        parts: Mapping[str, Sequence[HeldPart]],
         to: Sequence[AgentEndpoint],
     ) -> None:
         self._holdings.drop()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import ray
 
-from autohet.driver.control.observation import Part, Prune
+from autohet.driver.control.observation import HeldPart, Prune
 from autohet.driver.ray.agent_actor import AgentActor, AgentPlace
 from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.observer import RayObserver
@@ -53,7 +53,9 @@ class RayNodeAgents:
     def ask_holdings(self) -> None:
         self._commands.ask_holdings(self._observer.agents, self._observer.clock())
 
-    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+    def hand_over(
+        self, parts: Mapping[str, Sequence[HeldPart]], to: Sequence[AgentEndpoint]
+    ) -> None:
         self._commands.hand_over(self._observer.agents, parts, to)
 
     def release_node(self, node: str) -> None:

@@ -26,11 +26,11 @@ class RayCalls:
             try:
                 found.append((node, ray.get(ref, timeout=5)))
             except RayError as error:
-                logger.warning("The agent of %s does not answer: %s", node, describe(error))
+                logger.warning("The agent of %s does not answer: %s", node, describe_death(error))
         return found
 
 
-def describe(error: RayError) -> str:
+def describe_death(error: RayError) -> str:
     """Return one line of Ray's message on a dead actor.
 
     It is the first line, followed by the last one if the actor's constructor raised.

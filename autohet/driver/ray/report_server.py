@@ -23,7 +23,7 @@ from autohet.runtime.process.report_channel import (
     NONCE_BYTES,
     NUMBER,
     ReportAddress,
-    mac_of,
+    frame_mac,
 )
 
 logger = logging.getLogger("autohet")
@@ -48,11 +48,11 @@ class ExpectedSender:
 
     key: bytes
     number: int = 0
-    connection: Connection | None = None
+    connection: ReportConnection | None = None
 
 
 @dataclass(eq=False)
-class Connection:
+class ReportConnection:
     """Connection, and the part of a frame that it has received so far.
 
     `name` is set once its first frame has proved the sender's identity.
@@ -99,9 +99,9 @@ class ReportServer:
         self._warnings = RareWarnings()
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, ReportConnection] = {}
         self._speakers: dict[str, ExpectedSender] = {}
-        self._strangers: dict[Connection, Connection] = {}
+        self._strangers: dict[ReportConnection, ReportConnection] = {}
         self._short_until: float | None = None
         self._is_short = False
 
@@ -168,14 +168,16 @@ class ReportServer:
 
     def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        connection = Connection(accepted, secrets.token_bytes(NONCE_BYTES))
+        connection = ReportConnection(accepted, secrets.token_bytes(NONCE_BYTES))
         self._poll.register(accepted, select.EPOLLIN | select.EPOLLRDHUP)
         self._connections[accepted.fileno()] = self._strangers[connection] = connection
         if len(self._strangers) > MOST_STRANGERS:
             self._end(next(iter(self._strangers)))
         accepted.send(connection.nonce)
 
-    def _read(self, connection: Connection, ends: bool, heard: set[str], news: list[News]) -> None:
+    def _read(
+        self, connection: ReportConnection, ends: bool, heard: set[str], news: list[News]
+    ) -> None:
         """Read a connection's input.
 
         `ends`: the connection has ended after this input.
@@ -201,7 +203,7 @@ class ReportServer:
             self._warnings.warn("A connection for reports is ended: %s", error)
             self._end(connection)
 
-    def _receive(self, connection: Connection, ends: bool) -> bool:
+    def _receive(self, connection: ReportConnection, ends: bool) -> bool:
         """Receive the bytes that are there; return true if no more will come."""
         for _ in range(MOST_READS):
             try:
@@ -215,7 +217,7 @@ class ReportServer:
                 return not data
         return False
 
-    def _take_frames(self, connection: Connection, news: list[News]) -> None:
+    def _take_frames(self, connection: ReportConnection, news: list[News]) -> None:
         answer = 0
         while (frame := self._next_frame(connection)) is not None:
             number, payload, speaker = frame
@@ -229,7 +231,7 @@ class ReportServer:
             with suppress(BlockingIOError):  # the next one stands for this one, too
                 connection.socket.send(NUMBER.pack(answer))
 
-    def _next_frame(self, connection: Connection) -> tuple[int, bytes, ExpectedSender] | None:
+    def _next_frame(self, connection: ReportConnection) -> tuple[int, bytes, ExpectedSender] | None:
         """Return the number and payload of one whole frame, and its authenticated sender."""
         data = connection.data
         while data.startswith(BEAT) and connection.name is not None:
@@ -245,7 +247,7 @@ class ReportServer:
         del data[: FRAME.size + length]
         speaker = self._speaker(connection, payload)
         if not hmac.compare_digest(
-            mac, mac_of(speaker.key, connection.nonce, connection.place, number, payload)
+            mac, frame_mac(speaker.key, connection.nonce, connection.place, number, payload)
         ):
             raise BadFrame(
                 f"a wrong MAC in place {connection.place} of {connection.name or payload!r}"
@@ -253,14 +255,14 @@ class ReportServer:
         connection.place += 1
         return number, payload, speaker
 
-    def _speaker(self, connection: Connection, payload: bytes) -> ExpectedSender:
+    def _speaker(self, connection: ReportConnection, payload: bytes) -> ExpectedSender:
         name = payload.decode(errors="replace") if connection.name is None else connection.name
         speaker = self._speakers.get(name)
         if speaker is None:  # of a node that was cut off and has come back, say: it tries for ever
             raise ConnectionAbortedError(f"nobody of the name {name!r} is expected")
         return speaker
 
-    def _know(self, connection: Connection, name: str, speaker: ExpectedSender) -> None:
+    def _know(self, connection: ReportConnection, name: str, speaker: ExpectedSender) -> None:
         """Attach a connection to the sender whose identity it has proved, and end its older one.
 
         From then on `_poll` reports the connection only for input longer than a heartbeat.
@@ -271,7 +273,7 @@ class ReportServer:
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, FRAME.size)
         self._strangers.pop(connection, None)
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: ReportConnection) -> None:
         if self._connections.pop(connection.socket.fileno(), None) is not None:
             self._poll.unregister(connection.socket)
         connection.socket.close()

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from autohet.driver.ray.ray_calls import describe
+from autohet.driver.ray.ray_calls import describe_death
 from autohet.driver.ray.report_server import ReportServer, Unreadable
 from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.driver.ray.wake_up import WakeUp
@@ -31,7 +31,7 @@ not deliver it.
 
 
 @dataclass
-class Answer:
+class LatestReport:
     """Newest report of one actor.
 
     `heard_at`: time of its last heartbeat or report. `told_at`: time at which `value` came. `error`
@@ -55,7 +55,7 @@ class Reports:
     def __init__(
         self, host: str, clock: Callable[[], float], beat_s: float, wake_up: WakeUp
     ) -> None:
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, LatestReport] = {}
         self._server, self._clock, self._wake_up = ReportServer(host, beat_s), clock, wake_up
         wake_up.watch(self._server)
         self._addresses: dict[str, ReportAddress] = {}
@@ -74,7 +74,7 @@ class Reports:
         self.remove(key)
         address = self._addresses[key] = self._server.expect(key)
         self._keys[address.name] = key
-        self.answers[key] = Answer(asked_at=self._clock())
+        self.answers[key] = LatestReport(asked_at=self._clock())
         return address
 
     def watch(self, key: str, call: Callable[[], ray.ObjectRef[Any]]) -> None:
@@ -96,7 +96,7 @@ class Reports:
         if isinstance(error, ActorUnavailableError):
             self._unreachable.append((name, call))
         elif isinstance(error, RayError):
-            self._told_ends.append((name, describe(error)))
+            self._told_ends.append((name, describe_death(error)))
             self._wake_up.wake()
 
     def _watch_again(self) -> None:

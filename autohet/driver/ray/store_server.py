@@ -45,7 +45,7 @@ SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 @dataclass(eq=False)
-class Connection:
+class StoreConnection:
     """Client connection, unauthenticated until its handshake sets `keys`.
 
     Its socket does not block; `selector` reports when it can be read, or written while answers are
@@ -127,8 +127,8 @@ class StoreServer:
         self._warnings = RareWarnings()
         self.port = int(self._listener.getsockname()[1])
         self._keys: dict[int, Keys] = {}
-        self._members: set[Connection] = set()
-        self._strangers: dict[Connection, None] = {}
+        self._members: set[StoreConnection] = set()
+        self._strangers: dict[StoreConnection, None] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._paused_until: float | None = None
@@ -180,14 +180,14 @@ class StoreServer:
 
     def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        connection = Connection(accepted, self._selector, secrets.token_bytes(NONCE_BYTES))
+        connection = StoreConnection(accepted, self._selector, secrets.token_bytes(NONCE_BYTES))
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         self._strangers[connection] = None
         if len(self._strangers) > MAX_STRANGERS:
             self._end(next(iter(self._strangers)))
         connection.send(connection.nonce)
 
-    def _handle(self, connection: Connection, events: int) -> None:
+    def _handle(self, connection: StoreConnection, events: int) -> None:
         if not connection.is_open:  # ended by an earlier event of the same round
             return
         try:
@@ -201,7 +201,7 @@ class StoreServer:
         except OSError:
             self._end(connection)
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: StoreConnection) -> None:
         if not connection.receive():
             return
         if connection.keys is None:
@@ -209,7 +209,7 @@ class StoreServer:
         if connection.keys is not None:
             connection.answer_messages(connection.keys)
 
-    def _authenticate(self, connection: Connection) -> None:
+    def _authenticate(self, connection: StoreConnection) -> None:
         if len(connection.received) < HELLO.size:
             return
         generation, theirs, mac = HELLO.unpack_from(connection.received)
@@ -239,7 +239,7 @@ class StoreServer:
                     self._end(member)
         return found
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: StoreConnection) -> None:
         connection.close()
         self._strangers.pop(connection, None)
         self._members.discard(connection)

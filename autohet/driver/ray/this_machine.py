@@ -37,13 +37,13 @@ def local_document(wish: str) -> dict[str, Any]:
     if wish != "cpu" and torch.cuda.is_available():
         gpu_type, count = device_gpu_type("cuda"), torch.cuda.device_count()
         memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
-        return describe(gpu_type, count, memory, cores)
+        return launcher_document(gpu_type, count, memory, cores)
     workers = max(1, min(MAX_CPU_WORKERS, cores // CORES_A_WORKER))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return describe("CPU", workers, int(memory * MEMORY_SHARE) // workers, cores)
+    return launcher_document("CPU", workers, int(memory * MEMORY_SHARE) // workers, cores)
 
 
-def describe(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
+def launcher_document(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
     """Return a launcher document of one node with `count` workers of `memory_bytes` each."""
     alike = [kind for kind in instance_types().values() if kind.gpu_type == gpu_type]
     links = [kind.intra_node_bytes_per_s * 8 / 1e9 for kind in alike]

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, Phase, RollForward, WorkerPlace, WorkerReport
+from autohet.runtime.messages import (
+    GenerationOrder,
+    Phase,
+    RollForwardOutcome,
+    WorkerPlace,
+    WorkerReport,
+)
 from autohet.runtime.process.log import RunRecord, log_as
 from autohet.runtime.process.report_channel import ReportAddress, ReportSender
 from planner.errors import ConfigError
@@ -83,7 +89,7 @@ class WorkerActor:
     def interrupt(self, generation: int) -> None:
         self._here().interrupt(generation)
 
-    def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:
+    def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForwardOutcome:
         return self._here().roll_forward(generation, vote)
 
     def close(self) -> None:

@@ -24,7 +24,15 @@ from autohet.driver.control.actions import Action
 from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import State
-from autohet.driver.planning.proposals import Pending, Planning, PlanResult, Proposal, Q, Search, T
+from autohet.driver.planning.proposals import (
+    Pending,
+    PendingSearch,
+    Planning,
+    PlanProposal,
+    PlanResult,
+    Q,
+    T,
+)
 from autohet.driver.recording.value_codec import encode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
@@ -44,7 +52,7 @@ class RecordedAnswer:
     """
 
     fleet: Fleet
-    proposal: Proposal | None
+    proposal: PlanProposal | None
     why_not: str
     seconds: float = 0.0
     number: int | None = None
@@ -184,14 +192,16 @@ class RecordedPlanning(Planning):
         super().expect(horizon_s, move_s)
         self._inner.expect(horizon_s, move_s)
 
-    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> PlanResult:
+    def ask(
+        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+    ) -> PlanResult:
         answer = self._inner.ask(fleet, current, redundant=redundant)
         self._recorder.answered(
             RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds)
         )
         return answer
 
-    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+    def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         self._searches += 1
         return _RecordedSearch(
             self._inner.search(fleet, current), fleet, self._searches, self._recorder
@@ -224,10 +234,10 @@ class _RecordedPending(Generic[T]):
 
 
 class _RecordedSearch:
-    def __init__(self, inner: Search, fleet: Fleet, number: int, recorder: Recorder) -> None:
+    def __init__(self, inner: PendingSearch, fleet: Fleet, number: int, recorder: Recorder) -> None:
         self._inner, self._fleet, self._number, self._recorder = inner, fleet, number, recorder
 
-    def result(self) -> Proposal | None:
+    def result(self) -> PlanProposal | None:
         try:
             found = self._inner.result()
         except ConfigError as error:

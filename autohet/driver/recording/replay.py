@@ -21,11 +21,11 @@ from autohet.driver.planning.buyer import Buyer
 from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import (
     Pending,
+    PendingSearch,
     Planning,
+    PlanProposal,
     PlanResult,
-    Proposal,
     Q,
-    Search,
     T,
     make_planning,
 )
@@ -84,11 +84,13 @@ class AnsweredPlanning(Planning):
         self.answers: list[RecordedAnswer | RecordedResult] = []
         self._searches = 0
 
-    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> PlanResult:
+    def ask(
+        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+    ) -> PlanResult:
         answer = self._next(fleet, None)
         return PlanResult(self._made(answer), answer.why_not, answer.seconds)
 
-    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+    def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         self._searches += 1
         return _AnsweredSearch(self, fleet, self._searches)
 
@@ -106,7 +108,7 @@ class AnsweredPlanning(Planning):
         del self.answers[0]
         return answer.value
 
-    def found(self, fleet: Fleet, number: int) -> Proposal | None:
+    def found(self, fleet: Fleet, number: int) -> PlanProposal | None:
         """Return the plan that the recorded search found, or None if it has none at this tick."""
         if not self.answers or self.answers[0].number != number:
             return None
@@ -128,7 +130,7 @@ class AnsweredPlanning(Planning):
             )
         return answer
 
-    def _made(self, answer: RecordedAnswer) -> Proposal | None:
+    def _made(self, answer: RecordedAnswer) -> PlanProposal | None:
         return (
             None
             if answer.proposal is None
@@ -151,7 +153,7 @@ class _AnsweredSearch:
     def __init__(self, planning: AnsweredPlanning, fleet: Fleet, number: int) -> None:
         self._planning, self._fleet, self._number = planning, fleet, number
 
-    def result(self) -> Proposal | None:
+    def result(self) -> PlanProposal | None:
         return self._planning.found(self._fleet, self._number)
 
     def drop(self) -> None:

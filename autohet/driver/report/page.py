@@ -20,7 +20,7 @@ from planner.zones import GB
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 980, 210, 74, 26, 12
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MOST_POINTS = 2000
-Place = Callable[[float, float], tuple[float, float]]
+ToPixels = Callable[[float, float], tuple[float, float]]
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1020px;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.1em;margin:1.4em 0 .3em}svg{width:100%;height:auto}
@@ -294,7 +294,7 @@ def _around(low: float, high: float) -> list[float]:
     return [index * apart for index in range(first, last + 1)]
 
 
-def _axis(place: Place, columns: Sequence[float], rows: Sequence[float], x_unit: str) -> str:
+def _axis(place: ToPixels, columns: Sequence[float], rows: Sequence[float], x_unit: str) -> str:
     parts = []
     for value in rows:
         _, y = place(columns[0], value)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.setups import Setup
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.simulate.trained_span import TrainedSpan
@@ -51,7 +51,7 @@ class RestartingTrainer:
     costs: Costs
     kinds: dict[str, NodeType]
     mean_time_between_departures_s: float
-    prices: Prices | None = None
+    prices: PriceHistory | None = None
     """Prices that the trainer sees when it chooses; None: the types' own."""
     spans: list[TrainedSpan] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
@@ -282,7 +282,7 @@ def departures(trace: Sequence[TraceEvent], kinds: Collection[str], end_s: float
 
 
 def paid_usd(
-    trace: Sequence[TraceEvent], caps: dict[str, float], prices: Prices, end_s: float
+    trace: Sequence[TraceEvent], caps: dict[str, float], prices: PriceHistory, end_s: float
 ) -> float:
     """Return the dollars until `end_s` for living nodes, at most `caps` of each type."""
     alive: Counter[str] = Counter()

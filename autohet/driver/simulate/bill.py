@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.prices import PriceHistory
 from planner.cluster import NodeType
 
 IDLE_FROM_S = 600.0
@@ -18,7 +18,7 @@ class Bill:
     Each second has the price of its time.
     """
 
-    prices: Prices
+    prices: PriceHistory
     usd: float = 0.0
     paid_gpu_s: float = 0.0
     idle_gpu_s: float = 0.0

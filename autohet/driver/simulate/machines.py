@@ -10,7 +10,7 @@ from autohet.driver.control.observation import NodeView, Notice
 from autohet.driver.simulate.bill import Bill
 from autohet.driver.simulate.clock import SimulatedClock
 from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.runtime.messages import AgentEndpoint
 from planner.cluster import Node, NodeType
@@ -23,7 +23,7 @@ class SimulatedMachines:
         self,
         kinds: Mapping[str, NodeType],
         trace: Sequence[TraceEvent],
-        prices: Prices,
+        prices: PriceHistory,
         costs: Costs,
         clock: SimulatedClock,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from autohet.driver.control.observation import Part, Prune
+from autohet.driver.control.observation import HeldPart, Prune
 from autohet.runtime.messages import AgentEndpoint
 
 
@@ -23,7 +23,9 @@ class NoAgents:
     def ask_holdings(self) -> None:
         """Ask agents for their holdings: no-op, and no agent answers."""
 
-    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+    def hand_over(
+        self, parts: Mapping[str, Sequence[HeldPart]], to: Sequence[AgentEndpoint]
+    ) -> None:
         """Copy parts to other agents: no-op, since only rounds of copies move state here."""
 
     def release_node(self, node: str) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autohet.driver.planning.proposals import Planning, Proposal, Search
+from autohet.driver.planning.proposals import PendingSearch, Planning, PlanProposal
 from autohet.driver.simulate.costs import Costs
 from autohet.runtime.planning import PlanningInputs
 from planner.cluster import Fleet, Node, node_of
@@ -26,9 +26,9 @@ from planner.replan import MigrationCost, align, holders_of, replan
 from planner.search.problem import Request
 from planner.strategies import plan_with
 
-Kind = tuple[str, float, float | None]
+PricedKind = tuple[str, float, float | None]
 """Node type's name, slowdown, and, for a job that decides by price, dollars an hour."""
-Counts = tuple[tuple[Kind, int], ...]
+KindCounts = tuple[tuple[PricedKind, int], ...]
 AS_FAST = 1.05
 """Ratio to the expected step time up to which a repair ends the search.
 
@@ -50,33 +50,37 @@ class Remembered:
 
 
 @dataclass
-class PlanMemory:
+class SearchCache:
     """Results of all searches so far, shared by all policies of one simulation."""
 
-    plans: dict[Counts, tuple[float, Plan]] = field(default_factory=dict)
+    plans: dict[KindCounts, tuple[float, Plan]] = field(default_factory=dict)
     """Fastest known plan of each fleet, with its step time."""
-    searched: dict[Counts, float] = field(default_factory=dict)
+    searched: dict[KindCounts, float] = field(default_factory=dict)
     """Step time of each fleet for which a whole search was made."""
     answers: dict[tuple[object, ...], Remembered | str] = field(default_factory=dict)
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, PricedKind] = field(default_factory=dict)
     """Kind of each counted name, so that one policy can place a plan that another found."""
-    grids: dict[tuple[Kind, int], tuple[Plan, Prediction, int] | None] = field(default_factory=dict)
+    grids: dict[tuple[PricedKind, int], tuple[Plan, Prediction, int] | None] = field(
+        default_factory=dict
+    )
     """Symmetric plan of each (node type, number of nodes)."""
-    speed: dict[Kind, float] = field(default_factory=dict)
+    speed: dict[PricedKind, float] = field(default_factory=dict)
     """Blocks a second of one node of each type alone."""
     cost: CostModel | None = None
     """Cost model of the fleet with the most node types so far."""
     num_searches: int = 0
     search_cpu_s: float = 0.0
 
-    def keep(self, counts: Counts, prediction: Prediction, plan: Plan, *, searched: bool) -> None:
+    def keep(
+        self, counts: KindCounts, prediction: Prediction, plan: Plan, *, searched: bool
+    ) -> None:
         step_s = prediction.step_time_s
         if counts not in self.plans or step_s < self.plans[counts][0]:
             self.plans[counts] = (step_s, plan)
         if searched:
             self.searched[counts] = min(step_s, self.searched.get(counts, step_s))
 
-    def expected_s(self, counts: Counts) -> float | None:
+    def expected_s(self, counts: KindCounts) -> float | None:
         """Return the step time that the nearest searched fleet lets expect.
 
         It is scaled by the sum of the nodes' speeds.
@@ -89,7 +93,7 @@ class PlanMemory:
         distance, step_s = min(near, default=(float("inf"), 0.0))
         return step_s if distance <= NEAR * here else None
 
-    def _total(self, counts: Counts) -> float:
+    def _total(self, counts: KindCounts) -> float:
         return sum(self.speed[kind] * number for kind, number in counts)
 
 
@@ -118,7 +122,7 @@ class RememberedPlanning(Planning):
     def __init__(
         self,
         inputs: PlanningInputs,
-        memory: PlanMemory,
+        memory: SearchCache,
         costs: Costs,
         *,
         now: Callable[[], float] = lambda: 0.0,
@@ -131,14 +135,14 @@ class RememberedPlanning(Planning):
         self.predictions: dict[Plan, Prediction] = {}
         wishes = self.job.parallelism
         self._by_price = wishes.objective == "cost" or wishes.max_usd_per_hour is not None
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, PricedKind] = {}
         """Kind of every node that was ever in a fleet, under its own and its counted name."""
 
-    def kind_of(self, node: Node) -> Kind:
+    def kind_of(self, node: Node) -> PricedKind:
         kind = node.node_type
         return kind.name, kind.slowdown, kind.usd_per_hour if self._by_price else None
 
-    def counts_of(self, fleet: Fleet) -> Counts:
+    def counts_of(self, fleet: Fleet) -> KindCounts:
         return tuple(sorted(Counter(map(self.kind_of, fleet.nodes)).items()))
 
     def make_cost(self, fleet: Fleet, *, one_format: bool = False) -> CostModel:
@@ -157,11 +161,11 @@ class RememberedPlanning(Planning):
     def propose(
         self,
         fleet: Fleet,
-        current: Proposal | None,
+        current: PlanProposal | None,
         *,
         redundant: bool = True,
         thorough: bool | None = None,
-    ) -> Proposal:
+    ) -> PlanProposal:
         """Same as `Planning.propose`, with remembered answers.
 
         The driver is busy for the stated search time.
@@ -171,7 +175,7 @@ class RememberedPlanning(Planning):
             fleet, None if current is None else current.plan, redundant=redundant, thorough=thorough
         )
 
-    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+    def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Same as `Planning.search`; its result is available after the stated search time."""
         ready_at = self.clock() + self.costs.search_seconds(len(fleet.workers), waiting=False)
         self._wake(ready_at)
@@ -184,7 +188,7 @@ class RememberedPlanning(Planning):
         *,
         redundant: bool = True,
         thorough: bool | None = None,
-    ) -> Proposal:
+    ) -> PlanProposal:
         """Return the planner's answer, in no simulated time.
 
         Raises:
@@ -219,9 +223,11 @@ class RememberedPlanning(Planning):
         plan = renamed(found.plan, back)
         self.predictions[plan] = found.prediction
         cost = self.make_cost(fleet)
-        return Proposal(plan, found.prediction, cost, (), found.stay, found.reason, found.searched)
+        return PlanProposal(
+            plan, found.prediction, cost, (), found.stay, found.reason, found.searched
+        )
 
-    def fastest(self, fleet: Fleet, current: Plan | None) -> Proposal:
+    def fastest(self, fleet: Fleet, current: Plan | None) -> PlanProposal:
         """Return the fastest known plan of the fleet, for a trainer that loads all its state again.
 
         If none is known, `current` is only the search's starting point.
@@ -263,14 +269,14 @@ class RememberedPlanning(Planning):
         self.memory.num_searches += 1
         return self._replanned(current, request, counts, thorough=True)
 
-    def _is_fast(self, counts: Counts, step_s: float) -> bool:
+    def _is_fast(self, counts: KindCounts, step_s: float) -> bool:
         """Return true if a fleet was searched, or has a plan as fast as a near one lets expect."""
         expected_s = None if self._by_price else self.memory.expected_s(counts)
         return counts in self.memory.searched or (
             expected_s is not None and step_s <= AS_FAST * expected_s
         )
 
-    def _first(self, request: Request, counts: Counts) -> Remembered:
+    def _first(self, request: Request, counts: KindCounts) -> Remembered:
         """Return the plan if nothing runs yet: a remembered plan of this fleet, or a whole search.
 
         A remembered plan is the fastest one, so it is not used for a job that asks for the cheapest
@@ -285,7 +291,7 @@ class RememberedPlanning(Planning):
         return Remembered(answer.plan, answer.prediction, False, "", True)
 
     def _replanned(
-        self, current: Plan, request: Request, counts: Counts, *, thorough: bool
+        self, current: Plan, request: Request, counts: KindCounts, *, thorough: bool
     ) -> Remembered:
         known = (
             []
@@ -322,7 +328,7 @@ class RememberedPlanning(Planning):
             () if current is None else dict.fromkeys(node_of(worker) for worker in current.workers)
         )
         names: dict[str, str] = {}
-        used: Counter[Kind] = Counter()
+        used: Counter[PricedKind] = Counter()
         for name in dict.fromkeys((*planned, *sorted(node.name for node in fleet.nodes))):
             kind = self._kinds[name]
             names[name] = (
@@ -334,11 +340,11 @@ class RememberedPlanning(Planning):
 
     def _placed(self, plan: Plan, request: Request) -> Plan:
         """Place a remembered plan on this fleet's nodes, the n-th of a type for the n-th."""
-        of_kind: dict[Kind, list[str]] = {}
+        of_kind: dict[PricedKind, list[str]] = {}
         for node in request.fleet.nodes:
             of_kind.setdefault(self.kind_of(node), []).append(node.name)
         names: dict[str, str] = {}
-        used: Counter[Kind] = Counter()
+        used: Counter[PricedKind] = Counter()
         for name in sorted({node_of(worker) for worker in plan.workers}):
             kind = self.memory.kinds[name]
             names[name] = of_kind[kind][used[kind]]
@@ -358,7 +364,11 @@ class _Later:
     """Search whose answer is available at `ready_at`."""
 
     def __init__(
-        self, planning: RememberedPlanning, fleet: Fleet, current: Proposal | None, ready_at: float
+        self,
+        planning: RememberedPlanning,
+        fleet: Fleet,
+        current: PlanProposal | None,
+        ready_at: float,
     ) -> None:
         self._planning, self._fleet, self._current, self._ready_at = (
             planning,
@@ -367,7 +377,7 @@ class _Later:
             ready_at,
         )
 
-    def result(self) -> Proposal | None:
+    def result(self) -> PlanProposal | None:
         if self._planning.clock() < self._ready_at:
             return None
         current = None if self._current is None else self._current.plan

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.simulate.prices import Row
+from autohet.driver.simulate.prices import PriceRow
 from autohet.driver.sources.spot_prices import PRICE_LABEL, PricePoint, price_points
 from planner.catalogue import PRICES_AS_OF
 from planner.cluster import Cluster, NodeType
@@ -30,7 +30,7 @@ ByPlace = Mapping[tuple[str, str], Sequence[PricePoint]]
 class RecordedPrices:
     """Rows of prices, and the source of the prices of each node type that has rows."""
 
-    rows: Sequence[Row] = ()
+    rows: Sequence[PriceRow] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -181,7 +181,7 @@ def _points_of(
 # ------------------------------------------------------------------------------
 
 
-def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[Row]:
+def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[PriceRow]:
     try:
         reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
         rows, columns = list(reader), tuple(reader.fieldnames or ())

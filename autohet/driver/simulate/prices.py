@@ -9,21 +9,21 @@ from dataclasses import replace
 
 from planner.cluster import NodeType
 
-Row = tuple[float, str, float]
+PriceRow = tuple[float, str, float]
 """(second, node type, dollars an hour): a node of this type has this price from this second on.
 
 Seconds are those of the trace; a negative one is before it.
 """
 
 
-class Prices:
+class PriceHistory:
     """Piecewise constant prices of node types.
 
     Before a type's first row, and without rows, its price is the cluster file's (label or
     catalogue).
     """
 
-    def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[Row] = ()) -> None:
+    def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[PriceRow] = ()) -> None:
         self._steps: dict[str, list[tuple[float, float]]] = {}
         self._given = {of for _, of, _ in rows}
         for name, kind in kinds.items():

@@ -1,7 +1,7 @@
 """SIMULATED supervisor of `autohet sky`: the nodes of one region at a time along a trace.
 
-The supervisor's own `decide` chooses. A region's capacity is what the trace says. Other regions'
-nodes are neither used nor paid for.
+The supervisor's own `decide_round` chooses. A region's capacity is what the trace says. Nodes of
+other regions are neither used nor paid for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.sky.command import SkyCluster, SkyJob
-from autohet.driver.sky.supervisor import POLL_S, Limits, Record, Seen, decide
+from autohet.driver.sky.supervisor import POLL_S, Limits, Record, Seen, decide_round
 from planner.cluster import NodeType
 from planner.errors import ConfigError
 from planner.zones import ZoneTable, refusal_of, region_of
@@ -96,7 +96,7 @@ class RegionWalk:
         while now_s < self.end_s:
             trains = gpus.at(now_s, record.region) >= self.gpus_needed
             cluster, job = (_UP, _RUNNING) if trains else (None, None)
-            decision = decide(record, Seen(now_s, cluster, job, False, 0), regions, limits)
+            decision = decide_round(record, Seen(now_s, cluster, job, False, 0), regions, limits)
             following = decision.record
             if decision.action == "give_up":
                 break

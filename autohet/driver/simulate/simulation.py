@@ -25,9 +25,9 @@ from autohet.driver.simulate.baselines import (
 from autohet.driver.simulate.coarse_layout import CoarseLayouts
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.generation import SimulatedJob
-from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
+from autohet.driver.simulate.planning import RememberedPlanning, SearchCache
 from autohet.driver.simulate.price_file import RecordedPrices
-from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.regions import RegionWalk, only, regions_of, stay_seconds
 from autohet.driver.simulate.setups import MixedSetups, SymmetricSetups, grid
 from autohet.driver.simulate.spending import usd_document, zone_bill
@@ -134,20 +134,20 @@ class _PolicyRun:
 
 
 @dataclass
-class Simulation:
+class TraceSimulation:
     """Policies of one scenario, with the nodes that can compute its job.
 
     The policies share the results of their searches.
     """
 
     scenario: Scenario
-    memory: PlanMemory = field(default_factory=PlanMemory)
+    memory: SearchCache = field(default_factory=SearchCache)
 
     def __post_init__(self) -> None:
         self.scenario = self.scenario.able()
         self.job = _endless(self.scenario.job)
         self.inputs: PlanningInputs = planning_inputs(self.job, zones=self.scenario.cluster.zones)
-        self.prices = Prices(self.scenario.kinds, self.scenario.prices.rows)
+        self.prices = PriceHistory(self.scenario.kinds, self.scenario.prices.rows)
 
     def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
         """Return the document of one policy or baseline (`autohet simulate --json`).
@@ -426,7 +426,7 @@ def simulate(
     scenario: Scenario, policy: str, progress: Callable[[float], None] | None = None
 ) -> dict[str, Any]:
     """Return the document of one policy alone."""
-    return Simulation(scenario).run(policy, progress)
+    return TraceSimulation(scenario).run(policy, progress)
 
 
 def _endless(job: Job) -> Job:

@@ -18,7 +18,7 @@ from planner.errors import ConfigError
 
 COUNTS = ("time_s", "node_type", "num_nodes")
 EVENTS = ("time_s", "event", "node")
-Kind = Literal["arrival", "notice", "death"]
+EventKind = Literal["arrival", "notice", "death"]
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +29,7 @@ class TraceEvent:
     """
 
     time_s: float
-    kind: Kind
+    kind: EventKind
     node: str
     node_type: str
     gone_s: float = math.inf
@@ -152,7 +152,7 @@ def _from_events(
             alive[name] = _type_of(name.rpartition("-")[0], kinds, where).name
         kind = alive[name] if event != "death" else alive.pop(name)
         gone_s = time_s + notice_s if event == "notice" else time_s
-        found.append(TraceEvent(time_s, cast(Kind, event), name, kind, gone_s))
+        found.append(TraceEvent(time_s, cast(EventKind, event), name, kind, gone_s))
     return _ordered(_with_ends(found))
 
 

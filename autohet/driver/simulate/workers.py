@@ -18,7 +18,7 @@ from autohet.runtime.messages import GenerationOrder, Phase, RestoreRecord, Work
 from planner.cluster import node_of
 from planner.plan import Plan
 
-Pace = Callable[[Plan], tuple[float, float]]
+PaceOfPlan = Callable[[Plan], tuple[float, float]]
 """Function from a plan to its predicted seconds: (step, exposed gradient sync of it)."""
 
 
@@ -29,7 +29,7 @@ class SimulatedWorkers:
         self,
         machines: SimulatedMachines,
         copies: SimulatedCopies,
-        pace: Pace,
+        pace: PaceOfPlan,
         costs: Costs,
         job: SimulatedJob,
         clock: SimulatedClock,

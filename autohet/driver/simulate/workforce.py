@@ -20,9 +20,9 @@ from autohet.driver.simulate.generation import SimulatedJob
 from autohet.driver.simulate.machines import SimulatedMachines
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.driver.simulate.no_agents import NoAgents, NoAutoscaler
-from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.spot_trace import TraceEvent
-from autohet.driver.simulate.workers import Pace, SimulatedWorkers
+from autohet.driver.simulate.workers import PaceOfPlan, SimulatedWorkers
 from planner.cluster import NodeType
 from recovery.state.ancestry import Descent
 
@@ -38,9 +38,9 @@ class SimulatedWorkforce:
         self,
         kinds: Mapping[str, NodeType],
         trace: Sequence[TraceEvent],
-        pace: Pace,
+        pace: PaceOfPlan,
         costs: Costs,
-        prices: Prices,
+        prices: PriceHistory,
         job: SimulatedJob,
     ) -> None:
         self.clock = SimulatedClock()

@@ -95,7 +95,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Decision:
+class SkyDecision:
     """Action of one round, its reason, and the record after it."""
 
     action: Literal["wait", "launch", "move", "finish", "give_up"]
@@ -103,25 +103,25 @@ class Decision:
     record: Record
 
 
-def decide(record: Record, seen: Seen, regions: Sequence[str], limits: Limits) -> Decision:
+def decide_round(record: Record, seen: Seen, regions: Sequence[str], limits: Limits) -> SkyDecision:
     """Decide the action of one round: a pure function."""
     status = None if seen.job is None else seen.job.status
     if seen.step > record.step:
         record = msgspec.structs.replace(record, step=seen.step, failures=0)
     if status == "CANCELLED":
-        return Decision("give_up", "the job was cancelled in SkyPilot", record)
+        return SkyDecision("give_up", "the job was cancelled in SkyPilot", record)
     if seen.driver_lives or status in _ALIVE:
         trains = msgspec.structs.replace(record, starved_since_s=None, starvations=0)
-        return Decision("wait", f"{record.region} trains", trains)
+        return SkyDecision("wait", f"{record.region} trains", trains)
     if status == "SUCCEEDED" or (limits.steps is not None and seen.step >= limits.steps):
-        return Decision("finish", f"the job has ended with checkpoint {seen.step}", record)
+        return SkyDecision("finish", f"the job has ended with checkpoint {seen.step}", record)
     if _has_failed(seen.job) and seen.job.submitted_at != record.failed_at:
         record = msgspec.structs.replace(
             record, failed_at=seen.job.submitted_at, failures=record.failures + 1
         )
     if record.failures > limits.max_failures_in_a_row:
         reason = f"the job failed {record.failures} times without a new checkpoint ({status})"
-        return Decision("give_up", reason, record)
+        return SkyDecision("give_up", reason, record)
     return _starving(record, seen, regions, limits)
 
 
@@ -129,7 +129,7 @@ def _has_failed(job: SkyJob | None) -> TypeGuard[SkyJob]:
     return job is not None and job.status.startswith("FAILED")
 
 
-def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits) -> Decision:
+def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits) -> SkyDecision:
     """Decide for a region in which nothing trains."""
     since = seen.now_s if record.starved_since_s is None else record.starved_since_s
     record = msgspec.structs.replace(record, starved_since_s=since)
@@ -137,7 +137,7 @@ def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits
     if starved_s >= limits.region_patience_s:
         num_starved = record.starvations + 1
         if num_starved >= MOST_ROUNDS * len(regions):
-            return Decision("give_up", f"every region starved {MOST_ROUNDS} times", record)
+            return SkyDecision("give_up", f"every region starved {MOST_ROUNDS} times", record)
         following = regions[(regions.index(record.region) + 1) % len(regions)]
         moved = msgspec.structs.replace(
             record, region=following, starved_since_s=seen.now_s, starvations=num_starved
@@ -146,12 +146,12 @@ def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits
             f"{record.region} has trained nothing for {starved_s:.0f} s"
             f" (elastic.region_patience_s is {limits.region_patience_s:.0f})"
         )
-        return Decision("move", reason, moved)
+        return SkyDecision("move", reason, moved)
     if seen.cluster is not None and seen.cluster.is_launching:
-        return Decision("wait", f"a launch in {record.region} is in flight", record)
+        return SkyDecision("wait", f"a launch in {record.region} is in flight", record)
     if seen.cluster is not None and seen.cluster.status == "UP" and seen.job is None:
-        return Decision("wait", f"the cluster in {record.region} does not answer", record)
-    return Decision("launch", f"nothing trains in {record.region}", record)
+        return SkyDecision("wait", f"the cluster in {record.region} does not answer", record)
+    return SkyDecision("launch", f"nothing trains in {record.region}", record)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Supervisor:
         self._storages = {region.name: open_storage(region.storage) for region in regions}
         self._first = regions[0].name
 
-    def run(self) -> Decision:
+    def run(self) -> SkyDecision:
         """Supervise until the job ends or is given up; then no cluster is left.
 
         Raises:
@@ -214,7 +214,7 @@ class Supervisor:
         for storage in self._storages.values():
             storage.close()
 
-    def _supervise(self) -> Decision:
+    def _supervise(self) -> SkyDecision:
         while True:
             try:
                 ended = self.round()
@@ -225,11 +225,11 @@ class Supervisor:
                 return ended
             self._pause(POLL_S)
 
-    def round(self) -> Decision | None:
+    def round(self) -> SkyDecision | None:
         """Look once and act once; return the decision if it was the last one."""
         record = self._read_record()
         seen = self._look(record.region)
-        decision = decide(record, seen, tuple(self._regions), self._limits)
+        decision = decide_round(record, seen, tuple(self._regions), self._limits)
         if decision.action in ("finish", "give_up"):
             self._end_clusters(but=None)
             self._write_record(decision.record)

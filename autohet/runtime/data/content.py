@@ -81,7 +81,7 @@ def suffix_of(name: str) -> str:
     return path.suffix.lower()
 
 
-def format_of(name: str) -> str | None:
+def text_format_of(name: str) -> str | None:
     """Return the format that a file's suffix stands for; None for unknown suffixes."""
     return FORMAT_BY_SUFFIX.get(suffix_of(name))
 
@@ -96,7 +96,7 @@ def inspect_content(name: str, raw: bytes, *, text_field: str, whole: bool) -> C
     if compression is not None:
         sample, whole = _decompressed(raw, compression, whole)
         if not sample:  # its first block is larger than the sample, or broken: reading tells
-            return Content(format_of(name) or "text", compression)
+            return Content(text_format_of(name) or "text", compression)
     return _inspect(name, sample, text_field, whole)._replace(compression=compression)
 
 
@@ -123,7 +123,7 @@ def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
         return Content("parquet")
     if sample.startswith((b"ARROW1", ARROW_STREAM)):
         return Content("arrow")
-    known = format_of(name)
+    known = text_format_of(name)
     if sample.startswith((b"\xff\xfe", b"\xfe\xff")):
         return Content("", problem="UTF-16 text; convert it (iconv -f UTF-16 -t UTF-8)")
     if known is None and b"\0" in sample:

@@ -28,8 +28,8 @@ ROLE_BY_SPEAKER = {
 """Roles by ShareGPT's names of the speakers (fields `from`, `value`)."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Message = dict[str, Any]
-Span = tuple[int, int]
+ChatMessage = dict[str, Any]
+MarkedSpan = tuple[int, int]
 """Range of characters [begin, end)."""
 
 
@@ -37,7 +37,7 @@ class RenderedText(NamedTuple):
     """A conversation as one text, and the spans of it that are targets, in order."""
 
     text: str
-    spans: list[Span]
+    spans: list[MarkedSpan]
 
 
 class ChatTemplate:
@@ -78,7 +78,7 @@ class ChatTemplate:
         return cls(template, {key: str(token) for key, token in loaded.special_tokens_map.items()})
 
     def render(
-        self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
+        self, messages: Sequence[ChatMessage], tools: Any = None, *, prompt: bool = False
     ) -> str:
         """Render messages as text.
 
@@ -86,12 +86,12 @@ class ChatTemplate:
         """
         return self._rendered(messages, tools, prompt=prompt, marks=False).text
 
-    def render_marked(self, messages: Sequence[Message], tools: Any) -> RenderedText:
+    def render_marked(self, messages: Sequence[ChatMessage], tools: Any) -> RenderedText:
         """Render messages as text, with the spans of the template's own generation marks."""
         return self._rendered(messages, tools, prompt=False, marks=True)
 
     def _rendered(
-        self, messages: Sequence[Message], tools: Any, *, prompt: bool, marks: bool
+        self, messages: Sequence[ChatMessage], tools: Any, *, prompt: bool, marks: bool
     ) -> RenderedText:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -131,7 +131,7 @@ def given_template(given: str) -> str:
         ) from error
 
 
-def messages_of(value: Any, field: str) -> list[Message]:
+def messages_of(value: Any, field: str) -> list[ChatMessage]:
     """Return the messages of a record's field, in the form that transformers expects.
 
     Raises:
@@ -150,7 +150,7 @@ def _shown(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
-def _message(given: dict[str, Any], number: int) -> Message:
+def _message(given: dict[str, Any], number: int) -> ChatMessage:
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
@@ -168,7 +168,7 @@ def _message(given: dict[str, Any], number: int) -> Message:
     return message
 
 
-def _has_content(message: Message) -> bool:
+def _has_content(message: ChatMessage) -> bool:
     content = message.get("content")
     if isinstance(content, str):
         content = content.strip()
@@ -187,7 +187,7 @@ def tools_of(record: dict[str, Any]) -> Any:
 
 
 def render_chat(
-    template: ChatTemplate, messages: list[Message], tools: Any, train_on: str
+    template: ChatTemplate, messages: list[ChatMessage], tools: Any, train_on: str
 ) -> RenderedText:
     """Render a conversation, with the text selected by `train_on` as its targets.
 
@@ -219,8 +219,8 @@ def render_chat(
 
 
 def _turn_span(
-    template: ChatTemplate, text: str, messages: list[Message], tools: Any, index: int
-) -> Span:
+    template: ChatTemplate, text: str, messages: list[ChatMessage], tools: Any, index: int
+) -> MarkedSpan:
     """Return the span that message `index` adds to the rendering of the messages before it."""
     before = template.render(messages[:index], tools, prompt=True)
     through = template.render(messages[: index + 1], tools)
@@ -242,7 +242,7 @@ def _require_prefix(text: str, prefix: str, num_messages: int) -> None:
 
 
 def render_completion(
-    template: ChatTemplate, prompt: list[Message], completion: list[Message], tools: Any
+    template: ChatTemplate, prompt: list[ChatMessage], completion: list[ChatMessage], tools: Any
 ) -> RenderedText:
     """Render a prompt and its completion, both messages, with the completion as the target.
 

@@ -37,7 +37,7 @@ UNZIP_REMEDIES = {
 }
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Piece of text; `ends_document`: it is the last piece of its document."""
 
     text: str
@@ -65,7 +65,7 @@ def is_divisible(name: str, file_format: str) -> bool:
 
 def read_pieces(
     file: FileRange, text_field: str, broken: BrokenLines | None = None
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Yield the text of one local file, or of the lines in a range of it.
 
     Only the range that reaches the end of a text file ends its document. `broken`: skip or refuse
@@ -81,8 +81,8 @@ def read_pieces(
             yield from _text_pieces(lines, file.name, file.start, ends=file.stop is None)
         return
 
-    def piece(record: Any) -> Piece:
-        return Piece(text_of(record, text_field), ends_document=True)
+    def piece(record: Any) -> TextPiece:
+        return TextPiece(text_of(record, text_field), ends_document=True)
 
     yield from read_documents(file, (text_field,), piece, broken or BrokenLines())
 
@@ -170,7 +170,7 @@ def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
 
 def _text_pieces(
     stream: Readable, name: str, start: int = 0, *, ends: bool = True
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Yield the text of a stream in pieces cut at line ends.
 
     `ends`: the document ends with the stream. `start`: the stream begins at this byte of the file
@@ -194,7 +194,7 @@ def _text_pieces(
         if cut == 0 and len(rest) > 4 * PIECE_CHARACTERS:  # a line of megabytes is cut anywhere
             cut = PIECE_CHARACTERS
         if cut:
-            yield Piece(rest[:cut], ends_document=False)
+            yield TextPiece(rest[:cut], ends_document=False)
             rest = rest[cut:]
     if rest or (position and ends):
-        yield Piece(rest, ends_document=ends)
+        yield TextPiece(rest, ends_document=ends)

@@ -31,7 +31,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from autohet.runtime.data.documents import (
     FileRange,
-    Piece,
+    TextPiece,
     is_divisible,
     read_documents,
     read_pieces,
@@ -430,9 +430,9 @@ def _begun_example(example: Example, begin_token: int | None) -> Example:
     return Example(np.concatenate([[begin_token], ids]), np.concatenate([[False], counts]))
 
 
-def _grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _grouped(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     """Group pieces so that each group is worth one call of a tokenizer that works in parallel."""
-    group: list[Piece] = []
+    group: list[TextPiece] = []
     characters = 0
     for piece in pieces:
         group.append(piece)

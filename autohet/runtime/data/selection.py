@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from autohet.runtime.data.content import BINARY, POINTER, TABLE, Content, format_of
+from autohet.runtime.data.content import BINARY, POINTER, TABLE, Content, text_format_of
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
@@ -145,7 +145,7 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
         ConfigError: no file is left, or the content of some files is missing (Git LFS).
     """
     absent = [each.label for each in candidates if each.content.problem == POINTER]
-    pointers = [label for label in absent if format_of(label) is not None]
+    pointers = [label for label in absent if text_format_of(label) is not None]
     if pointers:
         what = f"{len(pointers)} of {len(candidates)} files of data.source {source!r}"
         raise ConfigError(f"{what} ({pointers[0]}, ...) are each {POINTER}; {PULL}")
@@ -253,7 +253,7 @@ def _by_ending(
     """
     if file_format == "text" or len(usable) == 1:
         return list(usable), []
-    known = [each for each in usable if format_of(each.label) is not None]
+    known = [each for each in usable if text_format_of(each.label) is not None]
     if not known:
         known = [each for each in usable if each.kind in STRUCTURED]
     taken = {each.label for each in known}

@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 from autohet.runtime.data.content import (
     RAW_SAMPLE_BYTES,
     Content,
-    format_of,
     inspect_content,
+    text_format_of,
 )
 from autohet.runtime.data.hub import HUB_SCHEME, hub_files
 from autohet.runtime.data.s3_requests import from_s3, s3_client
@@ -311,7 +311,7 @@ def _s3_candidate(client: Any, file: SourceFile, source: str, text_field: str) -
     label = file.name.removeprefix(source).lstrip("/") or file.name.rpartition("/")[2]
     is_checked_by_reader = Path(file.name).suffix.lower() in (".jsonl", ".ndjson", ".parquet")
     if is_checked_by_reader or not file.size_bytes:
-        return Candidate(file, label, Content(format_of(file.name) or "text"))
+        return Candidate(file, label, Content(text_format_of(file.name) or "text"))
     bucket, key = _bucket_and_key(file.name)
     last = min(file.size_bytes, RAW_SAMPLE_BYTES) - 1
     raw: bytes = from_s3(

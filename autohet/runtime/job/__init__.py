@@ -31,7 +31,7 @@ from autohet.runtime.job.sections import (
     TrainingSection,
     require,
 )
-from autohet.runtime.job.strict_document import convert, read_yaml
+from autohet.runtime.job.strict_document import read_yaml, to_dataclass
 from planner.formats import check_named_formats
 
 __all__ = [
@@ -212,7 +212,7 @@ class Job:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "Job":
         """Return the job in a plain mapping, as YAML or JSON gives it."""
-        return convert(document, cls, "job")
+        return to_dataclass(document, cls, "job")
 
     def to_document(self) -> dict[str, Any]:
         """Return a plain mapping with every default filled in.

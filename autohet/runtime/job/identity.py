@@ -61,7 +61,7 @@ NO_ADAPTER = "none: all weights are trained"
 
 
 @dataclass(frozen=True)
-class Change:
+class KeyChange:
     """A key whose value differs from that in the run's checkpoint."""
 
     key: str
@@ -102,13 +102,13 @@ def decides(key: str) -> bool:
     return key not in MAY_CHANGE and not key.startswith(tuple(f"{s}." for s in FREE_SECTIONS))
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[KeyChange]:
     """Return the keys that both have and that differ, sorted.
 
     An older checkpoint has fewer keys.
     """
     shared = sorted(then.keys() & now.keys())
-    return [Change(key, then[key], now[key]) for key in shared if then[key] != now[key]]
+    return [KeyChange(key, then[key], now[key]) for key in shared if then[key] != now[key]]
 
 
 def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,14 +123,16 @@ def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_changes(
     then: Mapping[str, Any], now: Mapping[str, Any], keys: Collection[str]
-) -> list[Change]:
+) -> list[KeyChange]:
     """Return the differing `keys` of two model configs, as `model.config.<key>`."""
     one = {f"model.config.{key}": then[key] for key in keys if key in then}
     other = {f"model.config.{key}": _listed(now[key]) for key in keys if key in now}
     return changes(one, other)
 
 
-def check_changes(found: Collection[Change], allowed: Collection[str], uri: str) -> list[Change]:
+def check_changes(
+    found: Collection[KeyChange], allowed: Collection[str], uri: str
+) -> list[KeyChange]:
     """Return the changes, to be logged.
 
     Raises:

@@ -77,14 +77,14 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     return document
 
 
-def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
+def to_dataclass(document: Mapping[str, Any], cls: type[T], what: str) -> T:
     """Convert `document` to the frozen dataclass `cls`.
 
     Raises:
         ConfigError: unknown or missing keys, wrong types or values.
     """
-    document = plain(document)
-    check_keys(document, cls, what)
+    document = plain_values(document)
+    check_document_keys(document, cls, what)
     document = _with_off(document, cls)
     try:
         return msgspec.convert(document, cls, strict=True)
@@ -92,24 +92,24 @@ def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
         raise ConfigError(_readable(error, document, cls, what)) from error
 
 
-def plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Convert Python values to those that YAML would give.
 
     Scalars and arrays of numpy and torch become numbers and lists; paths and dtypes become text;
     transformers' configs become mappings. Other values stay, to be refused by their type.
     """
     if isinstance(getattr(value, "model_type", None), str) and hasattr(value, "to_dict"):
-        return {**plain(value.to_dict()), "model_type": value.model_type}
+        return {**plain_values(value.to_dict()), "model_type": value.model_type}
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
-        return {plain(key): plain(each) for key, each in value.items()}
+        return {plain_values(key): plain_values(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
+        return [plain_values(each) for each in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Enum):
-        return plain(value.value)
+        return plain_values(value.value)
     if isinstance(value, str):
         return str(value)  # numpy.str_ is a str of its own
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
@@ -117,7 +117,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def check_keys(document: Mapping[str, Any], cls: type, what: str, where: str = "") -> None:
+def check_document_keys(document: Mapping[str, Any], cls: type, what: str, where: str = "") -> None:
     """Check that `cls` has every key of `document`, at any depth.
 
     Raises:
@@ -135,7 +135,7 @@ def _check_value_keys(value: Any, hint: Any, what: str, where: str) -> None:
     if isinstance(value, Mapping):
         nested = _dataclass_in(hint)
         if nested is not None:
-            check_keys(value, nested, what, where + ".")
+            check_document_keys(value, nested, what, where + ".")
     elif isinstance(value, list | tuple):
         element = _element_of(hint)
         for index, item in enumerate(value):

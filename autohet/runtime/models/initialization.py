@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models import family_of
 from autohet.runtime.models.adapters import initial_adapters, is_adapter
 from autohet.runtime.models.family import EMBEDDING, HEAD, skeleton
-from autohet.runtime.models.pretrained import padded
+from autohet.runtime.models.pretrained import with_more_rows
 
 
 def initial_parameters(
@@ -44,7 +44,7 @@ def initial_parameters(
         )
         for path in paths:
             drawn = ((name, tensor) for name, tensor in _draw(owner, path, seed) if name in wanted)
-            yield from ((name, padded(tensor, specs[name].shape)) for name, tensor in drawn)
+            yield from ((name, with_more_rows(tensor, specs[name].shape)) for name, tensor in drawn)
 
 
 def _outer_paths(family: object, layer: int, tied: bool) -> list[str]:

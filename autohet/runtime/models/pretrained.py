@@ -110,10 +110,10 @@ def pretrained_parameters(
             raise ConfigError(
                 f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {shape}"
             )
-        yield name, padded(tensor, specs[name].shape)
+        yield name, with_more_rows(tensor, specs[name].shape)
 
 
-def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def with_more_rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Append rows of zeros to a tensor if the shape has more rows."""
     more = shape[0] - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]) if more else tensor

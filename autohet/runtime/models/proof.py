@@ -56,7 +56,7 @@ WEIGHT_SCALE = 0.2
 
 
 @dataclass(frozen=True)
-class Case:
+class ProofCase:
     """Differences from the library's results for a single way to cut the model."""
 
     layers_by_stage: tuple[int, ...]
@@ -81,7 +81,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Proof:
+class ModelProof:
     """Results of all comparisons.
 
     `first_difference`: the first module, in order of execution, whose input or output differs from
@@ -90,7 +90,7 @@ class Proof:
 
     model_type: str
     layers: int
-    cases: tuple[Case, ...]
+    cases: tuple[ProofCase, ...]
     first_difference: str | None = None
     skipped_degrees: tuple[int, ...] = ()
 
@@ -165,7 +165,7 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return short
 
 
-def prove(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> Proof:
+def prove_model(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> ModelProof:
     """Compare a config's model, shortened, with the library's.
 
     Raises:
@@ -182,7 +182,7 @@ def prove(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> Proof:
         ) from error
 
 
-def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> Proof:
+def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> ModelProof:
     short = short_config(config)
     family = family_of(short)
     parameters = _random_parameters(short, family)
@@ -199,7 +199,7 @@ def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> Proof:
     difference = None
     if not all(case.passed for case in cases):
         difference = _first_difference(short, family, parameters, trace)
-    return Proof(str(config.model_type), layers, tuple(cases), difference, skipped)
+    return ModelProof(str(config.model_type), layers, tuple(cases), difference, skipped)
 
 
 def require_proof(config: PreTrainedConfig) -> None:
@@ -208,7 +208,7 @@ def require_proof(config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: it does not, with the first module that differs; or its blocks cannot be run.
     """
-    proof = prove(config)
+    proof = prove_model(config)
     if proof.passed:
         return
     worst = max(proof.cases, key=lambda case: max(case.logits_error, case.gradient_error))
@@ -320,7 +320,7 @@ def _compare(
     expected: _Result,
     cut: tuple[int, ...],
     degree: int,
-) -> Case:
+) -> ProofCase:
     results: list[_Result] = run_ranks(degree, partial(_train, config, parameters, cut))
     logits = torch.cat([result.logits for result in results], -1)
     specs = family_of(config).parameter_specs(config)
@@ -330,7 +330,7 @@ def _compare(
     shared = [name for name in gradients if name in expected.gradients]
     errors = {name: _error(gradients[name], expected.gradients[name], floor) for name in shared}
     worst = max(errors, key=lambda name: errors[name])
-    return Case(cut, degree, _error(logits, expected.logits), errors[worst], worst)
+    return ProofCase(cut, degree, _error(logits, expected.logits), errors[worst], worst)
 
 
 def _train(

@@ -33,7 +33,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Adjacent units of one parameter along its split dimension.
 
     The piece lies at `offset` elements of its buffer. Its elements are row-major. `order`: the
@@ -61,7 +61,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class GradientBuffer:
     """Pieces with the same holders, in the order in which backward passes complete them.
 
     `owner`: the only worker that keeps their masters and moments; None: each holder keeps them.
@@ -72,7 +72,7 @@ class Buffer:
 
     holders: tuple[str, ...]
     owner: str | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
     is_token_count: bool = False
 
     @property
@@ -99,7 +99,7 @@ class Bucket:
     start: int
     stop: int
 
-    def touches(self, piece: Piece) -> bool:
+    def touches(self, piece: ParameterPiece) -> bool:
         return piece.offset < self.stop and self.start < piece.offset + piece.num_elements
 
 
@@ -111,12 +111,12 @@ _BufferKey = tuple[tuple[str, ...], str | None, bool]
 """Holders, owner and `is_token_count` of a buffer."""
 
 
-def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[Buffer, ...]:
+def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[GradientBuffer, ...]:
     """Return all buffers of a plan; every worker gets the same list."""
     specs = family_of(config).parameter_specs(config)
     holders = unit_holders(plan, config)
     owners = unit_owners(plan, config, holders)
-    pieces: dict[_BufferKey, list[Piece]] = defaultdict(list)
+    pieces: dict[_BufferKey, list[ParameterPiece]] = defaultdict(list)
     for order, name in enumerate(
         sorted(holders, key=lambda name: (_backward_rank(specs[name]), name))
     ):
@@ -127,15 +127,17 @@ def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[Buffer, ...]:
         for key, units in together.items():
             offset = pieces[key][-1].end if pieces[key] else 0
             pieces[key].append(
-                Piece(name, tuple(units), local_shape(specs[name], units), offset, order)
+                ParameterPiece(name, tuple(units), local_shape(specs[name], units), offset, order)
             )
     return tuple(
-        Buffer(held, owner, tuple(of_buffer), is_token_count)
+        GradientBuffer(held, owner, tuple(of_buffer), is_token_count)
         for (held, owner, is_token_count), of_buffer in pieces.items()
     )
 
 
-def plan_buckets(buffers: Sequence[Buffer], bucket_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+def plan_buckets(
+    buffers: Sequence[GradientBuffer], bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Bucket, ...]:
     """Return the buckets of all buffers, in the order in which backward passes complete them.
 
     The last layers come first. Every worker gets the same list.
@@ -155,7 +157,7 @@ def _backward_rank(spec: ParameterSpec) -> float:
 
 
 def groups_by_holders(
-    plan: Plan, config: PreTrainedConfig, buffers: Sequence[Buffer], most: int | None = None
+    plan: Plan, config: PreTrainedConfig, buffers: Sequence[GradientBuffer], most: int | None = None
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
     """Return the sync group of each set of two or more holders of a shard.
 
@@ -189,7 +191,7 @@ class Run:
         return piece.narrow(self.dim, self.position, self.length)
 
 
-def runs_of(piece: Piece, spec: ParameterSpec, held: Sequence[int]) -> tuple[Run, ...]:
+def runs_of(piece: ParameterPiece, spec: ParameterSpec, held: Sequence[int]) -> tuple[Run, ...]:
     """Return the runs that map a piece to a worker's tensor.
 
     The tensor is the concatenation of the ascending units `held`. If the piece has exactly these
@@ -244,6 +246,6 @@ class LocalBuffers:
         """Return the members of the group that sums a buffer; None if one worker holds it."""
         return self.members.get(self.buffers[index].holders)
 
-    def runs(self, piece: Piece) -> tuple[Run, ...]:
+    def runs(self, piece: ParameterPiece) -> tuple[Run, ...]:
         """Return the runs that map a piece to the tensor that this worker computes with."""
         return runs_of(piece, self.specs[piece.parameter], self.units[piece.parameter])

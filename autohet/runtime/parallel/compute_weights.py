@@ -17,7 +17,7 @@ from torch.distributed import Work
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.layout import state_name
 from autohet.runtime.models.family import local_shape
-from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, runs_of
+from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, ParameterPiece, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.parallel.stage_dtypes import StageDtypes
 
@@ -30,13 +30,13 @@ class _Parcel:
     """Adjacent pieces of one buffer, sent over its group in one broadcast."""
 
     buffer: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
 
     @property
     def num_elements(self) -> int:
         return self.pieces[-1].end - self.pieces[0].offset
 
-    def views(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    def views(self, flat: Tensor) -> Iterator[tuple[ParameterPiece, Tensor]]:
         for piece in self.pieces:
             yield (
                 piece,
@@ -149,7 +149,7 @@ class ComputeWeights:
         for piece, view in parcel.views(flat):
             self._take(piece, view)
 
-    def _take(self, piece: Piece, into: Tensor) -> None:
+    def _take(self, piece: ParameterPiece, into: Tensor) -> None:
         """Copy a piece from the masters."""
         master = self._state[state_name("param", piece.parameter)]
         for run in runs_of(
@@ -157,7 +157,7 @@ class ComputeWeights:
         ):
             run.view_in_piece(into).copy_(run.view_in(master))
 
-    def _put(self, piece: Piece, found: Tensor) -> None:
+    def _put(self, piece: ParameterPiece, found: Tensor) -> None:
         """Copy a piece into the tensors that the stage computes with."""
         for run in self._local.runs(piece):
             run.view_in(self.tensors[piece.parameter]).copy_(run.view_in_piece(found))
@@ -170,9 +170,11 @@ class ComputeWeights:
                     self._put(piece, view)
 
 
-def _parcels(index: int, pieces: tuple[Piece, ...], parcel_bytes: int) -> Iterator[_Parcel]:
+def _parcels(
+    index: int, pieces: tuple[ParameterPiece, ...], parcel_bytes: int
+) -> Iterator[_Parcel]:
     """Group pieces into parcels of at most `parcel_bytes`, with at least one piece each."""
-    together: list[Piece] = []
+    together: list[ParameterPiece] = []
     for piece in pieces:
         if together and 4 * (piece.end - together[0].offset) > parcel_bytes:
             yield _Parcel(index, tuple(together))

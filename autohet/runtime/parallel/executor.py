@@ -21,7 +21,7 @@ from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.borders import Borders
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.scaled_passes import ScaledPasses
-from autohet.runtime.parallel.schedule import Action, Kind, one_forward_one_backward
+from autohet.runtime.parallel.schedule import ActionKind, StageAction, one_forward_one_backward
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
 PieceMap = Callable[[int], Tensor]
@@ -32,7 +32,7 @@ NO_BATCH = (
 )  # what stages between the first and the last have of one
 
 
-class Stage(Protocol):
+class ExecutableStage(Protocol):
     """Interface of a stage model for the executor.
 
     See `autohet.runtime.models.stage.StageModel`.
@@ -57,7 +57,7 @@ class Executor:
     def __init__(
         self,
         borders: Borders,
-        stage: Stage,
+        stage: ExecutableStage,
         pacer: Pacer | None = None,
         check: Callable[[], None] = lambda: None,
         clock: StreamClock | None = None,
@@ -112,12 +112,12 @@ class Executor:
             step.forward(m)
 
         take = {
-            Kind.RECV_ACTIVATION: step.receive_activation,
-            Kind.FORWARD: forward,
-            Kind.SEND_ACTIVATION: step.send_activation,
-            Kind.RECV_GRADIENT: step.receive_gradient,
-            Kind.BACKWARD: step.backward,
-            Kind.SEND_GRADIENT: step.send_gradient,
+            ActionKind.RECV_ACTIVATION: step.receive_activation,
+            ActionKind.FORWARD: forward,
+            ActionKind.SEND_ACTIVATION: step.send_activation,
+            ActionKind.RECV_GRADIENT: step.receive_gradient,
+            ActionKind.BACKWARD: step.backward,
+            ActionKind.SEND_GRADIENT: step.send_gradient,
         }
         for action in self._actions:
             self._check()
@@ -360,4 +360,4 @@ class _Step:
         self.computed.append((begin, self._clock.mark()))
 
 
-__all__ = ["Action", "Batch", "Executor", "Stage"]
+__all__ = ["Batch", "ExecutableStage", "Executor", "StageAction"]

@@ -32,7 +32,7 @@ from autohet.runtime.parallel.buckets import (
     BUCKET_BYTES,
     Bucket,
     LocalBuffers,
-    Piece,
+    ParameterPiece,
     Run,
     plan_buckets,
 )
@@ -46,7 +46,7 @@ NORM_CHUNK = 1 << 16
 class _LocalPiece:
     """A piece in this worker's buffer, with its runs in the local gradient."""
 
-    piece: Piece
+    piece: ParameterPiece
     view: Tensor
     runs: tuple[Run, ...]
     weight: float
@@ -132,7 +132,7 @@ class GradientSync:
                 self._pieces[piece.parameter].append(placed)
         for bucket in self.buckets:
             flat = self.flats.get(bucket.buffer)
-            touched: list[Piece] = []
+            touched: list[ParameterPiece] = []
             parts: list[tuple[Tensor, float]] = []
             if flat is not None:
                 touched = [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
@@ -245,7 +245,7 @@ class GradientSync:
         return together
 
 
-def _part(flat: Tensor, bucket: Bucket, piece: Piece) -> Tensor:
+def _part(flat: Tensor, bucket: Bucket, piece: ParameterPiece) -> Tensor:
     """Return the part of a piece that lies in a bucket, flat."""
     return flat[
         max(bucket.start, piece.offset) : min(bucket.stop, piece.offset + piece.num_elements)
@@ -284,7 +284,7 @@ def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None
     return accumulated
 
 
-def _weight(local: LocalBuffers, piece: Piece) -> float:
+def _weight(local: LocalBuffers, piece: ParameterPiece) -> float:
     """Return the weight of a worker's gradient of a piece in the sum over all holders.
 
     A tensor that a sequence-parallel rank holds whole has the gradient of the rank's own tokens

@@ -21,7 +21,7 @@ from planner.plan import Pipeline
 CHANNEL_DEPTH = 2
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     RECV_ACTIVATION = "recv_activation"
     FORWARD = "forward"
     SEND_ACTIVATION = "send_activation"
@@ -30,21 +30,21 @@ class Kind(Enum):
     SEND_GRADIENT = "send_gradient"
 
 
-class Action(NamedTuple):
+class StageAction(NamedTuple):
     """Single action of a stage for one microbatch."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
 
-def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[Action]:
+def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[StageAction]:
     """Return the actions of one stage for one optimizer step, in order.
 
     They are the same on every rank of the stage.
     """
     num_stages, num_microbatches = len(pipeline.stages), pipeline.num_microbatches
     warm_up = pipeline.in_flight(stage) - 1
-    actions: list[Action] = []
+    actions: list[StageAction] = []
     for microbatch in range(warm_up):
         actions += _forward(stage, num_stages, microbatch)
     for microbatch in range(num_microbatches - warm_up):
@@ -55,19 +55,19 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[Action]:
     return actions
 
 
-def _forward(stage: int, num_stages: int, microbatch: int) -> list[Action]:
+def _forward(stage: int, num_stages: int, microbatch: int) -> list[StageAction]:
     kinds = (
-        [Kind.RECV_ACTIVATION] * (stage > 0)
-        + [Kind.FORWARD]
-        + [Kind.SEND_ACTIVATION] * (stage < num_stages - 1)
+        [ActionKind.RECV_ACTIVATION] * (stage > 0)
+        + [ActionKind.FORWARD]
+        + [ActionKind.SEND_ACTIVATION] * (stage < num_stages - 1)
     )
-    return [Action(kind, microbatch) for kind in kinds]
+    return [StageAction(kind, microbatch) for kind in kinds]
 
 
-def _backward(stage: int, num_stages: int, microbatch: int) -> list[Action]:
+def _backward(stage: int, num_stages: int, microbatch: int) -> list[StageAction]:
     kinds = (
-        [Kind.RECV_GRADIENT] * (stage < num_stages - 1)
-        + [Kind.BACKWARD]
-        + [Kind.SEND_GRADIENT] * (stage > 0)
+        [ActionKind.RECV_GRADIENT] * (stage < num_stages - 1)
+        + [ActionKind.BACKWARD]
+        + [ActionKind.SEND_GRADIENT] * (stage > 0)
     )
-    return [Action(kind, microbatch) for kind in kinds]
+    return [StageAction(kind, microbatch) for kind in kinds]

@@ -67,7 +67,7 @@ class ReportAddress:
     beat_s: float
 
 
-def mac_of(key: bytes, nonce: bytes, place: int, number: int, payload: bytes) -> bytes:
+def frame_mac(key: bytes, nonce: bytes, place: int, number: int, payload: bytes) -> bytes:
     """Return the MAC of the frame at `place` of its connection."""
     return hashlib.blake2s(
         nonce + PLACE.pack(place, number) + payload, key=key, digest_size=16
@@ -183,7 +183,7 @@ class ReportSender:
 
     def _send(self, number: int, payload: bytes) -> None:
         assert self._connection is not None
-        mac = mac_of(self._address.key, self._nonce, self._place, number, payload)
+        mac = frame_mac(self._address.key, self._nonce, self._place, number, payload)
         self._write(self._connection, FRAME.pack(len(payload), number, mac) + payload)
         self._place += 1
 

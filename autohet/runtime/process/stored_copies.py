@@ -26,7 +26,7 @@ Texts that have grown large, or go to a slow storage, are copied less often.
 """
 CLOSE_S = 20.0
 OPTIONS = StorageOptions(attempts=2, request_timeout_s=15.0)
-Source = Callable[[], bytes | None]
+ByteSource = Callable[[], bytes | None]
 
 
 class StoredCopies:
@@ -37,7 +37,11 @@ class StoredCopies:
     """
 
     def __init__(
-        self, storage: str, prefix: str, sources: Mapping[str, Source], period_s: float = PERIOD_S
+        self,
+        storage: str,
+        prefix: str,
+        sources: Mapping[str, ByteSource],
+        period_s: float = PERIOD_S,
     ) -> None:
         self._uri, self._prefix, self._period_s = storage, prefix, period_s
         self._sources = dict(sources)
@@ -48,7 +52,7 @@ class StoredCopies:
         self._thread = threading.Thread(target=self._run, name="stored-copies", daemon=True)
         self._thread.start()
 
-    def add(self, name: str, source: Source) -> None:
+    def add(self, name: str, source: ByteSource) -> None:
         self._sources = {**self._sources, name: source}
 
     def soon(self) -> None:

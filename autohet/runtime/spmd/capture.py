@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from planner.errors import ConfigError
-from planner.spmd.graph import MOST_UNITS, Graph, Node, NodeKind
+from planner.spmd.graph import MOST_UNITS, Graph, GraphNode, NodeKind
 from planner.spmd.operators import Operation, Ref, numbered, operator_node
 
 IGNORED_TARGET = -100
@@ -30,7 +30,7 @@ _IDENTITIES = frozenset(
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """Call of an operator: a function and its arguments.
 
     A Ref stands for an input; `item` picks one of several outputs. dtype: of the output.
@@ -61,7 +61,7 @@ class Captured:
     """
 
     graph: Graph
-    calls: Mapping[str, Call]
+    calls: Mapping[str, OperatorCall]
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     inputs: tuple[str, ...]
@@ -100,8 +100,8 @@ class _Reader:
     exported: Any
     most_units: int
     prefixes: Mapping[str, str]
-    nodes: dict[str, Node] = field(default_factory=dict)
-    calls: dict[str, Call] = field(default_factory=dict)
+    nodes: dict[str, GraphNode] = field(default_factory=dict)
+    calls: dict[str, OperatorCall] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     """Value of each exported node.
@@ -150,7 +150,7 @@ class _Reader:
 
     def _leaf(self, kind: NodeKind, name: str, value: Tensor) -> None:
         needs_gradient = kind == "parameter" and value.requires_grad
-        self.nodes[name] = Node(
+        self.nodes[name] = GraphNode(
             name, kind, "", (), tuple(value.shape), value.element_size(), needs_gradient
         )
 
@@ -187,7 +187,7 @@ class _Reader:
         name = _operator_name(node.target)
         if name in _DROPPED:
             return
-        if name == "getitem" and isinstance(self.values[node.args[0]], Call):  # type: ignore[index]
+        if name == "getitem" and isinstance(self.values[node.args[0]], OperatorCall):  # type: ignore[index]
             return self._add(node, replace(self.values[node.args[0]], item=int(node.args[1])))  # type: ignore[index,arg-type]
         args, kwargs = pytree.tree_map_only(
             fx.Node, self.values.__getitem__, (node.args, node.kwargs)
@@ -202,7 +202,7 @@ class _Reader:
         if self._is_identity(node, name, args):
             self.values[node] = args[0]
             return
-        self.values[node] = Call(node.target, args, kwargs)  # type: ignore[arg-type]
+        self.values[node] = OperatorCall(node.target, args, kwargs)  # type: ignore[arg-type]
         if isinstance(node.meta["val"], Tensor):
             if name == "cross_entropy_loss":
                 return self._loss(node, args, kwargs)
@@ -227,10 +227,10 @@ class _Reader:
         before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(before.dtype == after.dtype and before.shape == after.shape)
 
-    def _add(self, node: fx.Node, call: Call) -> None:
+    def _add(self, node: fx.Node, call: OperatorCall) -> None:
         self.values[node] = self._insert(_operator_name(call.function), call, node.meta["val"])
 
-    def _insert(self, op: str, call: Call, value: Tensor) -> str:
+    def _insert(self, op: str, call: OperatorCall, value: Tensor) -> str:
         """Add a node of our graph for the (one) output of a call."""
         inputs: list[str] = []
 
@@ -287,16 +287,16 @@ class _Reader:
         logits, targets = args[:2]
         plain = settings.get("weight") is None and settings.get("label_smoothing", 0.0) == 0.0
         if reduction not in (1, 2) or not plain or len(self.nodes[logits].shape) != 2:
-            return self._add(node, Call(node.target, args, kwargs))  # type: ignore[arg-type]
+            return self._add(node, OperatorCall(node.target, args, kwargs))  # type: ignore[arg-type]
         value = node.meta["val"]
         result = self._insert(
-            "cross_entropy_sum", Call(cross_entropy_sum, (logits, targets, ignored)), value
+            "cross_entropy_sum", OperatorCall(cross_entropy_sum, (logits, targets, ignored)), value
         )
         if reduction == 1:
             count = self._insert(
-                "count_targets", Call(count_targets, (targets, ignored, value.dtype)), value
+                "count_targets", OperatorCall(count_targets, (targets, ignored, value.dtype)), value
             )
-            result = self._insert("div", Call(torch.div, (result, count)), value)
+            result = self._insert("div", OperatorCall(torch.div, (result, count)), value)
         self.values[node] = result
 
     def _output(self, node: fx.Node) -> None:
@@ -318,7 +318,7 @@ _ROTARY = (
 """Pattern of x cos + cat(-x2, x1) sin: operators and their inputs, tensors by names."""
 
 
-def fuse_rotary(nodes: dict[str, Node], calls: dict[str, Call]) -> None:
+def fuse_rotary(nodes: dict[str, GraphNode], calls: dict[str, OperatorCall]) -> None:
     """Fuse each rotary embedding into one operator, in place.
 
     Its seven small operators with many live tensors would multiply the layouts to search.
@@ -341,7 +341,7 @@ def fuse_rotary(nodes: dict[str, Node], calls: dict[str, Call]) -> None:
 
 
 def _matches(
-    nodes: Mapping[str, Node], pattern: Any, name: str, named: dict[str, str], inner: list[str]
+    nodes: Mapping[str, GraphNode], pattern: Any, name: str, named: dict[str, str], inner: list[str]
 ) -> bool:
     """Return True if the tensor `name` is computed as in `pattern`.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.groups import Group
-from planner.spmd.layouts import Layout, conversion_between
+from planner.spmd.layouts import TensorLayout, conversion_between
 
 TAG = 41
 """Tag of messages between two ranks, which arrive in order."""
@@ -126,8 +126,8 @@ class _Dual(torch.autograd.Function):
 def convert(
     group: Group,
     tensor: Tensor,
-    source: Layout,
-    target: Layout,
+    source: TensorLayout,
+    target: TensorLayout,
     lengths: Callable[[int], Lengths],
     variant: str,
 ) -> Tensor:
@@ -139,7 +139,7 @@ def convert(
         part: Tensor = tensor.split(list(lengths(target.dim)), target.dim)[group.rank]
         return part
 
-    def moved(x: Tensor, source: Layout, target: Layout) -> Tensor:
+    def moved(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
         match conversion_between(source, target):
             case "all_gather":
                 return gathered(group, x, source.dim, lengths(source.dim), variant)

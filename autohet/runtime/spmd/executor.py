@@ -17,15 +17,15 @@ from autohet.runtime.pacing import Pace
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ComputeClock
 from autohet.runtime.spmd.collectives import FactoredLinear, VocabularyLoss, applied, convert
-from planner.spmd.graph import Node
-from planner.spmd.layouts import Layout
+from planner.spmd.graph import GraphNode
+from planner.spmd.layouts import TensorLayout
 from planner.spmd.operators import SHAPED
 from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Property
 from planner.spmd.rules import axis_of
 
 
-class Executor:
+class ProgramExecutor:
     """Executor of a rank of a plan.
 
     pace: seconds that all operators owe the clock; each owes a part in proportion to its FLOPs.
@@ -85,7 +85,7 @@ class Executor:
             self.group, tensors[0], source, instruction.output, lengths, instruction.variant
         )
 
-    def local_part(self, whole: Tensor, name: str, layout: Layout) -> Tensor:
+    def local_part(self, whole: Tensor, name: str, layout: TensorLayout) -> Tensor:
         """Return this rank's part of a leaf."""
         return (
             whole
@@ -93,7 +93,7 @@ class Executor:
             else whole.narrow(layout.dim, *self._part(name, layout))
         )
 
-    def _part(self, name: str, layout: Layout) -> tuple[int, int]:
+    def _part(self, name: str, layout: TensorLayout) -> tuple[int, int]:
         """Return the offset and the length of this rank's part of a sharded tensor."""
         lengths, rank = self.plan.lengths(name, layout.dim), self.group.rank
         return sum(lengths[:rank]), lengths[rank]
@@ -200,7 +200,9 @@ def _nothing(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dty
     return result
 
 
-def _with_additive(node: Node, result: Tensor, tensors: Sequence[Tensor], output: Layout) -> Tensor:
+def _with_additive(
+    node: GraphNode, result: Tensor, tensors: Sequence[Tensor], output: TensorLayout
+) -> Tensor:
     """Add the bias to an empty partial sum, which has it, too."""
     assert node.signature is not None
     for at in node.signature.additive if output.kind == "partial" else ():

@@ -48,7 +48,7 @@ def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
     }
 
 
-def decoder_of(
+def captured_decoder(
     config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype
 ) -> Decoder:
     """Return the graph of a model for a microbatch of `batch` sequences, and its cuts.

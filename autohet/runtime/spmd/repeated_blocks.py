@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.spmd.graph import Graph, Node
+from planner.spmd.graph import Graph, GraphNode
 from planner.spmd.operators import numbered
 
 
@@ -71,10 +71,10 @@ class _Grown:
     """Nodes of the graph that is made. short: the graph that its nodes are copies of."""
 
     short: Graph
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, GraphNode] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def append(self, node: Node, names: dict[str, str], old: str, new: str) -> None:
+    def append(self, node: GraphNode, names: dict[str, str], old: str, new: str) -> None:
         """Append a copy of an operator, and of the leaves that it reads first.
 
         names: names of copies by those of operators, and receives this one's. old, new: starts of

@@ -20,7 +20,7 @@ from autohet.runtime.models import COMPUTE_DTYPES, family_of
 from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
-from autohet.runtime.spmd.executor import Executor
+from autohet.runtime.spmd.executor import ProgramExecutor
 from autohet.runtime.spmd.language_model import capture_language_model
 from autohet.runtime.state.optimizer import (
     UpdateRule,
@@ -71,7 +71,7 @@ class SpmdTrainer(Trainer):
         world = over.group(generation.plan.workers, "spmd")
         self._compute = ComputeClock(lambda: over.interrupted)
         clocked: Any = ClockedGroup(world, self._compute)
-        self._executor = Executor(captured, placed, clocked, self._compute, generation.pace)
+        self._executor = ProgramExecutor(captured, placed, clocked, self._compute, generation.pace)
         super().__init__(setup, generation, hooks, world, counts_loss=True)
         storage = placed.program.storage
         self._storage = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.layout import STATE_KINDS, state_name
-from autohet.runtime.parallel.buckets import LocalBuffers, Piece, Run, runs_of
+from autohet.runtime.parallel.buckets import LocalBuffers, ParameterPiece, Run, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.state.optimizer import UpdateRule
 
@@ -45,7 +45,7 @@ class _Cut:
     """Part of a parameter; `runs` map it to the tensors of the parameter's state."""
 
     buffer: int
-    piece: Piece
+    piece: ParameterPiece
     runs: tuple[Run, ...]
 
     def taken(self, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ class FlatOptimizer:
     ) -> None:
         self._state, self._undecayed, self._staging = state, frozenset(undecayed), staging
         self._cuts: list[_Cut] = []
-        ranges: list[tuple[int, list[Piece]]] = []
+        ranges: list[tuple[int, list[ParameterPiece]]] = []
         for index in local.kept:
             for whole, pieces in itertools.groupby(
                 local.buffers[index].pieces,
@@ -110,18 +110,18 @@ class FlatOptimizer:
                         self._cuts.append(_Cut(index, piece, runs))
         by_kind = [self._laid_out(kind, ranges) for kind in STATE_KINDS]
         self._ranges: list[_FlatRange] = []
-        self._counted: list[tuple[int, Piece]] = []
+        self._counted: list[tuple[int, ParameterPiece]] = []
         for (index, adjacent), tensors in zip(ranges, zip(*by_kind, strict=True), strict=True):
             if local.buffers[index].is_token_count:
                 self._counted += [(index, piece) for piece in adjacent]
             else:
                 self._ranges += self._by_decay(index, adjacent, tensors)
 
-    def _decays(self, piece: Piece) -> bool:
+    def _decays(self, piece: ParameterPiece) -> bool:
         return piece.parameter not in self._undecayed
 
     def _by_decay(
-        self, buffer: int, pieces: Sequence[Piece], tensors: tuple[Tensor, ...]
+        self, buffer: int, pieces: Sequence[ParameterPiece], tensors: tuple[Tensor, ...]
     ) -> Iterator[_FlatRange]:
         """Yield the flat tensors of adjacent pieces, split where weight decay begins or ends."""
         begin = pieces[0].offset
@@ -132,7 +132,9 @@ class FlatOptimizer:
             yield _FlatRange(buffer, start, parts, decays)
 
     @torch.no_grad()
-    def _laid_out(self, kind: str, ranges: Sequence[tuple[int, list[Piece]]]) -> list[Tensor]:
+    def _laid_out(
+        self, kind: str, ranges: Sequence[tuple[int, list[ParameterPiece]]]
+    ) -> list[Tensor]:
         """Build all flat tensors of one kind, one for each range.
 
         State that is in no range gets memory of its own.
@@ -141,7 +143,7 @@ class FlatOptimizer:
             self._state[name] = self._in_own_memory(self._state[name])
         return [self._flat(kind, pieces) for _, pieces in ranges]
 
-    def _flat(self, kind: str, pieces: Sequence[Piece]) -> Tensor:
+    def _flat(self, kind: str, pieces: Sequence[ParameterPiece]) -> Tensor:
         start, stop = pieces[0].offset, pieces[-1].end
         if self._staging is None:
             flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)

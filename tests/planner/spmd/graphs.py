@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from planner.spmd.graph import Graph, Node, Signature
+from planner.spmd.graph import Graph, GraphNode, Signature
 
 ONE = (frozenset({0}),)
 
@@ -15,7 +15,7 @@ ONE = (frozenset({0}),)
 class Builder:
     """Appends nodes; each method gives the name of what it made."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
 
     def _add(
         self,
@@ -30,11 +30,11 @@ class Builder:
         needs = any(self._node(i).needs_gradient for i in inputs) and op != "count"
         backward = flops * sum(self._node(i).needs_gradient for i in inputs[:2])
         self.nodes.append(
-            Node(name, "op", op, inputs, shape, 4, needs, signature, flops, backward, alias)
+            GraphNode(name, "op", op, inputs, shape, 4, needs, signature, flops, backward, alias)
         )
         return name
 
-    def _node(self, name: str) -> Node:
+    def _node(self, name: str) -> GraphNode:
         return next(node for node in reversed(self.nodes) if node.name == name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class Builder:
 
     def leaf(self, kind: str, *shape: int) -> str:
         name = f"{kind}_{len(self.nodes)}"
-        self.nodes.append(Node(name, kind, "", (), shape, 4, kind == "parameter"))  # type: ignore[arg-type]
+        self.nodes.append(GraphNode(name, kind, "", (), shape, 4, kind == "parameter"))  # type: ignore[arg-type]
         return name
 
     def linear(self, x: str, features: int, bias: bool = True) -> str:

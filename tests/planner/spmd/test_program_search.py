@@ -18,7 +18,7 @@ from planner.spmd.layouts import CONVERSIONS, FACTORED, PARTIAL
 from planner.spmd.plan import synthesize
 from planner.spmd.program import Instruction, Property, conversions_of
 from planner.spmd.rules import leaf_layouts, rules_of
-from planner.spmd.search import Search
+from planner.spmd.search import ProgramSearch
 from tests.planner.spmd.graphs import Builder, random_graph, transformer
 
 
@@ -113,7 +113,7 @@ def test_the_search_is_as_good_as_uniform_cost_search_in_any_order(seed: int) ->
     cluster = random_cluster(rng, rng.choice((2, 3)))
     shares = Shares(graph, (random_ratios(rng, len(cluster.devices)),))
     table = CostTable(graph, cluster)
-    assert Search(table, shares).dynamic_program()[0] == pytest.approx(
+    assert ProgramSearch(table, shares).dynamic_program()[0] == pytest.approx(
         uniform_cost(table, shares), rel=1e-9
     )
 
@@ -127,12 +127,12 @@ def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_sa
     cluster = random_cluster(rng, 3)
     shares = Shares(graph, (random_ratios(rng, 3), random_ratios(rng, 3)))
     table = CostTable(graph, cluster)
-    seconds, program = Search(table, shares).dynamic_program()
+    seconds, program = ProgramSearch(table, shares).dynamic_program()
     program.check(graph)
     assert table.program_s(program, shares) - table.seconds(
         table.final_terms(program), shares
     ) == pytest.approx(seconds, rel=1e-9)
-    assert Search(table, shares).a_star() == pytest.approx(seconds, rel=1e-9)
+    assert ProgramSearch(table, shares).a_star() == pytest.approx(seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -142,7 +142,7 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
     cluster = random_cluster(random.Random(seed), 2)
     shares = Shares(graph, ((0.6, 0.4),))
     table = CostTable(graph, cluster)
-    search = Search(table, shares)
+    search = ProgramSearch(table, shares)
     seconds, program = search.dynamic_program()
     program.check(graph)
     assert len([i for i in program.instructions if i.op == "compute"]) == sum(
@@ -151,13 +151,13 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
     assert table.program_s(program, shares) - table.seconds(
         table.final_terms(program), shares
     ) == pytest.approx(seconds, rel=1e-9)
-    alike = Search(table, shares)
+    alike = ProgramSearch(table, shares)
     alike._segments.key = lambda first, last: first  # type: ignore[method-assign,assignment]
     assert alike.dynamic_program()[0] == pytest.approx(seconds, rel=1e-9)
     seen = []
     for layers in (6, 24):
         graph = transformer(layers, 6, 4, 8, 2)
-        search = Search(CostTable(graph, cluster), Shares(graph, ((0.6, 0.4),)))
+        search = ProgramSearch(CostTable(graph, cluster), Shares(graph, ((0.6, 0.4),)))
         search.dynamic_program()
         seen.append(search.states_seen)
     assert seen[1] < 2 * seen[0]
@@ -172,7 +172,7 @@ def test_a_search_that_charges_for_bytes_follows_few_states_and_a_plain_one_all(
     for most in (2, 10**9):
         monkeypatch.setattr(program_search, "CHARGED_STATES", most)
         for charge in ((), (1e-9, 1e-9)):
-            search = Search(CostTable(graph, cluster), shares, byte_s=charge)
+            search = ProgramSearch(CostTable(graph, cluster), shares, byte_s=charge)
             seconds, program = search.dynamic_program()
             program.check(graph)
             found[most, bool(charge)] = seconds, search.states_seen

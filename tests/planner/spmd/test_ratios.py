@@ -25,7 +25,7 @@ from planner.spmd.plan import synthesize
 from planner.spmd.program import Instruction, conversions_of
 from planner.spmd.ratios import closed_form, linear_program
 from planner.spmd.rules import axis_of, rules_of
-from planner.spmd.search import Search
+from planner.spmd.search import ProgramSearch
 from tests.planner.spmd.graphs import Builder, random_graph, transformer, vgg19
 
 
@@ -46,7 +46,7 @@ def test_the_linear_program_finds_nothing_better_than_the_closed_form(seed: int)
     speeds = tuple(rng.choice((1e9, 2e9, 3e9, 5e9)) for _ in range(rng.randint(2, 5)))
     table = CostTable(graph, cluster_of(speeds, 10 ** rng.uniform(6, 10)))
     start = Shares(graph, (tuple(x / sum(speeds) for x in speeds),), whole=False)
-    program = Search(table, start).dynamic_program()[1]
+    program = ProgramSearch(table, start).dynamic_program()[1]
     by_program = linear_program(table, program, start)
     least = min(
         table.program_s(program, Shares(graph, (row,), whole=False)) for row in closed_form(speeds)
@@ -66,7 +66,7 @@ def test_no_ratios_beside_the_closed_form_are_better_with_any_program(seed: int)
     for _ in range(8):
         weights = [rng.uniform(0.05, 1) for _ in speeds]
         shares = Shares(graph, (tuple(w / sum(weights) for w in weights),), whole=False)
-        program = Search(table, shares).dynamic_program()[1]
+        program = ProgramSearch(table, shares).dynamic_program()[1]
         assert table.program_s(program, shares) >= found.seconds * (1 - 1e-9)
 
 
@@ -87,7 +87,7 @@ def test_slow_wires_bring_the_program_of_fewest_bytes_whatever_it_computes() -> 
     graph = transformer(1, 12, 4, 8, 2)
     plan = synthesize(CostTable(graph, cluster_of((3e12, 1e12), 1.0)))
     table = CostTable(graph, cluster_of((1e30, 1e30), 1.0))
-    bytes_only = Search(table, Shares(graph, ((0.5, 0.5),))).dynamic_program()[0]
+    bytes_only = ProgramSearch(table, Shares(graph, ((0.5, 0.5),))).dynamic_program()[0]
     assert plan.seconds == pytest.approx(bytes_only, rel=1e-6)
 
 
@@ -324,7 +324,9 @@ def test_a_deep_model_on_many_devices_is_solved_from_its_first_layers() -> None:
     seen = []
     for layers in (12, 48):
         graph = transformer(layers, 32 * 64, 64, 768, 12)
-        search = Search(CostTable(graph, authors_cluster(16, 48)), Shares(graph, ((1 / 64,) * 64,)))
+        search = ProgramSearch(
+            CostTable(graph, authors_cluster(16, 48)), Shares(graph, ((1 / 64,) * 64,))
+        )
         search.dynamic_program()
         seen.append(search.states_seen)
     assert seen[1] <= seen[0] * 1.2

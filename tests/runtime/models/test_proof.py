@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from autohet.cli.main import main
 from autohet.runtime.models import FAMILIES, load_config
 from autohet.runtime.models.family import Family, check_decoder
-from autohet.runtime.models.proof import prove, require_proof, short_config
+from autohet.runtime.models.proof import prove_model, require_proof, short_config
 from planner.errors import ConfigError
 from tests.harness.tiny_models import LLAMA_LIKE, batch, random_parameters, stage_chain, tiny_config
 
@@ -81,7 +81,7 @@ def test_a_forgotten_softcap_of_logits_is_seen() -> None:
     FAMILIES["gemma3_text"] = Family(
         "gemma3_text", embedding_scale=FAMILIES["gemma3_text"].embedding_scale
     )
-    proof = prove(config, degrees=(1,))
+    proof = prove_model(config, degrees=(1,))
     assert not proof.passed
 
 

@@ -21,7 +21,7 @@ from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.models import family_of, stage_parameter_names
 from autohet.runtime.parallel.buckets import (
     ALIGNMENT,
-    Buffer,
+    GradientBuffer,
     LocalBuffers,
     groups_by_holders,
     plan_buckets,
@@ -65,7 +65,7 @@ ACROSS, SHARDED = plan(*CUT_ACROSS), plan(*CUT_ACROSS, sharded=True)
 @pytest.mark.parametrize("drawn", [ACROSS, SHARDED], ids=["each its own", "sharded"])
 def test_every_shard_is_in_one_buffer_with_its_holders(drawn: Plan) -> None:
     layout, everywhere = layout_of_plan(drawn, CONFIG), layout_of_plan(ACROSS, CONFIG)
-    seen: dict[tuple[str, int], Buffer] = {}
+    seen: dict[tuple[str, int], GradientBuffer] = {}
     for buffer in plan_buffers(drawn, CONFIG):
         assert [piece.offset for piece in buffer.pieces] == [
             0,

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.runtime.parallel.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
+from autohet.runtime.parallel.schedule import (
+    CHANNEL_DEPTH,
+    ActionKind,
+    StageAction,
+    one_forward_one_backward,
+)
 from planner.in_flight import MOST_AHEAD
 from planner.plan import Pipeline, Plan, Stage, check_plan
 
@@ -60,18 +65,18 @@ def play(pipeline: Pipeline, depth: int, order: list[int]) -> bool:
     return all(not channel for channel in channels.values())
 
 
-def _channel(stage: int, action: Action) -> tuple[int, int] | None:
+def _channel(stage: int, action: StageAction) -> tuple[int, int] | None:
     neighbour = {
-        Kind.RECV_ACTIVATION: (stage - 1, stage),
-        Kind.SEND_ACTIVATION: (stage, stage + 1),
-        Kind.RECV_GRADIENT: (stage + 1, stage),
-        Kind.SEND_GRADIENT: (stage, stage - 1),
+        ActionKind.RECV_ACTIVATION: (stage - 1, stage),
+        ActionKind.SEND_ACTIVATION: (stage, stage + 1),
+        ActionKind.RECV_GRADIENT: (stage + 1, stage),
+        ActionKind.SEND_GRADIENT: (stage, stage - 1),
     }
     return neighbour.get(action.kind)
 
 
 def _can(
-    stage: int, action: Action, channels: dict[tuple[int, int], list[int]], depth: int
+    stage: int, action: StageAction, channels: dict[tuple[int, int], list[int]], depth: int
 ) -> bool:
     channel = _channel(stage, action)
     if channel is None:
@@ -80,7 +85,7 @@ def _can(
     return bool(waiting) if "RECV" in action.kind.name else len(waiting) < depth
 
 
-def _move(stage: int, action: Action, channels: dict[tuple[int, int], list[int]]) -> None:
+def _move(stage: int, action: StageAction, channels: dict[tuple[int, int], list[int]]) -> None:
     channel = _channel(stage, action)
     if channel is None:
         return
@@ -131,13 +136,13 @@ def test_every_microbatch_passes_once_and_few_are_in_flight(pipeline: Pipeline) 
         actions = one_forward_one_backward(pipeline, stage)
         counts = Counter(actions)
         assert set(counts.values()) == {1}
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             assert [a.microbatch for a in actions if a.kind is kind] == list(
                 range(num_microbatches)
             )
         in_flight = most = 0
         for action in actions:
-            in_flight += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
+            in_flight += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
             most = max(most, in_flight)
         assert most == pipeline.in_flight(stage) == min(allowed[stage], num_microbatches)
 

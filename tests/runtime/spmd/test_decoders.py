@@ -14,7 +14,7 @@ from autohet.runtime.models.stage import build_stage
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.language_model import (
     capture_language_model,
-    decoder_of,
+    captured_decoder,
     split_dims_of,
 )
 from planner.errors import ConfigError
@@ -65,7 +65,7 @@ def listed(graph: Graph) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_copies_of_a_block_make_the_graph_of_the_whole_model(name: str) -> None:
     config = config_of(name)
-    planned = decoder_of(config, SEQUENCES, LENGTH, torch.bfloat16)
+    planned = captured_decoder(config, SEQUENCES, LENGTH, torch.bfloat16)
     captured = capture_language_model(config, SEQUENCES, LENGTH, torch.bfloat16)
     assert listed(planned.graph) == listed(captured.graph)
     assert planned.graph.axes == captured.graph.axes
@@ -83,8 +83,8 @@ def test_only_one_block_of_each_kind_is_captured(monkeypatch: pytest.MonkeyPatch
         return capture_language_model(config, *arguments)
 
     monkeypatch.setattr("autohet.runtime.spmd.language_model.capture_language_model", count)
-    decoder_of(config_of("llama"), SEQUENCES, LENGTH, torch.float32)
-    decoder_of(config_of("cohere2"), SEQUENCES, LENGTH, torch.float32)
+    captured_decoder(config_of("llama"), SEQUENCES, LENGTH, torch.float32)
+    captured_decoder(config_of("cohere2"), SEQUENCES, LENGTH, torch.float32)
     assert traced == [1, 2]
 
 

@@ -17,7 +17,7 @@ from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job.sections import ModelSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
-from autohet.runtime.spmd.language_model import capture_language_model, decoder_of
+from autohet.runtime.spmd.language_model import capture_language_model, captured_decoder
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.state_source import local_slice
 from autohet.runtime.trainer import StageTrainer
@@ -52,7 +52,7 @@ def program_for(
     workers: int, speeds: tuple[float, ...], microbatch: int, split_state: bool = False
 ) -> StageProgram:
     config = load_config(ModelSection(config=dict(LLAMA)))
-    decoder = decoder_of(config, microbatch, 6, torch.float32)
+    decoder = captured_decoder(config, microbatch, 6, torch.float32)
     devices = tuple(Device(f"d{n}", speed) for n, speed in enumerate(speeds))
     cluster = SpmdCluster(devices, ring_collectives(workers, 1e9, 1e-6))
     return StageProgram.of(synthesize(CostTable(decoder.graph, cluster), pinned=decoder.split_dims))
