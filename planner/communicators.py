@@ -182,7 +182,8 @@ def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, 
     """
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)
-    most, before = max_sync_groups(plan), 1 + num_border_groups(plan)
+    most = max_sync_groups(plan)
+    before = 1 + num_border_groups(plan)
     cuts = sorted({stage.first_layer for stage in plan.stages})
     cut = any(stage.tp_degree > 1 for stage in plan.stages)
     counts = {}

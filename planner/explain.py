@@ -173,14 +173,18 @@ def _place(request: Request, answer: Answer, kind: NodeType) -> NodeTypeUse:
 
 def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
     """Describe the type's stages: number, blocks, pipelines and place (first, middle, last)."""
-    blocks, ends, pipelines, alone = list[int](), set[str](), 0, 0
+    blocks = list[int]()
+    ends = set[str]()
+    pipelines = 0
+    alone = 0
     for pipeline in plan.pipelines:
         types = [
             {fleet.node_of(worker).node_type for worker in stage.workers}
             for stage in pipeline.stages
         ]
         mine = [i for i, found in enumerate(types) if kind in found]
-        pipelines, alone = pipelines + bool(mine), alone + (len(mine) == len(pipeline.stages))
+        pipelines = pipelines + bool(mine)
+        alone = alone + (len(mine) == len(pipeline.stages))
         blocks += [pipeline.stages[i].num_layers for i in mine]
         for i in mine if len(mine) < len(pipeline.stages) else ():
             if i == 0:
@@ -206,7 +210,8 @@ def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]
     Speed and links: the same plan, predicted again. Memory may change the best plan, so its gain
     comes from a search.
     """
-    step_s, cost = answer.prediction.step_time_s, request.cost
+    step_s = answer.prediction.step_time_s
+    cost = request.cost
     quick = replace(kind, slowdown=kind.slowdown / FASTER)
     linked = replace(
         kind,
@@ -293,8 +298,10 @@ def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | Non
     better = _searched(replace(request, fleet=fleet, cost=cost), answer.plan)
     if better is None:
         return None
-    before, after = answer.prediction, better.prediction
-    usd, was = after.usd_per_million_tokens, before.usd_per_million_tokens
+    before = answer.prediction
+    after = better.prediction
+    usd = after.usd_per_million_tokens
+    was = before.usd_per_million_tokens
     return OneMore(
         kind.name,
         after.tokens_per_s,

@@ -64,7 +64,8 @@ def period_s(work_s: Sequence[float], transfer_s: Sequence[float], numbers: Sequ
 
     It is the longest of the slowest stage and the cycles from each stage to the last.
     """
-    slowest, way = max(work_s), 0.0
+    slowest = max(work_s)
+    way = 0.0
     for stage in range(len(work_s) - 1, -1, -1):
         way += work_s[stage] + (transfer_s[stage] if stage < len(transfer_s) else 0.0)
         slowest = max(slowest, way / numbers[stage])

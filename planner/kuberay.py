@@ -207,7 +207,8 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[st
     """
     own = group.get("resources") or {}
     start = group.get("rayStartParams") or {}
-    limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+    limits = resources.get("limits") or {}
+    requests = resources.get("requests") or {}
     shape = {"GPU": _num_gpus(own, start, {**requests, **limits}, name, notes)}
     cpus = None
     if "CPU" in own:

@@ -500,7 +500,8 @@ def _check_spmd(plan: Plan) -> None:
 
 
 def _check_in_flight(pipeline: Pipeline, index: int) -> None:
-    most, depth = pipeline.most_in_flight, len(pipeline.stages)
+    most = pipeline.most_in_flight
+    depth = len(pipeline.stages)
     if most and len(most) != depth:
         raise ConfigError(
             f"in_flight of pipeline {index} has {len(most)} numbers; expected one for each of"

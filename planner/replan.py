@@ -128,7 +128,8 @@ def replan(
         horizon_s += (
             migration.fixed_s
         )  # every candidate pays it; there may be less left to train than it takes
-    begin, judged = request.clock(), _Judged(previous, request, held, horizon_s, migration)
+    begin = request.clock()
+    judged = _Judged(previous, request, held, horizon_s, migration)
     scored = judged.scores([*_candidates(previous, request, alive, judged), *known])
     if thorough is None:
         thorough = len(alive) <= limits.WHOLE_SEARCH_GPUS or not scored
@@ -152,7 +153,8 @@ def replan(
             "no plan fits the fleet that is left; see the plan command for the tightest limit"
         )
     scored.sort(key=lambda s: (-s.useful, s.seconds))
-    best, kept = scored[0], next((s for s in scored if s.plan == previous), None)
+    best = scored[0]
+    kept = next((s for s in scored if s.plan == previous), None)
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
     if best.plan != previous and not by_last_resort:
@@ -221,7 +223,8 @@ def _last_resort(judged: _Judged) -> tuple[list[_Scored], Answer | None]:
     except InfeasibleError:
         return [], None
     # As the answer has it: `working_ahead` of this cost model may choose anew.
-    plan, prediction = answer.plan, answer.prediction
+    plan = answer.plan
+    prediction = answer.prediction
     seconds = migration_s(plan, judged.request, judged.held, judged.migration)
     left = max(0.0, judged.horizon_s - seconds)
     useful = left / prediction.step_time_s * judged.request.global_batch_sequences
@@ -306,7 +309,8 @@ def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Pl
     those whose rest may have uneven shares, or where these cannot hold the model without it; the
     groups of those and free nodes, in groups as large, make new pipelines where they can.
     """
-    made, left = list[Pipeline](), list[GpuGroup]()
+    made = list[Pipeline]()
+    left = list[GpuGroup]()
     for pipeline in previous.pipelines:
         lives = (
             tuple(worker for worker in group if worker in alive) for group in groups_of(pipeline)

@@ -82,7 +82,8 @@ def robustness(
     """
     number = draws or limits.DRAWS
     rng = random.Random(seed)
-    steps, losses = list[float](), list[float]()
+    steps = list[float]()
+    losses = list[float]()
     possible = [
         each for each in candidates if cost.predict(each).fits
     ]  # in each draw, which changes no bytes

@@ -52,7 +52,8 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
     groups = uneven_groups(request)
     if not groups:
         return _proved(request, search_with_memory(request, known))
-    even, refused = None, InfeasibleError("")
+    even = None
+    refused = InfeasibleError("")
     try:
         even = search_with_memory(
             replace(request, prove=False), [plan for plan in known if not uneven_stages(plan)]
@@ -80,7 +81,8 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
     """
     if not request.cost.parameters.uneven_shares:
         return ()
-    spec, sizes = request.spec, microbatch_sizes(request)
+    spec = request.spec
+    sizes = microbatch_sizes(request)
     most = min(spec.max_tp_degree, request.max_tp_degree or spec.max_tp_degree)
     types = [kind for kind in request.cost.node_types if kind.num_gpus]
     mixes: list[tuple[NodeType, ...]] = [
@@ -199,7 +201,8 @@ def _with_group(moves: Moves, plan: Plan, group: GpuGroup) -> Iterator[Plan]:
     ]
     hit = [len(taken.intersection(pipeline.workers)) for pipeline in plan.pipelines]
     taker = hit.index(max(hit))
-    giver, mine = plan.pipelines[taker], left[taker]
+    giver = plan.pipelines[taker]
+    mine = left[taker]
     place = next((i for i, of in enumerate(groups_of(giver)) if not taken.isdisjoint(of)), 0)
     pairs = list(zip(plan.pipelines, left, strict=True))
     others = [pair for i, pair in enumerate(pairs) if i != taker and pair[1]]
@@ -238,7 +241,8 @@ def _chosen(even: Answer | None, found: Answer | None) -> Answer:
         return even
     if not stages:
         return min(even, found, key=lambda each: each.prediction.step_time_s)
-    even_s, found_s = even.prediction.step_time_s, found.prediction.step_time_s
+    even_s = even.prediction.step_time_s
+    found_s = found.prediction.step_time_s
     if found_s * limits.MIN_SPEEDUP > even_s:
         why = (
             f"{found_s:.4g} s a step, not {limits.MIN_SPEEDUP - 1:.0%} faster than even ones with"
@@ -288,11 +292,9 @@ def is_bounded(request: Request, plan: Plan) -> bool:
     On one node the rows of the tables are the least time of any shares. For groups over several
     nodes there are no such rows.
     """
-    spec, groups, node_of = (
-        request.spec,
-        {group.kinds for group in request.uneven},
-        request.fleet.node_of,
-    )
+    spec = request.spec
+    groups = {group.kinds for group in request.uneven}
+    node_of = request.fleet.node_of
     nodes = [list(map(node_of, stage.workers)) for stage in uneven_stages(plan)]
     if not groups and not nodes:
         return True  # the fleet has no GPUs for such stages

@@ -170,7 +170,8 @@ def _list(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
     storage = _open(args.storage)
-    rows, damaged = [], []
+    rows = []
+    damaged = []
     for info in list_checkpoints(storage):
         try:
             rows.append(_row(info, open_checkpoint(storage, info.step)))
@@ -320,7 +321,8 @@ def _copy(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint.commit import checkpoint_uri
     from recovery.checkpoint.copy import copy_checkpoint
 
-    source, target = _open(args.storage), _open(args.to, "--to")
+    source = _open(args.storage)
+    target = _open(args.to, "--to")
     with _progress(args, "Copying") as progress:
         manifest = copy_checkpoint(
             source, target, args.step, beside=prefixes_beside, progress=progress

@@ -252,7 +252,8 @@ def _open(args: argparse.Namespace) -> Session:
     if not args.evaluate:  # given plans are costed as they are
         cluster = without_incapable_nodes(cluster, job, one_format=framework != OURS)
     fleet = inputs.fleet(cluster.fleet())
-    parameters, calibration = inputs.parameters, None
+    parameters = inputs.parameters
+    calibration = None
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
         parameters = calibration.parameters
@@ -406,7 +407,8 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
     """Search for a plan; return (document, best plan, exit code)."""
     from planner.strategies import STRATEGIES
 
-    args, job = session.args, session.job
+    args = session.args
+    job = session.job
     names = args.compare or [args.strategy or job.parallelism.strategy]
     for name in names:
         if name not in STRATEGIES:
@@ -444,7 +446,8 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
     """
     from planner.strategies import plan_with
 
-    args, request = session.args, _request(session)
+    args = session.args
+    request = _request(session)
     try:
         answer = plan_with(name, request)
         document = answer_document(answer) | _host_memory(session, request.cost, answer.plan)
@@ -508,7 +511,8 @@ def _no_plan(name: str, reason: str) -> dict[str, Any]:
 def _request(session: Session) -> Any:
     from planner.strategies import Request
 
-    args, job = session.args, session.job
+    args = session.args
+    job = session.job
     wishes = job.parallelism
     objective = args.objective or wishes.objective
     return Request(
@@ -535,7 +539,8 @@ def _request(session: Session) -> Any:
 
 def _wanted_holders(session: Session) -> int:
     """Return the number of nodes that must hold each layer, by the same rule as in training."""
-    wishes, nodes = session.job.parallelism, len(session.fleet.nodes)
+    wishes = session.job.parallelism
+    nodes = len(session.fleet.nodes)
     wanted = max(wishes.redundancy, wishes.min_pipelines)
     if wanted > nodes:
         key = "redundancy" if wishes.redundancy == wanted else "min_pipelines"

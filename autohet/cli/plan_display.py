@@ -201,7 +201,8 @@ def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
 
 
 def _comparison_row(result: Document, best: float) -> list[Text | str]:
-    predicted, search = result["predicted"], result.get("search") or {}
+    predicted = result["predicted"]
+    search = result.get("search") or {}
     plan = Plan.from_document(result["plan"])
     ratio = predicted["step_time_s"] / best
     shown = f"{ratio:.3f}" if result["feasible"] else "no fit"
@@ -230,7 +231,8 @@ def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
     for name in ("step", "tok/s", "$/h", "$/Mtok", "GPUs in use", "plan", "TP"):
         table.add_column(name, justify="right" if name != "GPUs in use" else "left")
     for member in front:
-        plan, predicted = Plan.from_document(member["plan"]), member["predicted"]
+        plan = Plan.from_document(member["plan"])
+        predicted = member["predicted"]
         degrees = sorted({stage.tp_degree for p in plan.pipelines for stage in p.stages})
         table.add_row(
             seconds(predicted["step_time_s"]),
@@ -251,7 +253,8 @@ def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
 
 def _facts(document: Document) -> list[str]:
     """Return lines on speed and price, the parts of a step, and the bound on any better plan."""
-    predicted, search = document["predicted"], document.get("search") or {}
+    predicted = document["predicted"]
+    search = document.get("search") or {}
     line = f"step {seconds(predicted['step_time_s'])}, {predicted['tokens_per_s']:,.0f} tokens/s"
     if predicted.get("usd_per_hour") is not None:
         line += (
@@ -393,7 +396,8 @@ def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
 
 
 def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) -> Text:
-    used, have = gpus_of(plan, fleet), Counter(fleet.gpu_type(worker) for worker in fleet.workers)
+    used = gpus_of(plan, fleet)
+    have = Counter(fleet.gpu_type(worker) for worker in fleet.workers)
     text = Text("      ")
     for gpu, (colour, _) in colours.items():
         text.append("  ", style=f"on {colour}")

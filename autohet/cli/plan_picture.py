@@ -23,7 +23,8 @@ from planner.errors import ConfigError
 from planner.plan import Pipeline, Plan
 
 MOST_LISTED = 20
-_BAR_INCHES, _TITLE_INCHES = 0.42, 0.55
+_BAR_INCHES = 0.42
+_TITLE_INCHES = 0.55
 _LINE = "#0072B2"
 _MARKED = "#D55E00"
 
@@ -74,7 +75,8 @@ def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) 
 
 
 def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
-    plan, colours = Plan.from_document(result["plan"]), colours_of(fleet)
+    plan = Plan.from_document(result["plan"])
+    colours = colours_of(fleet)
     kinds = grouped(plan, fleet)
     for row, (_, pipeline) in enumerate(kinds[:MOST_BARS]):
         _draw_pipeline(axis, row, pipeline, fleet, colours)

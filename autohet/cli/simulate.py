@@ -250,7 +250,8 @@ def _sentence(policy: str, comparison: dict[str, Any]) -> str:
         f"{name.replace('_', ' ')} {ratio:.2f}x" for name, ratio in comparison["parts"].items()
     )
     why = f" Why not more: {comparison['why']}." if comparison["why"] else ""
-    best, cheapest = comparison["best_baseline"], comparison["cheapest_baseline"]
+    best = comparison["best_baseline"]
+    cheapest = comparison["cheapest_baseline"]
     dollars = 1 / comparison["usd_per_million_tokens_ratio"]
     return (
         f"SIMULATED: {policy} trained {comparison['tokens_ratio']:.2f}x the tokens of the best"

@@ -70,7 +70,8 @@ def _draw_prices(price: Any, dollars: Any, scenario: Scenario) -> None:
     for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
         steps = prices.steps(kind.name, scenario.end_s)
         steps.append((scenario.end_s, steps[-1][1]))
-        times, usd = [at / 3600 for at, _ in steps], [usd / kind.num_gpus for _, usd in steps]
+        times = [at / 3600 for at, _ in steps]
+        usd = [usd / kind.num_gpus for _, usd in steps]
         price.plot(
             times,
             usd,
@@ -91,7 +92,8 @@ def _draw_fleet(axis: Any, scenario: Scenario, results: Sequence[Mapping[str, An
             drawstyle="steps-post",
         )
     for result in results:
-        times, gpus = [], []
+        times = []
+        gpus = []
         for stretch in result["stretches"]:
             times += [stretch["begin_s"] / 3600, _end(stretch) / 3600]
             gpus += [float(stretch["num_gpus"])] * 2
@@ -104,7 +106,9 @@ def _end(stretch: Mapping[str, Any]) -> float:
 
 
 def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> CurvePoints:
-    times, gpus, alive = [0.0], [0.0], 0
+    times = [0.0]
+    gpus = [0.0]
+    alive = 0
     for event in scenario.trace:
         if (
             event.node_type == node_type
@@ -122,7 +126,8 @@ def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
 
     They are zero between stretches, while the job waits or changes.
     """
-    times, rates = [0.0], [0.0]
+    times = [0.0]
+    rates = [0.0]
     for stretch in stretches:
         times += [stretch["begin_s"] / 3600] * 2 + [_end(stretch) / 3600] * 2
         rates += [0.0, tokens / stretch["step_s"], tokens / stretch["step_s"], 0.0]
@@ -130,7 +135,8 @@ def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
 
 
 def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
-    times, totals = [0.0], [0.0]
+    times = [0.0]
+    totals = [0.0]
     for stretch in stretches:
         times += [stretch["begin_s"] / 3600, _end(stretch) / 3600]
         totals += [totals[-1], totals[-1] + stretch["num_steps"] * tokens / 1e6]
@@ -143,7 +149,8 @@ def _usd_per_hour(scenario: Scenario, prices: PriceHistory) -> CurvePoints:
     moments |= {at for kind in scenario.kinds for at, _ in prices.steps(kind, scenario.end_s)}
     changes = deque(event for event in scenario.trace if event.kind != "notice")
     alive: Counter[str] = Counter()
-    times, totals = [], []
+    times = []
+    totals = []
     for at in sorted(at for at in moments if at <= scenario.end_s):
         while changes and changes[0].time_s <= at:
             event = changes.popleft()

@@ -113,11 +113,13 @@ def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
     Every type outside LOCAL_FILE_SYSTEMS counts as shared: NFS, EFS, Lustre, FUSE, ...
     """
     place = path.absolute()
-    best, kind = -1, ""
+    best = -1
+    kind = ""
     for line in mounts.read_text().splitlines():
         point = Path(line.split()[1].encode().decode("unicode_escape"))
         if (place == point or point in place.parents) and len(point.parts) >= best:
-            best, kind = len(point.parts), line.split()[2]
+            best = len(point.parts)
+            kind = line.split()[2]
     return kind not in LOCAL_FILE_SYSTEMS
 
 
@@ -174,7 +176,8 @@ def check_fit(job: Job) -> None:
     config = load_config(job.model)
     if job.parallelism.spmd:
         check_without_dropout(config)
-    limit, length = config.max_position_embeddings, job.training.sequence_length
+    limit = config.max_position_embeddings
+    length = job.training.sequence_length
     if family_of(config).position_embedding and length > limit:
         raise ConfigError(
             f"training.sequence_length is {length}, but the model has {limit} learned positions;"
@@ -210,7 +213,8 @@ def check_data(job: Job, vocab_size: int, *, here: bool) -> None:
     Raises:
         ConfigError: the data is missing, cannot be read, or does not suit the model.
     """
-    data, length = job.require_training(), job.training.sequence_length
+    data = job.require_training()
+    length = job.training.sequence_length
     if not here and survey(data) > DRIVER_READS_BYTES:
         return
     dataset = prepare_dataset(data, length, progress=_told_at_times())

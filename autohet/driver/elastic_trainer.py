@@ -72,7 +72,8 @@ class ElasticTrainer:
         self.job = configured(as_job(job), run_config)
         logging_config = None if run_config is None else run_config.logging_config
         self._log_level = None if logging_config is None else logging_config.log_level
-        self._callbacks, self._address = tuple(callbacks), address
+        self._callbacks = tuple(callbacks)
+        self._address = address
         self._cluster = None if cluster is None else os.fspath(cluster)
 
     def fit(self) -> Result:
@@ -171,16 +172,19 @@ def configured(job: Job, config: RunConfig | None) -> Job:
             f"run_config is a {type(config).__module__}.{type(config).__name__}; give a"
             " ray.train.RunConfig of Ray Train v2 (RAY_TRAIN_V2_ENABLED must not be 0)"
         )
-    failure, checkpoints = config.failure_config, config.checkpoint_config
+    failure = config.failure_config
+    checkpoints = config.checkpoint_config
     assert failure is not None  # RunConfig fills them all in
     assert checkpoints is not None
     assert config.name is not None
     assert config.storage_path is not None
     _refuse(config, failure, checkpoints)
-    keep, best = checkpoints.num_to_keep or job.checkpoint.keep, job.checkpoint.keep_best
+    keep = checkpoints.num_to_keep or job.checkpoint.keep
+    best = job.checkpoint.keep_best
     if checkpoints.checkpoint_score_attribute is not None:
         # Ray Train keeps the best ones and the newest.
-        keep, best = job.checkpoint.keep or 1, checkpoints.num_to_keep
+        keep = job.checkpoint.keep or 1
+        best = checkpoints.num_to_keep
     if keep is None and best is None:
         keep = "all"
     name = job.name if job.name and GENERATED_NAME.fullmatch(config.name) else config.name

@@ -258,7 +258,8 @@ class JobRun:
 
     def _record_losses(self) -> None:
         """Record in checkpoints the losses by which the best of them are kept."""
-        section, evaluations = self.job.checkpoint, self.controller.memory.ledger.evaluations
+        section = self.job.checkpoint
+        evaluations = self.controller.memory.ledger.evaluations
         if section.keep_best is None or len(evaluations) == self._num_recorded:
             return
         self._num_recorded = len(evaluations)
@@ -451,7 +452,8 @@ def train(
     patience_s = job.elastic.fleet_patience_s
     prepare = partial(_prepare, job, cluster_path, address, events_path)
     prepared = with_patience(prepare, patience_s)
-    job, document = prepared.job, prepared.document
+    job = prepared.job
+    document = prepared.document
     if is_finished(prepared.found, job):
         return Outcome(True, *summary_of_finished(job, prepared.found, events_path))
     logger.info("Time limits until a step's time is predicted: %s", job.elastic.timeouts())

@@ -75,7 +75,8 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
     child by itself.
     """
     global _restarts, _left, _began_at
-    _left, _restarts = restarts, 0
+    _left = restarts
+    _restarts = 0
     asked: list[int] = []
     while True:
         _began_at = time.monotonic()

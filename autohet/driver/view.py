@@ -62,7 +62,8 @@ class View:
         state = controller.state
         news = (controller.memory.ledger.committed_steps, type(state), getattr(state, "reason", ""))
         if time.monotonic() - self._line_at >= LINE_PERIOD_S and news != self._line_news:
-            self._line_at, self._line_news = time.monotonic(), news
+            self._line_at = time.monotonic()
+            self._line_news = news
             line = status_line(controller.status(), seen)
             print(visible(line), file=sys.stderr, flush=True)
 
@@ -108,7 +109,8 @@ def status_line(status: Mapping[str, Any], seen: Observation) -> str:
     )
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     speed = "-" if not status["tokens_per_s"] else f"{status['tokens_per_s']:,.0f}"
-    state, reason = status["state"], status["reason"]
+    state = status["state"]
+    reason = status["reason"]
     if reason.startswith(state):
         doing = reason
     else:

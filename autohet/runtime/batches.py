@@ -124,7 +124,8 @@ class EvaluationRows:
         device: torch.device,
         max_rows: int | None = None,
     ) -> None:
-        self._dataset, self._device = dataset, device
+        self._dataset = dataset
+        self._device = device
         self._global_batch = global_batch_sequences
         self.num_rows = min(len(dataset), max_rows or len(dataset))
 

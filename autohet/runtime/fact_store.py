@@ -104,7 +104,8 @@ def _versions() -> dict[str, str]:
             found[library] = version(library)
         except PackageNotFoundError:
             found[library] = "none"
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode())
@@ -175,7 +176,8 @@ def _warnings_logged() -> Iterator[list[_Warning]]:
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(_Warning(record.name, record.levelno, record.getMessage()))
 
-    collector, logger = Collector(logging.WARNING), logging.getLogger("autohet")
+    collector = Collector(logging.WARNING)
+    logger = logging.getLogger("autohet")
     logger.addHandler(collector)
     try:
         yield warnings

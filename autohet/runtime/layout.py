@@ -130,7 +130,8 @@ def unit_owners(
     (Graham 1969). Units stay whole, since state is stored and moved by units.
     """
     family = family_of(config)
-    specs, sharded = family.parameter_specs(config), sharded_layers(plan)
+    specs = family.parameter_specs(config)
+    sharded = sharded_layers(plan)
     by_holders: dict[tuple[str, ...], list[tuple[int, str, int]]] = defaultdict(list)
     for name, held in holders.items():
         if sharded.intersection(_layers_of(specs[name], family, config)):

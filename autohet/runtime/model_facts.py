@@ -128,7 +128,8 @@ def _derive_spec(job: Job) -> ModelSpec:
     from autohet.runtime.models.model_spec import model_spec_from_config
 
     use_family(job.model)
-    model, training = job.model, job.training
+    model = job.model
+    training = job.training
     source = model.config if model.config is not None else model.pretrained
     if source is None:
         raise ConfigError("model needs config or pretrained")

@@ -28,7 +28,8 @@ class Pacer:
     """
 
     def __init__(self, pace: Pace, stopped: Callable[[], bool]) -> None:
-        self._pace, self._stopped = pace, stopped
+        self._pace = pace
+        self._stopped = stopped
 
     def after_forward(self, started: float) -> None:
         sleep_until(started + self._pace.forward_s, self._stopped)

@@ -57,7 +57,8 @@ class Preparation:
             prepare_dataset,
         )  # pyarrow takes its time: not in the agent's constructor
 
-        data, length = self._job.require_training(), self._job.training.sequence_length
+        data = self._job.require_training()
+        length = self._job.training.sequence_length
         dataset = prepare_dataset(
             data, length, progress=self._progress, shared=shared_datasets(self._job)
         )

@@ -26,7 +26,8 @@ from autohet.runtime.state.optimizer import parameters_without_decay
 
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 Begins = Callable[[int, range], Tensor]
-PREFIX, DEFAULT = "base_model.model.", ".default.weight"
+PREFIX = "base_model.model."
+DEFAULT = ".default.weight"
 """Ends of the names that peft gives to adapters."""
 
 
@@ -150,7 +151,8 @@ def isolated(begins: Tensor, device: torch.device) -> dict[str, Any]:
 
     begins: map of pieces, bool [b, S].
     """
-    mask, positions = piece_mask(begins, None, device), positions_of(begins).to(device)
+    mask = piece_mask(begins, None, device)
+    positions = positions_of(begins).to(device)
     return {"attention_mask": mask, "position_ids": positions}
 
 

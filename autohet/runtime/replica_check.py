@@ -121,7 +121,8 @@ class ReplicaCheck:
         return checksums([_bytes_of(self._view(self._shared[index].shard)) for index in self._mine])
 
     def _view(self, shard: ShardId) -> Tensor:
-        spec, units = self._layout.tensors[shard.tensor], self._units[shard.tensor]
+        spec = self._layout.tensors[shard.tensor]
+        units = self._units[shard.tensor]
         return unit_views(spec, units, self._state[shard.tensor])[shard.unit]
 
     def repair(self, step: int) -> tuple[ReplicaMismatch, ...]:
@@ -133,7 +134,8 @@ class ReplicaCheck:
         repaired = self._reload_frozen(table)
         found = []
         for index, each in enumerate(self._shared):
-            held, right = self._held(table, index), self._held(repaired, index)
+            held = self._held(table, index)
+            right = self._held(repaired, index)
             if is_frozen(each.shard):
                 wrong = tuple(holder for holder in each.holders if held[holder] != right[holder])
                 if wrong:

@@ -198,14 +198,14 @@ class Trainer(ABC):
         *,
         counts_loss: bool,
     ) -> None:
-        self.training, self._device = setup.training, setup.device
+        self.training = setup.training
+        self._device = setup.device
         self.state, self.version = generation.state, StateVersion(generation.step)
-        self._groups, self._world, self._clock = (
-            generation.groups,
-            world,
-            generation.groups.back_end.clock,
-        )
-        self._hooks, self._counts_loss = hooks, counts_loss
+        self._groups = generation.groups
+        self._world = world
+        self._clock = generation.groups.back_end.clock
+        self._hooks = hooks
+        self._counts_loss = counts_loss
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
@@ -328,7 +328,8 @@ class Trainer(ABC):
             self._groups.interrupt()
             raise
         voted = time.perf_counter()
-        step, skipped = self.step, self._skipped(vote)
+        step = self.step
+        skipped = self._skipped(vote)
         self.apply_prepared(vote)
         ended = time.perf_counter()
         parts = self._parts(started, voted, marks) | {"optimizer": self._update_s()}
@@ -366,7 +367,8 @@ class Trainer(ABC):
             self._groups.check()
             self._enter("evaluate")
             self._before_evaluation()
-            loss_sum, tokens = 0.0, 0
+            loss_sum = 0.0
+            tokens = 0
             sums = [0.0, 0.0, 0.0]
             for index in range(rows.num_batches):
                 loss, num_targets = self._evaluate_batch(rows, index)
@@ -459,10 +461,8 @@ class Trainer(ABC):
         """
         begin, passes_done, summed = marks
         compute = self.compute_s
-        passes, sums = (
-            self._clock.seconds(begin, passes_done),
-            self._clock.seconds(passes_done, summed),
-        )
+        passes = self._clock.seconds(begin, passes_done)
+        sums = self._clock.seconds(passes_done, summed)
         vote = max(0.0, voted - started - passes - sums)
         return {
             "compute": compute,

@@ -73,7 +73,9 @@ class StageGroups:
     @classmethod
     def build(cls, generation: WorkerGeneration, place: Place) -> StageGroups:
         """Build the groups that this worker is in, in the plan's order; every worker calls it."""
-        groups, plan, stage = generation.groups, generation.plan, place.stage
+        groups = generation.groups
+        plan = generation.plan
+        stage = place.stage
         tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
         borders = ("even", "odd") if num_border_groups(plan) > 2 else ("even", "even")
         forward, backward = (
@@ -95,13 +97,17 @@ class StageTrainer(Trainer):
     def __init__(
         self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS
     ) -> None:
-        plan, me, back_end = generation.plan, generation.worker, generation.groups.back_end
+        plan = generation.plan
+        me = generation.worker
+        back_end = generation.groups.back_end
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
-        self.plan, self.place = plan, place
+        self.plan = plan
+        self.place = place
         precision = setup.training.precision
         dtypes = StageDtypes.of_place(plan, place, precision)
-        self._begins, self._length_work = setup.begins, setup.length_work
+        self._begins = setup.begins
+        self._length_work = setup.length_work
         self._relative_works: list[float] = []  # of the last step's microbatches
         groups = StageGroups.build(generation, place)
         super().__init__(
@@ -155,7 +161,8 @@ class StageTrainer(Trainer):
         groups: StageGroups,
         dtypes: StageDtypes,
     ) -> Executor:
-        pace, over = generation.pace, generation.groups
+        pace = generation.pace
+        over = generation.groups
         shape = (
             self.place.pipeline.microbatch_sequences,
             setup.training.sequence_length,
@@ -281,7 +288,9 @@ def _build_stage(
     setup: TrainingSetup, place: Place, tensor: Group | None, dtype: torch.dtype
 ) -> StageModel:
     """Build this worker's slice of the model, without weights."""
-    config, training, stage = setup.config, setup.training, place.stage
+    config = setup.config
+    training = setup.training
+    stage = place.stage
     if (
         training.kernels == "liger"
         and (why_not := use_library(str(config.model_type), setup.device)) is not None
@@ -323,9 +332,11 @@ def _replica_check(
     ends = {EMBEDDING: "embedding", HEAD: "head"}
     specs = family_of(setup.config).parameter_specs(setup.config)
     layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
-    plan, config = generation.plan, setup.config
+    plan = generation.plan
+    config = setup.config
     dtype = str(COMPUTE_DTYPES[setup.training.precision]).removeprefix("torch.")
-    state, frozen = layout_of_plan(plan, config), frozen_layout(plan, config, dtype)
+    state = layout_of_plan(plan, config)
+    frozen = frozen_layout(plan, config, dtype)
     layout = Layout(
         {**state.tensors, **frozen.tensors},
         {

@@ -136,7 +136,8 @@ class Worker:
 
     def _open_evaluation(self) -> EvaluationRows | None:
         """Open the evaluation rows; None if the job has none."""
-        data, section = self.job.evaluation_data, self.job.evaluation
+        data = self.job.evaluation_data
+        section = self.job.evaluation
         if data is None or section is None:
             return None
         training = self.job.training
@@ -162,13 +163,17 @@ class Worker:
         Transfers come along with steps, receipts or evaluations, or once the worker has stopped.
         """
         with self._lock:
-            steps, self._steps = tuple(self._steps), []
+            steps = tuple(self._steps)
+            self._steps = []
             self._receipts += self._preservation.take_receipts()
-            receipts, self._receipts = tuple(self._receipts), []
-            evaluations, self._evaluations = tuple(self._evaluations), []
+            receipts = tuple(self._receipts)
+            self._receipts = []
+            evaluations = tuple(self._evaluations)
+            self._evaluations = []
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
             transfers = self._preservation.take_transfers() if told else ()
-            live, kept = self._live, self._preservation
+            live = self._live
+            kept = self._preservation
             trainer = None if live is None else live.trainer
             prepared = (
                 None if trainer is None else trainer.prepared
@@ -239,11 +244,13 @@ class Worker:
 
     def _connect_store(self, order: GenerationOrder) -> TCPStore:
         """Connect to the rendezvous store, through a new tunnel if the order has a secret."""
-        host, port = order.store_host, order.store_port
+        host = order.store_host
+        port = order.store_port
         limit_s = self.timeouts.rendezvous_s
         if order.store_secret:
             tunnel = StoreTunnel(host, port, order.generation, order.store_secret, limit_s)
-            host, port = tunnel.host, tunnel.port
+            host = tunnel.host
+            port = tunnel.port
             self._close_tunnel()
             self._tunnel = tunnel
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
@@ -392,7 +399,9 @@ class Worker:
         state = filled.state
         restored = time.perf_counter()
         with self._lock:
-            replaced, self._live, self._arrived = self._live, None, None
+            replaced = self._live
+            self._live = None
+            self._arrived = None
             if self.place.worker in order.plan.workers:
                 self._live = Live(
                     self.place.worker,
@@ -437,7 +446,8 @@ class Worker:
 
         It is the live state, and shards that arrived in an earlier, interrupted restore.
         """
-        live, arrived = self._live, self._arrived_for(order)
+        live = self._live
+        arrived = self._arrived_for(order)
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
         same = live.version == StateVersion(order.start_step) and self._of_its_line(
@@ -528,7 +538,8 @@ class Worker:
         checkpoint is wanted too, the result is True and one more step is run: its vote makes that
         step durable and ends the generation.
         """
-        section, rows = self.job.evaluation, self._evaluation_rows
+        section = self.job.evaluation
+        rows = self._evaluation_rows
         if section is None or rows is None or not section.is_due(trainer.step, order.end_step):
             return True
         result = trainer.evaluate(rows)

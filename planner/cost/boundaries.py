@@ -135,8 +135,11 @@ class BoundaryCosts:
         sliced: bool,
         known: WaysByLikeness | None = None,
     ) -> None:
-        self.fleet, self.links, self.formats = fleet, links, formats
-        self.work_s, self.sliced = work_s, sliced
+        self.fleet = fleet
+        self.links = links
+        self.formats = formats
+        self.work_s = work_s
+        self.sliced = sliced
         self._number = {node.name: i for i, node in enumerate(fleet.nodes)}
         self._ways: dict[tuple[int, int], tuple[tuple[Stage, ...], _Way]] = {}
         self._alike: WaysByLikeness = {} if known is None else known
@@ -183,16 +186,20 @@ class BoundaryCosts:
         return self._latest[2][id(pipeline.stages)]
 
     def _of(self, plan: Plan) -> dict[int, _Seconds]:
-        ways, nodes = [self._way(pipeline) for pipeline in plan.pipelines], len(self._number)
+        ways = [self._way(pipeline) for pipeline in plan.pipelines]
+        nodes = len(self._number)
         leaving, arriving = (
             _joined([getattr(way, uses) for way in ways]) for uses in ("leaving", "arriving")
         )
         seconds = _joined(_numbered(ways)).seconds(leaving.shared(nodes), arriving.shared(nodes))
-        found, begin = dict[int, _Seconds](), 0
+        found = dict[int, _Seconds]()
+        begin = 0
         for pipeline, way in zip(plan.pipelines, ways, strict=True):
-            slowest, end = way.least_s.copy(), begin + len(way.entry)
+            slowest = way.least_s.copy()
+            end = begin + len(way.entry)
             np.maximum.at(slowest, way.entry, seconds[begin:end])
-            each, begin = slowest.tolist(), end
+            each = slowest.tolist()
+            begin = end
             found[id(pipeline.stages)] = tuple(each[::2]), tuple(each[1::2])
         return found
 
@@ -228,7 +235,8 @@ class BoundaryCosts:
     def _way_on(self, pipeline: Pipeline, nodes: Sequence[Node]) -> _Way:
         """Return the boundaries of a pipeline on these nodes, numbered in this order."""
         kinds = [node.node_type for node in nodes]
-        rows, sizes = self._rows(pipeline.stages, nodes), self._border_bytes(pipeline)
+        rows = self._rows(pipeline.stages, nodes)
+        sizes = self._border_bytes(pipeline)
         least_s = np.zeros(2 * (len(pipeline.stages) - 1))
         for at, _, _, one, other, parts in rows:
             if one == other:
@@ -237,10 +245,8 @@ class BoundaryCosts:
         across = {row: count for row, count in rows.items() if row[3] != row[4]}
         table = np.array(list(across), dtype=np.int64).reshape(-1, 6)
         entry, sending, taking, sender, receiver, slices = table.T
-        flows, period = (
-            np.array(list(across.values())) / np.maximum(slices, 1),
-            max(self.work_s(pipeline), 1e-30),
-        )
+        flows = np.array(list(across.values())) / np.maximum(slices, 1)
+        period = max(self.work_s(pipeline), 1e-30)
         bytes_per_s = np.array(sizes)[entry] / period
         efficiency = self.links.parameters.efficiency_inter
         nics = np.array([kind.inter_node_bytes_per_s * efficiency for kind in kinds])
@@ -318,7 +324,8 @@ def _uses(
     second of each node's NIC.
     """
     key, first, use = np.unique(entry * len(nics) + node, return_index=True, return_inverse=True)
-    node, flows = node[first], np.bincount(use, flows, len(key)).astype(np.float64)
+    node = node[first]
+    flows = np.bincount(use, flows, len(key)).astype(np.float64)
     busy = np.minimum(1.0, flows * bytes_per_s[first] / nics[node])
     _, same = np.unique(stage[first] * len(nics) + node, return_inverse=True)
     theirs = np.bincount(same, busy, len(key)).astype(np.float64)
@@ -327,14 +334,17 @@ def _uses(
 
 def _numbered(ways: Sequence[_Way]) -> list[_Hops]:
     """Return the hops of each way, with their uses renumbered among those of all ways."""
-    found, leaving, arriving = list[_Hops](), 0, 0
+    found = list[_Hops]()
+    leaving = 0
+    arriving = 0
     for way in ways:
         found.append(
             replace(
                 way.hops, leaving=way.hops.leaving + leaving, arriving=way.hops.arriving + arriving
             )
         )
-        leaving, arriving = leaving + len(way.leaving.node), arriving + len(way.arriving.node)
+        leaving = leaving + len(way.leaving.node)
+        arriving = arriving + len(way.arriving.node)
     return found
 
 

@@ -193,13 +193,15 @@ def _least_squares(
 
     There are few parameters, and the residuals are cheap and smooth.
     """
-    steps, damping = np.zeros(size), 1.0
+    steps = np.zeros(size)
+    damping = 1.0
     current = residuals(steps)
     for _ in range(30):
         jacobian = np.stack(
             [(residuals(steps + 1e-3 * unit) - current) / 1e-3 for unit in np.eye(size)], axis=1
         )
-        gradient, curvature = jacobian.T @ current, jacobian.T @ jacobian
+        gradient = jacobian.T @ current
+        curvature = jacobian.T @ jacobian
         for _ in range(8):
             trial = steps - np.linalg.solve(curvature + damping * np.eye(size), gradient)
             found = residuals(trial)

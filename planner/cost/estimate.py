@@ -102,7 +102,8 @@ def estimate_layer(
     if reference is None:
         rates = device_rates(device, work.dtype, parameters)
         products_s = work.flops / rates.matmul_flops
-        forward_s, backward_s = products_s, 2 * products_s
+        forward_s = products_s
+        backward_s = 2 * products_s
         reason = f"estimated, not measured: {rates.description}"
     else:
         forward_s = work.flops * reference.forward[1] / HEAD_RATE

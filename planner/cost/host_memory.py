@@ -197,7 +197,8 @@ def sentences(nodes: Iterable[HostMemory]) -> list[str]:
     """
     worst: dict[str, tuple[float, str]] = {}
     for each in nodes:
-        said, lack = each.sentence(), each.wanted_bytes + each.staged_bytes
+        said = each.sentence()
+        lack = each.wanted_bytes + each.staged_bytes
         if said is not None and lack > worst.get(each.node_type, (0.0, ""))[0]:
             worst[each.node_type] = lack, said
     return [said for _, said in worst.values()]
@@ -298,8 +299,10 @@ def sole_state(plan: Plan, fleet: Fleet, spec: ModelSpec) -> Sole:
 
     Shared optimizer state has one copy, so all of it would be lost.
     """
-    nodes, sharing = _nodes(plan, fleet, spec), sharing_of(plan)
-    share, once = dict[str, float](), defaultdict[str, dict[object, float]](dict)
+    nodes = _nodes(plan, fleet, spec)
+    sharing = sharing_of(plan)
+    share = dict[str, float]()
+    once = defaultdict[str, dict[object, float]](dict)
     for worker, pieces in _pieces_by_worker(plan, spec).items():
         whole = sole = 0.0
         for layer, part, scalars in pieces:
@@ -331,10 +334,8 @@ def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[tuple[str, int], s
 
 
 def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[HostPiece]]:
-    parts, found = (
-        max(s.num_parts for pipeline in plan.pipelines for s in pipeline.stages),
-        dict[str, list[HostPiece]](),
-    )
+    parts = max(s.num_parts for pipeline in plan.pipelines for s in pipeline.stages)
+    found = dict[str, list[HostPiece]]()
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             tied = 0 if len(pipeline.stages) == 1 else spec.tied_parameters
@@ -356,10 +357,8 @@ def _pieces(
     share = stage.share(rank)
     of = spec.with_share(share) if stage.tp_shares else spec
     one = layer_named(of, layer)
-    cut, held = (
-        one.parameters_per_worker(1 / share.fraction) - one.replicated_parameters,
-        share.units(parts),
-    )
+    cut = one.parameters_per_worker(1 / share.fraction) - one.replicated_parameters
+    held = share.units(parts)
     yield layer, WHOLE, float(one.replicated_parameters)
     for part in held:
         yield layer, part, cut / len(held)
@@ -384,7 +383,8 @@ def by_node(
         node: [worker for worker in state if node_of(worker) == node]
         for node in map(node_of, state)
     }
-    found, all_alone = list[HostMemory](), sum(alone.scalars.values())
+    found = list[HostMemory]()
+    all_alone = sum(alone.scalars.values())
     for node, mine in workers.items():
         kind = fleet.node_of(mine[0]).node_type
         theirs = OPTIMIZER_BYTES * (all_alone - alone.scalars.get(node, 0.0))

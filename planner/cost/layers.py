@@ -75,7 +75,8 @@ class Curve:
 
         Outside the points: the straight line through the nearer half of them, never negative.
         """
-        x, y = self.microbatches, self.seconds
+        x = self.microbatches
+        y = self.seconds
         if len(x) == 1:
             return float(y[0] * microbatch / x[0])
         if microbatch > x[-1]:
@@ -339,9 +340,11 @@ class LayerTimeModel:
         experts = block.experts
         if experts is None:
             return 0.0
-        held, fraction = experts.on_rank(tp_degree), 1.0 / tp_degree
+        held = experts.on_rank(tp_degree)
+        fraction = 1.0 / tp_degree
         if share is not None:
-            held, fraction = experts.of_share(share), share.fraction
+            held = experts.of_share(share)
+            fraction = share.fraction
         elif is_measured:
             fraction = held / experts.number
         routed = experts.parameters * experts.per_token / experts.number
@@ -629,7 +632,8 @@ class LayerTimeModel:
             f" {source.gpu_type} ({source.dtype}, length {source.sequence_length}) by measured"
             " speeds of other models, FLOPs and bandwidth"
         )
-        forward, backward = float(times.forward_s[index]), float(times.backward_s[index])
+        forward = float(times.forward_s[index])
+        backward = float(times.backward_s[index])
         return (
             forward * here.forward_s / beside.forward_s,
             backward * (here.backward_s / beside.backward_s if beside.backward_s else 0.0),
@@ -648,10 +652,12 @@ class LayerTimeModel:
 
         Embedding and head take the time that they take in bf16, in which they compute.
         """
-        index, kind = _index_of(name), name.split(":")[0]
+        index = _index_of(name)
+        kind = name.split(":")[0]
         own = self._elsewhere("bf16", self.sequence_length, self.borrow)
         times = own._balanced(gpu_type, tp_degree, microbatch)
-        forward_s, backward_s = float(times.forward_s[index]), float(times.backward_s[index])
+        forward_s = float(times.forward_s[index])
+        backward_s = float(times.backward_s[index])
         notes += [note for note in times.estimated if note.startswith(kind)]
         device = find_gpu_type(gpu_type)
         if kind != "block" or device is None:
@@ -715,7 +721,8 @@ class PointSplit:
         Backward: each part times its ratio, the work also times `LayerSpec.backward_share`, the
         communication once.
         """
-        scale, launch = microbatch / self.base, parameters.launch_exposure * self.launch_s
+        scale = microbatch / self.base
+        launch = parameters.launch_exposure * self.launch_s
         forward = launch + (self.work_s + self.communication_s) * scale
         work = parameters.backward_ratio * backward_share * self.work_s
         growing = (work + self.communication_s) * scale

@@ -209,7 +209,8 @@ class Links:
             return 0.0
         nodes = dict(members)
         kinds = list(dict.fromkeys(nodes.values()))
-        volume, chunk = ring_bytes(count, num_bytes), num_bytes / count
+        volume = ring_bytes(count, num_bytes)
+        chunk = num_bytes / count
         slowest = 0.0
         if len(nodes) < count:
             slowest = max(self.ring_link_s(kind, True, count, num_bytes) for kind in kinds)
@@ -230,7 +231,8 @@ class Links:
         members: (node name, node type). Messages to the members of other nodes share the NICs. The
         way back, from each member i as many bytes to every member, takes as long.
         """
-        count, on_node = len(members), Counter(name for name, _ in members)
+        count = len(members)
+        on_node = Counter(name for name, _ in members)
         slowest = 0.0
         for (name, kind), num_bytes in zip(members, to_each, strict=True):
             inside = (on_node[name] - 1) * num_bytes

@@ -157,7 +157,8 @@ def _activations(
     Peak bytes: what a layer's backward needs beyond the kept bytes, with what it recomputes.
     """
     layers = (spec.embedding, *spec.blocks, spec.head)
-    scale, by_modules = parameters.activation_scale, parameters.autograd_activations
+    scale = parameters.activation_scale
+    by_modules = parameters.autograd_activations
 
     def stored_bytes(how: Recompute) -> Floats:
         by_layer = [
@@ -202,19 +203,21 @@ def activation_bytes(
     by_modules: as the runtime's modules keep them, if they are known, with a fused attention.
     `full` gives the same as `none`: the caller knows the layer's input.
     """
-    known, shared = layer.autograd if by_modules else None, 0.0
+    known = layer.autograd if by_modules else None
+    shared = 0.0
     if known is None:
-        split, replicated = layer.split_activation_values, layer.replicated_activation_values
+        split = layer.split_activation_values
+        replicated = layer.replicated_activation_values
         split += layer.attention_heads * sequence_length if recompute != "selective" else 0
         split *= SELECTIVE_SHARE if recompute == "selective" else 1.0
     elif recompute == "selective":
-        split, replicated, shared = (
-            known.selective_split,
-            known.selective_replicated,
-            known.selective_key_value,
-        )
+        split = known.selective_split
+        replicated = known.selective_replicated
+        shared = known.selective_key_value
     else:
-        split, replicated, shared = known.split, known.replicated, known.key_value
+        split = known.split
+        replicated = known.replicated
+        shared = known.key_value
     scalars = replicated + split / tp_degree + shared * layer.split_excess(tp_degree)
     return float(scalars * tokens * VALUE_BYTES[dtype])
 
@@ -269,7 +272,8 @@ def logits_bytes(
     gradient. A fused loss has one of the two in fp32. A loss that is computed some rows at a time
     has a chunk in fp32, or two if it makes them from another dtype.
     """
-    logits, chunk_bytes = float(tokens * spec.vocab_size / tp_degree), parameters.loss_chunk_bytes
+    logits = float(tokens * spec.vocab_size / tp_degree)
+    chunk_bytes = parameters.loss_chunk_bytes
     kept = 2 * VALUE_BYTES[dtype] * logits
     if chunk_bytes is None:
         return kept + (1 if parameters.fuses_loss else 2) * 4 * logits
@@ -302,7 +306,8 @@ def with_cut_sequence(
     inputs of a block's two cut parts stay whole, since autograd keeps them for their weights'
     gradients.
     """
-    kept, peak = memory.activation_bytes.copy(), memory.peak_bytes.copy()
+    kept = memory.activation_bytes.copy()
+    peak = memory.peak_bytes.copy()
     share = value_bytes * (1.0 - 1.0 / ranks)
     for index, layer in enumerate(spec.blocks, start=1):
         known = layer.autograd if by_modules else None

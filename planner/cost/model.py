@@ -112,7 +112,9 @@ class CostModel:
         formats: Mapping[str, ComputeFormat] | None = None,
     ) -> None:
         require_dtype(precision)
-        self.fleet, self.spec, self.precision = fleet, spec, precision
+        self.fleet = fleet
+        self.spec = spec
+        self.precision = precision
         self.recompute: Recompute = recompute
         self.choices = choices or MemoryChoices((recompute,))
         self.assumed = Assumed(recompute)
@@ -136,7 +138,9 @@ class CostModel:
 
     def _place(self, fleet: Fleet) -> None:
         """Set the attributes that depend on the fleet's nodes; what was cached is left behind."""
-        self._terms, self._ways, self._rings = {}, {}, {}
+        self._terms = {}
+        self._ways = {}
+        self._rings = {}
         self._place_again(fleet)
 
     def _place_again(self, fleet: Fleet) -> None:
@@ -222,7 +226,8 @@ class CostModel:
             replace(node, node_type=kinds.get(node.node_type, node.node_type))
             for node in self.fleet.nodes
         )
-        other.fleet, other._costs = replace(self.fleet, nodes=tuple(nodes)), {}
+        other.fleet = replace(self.fleet, nodes=tuple(nodes))
+        other._costs = {}
         other.links = self.links.varied(kinds)
         other._place(other.fleet)
         return other
@@ -233,7 +238,8 @@ class CostModel:
         Predictions do not change: they use what a plan itself says.
         """
         other = copy.copy(self)
-        other.assumed, other._costs = assumed, {}
+        other.assumed = assumed
+        other._costs = {}
         return other
 
     def cutting_sequences(self) -> "CostModel":
@@ -242,7 +248,8 @@ class CostModel:
         other.parameters = replace(self.parameters, sequence_parallel=True)
         kinds = tuple(kind for kind in self.choices.recompute if kind != "selective")
         other.choices = replace(self.choices, recompute=kinds)
-        other._costs, other._memories = {}, {}
+        other._costs = {}
+        other._memories = {}
         other._place(self.fleet)
         return other
 
@@ -250,7 +257,8 @@ class CostModel:
         """Return the same model with masters and moments of all plans in host memory."""
         other = copy.copy(self)
         other.parameters = replace(self.parameters, offload_optimizer=True)
-        other._costs, other._memories = {}, {}
+        other._costs = {}
+        other._memories = {}
         other._place(self.fleet)
         return other
 
@@ -276,10 +284,12 @@ class CostModel:
                 node_type.gpu_type, compute, tp_degree, microbatch, self.assumed.recompute, share
             )
             slowdown = node_type.slowdown
-            forward_s, backward_s = times.forward_s * slowdown, times.backward_s * slowdown
+            forward_s = times.forward_s * slowdown
+            backward_s = times.backward_s * slowdown
             if tp_degree > 1 and self.choices.expert_dispatch != "sum":
                 added = self._dispatch_s(times, node_type, tp_degree, microbatch)
-                forward_s, backward_s = forward_s + added[0], backward_s + added[1]
+                forward_s = forward_s + added[0]
+                backward_s = backward_s + added[1]
             memory = self._assumed_memory(compute, tp_degree, microbatch, share)
             self._costs[key] = LayerCosts(
                 forward_s=forward_s,
@@ -309,7 +319,8 @@ class CostModel:
         forward_s, backward_s = self.dispatch.added_by_layer(times, group)
         if self.choices.expert_dispatch == "auto":
             is_faster = forward_s + backward_s < 0
-            forward_s, backward_s = forward_s * is_faster, backward_s * is_faster
+            forward_s = forward_s * is_faster
+            backward_s = backward_s * is_faster
         return forward_s, backward_s
 
     def _update_s(self, kind: NodeType, times: LayerTimes, memory: MemoryTerms) -> Floats:
@@ -572,15 +583,14 @@ class CostModel:
             step = sum(breakdown.values())
         else:
             simulation = self.simulate(plan)
-            step, breakdown, used = (
-                simulation.step_time_s,
-                self._breakdown(simulation),
-                self.memory_by_worker(plan),
-            )
+            step = simulation.step_time_s
+            breakdown = self._breakdown(simulation)
+            used = self.memory_by_worker(plan)
             terms = [each for p in plan.pipelines for each in self._stages.every_terms(p)]
             estimated = tuple(dict.fromkeys(note for each in terms for note in each.estimated))
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
-        tokens, nodes_usd = sequences * self.sequence_length, self.nodes_usd_per_hour(plan)
+        tokens = sequences * self.sequence_length
+        nodes_usd = self.nodes_usd_per_hour(plan)
         transfers = self.zone_transfers(plan)
         transfers_usd = sum(each.usd for each in transfers) / step * 3600
         usd = None if nodes_usd is None else nodes_usd + transfers_usd
@@ -613,7 +623,8 @@ class CostModel:
                 ends.update(dict.fromkeys(stage.workers, end_s))
         # with all of it shared out, gradients are reduced beside the backward (`pipeline_times`)
         jobs = () if self.parameters.full_shard else self.memory_of.sync_jobs(plan)
-        update, sharing = dict[str, float](), sharing_of(plan)
+        update = dict[str, float]()
+        sharing = sharing_of(plan)
         for pipeline in plan.pipelines:
             terms = self._stages.every_terms(pipeline, sharing)
             for stage, each in zip(pipeline.stages, terms, strict=True):
@@ -661,7 +672,8 @@ class CostModel:
         if self.parameters.full_shard:
             return ends_s[slowest]
         worker = plan.pipelines[slowest].stages[0].workers[0]
-        rings, summed_s = Rings(self.fleet, self.links, self._rings), {False: 0.0, True: 0.0}
+        rings = Rings(self.fleet, self.links, self._rings)
+        summed_s = {False: 0.0, True: 0.0}
         for job in self.memory_of.sync_jobs(plan):
             if worker in job.members:
                 summed_s[job.tied] = max(summed_s[job.tied], rings.of(job).seconds)

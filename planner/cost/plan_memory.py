@@ -49,12 +49,10 @@ class PlanMemory:
         boundaries: BoundaryCosts,
         synced: Synced,
     ) -> None:
-        self.spec, self.parameters, self._stages, self._boundaries = (
-            spec,
-            parameters,
-            stages,
-            boundaries,
-        )
+        self.spec = spec
+        self.parameters = parameters
+        self._stages = stages
+        self._boundaries = boundaries
         self._synced = synced
         kinds = {node.node_type for node in stages.fleet.nodes}
         self.may_lack_host_memory = parameters.elastic and (
@@ -63,7 +61,8 @@ class PlanMemory:
 
     def by_worker(self, plan: Plan) -> dict[str, int]:
         """Return peak bytes of every worker."""
-        found, sharing = dict[str, int](), sharing_of(plan)
+        found = dict[str, int]()
+        sharing = sharing_of(plan)
         for pipeline in plan.pipelines:
             terms = self._stages.every_terms(pipeline, sharing)
             for i, stage in enumerate(pipeline.stages):
@@ -81,10 +80,12 @@ class PlanMemory:
         The state comes from the node's devices. If state is in host memory, the new plan's is
         beside it. A worker on the CPU has its state there.
         """
-        found, taken = dict[str, float](), self._communicator_bytes(plan)
+        found = dict[str, float]()
+        taken = self._communicator_bytes(plan)
         for worker, rank in self._ranks(plan):
             if self._stages.fleet.gpu_type(worker) != "CPU":
-                node, room = node_of(worker), rank.room_bytes - taken.get(worker, 0.0)
+                node = node_of(worker)
+                room = rank.room_bytes - taken.get(worker, 0.0)
                 moved = rank.host_bytes or staged_bytes(rank.state_bytes, room)
                 found[node] = found.get(node, 0.0) + moved
         return found
@@ -158,7 +159,8 @@ class PlanMemory:
         """
         if not any(stage.tp_shares for stage in plan.stages):
             return plan
-        sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
+        sharing = sharing_of(plan)
+        taken = self._communicator_bytes(plan)
         pipelines = []
         for pipeline in plan.pipelines:
             first = replace(pipeline, most_in_flight=())
@@ -172,7 +174,8 @@ class PlanMemory:
     def _shares(
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]
     ) -> tuple[int, ...]:
-        stage, spec = pipeline.stages[index], self.spec
+        stage = pipeline.stages[index]
+        spec = self.spec
         if not stage.tp_shares:
             return ()
         seconds = self._stages.seconds_of_shares(pipeline, index, sharing, _most_of(taken, stage))
@@ -189,7 +192,8 @@ class PlanMemory:
         allows. It gets the last choice if it fits with none.
         """
         ways = [_saying(plan, choice, shard) for choice in choices]
-        sharing, taken = sharing_of(ways[0]), self._communicator_bytes(plan)
+        sharing = sharing_of(ways[0])
+        taken = self._communicator_bytes(plan)
         pipelines = []
         for number, first in enumerate(ways[0].pipelines):
             several = [way.pipelines[number] for way in ways]
@@ -203,10 +207,8 @@ class PlanMemory:
     def _fits(
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]
     ) -> bool:
-        terms, most = (
-            self._stages.terms(pipeline, index, sharing),
-            _most_of(taken, pipeline.stages[index]),
-        )
+        terms = self._stages.terms(pipeline, index, sharing)
+        most = _most_of(taken, pipeline.stages[index])
         return terms.room(most) >= pipeline.in_flight(index)
 
     def working_ahead(self, plan: Plan, most: int) -> Plan:
@@ -214,7 +216,8 @@ class PlanMemory:
 
         most: the most by which each stage may keep more than the next.
         """
-        sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
+        sharing = sharing_of(plan)
+        taken = self._communicator_bytes(plan)
         pipelines = (
             replace(p, most_in_flight=self._most_in_flight(plan, p, sharing, taken, most))
             for p in plan.pipelines

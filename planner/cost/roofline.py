@@ -71,7 +71,8 @@ def measured_matmul_flops(gpu_type: str, dtype: str) -> float | None:
 
     If one 16-bit format was measured, the other has its rate on devices that compute both alike.
     """
-    row, device = _rows().get(canonical_gpu_type(gpu_type)), find_gpu_type(gpu_type)
+    row = _rows().get(canonical_gpu_type(gpu_type))
+    device = find_gpu_type(gpu_type)
     if row is None or device is None:
         return None
     formats = [dtype]
@@ -91,7 +92,8 @@ def usual_share_of_peak(dtype: str) -> float:
         return usual_share_of_peak("bf16")
     shares = []
     for name in _rows():
-        rate, device = measured_matmul_flops(name, dtype), find_gpu_type(name)
+        rate = measured_matmul_flops(name, dtype)
+        device = find_gpu_type(name)
         if rate is not None and device is not None:
             shares.append(min(1.0, rate / device.peak_flops(dtype)))
     return median(shares)

@@ -80,9 +80,11 @@ def run_1f1b(times: PipelineTimes, num_microbatches: int) -> _Ends:
 
     They are plain floats, since searches call it thousands of times.
     """
-    forward, backward = times.forward_s, times.backward_s
+    forward = times.forward_s
+    backward = times.backward_s
     # boundary s lies before stage s
-    before_f, before_b = [0.0, *times.send_forward_s, 0.0], [0.0, *times.send_backward_s, 0.0]
+    before_f = [0.0, *times.send_forward_s, 0.0]
+    before_b = [0.0, *times.send_backward_s, 0.0]
     numbers = times.most_in_flight or one_each(len(forward))
     actions = zip(*(each.tolist() for each in _actions(numbers, num_microbatches)), strict=True)
     if times.transfers == "none":
@@ -104,12 +106,16 @@ def _run_beside(
 
     Transfers of one sender follow each other.
     """
-    depth, last = len(forward), len(forward) - 1
-    done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
+    depth = len(forward)
+    last = len(forward) - 1
+    done_f = [[0.0] * k for _ in range(depth)]
+    done_b = [[0.0] * k for _ in range(depth)]
     # when each microbatch is there; the first stage's forwards, and the last one's backwards, wait
     # for nobody
-    there_f, there_b = [[0.0] * k for _ in range(depth + 1)], [[0.0] * k for _ in range(depth + 1)]
-    free, sent = [0.0] * depth, [0.0] * depth
+    there_f = [[0.0] * k for _ in range(depth + 1)]
+    there_b = [[0.0] * k for _ in range(depth + 1)]
+    free = [0.0] * depth
+    sent = [0.0] * depth
     for s, i in actions:
         start = free[s]
         if i >= 0:
@@ -140,13 +146,13 @@ def _run_occupying(
 
     sender: they also occupy the sender after its action.
     """
-    depth, last = len(forward), len(forward) - 1
+    depth = len(forward)
+    last = len(forward) - 1
     hold = 1.0 if sender else 0.0
-    hold_f, hold_b = (
-        [hold * seconds for seconds in before_f],
-        [hold * seconds for seconds in before_b],
-    )
-    done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
+    hold_f = [hold * seconds for seconds in before_f]
+    hold_b = [hold * seconds for seconds in before_b]
+    done_f = [[0.0] * k for _ in range(depth)]
+    done_b = [[0.0] * k for _ in range(depth)]
     free = [0.0] * depth
     for s, i in actions:
         start = free[s]
@@ -173,8 +179,10 @@ def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
     slots s, s + 1, ... until n_s microbatches are in flight. All stages have done so by slot W, and
     go backward in slots W + P - 1 - s, W + P + 1 - s, ... and forward between.
     """
-    depth, most = len(in_flight), np.array(in_flight)[:, None]
-    stage, microbatch = np.arange(depth)[:, None], np.arange(k)[None, :]
+    depth = len(in_flight)
+    most = np.array(in_flight)[:, None]
+    stage = np.arange(depth)[:, None]
+    microbatch = np.arange(k)[None, :]
     back = int((stage + most).max()) + depth - 1 - stage
     forward = np.where(microbatch < most, stage + microbatch, back + 1 + 2 * (microbatch - most))
     backward = back + 2 * microbatch
@@ -194,8 +202,10 @@ def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
     microbatch. Equality holds for one stage, and for equal stages without transfers.
     """
     # plain floats: searches ask thousands of times, and arrays this short cost ten times as much
-    forward_s, backward_s = times.send_forward_s, times.send_backward_s
-    last, again = len(times.forward_s) - 1, num_microbatches - 1
+    forward_s = times.send_forward_s
+    backward_s = times.send_backward_s
+    last = len(times.forward_s) - 1
+    again = num_microbatches - 1
     reach = most = 0.0
     for stage, (forward, backward) in enumerate(zip(times.forward_s, times.backward_s)):
         busy = num_microbatches * (forward + backward)

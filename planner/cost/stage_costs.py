@@ -132,10 +132,16 @@ class StageCosts:
     ) -> None:
         self.recompute: Recompute = recompute
         self.dispatch = dispatch
-        self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
-        self.layer_times, self.memory = layer_times, memory
+        self.fleet = fleet
+        self.spec = spec
+        self.links = links
+        self.parameters = parameters
+        self.layer_times = layer_times
+        self.memory = memory
         self.offloaded_s = offloaded_s
-        self.fixed_bytes, self.limit_bytes, self.formats = fixed_bytes, limit_bytes, formats
+        self.fixed_bytes = fixed_bytes
+        self.limit_bytes = limit_bytes
+        self.formats = formats
         self._known: TermsByStage = {} if known is None else known
         self._by_pipeline: dict[
             tuple[int, int, Sharing], tuple[tuple[Stage, ...], tuple[StageTerms, ...]]
@@ -155,7 +161,8 @@ class StageCosts:
 
         They are found by the identity of its stages: a search asks many times for the same ones.
         """
-        stages, size = pipeline.stages, pipeline.microbatch_sequences
+        stages = pipeline.stages
+        size = pipeline.microbatch_sequences
         key = (id(stages), size, sharing)
         known = self._by_pipeline.get(key)
         if known is None:
@@ -169,7 +176,8 @@ class StageCosts:
     def _stage_terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
         stage, last = pipeline.stages[index], len(pipeline.stages) - 1
         mine = sharing.layers and sharing.layers.intersection(layers_of(stage, index, last + 1))
-        holders, offloads = sharing.holders if mine else 1, sharing.offloads
+        holders = sharing.holders if mine else 1
+        offloads = sharing.offloads
         size = pipeline.microbatch_sequences
         borders = self._border_bytes(pipeline, index)
         place = self._place_key(stage)
@@ -199,7 +207,9 @@ class StageCosts:
         """
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
-        size, forward, backward = pipeline.microbatch_sequences, 0.0, 0.0
+        size = pipeline.microbatch_sequences
+        forward = 0.0
+        backward = 0.0
         spread_s = self._spread_tp_s(stage, size)
         more = stage.num_layers * spread_s + self.parameters.stage_overhead_s
         for kind, share in dict.fromkeys(self._parts(stage)):
@@ -240,7 +250,8 @@ class StageCosts:
     def _layer_times(
         self, kind: NodeType, share: TensorShare | None, stage: Stage, size: int
     ) -> LayerTimes:
-        recompute, compute = stage.recompute or self.recompute, self.formats.of(stage)
+        recompute = stage.recompute or self.recompute
+        compute = self.formats.of(stage)
         return self.layer_times(kind.gpu_type, compute, stage.tp_degree, size, recompute, share)
 
     def _terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
@@ -309,7 +320,8 @@ class StageCosts:
             pipeline.microbatch_sequences,
         )
         chosen = _entries(stage, index, count)
-        recompute, compute = stage.recompute or self.recompute, self.formats.of(stage)
+        recompute = stage.recompute or self.recompute
+        compute = self.formats.of(stage)
         memory = self.memory(compute, stage.tp_degree, size, recompute, share)
         if stage.sequence_parallel and not self.parameters.sequence_parallel:
             value_bytes = self.formats.inside_bytes(size, compute) / self.spec.hidden_size
@@ -319,7 +331,8 @@ class StageCosts:
             )
         if sharing.offloads and not self.parameters.offload_optimizer:
             memory = memory.offloaded()
-        holders, fixed = sharing.holders, max(map(self.fixed_bytes, kinds))
+        holders = sharing.holders
+        fixed = max(map(self.fixed_bytes, kinds))
         if self.parameters.full_shard and holders > 1:
             state = memory.state_bytes[chosen] / holders
             fixed += self._gathered_bytes(chosen, stage.tp_degree)
@@ -342,7 +355,8 @@ class StageCosts:
 
     def _border_bytes(self, pipeline: Pipeline, index: int) -> float:
         """Return bytes of a microbatch's hidden states at the stage's borders, added up."""
-        mine, size = self.formats.of(pipeline.stages[index]), pipeline.microbatch_sequences
+        mine = self.formats.of(pipeline.stages[index])
+        size = pipeline.microbatch_sequences
         neighbours = pipeline.stages[max(0, index - 1) : index] + pipeline.stages[index + 1 :][:1]
         return sum(
             self.formats.border_bytes(size, mine, self.formats.of(other)) for other in neighbours

@@ -28,8 +28,11 @@ class StageFormats:
         values_by_sequence: int,
         scales_gradients: bool,
     ) -> None:
-        self.fleet, self.precision, self.by_type = fleet, precision, by_type
-        self._values_by_sequence, self._scales_gradients = values_by_sequence, scales_gradients
+        self.fleet = fleet
+        self.precision = precision
+        self.by_type = by_type
+        self._values_by_sequence = values_by_sequence
+        self._scales_gradients = scales_gradients
         self._known: dict[tuple[str, ...], str] = {}
 
     def of_type(self, gpu_type: str) -> str:

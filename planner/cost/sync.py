@@ -186,12 +186,10 @@ def simulate_sync(
     Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them.
     Updates start when all all-reduces have ended: the global norm needs every gradient.
     """
-    events, free, carried, rings = (
-        list[SyncEvent](),
-        dict(ready_s),
-        dict[str, float](),
-        Rings(fleet, links, {} if known is None else known),
-    )
+    events = list[SyncEvent]()
+    free = dict(ready_s)
+    carried = dict[str, float]()
+    rings = Rings(fleet, links, {} if known is None else known)
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
         events += side_by_side(mine, [rings.of(job) for job in mine], free, carried)
@@ -231,7 +229,9 @@ def side_by_side(
     starts = [max(free_s[worker] for worker in job.members) for job in jobs]
     events = list[SyncEvent]()
     for i in sorted(range(len(rings)), key=starts.__getitem__):
-        start, ring, spans = starts[i], rings[i], dict[str, tuple[float, float]]()
+        start = starts[i]
+        ring = rings[i]
+        spans = dict[str, tuple[float, float]]()
         for link, seconds in ring.link_s.items():
             begin = max(carried.get(link, start), start)
             carried[link] = begin + seconds
@@ -260,7 +260,9 @@ class Rings:
     """
 
     def __init__(self, fleet: Fleet, links: Links, known: KnownRings):
-        self._fleet, self._links, self._known = fleet, links, known
+        self._fleet = fleet
+        self._links = links
+        self._known = known
 
     def of(self, job: SyncJob) -> Ring:
         by_node: dict[str, list[str]] = {}
@@ -268,7 +270,8 @@ class Rings:
             by_node.setdefault(self._fleet.node_of(worker).name, []).append(worker)
         nodes = [(self._fleet.node_of(mine[0]).node_type, len(mine)) for mine in by_node.values()]
         seconds, nic_s, own_s = self._seconds(nodes, job.num_bytes)
-        link_s, link_of = dict[str, float](), dict[str, str]()
+        link_s = dict[str, float]()
+        link_of = dict[str, str]()
         for (name, mine), (kind, count) in zip(by_node.items(), nodes, strict=True):
             if count > 1:
                 link_s |= dict.fromkeys(mine, own_s[_kind(kind)])

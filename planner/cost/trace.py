@@ -39,7 +39,8 @@ def _lanes(plan: Plan, fleet: Fleet) -> dict[str, tuple[int, int]]:
 
 def _names(plan: Plan, fleet: Fleet, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
     for worker in plan.workers:
-        node, (pid, tid) = fleet.node_of(worker), lanes[worker]
+        node = fleet.node_of(worker)
+        (pid, tid) = lanes[worker]
         label = f"{node.name} ({node.node_type.gpu_type})"
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": label}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": worker}}
@@ -78,7 +79,8 @@ def _pipeline_events(
         for letter, category, starts, ends in tables:
             for m in range(pipeline.num_microbatches):
                 for worker in stage.workers:
-                    start, end = float(starts[index, m]), float(ends[index, m])
+                    start = float(starts[index, m])
+                    end = float(ends[index, m])
                     yield _event(
                         f"{letter}{m}",
                         category,
@@ -99,7 +101,8 @@ def _sync_events(
     long as it takes of its link. Time for which a worker's NIC and its link inside the node are
     full together is shown once. `ended_s`: end of the whole all-reduce.
     """
-    sync, drawn = simulation.sync, dict[str, float]()
+    sync = simulation.sync
+    drawn = dict[str, float]()
     for event in sync.events:
         name = "tied embedding all-reduce" if event.job.tied else "gradient all-reduce"
         facts = {

@@ -154,7 +154,8 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
             )
         )
 
-    forward_s, backward_s = most("forward_s") + spread, most("backward_s") + spread
+    forward_s = most("forward_s") + spread
+    backward_s = most("backward_s") + spread
     if len(group.nodes) == 1:
         forward_s, backward_s = _least_s(cost, group.kinds, microbatch)
     return replace(

@@ -81,7 +81,9 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
 
 def improved(found: Drafted) -> Answer:
     """Run the second half of a search: walks from the best drafts, the choice, the bound."""
-    request, tables, ranked = found.request, found.tables, found.ranked
+    request = found.request
+    tables = found.tables
+    ranked = found.ranked
     chosen, walked, why, cut = _improved(request, tables, ranked)
     best = fewest_in_flight(request.cost, chosen)
     proof = NO_PROOF
@@ -133,7 +135,8 @@ def _ranked(
             rejected = [*rejected, Rejected("smaller drafts", TIME_IS_OVER)]
             break
         found, refused = rank(request, _placed(request, replace(tables, rows=rows, deepest=stages)))
-        ranked, rejected = [*ranked, *found], [*rejected, *refused]
+        ranked = [*ranked, *found]
+        rejected = [*rejected, *refused]
         if found:
             break
     unlike = {each.plan: each for each in ranked}
@@ -146,7 +149,8 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
     They leave room for one more communicator, and all state can move from the device to host
     memory, whatever other workers move.
     """
-    parameters, room = request.cost.parameters, row.limit_bytes - row.fixed_bytes
+    parameters = request.cost.parameters
+    room = row.limit_bytes - row.fixed_bytes
     lower = row.limit_bytes - parameters.communicator_bytes
     if not parameters.elastic:
         return lower
@@ -169,7 +173,8 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
     of all pipelines lie side by side instead, or those of each of several parts. If embeddings are
     tied, there are also placements with the ends of pipelines together. parts: numbers of parts.
     """
-    draft, by_stage = proposal.draft, proposal.side_by_side
+    draft = proposal.draft
+    by_stage = proposal.side_by_side
     possible = [number for number in parts if number <= len(draft.pipelines)]
     if by_stage:
         plans = [place_by_stage(tables, draft, number) for number in possible]

@@ -110,7 +110,8 @@ class Bound:
         """
         if not self.intervals:
             return 0.0
-        most, idle = -np.inf, 0
+        most = -np.inf
+        idle = 0
         prices = self.centre = np.asarray(self.speed * self.batch / float(self.speed @ self.supply))
         for _ in range(limits.BOUND_ROUNDS):
             if is_late():
@@ -118,7 +119,9 @@ class Bound:
             least = self._price(prices)
             idle += 1
             if least > most:
-                most, self.centre, idle = least, prices, 0
+                most = least
+                self.centre = prices
+                idle = 0
             self.best = max(self.best, most)
             if self.best == np.inf or idle > limits.REPEATS:
                 break
@@ -186,7 +189,8 @@ class Bound:
         """
         ours = list(map(self._seconds, self.intervals))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
-        least, done = np.inf, 0
+        least = np.inf
+        done = 0
         while done < len(order) and ours[order[done]] < least * (1 + limits.FINE):
             several = [
                 self.intervals[i]
@@ -206,18 +210,18 @@ class Bound:
     def _solve(self, size: int, intervals: Sequence[Interval]) -> float:
         """The least bound of some intervals of one size, with the cut that each gives."""
         prices = self.looks[-1]
-        low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
-        stages, depths = self.relaxed[size], np.array([(i.least, i.most) for i in intervals])
+        low = np.array([i.low for i in intervals])
+        high = np.array([i.high for i in intervals])
+        stages = self.relaxed[size]
+        depths = np.array([(i.least, i.most) for i in intervals])
         scale = low / stages.microbatch  # seconds of a unit of the prices
         after = stages.microbatches_after(high, self.fewest[size], depths[:, 1], self.best)
         cost, gpus, fill = stages.cheapest(1 / scale, high, prices, after, depths)
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
             interval.path_s, interval.look = float(path_s), len(self.looks) - 1
             if np.isfinite(path_s):
-                found, shares = (
-                    gpus[at] * scale[at] * self.alone + float(fill[at]) - interval.low,
-                    prices / self.alone,
-                )
+                found = gpus[at] * scale[at] * self.alone + float(fill[at]) - interval.low
+                shares = prices / self.alone
                 held = [
                     cut
                     for cut in self.cuts.get(interval.key, ())
@@ -293,7 +297,8 @@ def best_mix(gains: Floats) -> tuple[Floats, float]:
     )
     worst = int(gains.max(axis=1).argmin())  # alone it allows the least
     active = [columns + worst, *(i for i in range(columns) if i != gains[worst].argmax())]
-    sums, best = np.append(np.ones(columns), 0.0), np.append(np.zeros(columns), 1.0)
+    sums = np.append(np.ones(columns), 0.0)
+    best = np.append(np.zeros(columns), 1.0)
     for _ in range(rows + columns):
         tight = np.vstack([sums, most[active]])
         found = np.linalg.solve(tight, np.append(1.0, np.zeros(columns)))

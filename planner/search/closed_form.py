@@ -86,11 +86,10 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
 
 def _alive(tables: Tables, number: Ints, rows: Ints, groups: Ints) -> Families:
     """Build the families from arrays, without those whose stages do not hold the model."""
-    used, counts = rows >= 0, groups / number[:, None]
-    block, hop = (
-        np.where(used, _a_block(tables.time_sums, rows), 1e30),
-        np.where(used, tables.busiest_hop[rows], 0.0),
-    )
+    used = rows >= 0
+    counts = groups / number[:, None]
+    block = np.where(used, _a_block(tables.time_sums, rows), 1e30)
+    hop = np.where(used, tables.busiest_hop[rows], 0.0)
     # microbatches that a stage not far from the end keeps beside its own
     ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), tables.deepest - 1)
     most = np.where(used, tables.last_layer_that_fits[rows, ahead, 1] - 1, 0)
@@ -130,7 +129,8 @@ def ranked(
     least = _further(tables, sequences, some) * np.maximum(
         some.by_all_s * tables.num_blocks, some.alone_s
     )
-    order, found = np.argsort(least, kind="stable"), list[tuple[float, int]]()
+    order = np.argsort(least, kind="stable")
+    found = list[tuple[float, int]]()
     for begin in range(0, len(order), limits.CUTS_AT_ONCE):
         mine, later = np.split(order[begin:], [limits.CUTS_AT_ONCE])
         seconds = roughly_s(tables, sequences, some.take(mine), sync)
@@ -146,15 +146,14 @@ def roughly_s(tables: Tables, sequences: float, some: Families, sync: Sync) -> F
     Each stage takes as many blocks as the bottleneck and its memory allow; kinds with the least
     sync come first.
     """
-    low, high, blocks = (
-        np.maximum(some.by_all_s, some.alone_s),
-        _longest_s(tables, some),
-        tables.num_blocks,
-    )
+    low = np.maximum(some.by_all_s, some.alone_s)
+    high = _longest_s(tables, some)
+    blocks = tables.num_blocks
     while (high > (1 + limits.FINE) * low).any():
         middle = np.sqrt(low * high)
         good = (some.counts * _held(tables, some, middle)).sum(axis=1) >= blocks
-        low, high = np.where(good, low, middle), np.where(good, middle, high)
+        low = np.where(good, low, middle)
+        high = np.where(good, middle, high)
     held = _held(tables, some, high)
     fill = (some.counts * (np.where(some.rows >= 0, held * some.block_s, 0.0) + some.hop_s)).sum(
         axis=1

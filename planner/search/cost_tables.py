@@ -87,7 +87,8 @@ def _kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
         index = next(
             i for i, resource in enumerate(resources) if resource.node_type == group.kinds[0]
         )
-        size, nodes = len(group.kinds), len(resources[index].node_names) * (len(group.nodes) == 1)
+        size = len(group.kinds)
+        nodes = len(resources[index].node_names) * (len(group.nodes) == 1)
         yield Kind(index, size, nodes * (resources[index].node_type.num_gpus // size), group)
 
 
@@ -176,8 +177,11 @@ def _boundaries(
     """
     out = np.full((len(rows), len(rows)), np.inf)
     for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
-        a, b, size = kinds[rows[i].kind], kinds[rows[j].kind], rows[i].microbatch
-        one, other = resources[a.resource], resources[b.resource]
+        a = kinds[rows[i].kind]
+        b = kinds[rows[j].kind]
+        size = rows[i].microbatch
+        one = resources[a.resource]
+        other = resources[b.resource]
         fits = one is other and a.gpus + b.gpus <= one.node_type.num_gpus
         if rows[j].microbatch == size and (
             fits if near else one is not other or len(one.node_names) > 1

@@ -41,7 +41,8 @@ class Balancer:
         sums = tables.time_sums
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
-        self._begin, self._width = self._flat * (1 + 1e-12), sums.shape[1]
+        self._begin = self._flat * (1 + 1e-12)
+        self._width = sums.shape[1]
         self._fits = self.fits.ravel()
         self._known: dict[tuple[tuple[int, ...], float | None], Cut] = {}
 
@@ -95,7 +96,8 @@ class Balancer:
         depth = (rows >= 0).sum(axis=1)
         extra = self._boundary(rows, depth)
         own = extra * (2 * self.tables.boundary_share)
-        own, extra = own + self.tables.stage_overhead_s, extra + self.tables.stage_overhead_s
+        own = own + self.tables.stage_overhead_s
+        extra = extra + self.tables.stage_overhead_s
         return self._measure(rows, self._search(rows, depth, own, slopes), extra, own, slopes)
 
     def _boundary(self, rows: Ints, num_stages: Ints) -> Floats:
@@ -119,7 +121,8 @@ class Balancer:
 
         Equal groups fill one node after the other, as `place` does.
         """
-        groups, inside = self.tables.groups_a_node, np.ones(len(rows), dtype=np.int64)
+        groups = self.tables.groups_a_node
+        inside = np.ones(len(rows), dtype=np.int64)
         out = np.zeros((len(rows), rows.shape[1] - 1), dtype=np.bool_)
         for s in range(1, rows.shape[1]):
             same = rows[:, s] == rows[:, s - 1]
@@ -172,7 +175,8 @@ class Balancer:
         sorted by depth, deepest first.
         """
         n, width = rows.shape
-        layers, stage = self.tables.num_layers, np.arange(width)
+        layers = self.tables.num_layers
+        stage = np.arange(width)
         # (P, n) from here on: a stage of all pipelines lies together
         left = num_stages - 1 - stage[:, None]
         base = rows.T * self._width
@@ -182,7 +186,8 @@ class Balancer:
         most = np.where(left > 0, layers - 1 - left, layers)
         fitting = (rows.T * self.fits.shape[1] + left) * self._width
         ends = np.zeros((width, n), dtype=np.int64)
-        at, good = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.bool_)
+        at = np.zeros(n, dtype=np.int64)
+        good = np.ones(n, dtype=np.bool_)
         for s, m in enumerate(np.searchsorted(-num_stages, -stage, side="left").tolist()):
             if m == 0:
                 break
@@ -200,10 +205,12 @@ class Balancer:
     def _measure(
         self, rows: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats
     ) -> tuple[Ints, Floats, Floats]:
-        sums, valid = self.tables.time_sums, rows >= 0
+        sums = self.tables.time_sums
+        valid = rows >= 0
         starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
         dead = (ends < 0).any(axis=1)
-        safe_ends, safe_starts = np.maximum(ends, 0), np.maximum(starts, 0)
+        safe_ends = np.maximum(ends, 0)
+        safe_starts = np.maximum(starts, 0)
         work = np.where(valid, sums[rows, safe_ends] - sums[rows, safe_starts], 0.0)
         busy = np.where(valid, work + own, 0.0)
         bottleneck = np.where(dead, np.inf, (busy / slopes).max(axis=1))

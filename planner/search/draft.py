@@ -72,7 +72,8 @@ class Estimator:
 
         Equal neighbours fill one node after the other, as `place` does.
         """
-        out, inside = [], 1
+        out = []
+        inside = 1
         for one, other in itertools.pairwise(rows):
             inside = inside % self._groups[one] + 1 if one == other else 1
             out.append(
@@ -87,7 +88,8 @@ class Estimator:
 
         It is the inequality of `planner.search.bound` for every stage.
         """
-        way, k = self.way(shape), microbatches - 1
+        way = self.way(shape)
+        k = microbatches - 1
         stages = zip(way.busy_s, way.hidden_s, way.most_in_flight, strict=True)
         slowest = max(
             [k * busy - (k if k < most else most - 1) * hidden for busy, hidden, most in stages]
@@ -112,12 +114,11 @@ class Estimator:
         return known
 
     def _new_way(self, shape: Shape) -> Way:
-        send, half, share = (
-            self._transfers(shape.rows),
-            self.tables.stage_overhead_s / 2,
-            self.tables.boundary_share,
-        )
-        time, begun = self._time_sums, self._forward_sums
+        send = self._transfers(shape.rows)
+        half = self.tables.stage_overhead_s / 2
+        share = self.tables.boundary_share
+        time = self._time_sums
+        begun = self._forward_sums
         stages = list(zip(shape.rows, shape.starts, shape.ends))
         forward = [begun[r][e] - begun[r][s] + half for r, s, e in stages]
         backward = [time[r][e] - time[r][s] - f + 2 * half for (r, s, e), f in zip(stages, forward)]
@@ -126,7 +127,8 @@ class Estimator:
         ]  # half of each of its two boundaries
         hidden = [f + share * t for f, t in zip(forward, tolls)]
         busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
-        period, numbers = max(busy), self._numbers(shape, send)
+        period = max(busy)
+        numbers = self._numbers(shape, send)
         if self.tables.transfers == "none":
             period = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
         return Way(
@@ -169,7 +171,8 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
         counts[last], left = counts[last] - 1, left + sizes[last]
     met = list[Draft]()
     for large in (0, 1)[: len(set(sizes))]:
-        mine, rest = [*counts], left
+        mine = [*counts]
+        rest = left
         ends = sorted(
             (-large * sizes[i], estimator.pipeline_s(shape, mine[i] + 1), i)
             for i, shape in enumerate(shapes)
@@ -211,7 +214,8 @@ def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | No
 
 def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
     """Return True if each stage's memory holds what 1F1B keeps in flight there."""
-    tables, depth = estimator.tables, len(shape.rows)
+    tables = estimator.tables
+    depth = len(shape.rows)
     stages = enumerate(zip(shape.rows, shape.starts, shape.ends))
     return all(
         tables.memory_bytes(*stage, min(microbatches, depth - i))

@@ -77,7 +77,8 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     Drafts that probably hold some layer on too few nodes come last, and only if the request is not
     brief.
     """
-    every, holders = families(tables, request.mixed_tp), request.min_node_disjoint_holders
+    every = families(tables, request.mixed_tp)
+    holders = request.min_node_disjoint_holders
     known = (Estimator(tables), Balancer(tables))
     if holders < 2:
         return _proposed_of(request, tables, every, every, known)
@@ -98,7 +99,8 @@ def _proposed_of(
     known: tuple[Estimator, Balancer],
 ) -> list[Proposal]:
     """Return the best drafts of some families; any of `every` may train beside each other."""
-    holders, found = request.min_node_disjoint_holders, list[Proposal]()
+    holders = request.min_node_disjoint_holders
+    found = list[Proposal]()
     for side_by_side in (True, False):
         if found and request.is_late:
             break
@@ -158,7 +160,8 @@ class Drafter:
         options: DraftOptions | None = None,
     ):
         options = options or DraftOptions()
-        self.tables, self.sync = tables, sync
+        self.tables = tables
+        self.sync = sync
         self.estimator, self.balancer = known or (Estimator(tables), Balancer(tables))
         self.families = every
         self.beside = options.beside or every
@@ -169,7 +172,8 @@ class Drafter:
 
     def proposals(self, is_late: Callable[[], bool] = lambda: False) -> list[Proposal]:
         """Return the best proposals, fastest first; `is_late` ends the search for more."""
-        some, found = self.families, list[Proposal]()
+        some = self.families
+        found = list[Proposal]()
         quickest = ranked(self.tables, self.tables.batch, some, self.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
             if found and is_late():
@@ -232,7 +236,8 @@ class Drafter:
         an end has much more to do than a block: a head, whose gradient a large group also sums
         sooner, or which lies beside the tied embedding.
         """
-        tables, depth = self.tables, max(len(rows) for rows, _ in arranged.pipelines)
+        tables = self.tables
+        depth = max(len(rows) for rows, _ in arranged.pipelines)
         for row in dict.fromkeys(arranged.pipelines[0][0]):
             for other in self._other_degrees(row):
                 variants = list[_Arranged]()
@@ -250,8 +255,10 @@ class Drafter:
 
     def _other_degrees(self, row: int) -> list[int]:
         """Return the rows of the same node type and microbatch size at other TP degrees."""
-        tables, kind = self.tables, self.tables.kind(row)
-        node_type, size = tables.resources[kind.resource].node_type, tables.rows[row].microbatch
+        tables = self.tables
+        kind = self.tables.kind(row)
+        node_type = tables.resources[kind.resource].node_type
+        size = tables.rows[row].microbatch
         degrees = sorted({each.tp_degree for each in tables.kinds if each.group is None})
         found = [tables.row_by_use.get((node_type, degree, size)) for degree in degrees]
         return [each for each in found if each is not None and each != row]
@@ -282,7 +289,8 @@ class Drafter:
         smaller size that divides it. A last pipeline of another family keeps its own size if the
         tables have no row of its kinds at the smaller size.
         """
-        tables, size = self.tables, self.estimator.microbatch(shapes[0])
+        tables = self.tables
+        size = self.estimator.microbatch(shapes[0])
         if tables.batch % size == 0:
             return shapes
         smaller = [b for b in tables.sizes if b < size and tables.batch % b == 0]
@@ -301,7 +309,8 @@ class Drafter:
         first type at the end, where the head is.
         """
         used = np.flatnonzero(some.rows[f] >= 0).tolist()
-        number, groups = int(some.number[f]), some.groups[f].tolist()
+        number = int(some.number[f])
+        groups = some.groups[f].tolist()
         speeds = {r: 1.0 / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
         shares = Counter(
             _shares(number, {r: groups[r] for r in used}, {} if self.together else speeds)
@@ -327,7 +336,8 @@ class Drafter:
 
         Each family has node types, TP degrees and a microbatch size of its own.
         """
-        tables, number_of = self.tables, len(self.tables.resources)
+        tables = self.tables
+        number_of = len(self.tables.resources)
         speed = np.zeros(number_of)
         for row, whole_s in zip(tables.rows, tables.time_sums[:, -1], strict=True):
             kind = tables.kinds[row.kind]
@@ -370,7 +380,8 @@ class Drafter:
         Each combination has two or more cuts.
         """
         used = [self._resources_of(cut) for cut in cuts]
-        found, most = list[_Cut](), 2 * limits.DRAFTS
+        found = list[_Cut]()
+        most = 2 * limits.DRAFTS
 
         def extend(chosen: list[int], taken: frozenset[int]) -> None:
             if len(chosen) > 1:
@@ -454,14 +465,17 @@ def _with_groups(tables: Tables, rows: tuple[int, ...], change: _Change) -> tupl
     row = change.row
     old, new = (tables.kind(each).tp_degree for each in (row, change.other))
     if new > old:
-        taken, given = change.many * new // old, change.many
+        taken = change.many * new // old
+        given = change.many
     else:
         taken = -(-change.many * new // old)
         given = taken * old // new
     if (count := rows.count(row)) < taken:
         return None
-    at, rest = rows.index(row), tuple(r for r in rows if r != row)
-    left, made = (row,) * (count - taken), (change.other,) * given
+    at = rows.index(row)
+    rest = tuple(r for r in rows if r != row)
+    left = (row,) * (count - taken)
+    made = (change.other,) * given
     before = sum(r != row for r in rows[:at])
     early = {"first": 0, "inside": len(left) // 2, "last": len(left)}[change.place]
     if change.place == "inside" and not 0 < early < len(left):

@@ -41,7 +41,9 @@ class Improver:
     """Walks from plan to plan."""
 
     def __init__(self, moves: Moves, judge: Judge, is_late: Callable[[], bool] = lambda: False):
-        self.moves, self.judge, self.is_late = moves, judge, is_late
+        self.moves = moves
+        self.judge = judge
+        self.is_late = is_late
         self.num_tried = 0
         self.walked: list[Plan] = []  # what the first walks ended with
         self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
@@ -80,9 +82,11 @@ class Improver:
                 continue
             moved_s = self._score(drawn, most_s)
             if moved_s <= most_s:
-                now, now_s = self.judge.prepared(drawn), moved_s
+                now = self.judge.prepared(drawn)
+                now_s = moved_s
             if now_s < best_s * (1 - 1e-9):
-                best, best_s = now, now_s
+                best = now
+                best_s = now_s
         return best
 
     def _score(self, drawn: Plan, most_s: float) -> float:

@@ -54,7 +54,8 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
 
     Equally fast plans keep their order.
     """
-    found, rejected = list[Costed](), list[Rejected]()
+    found = list[Costed]()
+    rejected = list[Rejected]()
     distinct = dict.fromkeys(map(request.cost.working_ahead, plans))
     for number, plan in enumerate(distinct):
         if found and request.is_late:
@@ -116,7 +117,8 @@ def simplest_near_fastest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Pl
     fastest = min(timed, key=timed.__getitem__)
     near = [plan for plan, seconds in timed.items() if seconds <= limits.PLAIN * timed[fastest]]
     plain = min(near, key=lambda plan: (kinds_in(fleet, plan), timed[plan]))
-    few, many = kinds_in(fleet, plain), kinds_in(fleet, fastest)
+    few = kinds_in(fleet, plain)
+    many = kinds_in(fleet, fastest)
     if few == many:
         return (
             fastest,
@@ -189,7 +191,8 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
         return prediction.not_offloaded
     if request.needs_staging_room and prediction.not_staged is not None:
         return prediction.not_staged
-    limit, price = request.max_usd_per_hour, prediction.usd_per_hour
+    limit = request.max_usd_per_hour
+    price = prediction.usd_per_hour
     if limit is not None and price is not None and price > limit:
         return f"{price:.2f} $/h, above the limit of {limit:.2f}"
     if len(request.cost.zones) > 1:
@@ -225,7 +228,8 @@ def _crosses_zones(request: Request, plan: Plan, prediction: Prediction) -> str 
         return f"it lies in {len(zones)} zones, at most {request.max_zones} are asked for"
     if plan.spmd is not None:
         return "one SPMD program lies in one zone"
-    share, nodes = request.max_transfer_share, prediction.nodes_usd_per_hour
+    share = request.max_transfer_share
+    nodes = prediction.nodes_usd_per_hour
     usd = prediction.transfers_usd_per_hour
     if share is not None and nodes is not None and usd > share * nodes:
         return (

@@ -35,7 +35,8 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     """
     if request.cost.choices.is_fixed:
         return search_autohet(request, seeds)
-    begin, known = request.clock(), list(seeds)
+    begin = request.clock()
+    known = list(seeds)
     plain, *others = levels(request)
     needed = request.cost.choices.only_if_needed
     first = _tried(
@@ -98,7 +99,8 @@ def levels(request: Request) -> list[Assumed]:
     Shared moments have one copy, so a job that wants each shard on several nodes shares none out.
     """
     allowed = request.cost.choices
-    lightest, heaviest = allowed.recompute[0], allowed.recompute[-1]
+    lightest = allowed.recompute[0]
+    heaviest = allowed.recompute[-1]
     found = [
         Assumed(lightest, choices=() if allowed.only_if_needed else (lightest,)),
         Assumed(heaviest, choices=allowed.recompute),
@@ -138,7 +140,8 @@ def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
         worker: cost.limit_bytes(cost.fleet.node_of(worker).node_type) for worker in plan.workers
     }
     fewer = _shared_by(plan, {worker for worker in plan.workers if needed[worker] > limit[worker]})
-    before, after = cost.predict(plan), cost.predict(fewer)
+    before = cost.predict(plan)
+    after = cost.predict(fewer)
     return (
         fewer
         if after.fits and after.step_time_s <= limits.MIN_SPEEDUP * before.step_time_s
@@ -177,7 +180,8 @@ def _unlimited(request: Request) -> Request:
 
     No plan takes less time or memory than its tables say.
     """
-    allowed, sharing = request.cost.choices, _may_share(request)
+    allowed = request.cost.choices
+    sharing = _may_share(request)
     holders = len(request.fleet.workers) if sharing else 1
     return replace(
         request,

@@ -30,7 +30,9 @@ class Moves:
     """
 
     def __init__(self, tables: Tables, rng: random.Random, mixed_sizes: bool = True):
-        self.tables, self.rng, self.mixed_sizes = tables, rng, mixed_sizes
+        self.tables = tables
+        self.rng = rng
+        self.mixed_sizes = mixed_sizes
         self.estimator, self.balancer = Estimator(tables), Balancer(tables)
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
         self._fleet = Fleet(
@@ -186,7 +188,8 @@ class Moves:
 
     def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Reorder groups: move a few neighbours, reverse all, or reorder the node types."""
-        depth, way = len(pipelines[chosen[0]].stages), self.rng.choice("mmmrs")
+        depth = len(pipelines[chosen[0]].stages)
+        way = self.rng.choice("mmmrs")
         start, many, place = (
             self.rng.randrange(depth),
             self.rng.choice((1, 1, 2, 3, 4)),
@@ -200,7 +203,8 @@ class Moves:
                 return sorted(groups, key=lambda group: types.index(self._type_of(group)))
             if way == "r":
                 return groups[::-1]
-            moved, rest = groups[start : start + many], groups[:start] + groups[start + many :]
+            moved = groups[start : start + many]
+            rest = groups[:start] + groups[start + many :]
             return [*rest[:place], *moved, *rest[place:]]
 
         return self._each(pipelines, chosen, change)
@@ -219,9 +223,11 @@ class Moves:
         kind = (self._type_of(groups[at]), len(groups[at]))
 
         def change(groups: list[GpuGroup]) -> list[GpuGroup] | None:
-            out, i = list[GpuGroup](), 0
+            out = list[GpuGroup]()
+            i = 0
             while i < len(groups):
-                mine, two = groups[i], groups[i : i + 2]
+                mine = groups[i]
+                two = groups[i : i + 2]
                 if i == at or (whole and (self._type_of(mine), len(mine)) == kind):
                     if split:
                         out += [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
@@ -239,7 +245,8 @@ class Moves:
 
     def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Change the size of microbatches, with the cut as it is or cut again."""
-        size, keep = self.rng.choice(self.tables.sizes), self.rng.random() < 0.5
+        size = self.rng.choice(self.tables.sizes)
+        keep = self.rng.random() < 0.5
         made = list(pipelines)
         for i in chosen if self.mixed_sizes else range(len(pipelines)):
             groups = groups_of(pipelines[i])
@@ -288,9 +295,11 @@ class Moves:
 
     def _exchange(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Exchange the workers of two stages, in one pipeline or two."""
-        p, q = self.rng.choice(chosen), self.rng.randrange(len(pipelines))
+        p = self.rng.choice(chosen)
+        q = self.rng.randrange(len(pipelines))
         groups = {i: groups_of(pipelines[i]) for i in (p, q)}
-        one, other = self.rng.randrange(len(groups[p])), self.rng.randrange(len(groups[q]))
+        one = self.rng.randrange(len(groups[p]))
+        other = self.rng.randrange(len(groups[q]))
         if len(groups[p][one]) != len(groups[q][other]) or (p, one) == (q, other):
             return None
         groups[p][one], groups[q][other] = groups[q][other], groups[p][one]
@@ -302,13 +311,15 @@ class Moves:
             return None
         giver = self.rng.choice(chosen)
         taker = self.rng.choice([i for i in range(len(pipelines)) if i != giver])
-        left, taken = groups_of(pipelines[giver]), groups_of(pipelines[taker])
+        left = groups_of(pipelines[giver])
+        taken = groups_of(pipelines[taker])
         start, many, place = (
             self.rng.randrange(len(left)),
             self.rng.choice((1, 1, 2, 4)),
             self.rng.randrange(len(taken) + 1),
         )
-        moved, left = left[start : start + many], left[:start] + left[start + many :]
+        moved = left[start : start + many]
+        left = left[:start] + left[start + many :]
         return self._regrouped(
             pipelines, {giver: left, taker: [*taken[:place], *moved, *taken[place:]]}
         )

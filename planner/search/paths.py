@@ -26,7 +26,9 @@ class PricedStages:
     busy: Floats
 
     def __init__(self, tables: Tables, microbatch: int):
-        self.tables, self.microbatch, self.blocks = tables, microbatch, tables.num_blocks
+        self.tables = tables
+        self.microbatch = microbatch
+        self.blocks = tables.num_blocks
         self.stages = min(tables.deepest, sum(resource.num_gpus for resource in tables.resources))
         self.rows = np.flatnonzero([row.microbatch == microbatch for row in tables.rows])
         kinds = [tables.kind(row) for row in self.rows.tolist()]
@@ -34,12 +36,11 @@ class PricedStages:
         self.degree = np.array([kind.tp_degree for kind in kinds], dtype=np.int64)
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
         self.begun_ahead = tables.begun_ahead
-        start, size = np.arange(self.blocks)[:, None], np.arange(1, self.blocks + 1)[None, :]
+        start = np.arange(self.blocks)[:, None]
+        size = np.arange(1, self.blocks + 1)[None, :]
         stop = np.minimum(start + size, self.blocks)
-        first, last = (
-            np.where(start == 0, 0, start + 1),
-            np.where(stop == self.blocks, self.blocks + 2, stop + 1),
-        )
+        first = np.where(start == 0, 0, start + 1)
+        last = np.where(stop == self.blocks, self.blocks + 2, stop + 1)
         room = self._room_of(first, last, start + size <= self.blocks)
         self.wide = wide = max(1, int(room[0].any(axis=(0, 1)).sum())) if len(self.rows) else 1
         inner = 2.0 - (start == 0) - (stop == self.blocks)
@@ -72,7 +73,8 @@ class PricedStages:
         busy: includes the time for which transfers occupy the stage. fill: includes the transfer
         into it. forward: the forward alone.
         """
-        tables, rows = self.tables, self.rows
+        tables = self.tables
+        rows = self.rows
         toll = np.minimum(tables.near_s, tables.apart_s).min(axis=0)[rows, None, None]
         toll = np.where(np.isfinite(toll), toll, 0.0)  # of groups without any neighbour
         apart = tables.transfers == "none"
@@ -88,7 +90,8 @@ class PricedStages:
         seconds = np.where(allowed, times + tables.stage_overhead_s, np.inf)
         occupied = toll * tables.boundary_share * inner
         forward = forwards + (tables.stage_overhead_s + occupied) / 2
-        fill, possible = seconds + toll * (first > 0), np.broadcast_to(allowed, seconds.shape)
+        fill = seconds + toll * (first > 0)
+        possible = np.broadcast_to(allowed, seconds.shape)
         # every transfer that the fill counts occupies a stage beside each microbatch or runs beside
         # its work
         self.beside_s = float(np.max(toll, initial=0.0)) if apart else 0.0
@@ -121,7 +124,8 @@ class PricedStages:
 
     def _limits(self) -> None:
         """Set the range of bottlenecks that occur, and the largest share of forwards in a stage."""
-        busy, forward = self.busy[self.room[0]], self.forward[self.room[0]]
+        busy = self.busy[self.room[0]]
+        forward = self.forward[self.room[0]]
         self.quickest = float((busy - forward).min()) if len(busy) else np.inf
         self.slowest = float(busy.max()) if len(busy) else 0.0
         self.share = float((forward / busy).max()) if len(busy) else 0.0
@@ -137,11 +141,9 @@ class PricedStages:
         """
         cost = prices[self.resource] * self.degree
         order = np.lexsort((high, depths[:, 1]))
-        least, gpus, fill = (
-            np.empty(len(high)),
-            np.empty((len(high), len(prices))),
-            np.empty(len(high)),
-        )
+        least = np.empty(len(high))
+        gpus = np.empty((len(high), len(prices)))
+        fill = np.empty(len(high))
         for i in range(0, len(order), limits.TOGETHER):
             mine = order[i : i + limits.TOGETHER]
             paths = Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine])
@@ -237,7 +239,9 @@ class Paths:
         after: Floats,
         depths: Ints,
     ):
-        self.relaxed, self.after, self.depths = stages, after, depths
+        self.relaxed = stages
+        self.after = after
+        self.depths = depths
         self.most, self.fewest = int(depths[:, 1].max()), int(max(float(after.min()), 0.0))
         limits = self._limits(high)
         shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
@@ -267,10 +271,12 @@ class Paths:
 
         With so many, the warm-up hides enough of it.
         """
-        stages, busy = self.relaxed, self.relaxed.held_busy[:, :, : self.wide]
+        stages = self.relaxed
+        busy = self.relaxed.held_busy[:, :, : self.wide]
         out = np.empty(self.value.shape, dtype=np.int16)
         for i, (limit, after) in enumerate(zip(high, self.after, strict=True)):
-            over, each = busy - limit, np.maximum(stages.forward[:, :, : self.wide], 1e-30) / after
+            over = busy - limit
+            each = np.maximum(stages.forward[:, :, : self.wide], 1e-30) / after
             begun = np.where(
                 over > np.minimum(stages.begun[:, :, : self.wide], after) * each,
                 np.inf,
@@ -297,9 +303,11 @@ class Paths:
         yield self._least_arc(0, 3)
         depth = self.from_depth[:, :, :2]
         later = np.flatnonzero((depth > 1) & (depth < self.most))
-        depth, value = depth.ravel()[later], self.value[:, :, :2].ravel()[later]
+        depth = depth.ravel()[later]
+        value = self.value[:, :, :2].ravel()[later]
         order = np.argsort(depth, kind="stable")
-        later, value = later[order], value[order]
+        later = later[order]
+        value = value[order]
         begin = np.searchsorted(depth[order], np.arange(self.most + 1))
         _, rows, _, wide = self.value.shape
         interval, stage = np.divmod(later, rows * 2 * wide)
@@ -309,7 +317,8 @@ class Paths:
             if self._band(step) != self._band(step - 1):
                 arc = self._least_arc(step, 2)
             else:
-                mine, arc = slice(begin[step], begin[step + 1]), arc.copy()
+                mine = slice(begin[step], begin[step + 1])
+                arc = arc.copy()
                 room = self._room(step)[:, :2].ravel()[stage[mine]]
                 np.minimum.at(arc.reshape(-1), at[mine][room], value[mine][room])
             yield arc
@@ -321,8 +330,10 @@ class Paths:
 
     def solve(self) -> Floats:
         """Return (intervals,) the least cost."""
-        m, n = len(self.after), self.relaxed.blocks
-        best, self.depth = np.full(m, np.inf), np.zeros(m, dtype=np.int64)
+        m = len(self.after)
+        n = self.relaxed.blocks
+        best = np.full(m, np.inf)
+        self.depth = np.zeros(m, dtype=np.int64)
         for step, arc in enumerate(self._least_arcs()):
             after = self.afters[step + 1]
             self.arcs.append(arc)
@@ -330,7 +341,8 @@ class Paths:
             better = (
                 (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
             )
-            best, self.depth = np.where(better, first, best), np.where(better, step, self.depth)
+            best = np.where(better, first, best)
+            self.depth = np.where(better, step, self.depth)
             if (
                 (after[:, 1:n].min(axis=1, initial=np.inf) >= best)
                 | (self.depths[:, 1] <= step + 1)
@@ -365,7 +377,8 @@ class Paths:
 
     def stages(self) -> Iterator[Traced]:
         """Yield the stages of the paths found, first stages first."""
-        n, which = self.relaxed.blocks, np.arange(len(self.after))
+        n = self.relaxed.blocks
+        which = np.arange(len(self.after))
         block = np.zeros(len(which), dtype=np.int64)
         for step in range(int(self.depth.max()), -1, -1):
             at = which[self.depth >= step]
@@ -375,7 +388,8 @@ class Paths:
                 beyond = self.afters[step][at[:, None], begin[:, None] + 1 + np.arange(self.wide)]
                 size = (self.arcs[step][at, place] + beyond).argmin(axis=1)
             else:
-                place, size = np.full(len(at), 2), np.minimum(n - begin, self.wide) - 1
+                place = np.full(len(at), 2)
+                size = np.minimum(n - begin, self.wide) - 1
             possible = self.from_depth[at, :, place, size] <= step
             possible &= self._room(step)[:, place, size].T
             row = np.where(possible, self.value[at, :, place, size], np.inf).argmin(axis=1)
@@ -385,10 +399,8 @@ class Paths:
     def totals(self) -> tuple[Floats, Floats]:
         """Return (intervals, resources) GPUs and (intervals,) fill of the paths found."""
         stages = self.relaxed
-        gpus, fill = (
-            np.zeros((len(self.after), len(stages.tables.resources))),
-            np.zeros(len(self.after)),
-        )
+        gpus = np.zeros((len(self.after), len(stages.tables.resources)))
+        fill = np.zeros(len(self.after))
         for at, row, place, size in self.stages():
             gpus[at, stages.resource[row]] += stages.degree[row]
             fill[at] += stages.fill[row, place, size]

@@ -13,7 +13,8 @@ class Nodes:
     """Free GPUs of the nodes of one resource. A tensor-parallel group never leaves its node."""
 
     def __init__(self, names: Sequence[str], num_gpus: int):
-        self._names, self._num_gpus = names, num_gpus
+        self._names = names
+        self._num_gpus = num_gpus
         self._free = [list(range(num_gpus)) for _ in names]
         self._by_free = {num_gpus: list(range(len(names) - 1, -1, -1))}
 
@@ -129,14 +130,16 @@ def _filled(
     that type.
     """
     nodes = [Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
-    last, wanted = dict[tuple[int, int], int](), Counter[tuple[int, int]]()
+    last = dict[tuple[int, int], int]()
+    wanted = Counter[tuple[int, int]]()
     for i, shape in enumerate(shapes):
         for kind in map(tables.kind, shape.rows):
             wanted[i, kind.resource] += kind.tp_degree
     placed: list[list[tuple[str, ...]]] = [[()] * len(shape.rows) for shape in shapes]
     for i, s in order:
         kind = tables.kind(shapes[i].rows[s])
-        resource, degree = kind.resource, kind.tp_degree
+        resource = kind.resource
+        degree = kind.tp_degree
         of_all = (i, s) in together
         key = (-1 if of_all else i, resource)
         found = nodes[resource].take(degree, last.get(key), 0 if of_all else wanted[key])
@@ -170,7 +173,8 @@ def stages_on(
     """Return the stages of a shape on these groups."""
     out = []
     for row, start, end, group in zip(shape.rows, shape.starts, shape.ends, workers):
-        first, of = max(start - 1, 0), tables.kind(row).group
+        first = max(start - 1, 0)
+        of = tables.kind(row).group
         last = min(end - 1, tables.num_blocks)
         out.append(Stage(first, last - first, group, tp_shares=of.shares if of else ()))
     return tuple(out)

@@ -48,7 +48,9 @@ class SideBySide:
     """
 
     def __init__(self, request: Request, tables: Tables, parts: int):
-        self._cost, self._tables, self._parts = request.cost, tables, parts
+        self._cost = request.cost
+        self._tables = tables
+        self._parts = parts
         self._rates: dict[tuple[int, int], tuple[float, float, int]] = {}
         self._holders = request.min_node_disjoint_holders
         self._tied_rates: dict[tuple[int, int], tuple[float, float]] = {}
@@ -70,7 +72,8 @@ class SideBySide:
     ) -> Floats:
         """Return (n,) seconds from the pipelines' end to the last gradient sum and update."""
         latency, byte_s, stages = self._rates_of(number, rows)
-        summed, further = byte_s * held_bytes, np.maximum(np.minimum(stages, counts) - 1, 0)
+        summed = byte_s * held_bytes
+        further = np.maximum(np.minimum(stages, counts) - 1, 0)
         carried = latency + summed + further * np.maximum(summed - back_s, 0.0)
         late = np.where(rows >= 0, carried - early_s, 0.0).max(axis=1, initial=0.0)
         updates = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0)
@@ -92,9 +95,11 @@ class SideBySide:
 
         The gradient of a tied embedding is summed over first and last stages, after all others.
         """
-        summed, before = list[float](), [0.0, *itertools.accumulate(timing.way(shape).backward_s)]
+        summed = list[float]()
+        before = [0.0, *itertools.accumulate(timing.way(shape).backward_s)]
         latest = updated = 0.0
-        kinds, tied_s = [self._like[row] for row in shape.rows], self._tied_s(number, shape)
+        kinds = [self._like[row] for row in shape.rows]
+        tied_s = self._tied_s(number, shape)
         for row, start, end in zip(shape.rows, shape.starts, shape.ends):
             num_bytes = self._tables.stage_sync_bytes(row, start, end)
             if tied_s and end == self._tables.num_layers:
@@ -147,10 +152,8 @@ class SideBySide:
             return 0.0, 0.0, 0
         if (number, row) not in self._rates:
             kind = self._tables.kinds[self._tables.rows[row].kind]
-            node, held = (
-                self._tables.resources[kind.resource].node_type,
-                int(self._tables.groups_a_node[row]),
-            )
+            node = self._tables.resources[kind.resource].node_type
+            held = int(self._tables.groups_a_node[row])
             sizes = [len(part) for part in parted(number, min(number, self._parts))]
             members: list[tuple[str, NodeType]] = []
             for part, size in enumerate(sizes):

@@ -217,7 +217,8 @@ class Tables:
 
         If a node holds several groups, one of the two boundaries leaves it.
         """
-        near, far = np.diagonal(self.boundaries), self.crossings
+        near = np.diagonal(self.boundaries)
+        far = self.crossings
         return np.asarray(np.where(self.groups_a_node > 1, (near + far) / 2, far))
 
     @cached_property
@@ -275,7 +276,8 @@ class Tables:
 
     def memory_bytes(self, row: int, start: int, end: int, in_flight: int) -> float:
         """Return bytes of a worker of a stage of layers [start, end)."""
-        r, (state, activations) = self.rows[row], self._memory_sums[row]
+        r = self.rows[row]
+        (state, activations) = self._memory_sums[row]
         kept = state[end] - state[start] + in_flight * (activations[end] - activations[start])
         tied = r.tied_bytes if start == 0 and end == self.num_layers else 0.0
         return kept + r.fixed_bytes - tied

@@ -138,7 +138,8 @@ class Shares:
     def __init__(
         self, graph: Graph, ratios: tuple[tuple[float, ...], ...], whole: bool = True
     ) -> None:
-        self.ratios, self.whole = ratios, whole
+        self.ratios = ratios
+        self.whole = whole
         self._axes = {axis.name: axis for axis in graph.axes.values()}
         self._of: dict[tuple[int, int], Floats] = {}
         self._lengths: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -192,12 +193,10 @@ class CostTable:
     def __init__(
         self, graph: Graph, cluster: SpmdCluster, state_bytes: float = STATE_BYTES, passes: int = 1
     ) -> None:
-        self.graph, self.cluster, self.state_bytes, self.passes = (
-            graph,
-            cluster,
-            state_bytes,
-            passes,
-        )
+        self.graph = graph
+        self.cluster = cluster
+        self.state_bytes = state_bytes
+        self.passes = passes
         self.num_devices = len(cluster.devices)
         self.speeds = np.array([device.flops_per_s for device in cluster.devices])
         self._traffic = np.array([device.memory_bytes_per_s for device in cluster.devices])
@@ -278,7 +277,8 @@ class CostTable:
     def _conversion(self, node: GraphNode, instruction: Instruction) -> tuple[Term, ...]:
         if instruction.op in SILENT:
             return ()
-        ((_, source),), target = instruction.inputs, instruction.output
+        ((_, source),) = instruction.inputs
+        target = instruction.output
         axes = []
         for layout in (source, target):
             if layout.kind == "sharded":
@@ -293,10 +293,8 @@ class CostTable:
         if self.num_devices == 1:
             return Wire(0.0)
         collective = self.cluster.collectives[name]
-        whole_s, wait_s = (
-            node.num_bytes / collective.bytes_per_s,
-            collective.latency_s if latency else 0.0,
-        )
+        whole_s = node.num_bytes / collective.bytes_per_s
+        wait_s = collective.latency_s if latency else 0.0
         if name == "all_reduce" or name.endswith("grouped"):
             return Wire(wait_s + whole_s)
         return Wire(
@@ -306,7 +304,8 @@ class CostTable:
     def seconds(self, terms: Iterable[Term], shares: Shares) -> float:
         """The sum over the terms."""
         if shares is not self._of:
-            self._of, self._seconds = shares, {}
+            self._of = shares
+            self._seconds = {}
         return sum(self._term_s(term, shares) for term in terms)
 
     def _term_s(self, term: Term, shares: Shares) -> float:

@@ -106,7 +106,8 @@ def breakdown_of_program(
     estimated. ConfigError where the plan is none of this model.
     """
     table, placed = _placed(cost, plan)
-    shares, loads = placed.shares, [i for i in placed.program.instructions if i.op == "load"]
+    shares = placed.shares
+    loads = [i for i in placed.program.instructions if i.op == "load"]
     sync_s = table.seconds(
         (
             *(term for load in loads for term in table.terms(load)),

@@ -122,7 +122,8 @@ class Graph:
 
     def cuts(self, name: str, dim: int) -> tuple[int, ...]:
         """Unit boundaries along a dimension, from 0 to its size."""
-        size, units = self.by_name[name].shape[dim], self.axes[name, dim].units
+        size = self.by_name[name].shape[dim]
+        units = self.axes[name, dim].units
         return tuple(unit * size // units for unit in range(units + 1))
 
     @property

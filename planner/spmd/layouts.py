@@ -34,11 +34,9 @@ class TensorLayout(NamedTuple):
         return f"sharded({self.dim})" if self.kind == "sharded" else self.kind
 
 
-REPLICATED, PARTIAL, FACTORED = (
-    TensorLayout("replicated"),
-    TensorLayout("partial"),
-    TensorLayout("factored"),
-)
+REPLICATED = TensorLayout("replicated")
+PARTIAL = TensorLayout("partial")
+FACTORED = TensorLayout("factored")
 
 
 def sharded(dim: int) -> TensorLayout:

@@ -64,7 +64,8 @@ def _elementwise(operation: Operation) -> Signature:
     """Linear: in the terms of a sum together (where both are tensors), in each factor of a product,
     in what is scaled.
     """
-    letters, count = _letters(operation.output), len(operation.shapes)
+    letters = _letters(operation.output)
+    count = len(operation.shapes)
     linear: tuple[frozenset[int], ...] = ONE if operation.name in _SCALED else ()
     if operation.name == "mul":
         linear = tuple(frozenset({at}) for at in range(count))
@@ -128,7 +129,8 @@ def _embedding(operation: Operation) -> Signature:
     Each rank then looks up its own rows. The vocabulary is not sharded if one row is for padding
     and has no gradient.
     """
-    ids, padded = _letters(operation.shapes[1]), operation.argument(2, "padding_idx", -1) >= 0
+    ids = _letters(operation.shapes[1])
+    padded = operation.argument(2, "padding_idx", -1) >= 0
     return Signature((".Z" if padded else "YZ", ids), ids + "Z", "" if padded else "Y")
 
 
@@ -147,7 +149,8 @@ def _attention(operation: Operation) -> Signature:
 
 def _last_dims_whole(operation: Operation) -> Signature:
     """layer_norm, rms_norm: weights have the normalized shape."""
-    shape, count = operation.shapes[0], len(operation.args[1])
+    shape = operation.shapes[0]
+    count = len(operation.args[1])
     x = _blocked(shape, *range(len(shape) - count, len(shape)))
     return Signature((x, *("." * count for _ in operation.shapes[1:])), x)
 
@@ -163,7 +166,8 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
     """sum and mean (over the whole's size), and argmax and the like, which need whole
     dimensions.
     """
-    shape, dims = operation.shapes[0], operation.argument(1, "dim", None)
+    shape = operation.shapes[0]
+    dims = operation.argument(1, "dim", None)
     if dims in (None, []):
         dims = range(len(shape))
     elif isinstance(dims, int):
@@ -196,11 +200,17 @@ def _reshaped(operation: Operation) -> Signature:
     """Groups of dimensions with equal products map onto each other; the outermost of each group may
     be sharded.
     """
-    source, target = operation.shapes[0], operation.output
-    before, after, letters = ["."] * len(source), ["."] * len(target), iter(ascii_letters)
+    source = operation.shapes[0]
+    target = operation.output
+    before = ["."] * len(source)
+    after = ["."] * len(target)
+    letters = iter(ascii_letters)
     i = j = 0
     while i < len(source) and j < len(target):
-        first, second, left, right = i, j, source[i], target[j]
+        first = i
+        second = j
+        left = source[i]
+        right = target[j]
         while left != right:
             if left < right:
                 i += 1
@@ -214,16 +224,15 @@ def _reshaped(operation: Operation) -> Signature:
             second += 1
         if source[first] > 1 and target[second] > 1:
             before[first] = after[second] = next(letters)
-        i, j = i + 1, j + 1
+        i = i + 1
+        j = j + 1
     return Signature(("".join(before),), "".join(after), linear=ONE)
 
 
 def _cut(operation: Operation) -> Signature:
     """slice, split and select: the dimension that they cut stays whole."""
-    shape, position = (
-        operation.shapes[0],
-        2 if operation.name in ("split", "split_with_sizes", "chunk") else 1,
-    )
+    shape = operation.shapes[0]
+    position = 2 if operation.name in ("split", "split_with_sizes", "chunk") else 1
     dim = operation.argument(position, "dim", 0) % len(shape)
     text = _blocked(shape, dim)
     return Signature(
@@ -309,7 +318,8 @@ HANDLERS: Mapping[str, Handler] = {
 
 def forward_flops(operation: Operation) -> float:
     """Return the FLOPs of matrix products, two per multiply-add; 0 for other operators."""
-    shapes, output = operation.shapes, math.prod(operation.output)
+    shapes = operation.shapes
+    output = math.prod(operation.output)
     match operation.name:
         case "linear" | "matmul" | "bmm":
             return 2.0 * output * shapes[0][-1]

@@ -50,10 +50,8 @@ class PlacedProgram:
 
     def lengths(self, name: str, dim: int) -> tuple[int, ...]:
         """Return each rank's length along a sharded dimension."""
-        cuts, ends = (
-            self.graph.cuts(name, dim),
-            np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name))),
-        )
+        cuts = self.graph.cuts(name, dim)
+        ends = np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
         return tuple(cuts[high] - cuts[low] for low, high in itertools.pairwise(ends))
 
     @cached_property
@@ -117,7 +115,8 @@ class _Pairs:
 
     def alternate(self, start: Ratios, charge: Sequence[float], rounds: int = ROUNDS) -> None:
         """Search and linear program in turn, while the pair gets better."""
-        ratios, before = start, float("inf")
+        ratios = start
+        before = float("inf")
         for _ in range(rounds):
             program = self.search(ratios, charge)
             seconds = self.judge(program, ratios)
@@ -193,11 +192,13 @@ def _heed_memory(
     one finds nothing better. They rise by four, from a hundredth of a step for all of a device's
     memory.
     """
-    idle, table = 0, pairs.table
+    idle = 0
+    table = pairs.table
     step_s = table.program_s(pairs.search(starts[-1], ()), pairs.shares(starts[-1]))
     for number in range(CHARGES):
         charge = [float(step_s * 0.01 * 4**number / limit) for limit in table.limits]
-        before, nearest = pairs.best, pairs.tightest[0]
+        before = pairs.best
+        nearest = pairs.tightest[0]
         for start in dict.fromkeys((starts[0], starts[-1])):
             if free_ratios:
                 pairs.alternate(start, charge, CHARGED_ROUNDS)

@@ -68,8 +68,10 @@ def linear_program(
     grouped = _grouped(table, program, shares)
     if not grouped:
         return shares.ratios
-    n, segments = table.num_devices, len(shares.ratios)
-    blocks, bounds = list[Floats](), list[Floats]()
+    n = table.num_devices
+    segments = len(shares.ratios)
+    blocks = list[Floats]()
+    bounds = list[Floats]()
     for number, (work, used) in enumerate(grouped):
         fixed, whole = (np.zeros(n), np.ones(n)) if work is None else table.line(work)
         for segment in used:
@@ -118,7 +120,8 @@ def _grouped(
 
 def _memory(table: CostTable, program: Program, shares: Shares) -> tuple[float, Floats]:
     """Bytes that every device holds, and those of each segment of which it holds its share."""
-    whole, shared = 0.0, np.zeros(len(shares.ratios))
+    whole = 0.0
+    shared = np.zeros(len(shares.ratios))
     for instruction in program.instructions:
         axis, size = table.bytes_of(instruction)
         if axis is None:

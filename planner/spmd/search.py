@@ -79,7 +79,8 @@ class _Tensor:
             if edge := self.edges.get((source, want)):
                 yield edge[0], have | 1 << want, (edge[1],)
             for middle in range(len(self.layouts)):
-                first, second = self.edges.get((source, middle)), self.edges.get((middle, want))
+                first = self.edges.get((source, middle))
+                second = self.edges.get((middle, want))
                 if first and second:
                     yield (
                         first[0] + second[0],
@@ -116,8 +117,11 @@ class ProgramSearch:
         pinned: dict[str, int] | None = None,
         byte_s: tuple[float, ...] = (),
     ) -> None:
-        self.table, self.shares, self.graph = table, shares, table.graph
-        self._pinned, self._byte_s = pinned or {}, byte_s
+        self.table = table
+        self.shares = shares
+        self.graph = table.graph
+        self._pinned = pinned or {}
+        self._byte_s = byte_s
         self._tensors: dict[str, _Tensor] = {}
         self.states_seen = 0
         self._places = self._live_places()
@@ -235,7 +239,8 @@ class ProgramSearch:
         here = self._places[step]
         live = here.live
         for option in self._options_at(step):
-            seconds, masks = option.seconds, list(state)
+            seconds = option.seconds
+            masks = list(state)
             for place, bit in option.wants:
                 added, masks[place], _ = self._tensor(live[place]).path(masks[place], bit)
                 seconds += added
@@ -342,7 +347,8 @@ class ProgramSearch:
 
     def a_star(self) -> float:
         """Least seconds, by A*: the rest costs at least every node's cheapest option."""
-        steps, rest = len(self._places), [0.0, 0.0]
+        steps = len(self._places)
+        rest = [0.0, 0.0]
         for step in reversed(range(steps)):
             rest.append(rest[-1] + min(option.seconds for option in self._options_at(step)))
         rest.reverse()

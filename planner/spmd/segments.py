@@ -41,7 +41,8 @@ class Segments:
 
         Before each of them no more tensors are live than at least in the model's middle.
         """
-        live, count = [len(place.live) for place in self._places], len(self._places)
+        live = [len(place.live) for place in self._places]
+        count = len(self._places)
         fewest = min(live[count // 4 : 3 * count // 4 + 1])
         return [0, *(step for step in range(1, count) if live[step] == fewest), count]
 

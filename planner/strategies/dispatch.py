@@ -15,7 +15,8 @@ def dispatch_reason(cost: CostModel, plan: Plan) -> str:
             if cost.dispatch.applies(stage):
                 gain_s = cost.dispatch_gain_s(pipeline, index)
                 gains[stage.expert_dispatch == "all_to_all"].append(gain_s)
-    sending, summing = gains[True], gains[False]
+    sending = gains[True]
+    summing = gains[False]
     if cost.choices.expert_dispatch == "sum" or not (sending or summing):
         return ""
     total = len(sending) + len(summing)

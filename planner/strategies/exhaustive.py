@@ -55,27 +55,32 @@ def search_exhaustive(request: Request) -> Answer:
     _check_small(request)
     every = _Every(request)
     alone_s = [load.least_s for loads in every.loads.values() for load in loads]
-    best, seconds, limit, looked_at = None, float("inf"), 0.0, min(alone_s, default=float("inf"))
+    best = None
+    seconds = float("inf")
+    limit = 0.0
+    looked_at = min(alone_s, default=float("inf"))
     while limit < seconds and limit < max(alone_s, default=0.0):
         for plan in every.plans(limit, looked_at):
             if best is not None and request.is_late:
                 return _cut(every, best, begin)
             step_s, way = every.best(plan)
             if step_s < seconds * (1 - 1e-12):
-                best, seconds = way, step_s
-        limit, looked_at = looked_at, looked_at * limits.WIDER
+                best = way
+                seconds = step_s
+        limit = looked_at
+        looked_at = looked_at * limits.WIDER
     if best is None:
         remedies = " or ".join(filter(None, (request.cost.choices.remedy, "a shorter sequence")))
         raise InfeasibleError(
             f"none of {every.count} plans fits memory; add GPUs, or use {remedies}"
         )
-    bound, gap, says = None, None, "unproved: uneven shares and memory choices were not tried"
+    bound = None
+    gap = None
+    says = "unproved: uneven shares and memory choices were not tried"
     if request.cost.choices.is_fixed and not uneven_groups(request):
-        bound, gap, says = (
-            seconds,
-            0.0,
-            "no plan of the searched family, under this cost model, is faster: all were tried",
-        )
+        bound = seconds
+        gap = 0.0
+        says = "no plan of the searched family, under this cost model, is faster: all were tried"
     report = SearchReport(request.clock() - begin, every.count, bound, gap, says)
     return Answer("exhaustive", best, request.cost.predict(best), report)
 
@@ -109,7 +114,9 @@ class _Every:
     """
 
     def __init__(self, request: Request) -> None:
-        self.request, self.count, self.num_placed = request, 0, 0
+        self.request = request
+        self.count = 0
+        self.num_placed = 0
         self.nodes = [node for node in request.fleet.nodes if node.node_type.num_gpus]
 
     @cached_property
@@ -164,7 +171,8 @@ class _Every:
         return {groups: list(self._loads(groups)) for groups in every}
 
     def _loads(self, groups: _Groups) -> Iterator[_Load]:
-        batch, blocks = self.request.global_batch_sequences, self.request.spec.num_layers
+        batch = self.request.global_batch_sequences
+        blocks = self.request.spec.num_layers
         for cut in itertools.combinations(range(1, blocks), len(groups) - 1):
             of = tuple(b - a for a, b in itertools.pairwise((0, *cut, blocks)))
             for size in self._sizes():
@@ -192,7 +200,8 @@ class _Every:
         self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
     ) -> Pipeline:
         """Place a pipeline on the first GPUs of each node that are not `taken`; add them to it."""
-        stages, first = [], 0
+        stages = []
+        first = 0
         for (node, degree), number in zip(groups, blocks, strict=True):
             workers = self.nodes[node].workers[taken[node] : taken[node] + degree]
             taken[node] += degree
@@ -218,7 +227,8 @@ class _Every:
                     yield self._plan(placement, loads)
 
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
-        request, taken = self.request, Counter[int]()
+        request = self.request
+        taken = Counter[int]()
         pipelines = tuple(
             self._pipeline(groups, of.blocks, of.size, of.count, taken)
             for groups, of in zip(placement, loads, strict=True)
@@ -251,7 +261,8 @@ class _Every:
     def _wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
         """Return True if a plan meets the request's limits other than memory and depth."""
         request = self.request
-        limit, holders = request.max_usd_per_hour, request.min_node_disjoint_holders
+        limit = request.max_usd_per_hour
+        holders = request.min_node_disjoint_holders
         degrees = {stage.tp_degree for stage in plan.stages}
         sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
         return (

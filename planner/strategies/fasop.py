@@ -38,7 +38,8 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
-    tried, cut = 0, ""
+    tried = 0
+    cut = ""
     for whole in (True, False):
         orders = list(node_orders(request.fleet, most_orders)) if shortlist.is_empty else []
         for number, nodes in enumerate(orders, 1):
@@ -71,7 +72,9 @@ def _try_order(
 
     whole: only grids that use every GPU.
     """
-    sums, transfers, tried = tables.time_sums.tolist(), BoundaryTransfers(request), 0
+    sums = tables.time_sums.tolist()
+    transfers = BoundaryTransfers(request)
+    tried = 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):
         gpus: list[str] = []
         for node in nodes:
@@ -94,7 +97,8 @@ def _grids(tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[in
     FASOP takes those that divide both (`whole`); where none does, as with five GPUs or a prime
     batch, some GPUs stay idle and counts differ.
     """
-    batch, deepest = tables.batch, tables.deepest
+    batch = tables.batch
+    deepest = tables.deepest
     for width in range(1, gpus // tp + 1):
         depth = gpus // (tp * width)
         if whole and (gpus % (tp * width) or depth > deepest):
@@ -172,7 +176,8 @@ def cuts(
 
     sums[row][i]: seconds of the first i layers; rows: of each stage.
     """
-    blocks, depth = len(sums[0]) - 3, len(rows)
+    blocks = len(sums[0]) - 3
+    depth = len(rows)
     tolls = [0.0, *boundary_s[1:], 0.0][:depth]
     yield ends_of(tuple(min_max(sums, rows, tolls, equal_split(blocks, depth), range(depth))))
     for first in range(1, depth) if change is not None else ():
@@ -199,7 +204,8 @@ def min_max(
     transfer where it lies between two others.
     """
     split = list(start)
-    best, seen = tuple(split), {tuple(split)}
+    best = tuple(split)
+    seen = {tuple(split)}
     seconds = _stage_seconds(sums, rows, split, tolls)
     best_s = max(seconds[s] for s in stages)
     while len(stages) > 1 and max(split[s] for s in stages) > 1:
@@ -212,7 +218,8 @@ def min_max(
         if tuple(split) in seen or now > best_s * (1 + 1e-12):
             break
         seen.add(tuple(split))
-        best, best_s = tuple(split), now
+        best = tuple(split)
+        best_s = now
     return best
 
 
@@ -222,7 +229,8 @@ def _stage_seconds(
     split: Sequence[int],
     tolls: Sequence[float],
 ) -> list[float]:
-    at, out = 0, []
+    at = 0
+    out = []
     for stage, (row, blocks) in enumerate(zip(rows, split, strict=True)):
         end = at + blocks + (stage == 0) + (stage == len(rows) - 1)
         out.append(sums[row][end] - sums[row][at] + tolls[stage])

@@ -66,7 +66,8 @@ class FleetSpace:
     def allows(self, counts: TypeCounts) -> bool:
         if not any(counts) or any(not 0 <= n <= most for n, most in zip(counts, self.most)):
             return False
-        limit, bound = self.request.max_usd_per_hour, self.request.bound
+        limit = self.request.max_usd_per_hour
+        bound = self.request.bound
         if limit is not None and self.price(counts) > limit * (1 + 1e-9):
             return False
         if bound is None:
@@ -201,7 +202,8 @@ class FleetSearch:
 
     def search_in_full(self, counts: TypeCounts) -> Answer | None:
         """Return the answer of a full search of a fleet; keep it if it is the best known."""
-        full, before = self._answer(counts, brief=False), self.answers.get(counts)
+        full = self._answer(counts, brief=False)
+        before = self.answers.get(counts)
         if full is not None and (before is None or self.value(full) < self.value(before)):
             self.answers[counts] = full
         return full

@@ -46,7 +46,8 @@ def search_formats(search: Search, request: Request) -> Answer:
 
 def _with_units(request: Request) -> Fleet | None:
     """Return the nodes whose GPUs have units for the precision; None if these are all or none."""
-    precision, nodes = request.cost.precision, request.fleet.nodes
+    precision = request.cost.precision
+    nodes = request.fleet.nodes
     left = tuple(node for node in nodes if can_compute(node.node_type.gpu_type, precision))
     formats = request.cost.formats
     gone = [node for node in nodes if node not in left and node.node_type.gpu_type in formats]
@@ -71,7 +72,8 @@ def _others(request: Request) -> str:
 
 def _better(request: Request, whole: Answer, other: Answer) -> Answer:
     """Return the better answer, which says what the plan with the other types gains."""
-    ours, theirs = whole.prediction.step_time_s, other.prediction.step_time_s
+    ours = whole.prediction.step_time_s
+    theirs = other.prediction.step_time_s
     report = replace(
         whole.search,
         seconds=whole.search.seconds + other.search.seconds,

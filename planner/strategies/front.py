@@ -39,7 +39,8 @@ class Front:
     """
 
     def __init__(self, found: FleetSearch, steps: list[list[int]]):
-        self.found, self.space = found, found.space
+        self.found = found
+        self.space = found.space
         self._steps = steps
         fewest = self.space.request.min_node_disjoint_holders
         every = (c for c in itertools.product(*steps) if sum(c) >= fewest)
@@ -56,7 +57,8 @@ class Front:
 
     def plans(self) -> list[Answer]:
         """Return the front's plans, fastest first, as far as the budget lets them be found."""
-        found, limit = list[Answer](), math.inf
+        found = list[Answer]()
+        limit = math.inf
         while (best := self.fastest_below(limit)) is not None:
             found.append(best.answer)
             limit = best.usd_per_hour

@@ -35,7 +35,8 @@ def search_hap(request: Request) -> Answer:
     InfeasibleError where none fits the fleet, or the model's graph is not known.
     """
     check_request(request)
-    begin, evaluated = request.clock(), 0
+    begin = request.clock()
+    evaluated = 0
     best: Prediction | None = None
     rejected: list[Rejected] = []
 
@@ -145,7 +146,8 @@ def _synthesized(
     """
     if request.min_node_disjoint_holders > 1:
         pinned = dict.fromkeys(pinned, WHOLE)
-    found, refused = list[SpmdPlan](), None
+    found = list[SpmdPlan]()
+    refused = None
     for segments in (1, 2):
         if found and (is_late() or not all(plan.is_short for plan in found)):
             break
@@ -160,7 +162,8 @@ def _synthesized(
 
 
 def _plan(request: Request, workers: tuple[str, ...], count: int, found: SpmdPlan) -> Plan:
-    batch, size = request.global_batch_sequences, request.global_batch_sequences // count
+    batch = request.global_batch_sequences
+    size = request.global_batch_sequences // count
     stage = Stage(0, request.spec.num_layers, workers, spmd=StageProgram.of(found))
     return Plan(
         request.spec.name, batch, size, request.sequence_length, (Pipeline((stage,), count, size),)

@@ -28,8 +28,11 @@ def search_metis(request: Request) -> Answer:
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    shortlist, tried, cut = Shortlist(request, tables), 0, ""
-    used, laid_out = sum(resource.num_gpus for resource in tables.resources), False
+    shortlist = Shortlist(request, tables)
+    tried = 0
+    cut = ""
+    used = sum(resource.num_gpus for resource in tables.resources)
+    laid_out = False
     while used > 0 and not laid_out:
         for gpus in gpu_orders(tables):
             arranger = Arranger(tables, shortlist, gpus[:used])
@@ -127,7 +130,8 @@ class Arranger:
 
         True if any degree fits, or would by its bound be slower than the best known plan.
         """
-        width, fits = min(sizes), False
+        width = min(sizes)
+        fits = False
         while width >= 1:
             staged = (
                 self._groups.stages(sizes, width, microbatch)
@@ -150,7 +154,8 @@ class Arranger:
         over-full stages give capacity away. None where that does not help.
         """
         rows = staged.slowest(self._tables)
-        depth, sums = len(rows), self._seconds[rows[0]]
+        depth = len(rows)
+        sums = self._seconds[rows[0]]
         speeds = [1.0 / self._seconds[row][-1] for row in rows]
         capacity = [speed / sum(speeds) for speed in speeds]
         for _ in range(limits.REPAIRS):
@@ -184,7 +189,8 @@ def split_by_capacity(sums: Sequence[float], capacity: Sequence[float]) -> tuple
     """Ends so that each stage's share of the layers' time is nearest to its share of capacity, at
     least a block each. sums: seconds of the first i layers.
     """
-    layers, depth = len(sums) - 1, len(capacity)
+    layers = len(sums) - 1
+    depth = len(capacity)
     ends: list[int] = []
     for s, share in enumerate(itertools.accumulate(capacity[:-1])):
         target = share * sums[-1]

@@ -94,7 +94,8 @@ def spread(fleets: list[T]) -> list[T]:
     """
     if len(fleets) < 3:
         return fleets[::-1]
-    others, whole = fleets[:-1], fleets[-1]
+    others = fleets[:-1]
+    whole = fleets[-1]
     step = round(len(others) * 0.618)
     while math.gcd(step, len(others)) != 1:
         step += 1
@@ -120,7 +121,8 @@ def search_objective(search: Search, request: Request, *, may_idle: bool = True)
     For "pareto" it is the fastest of the front, with the front attached. may_idle: see
     `pareto_front`.
     """
-    whole, most = request.fleet.usd_per_hour(), request.max_usd_per_hour
+    whole = request.fleet.usd_per_hour()
+    most = request.max_usd_per_hour
     within = most is None or (whole is not None and whole <= most)
     within = within and (request.bound is None or request.bound.allows_fleet(request.fleet))
     if request.objective == "time" and within:

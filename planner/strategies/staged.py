@@ -67,16 +67,21 @@ class Groups:
     """
 
     def __init__(self, tables: Tables, gpus: Sequence[str]) -> None:
-        self._tables, self._gpus = tables, gpus
+        self._tables = tables
+        self._gpus = gpus
         self._found: dict[tuple[int, int, int], tuple[GpuGroup, int | None]] = {}
 
     def stages(self, sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
         """The next `size` GPUs for each stage, `width` groups each; None where a group would leave
         its node or was not measured.
         """
-        stages, rows, at = [], [], 0
+        stages = []
+        rows = []
+        at = 0
         for size in sizes:
-            tp, groups, found = size // width, list[GpuGroup](), list[int]()
+            tp = size // width
+            groups = list[GpuGroup]()
+            found = list[int]()
             for start in range(at, at + width * tp, tp):
                 group, row = self._group(start, tp, microbatch)
                 if row is None:
@@ -132,7 +137,8 @@ class Shortlist:
         Pipeline d then needs m_d = 1 / sum of its stages' speeds for each microbatch. The first one
         takes as long as the fastest stage would need for the whole model.
         """
-        counts, rate = self._tables.batch / microbatch, 0.0
+        counts = self._tables.batch / microbatch
+        rate = 0.0
         for rows in zip(*staged.rows, strict=True):
             speed = sum(self._speed[row] for row in rows)
             counts += speed / max(self._speed[row] for row in rows) - 1
@@ -142,7 +148,8 @@ class Shortlist:
     def add(self, staged: Staged, ends: tuple[int, ...]) -> None:
         """Keeps the cut unless it is far from the best or does not fit memory."""
         alike = Counter(staged.shapes(ends))
-        batch, most_s = self._tables.batch, limits.MAX_SLOWDOWN * self._best_s
+        batch = self._tables.batch
+        most_s = limits.MAX_SLOWDOWN * self._best_s
         seconds = steady_s(self._estimator, alike.items(), batch)
         if seconds >= most_s or seconds < max(self._estimator.way(shape).fill_s for shape in alike):
             return  # in less than its first microbatch takes a pipeline gets none
@@ -162,7 +169,8 @@ class Shortlist:
         """
         found = dict[Plan, None]()
         for _, staged, ends in sorted(self._found, key=lambda each: each[0])[: limits.DRAFTS]:
-            shapes, groups = staged.shapes(ends), list(zip(*staged.stages, strict=True))
+            shapes = staged.shapes(ends)
+            groups = list(zip(*staged.stages, strict=True))
             by_speed = assign_microbatches(self._estimator, shapes, self._tables.batch)
             fitting = (
                 [by_speed] if by_speed is not None and draft_fits(self._estimator, by_speed) else []
@@ -192,7 +200,9 @@ def search_varuna(request: Request) -> Answer:
 
 def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answer:
     check_request(request)
-    begin, tried, cut = request.clock(), 0, ""
+    begin = request.clock()
+    tried = 0
+    cut = ""
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
     for tp in sorted({kind.tp_degree for kind in tables.kinds if kind.tp_degree <= max_tp}):

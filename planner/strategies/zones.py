@@ -50,7 +50,8 @@ def zone_sets(request: Request) -> Iterator[tuple[str, ...]]:
     """Sets of the fleet's zones that one plan may lie in: each zone, then the largest sets between
     all of which data may go.
     """
-    zones, table = request.cost.zones, request.cost.links.zones
+    zones = request.cost.zones
+    table = request.cost.links.zones
     yield from ((zone,) for zone in zones)
     most = min(len(zones), request.max_zones or len(zones))
     kept: list[set[str]] = []
@@ -181,7 +182,8 @@ def _with_zones(request: Request, best: Answer) -> str:
 
 
 def _rejected(request: Request, other: Answer) -> Rejected:
-    zones, said = zones_of(request.fleet, other.plan), other.prediction
+    zones = zones_of(request.fleet, other.plan)
+    said = other.prediction
     price = said.usd_per_million_tokens
     why = f"{said.step_time_s:.4g} s a step" + (f", {price:.3f} $/M tokens" if price else "")
     return Rejected(f"in {', '.join(zones)}: {describe(other.plan)}", why)

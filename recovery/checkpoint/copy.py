@@ -74,7 +74,8 @@ def _checked(source: Storage, manifest: Manifest, file: DataFile) -> bytearray:
     """Return a data file; raise CheckpointCorrupt if a shard in it has another checksum."""
     name = step_prefix(manifest.step) + file.name
     data = bytearray(file.num_bytes)
-    whole, stride = memoryview(data), source.options.part_bytes
+    whole = memoryview(data)
+    stride = source.options.part_bytes
     with ThreadPoolExecutor(source.options.concurrency, "checkpoint-copy") as pool:
         starts = range(0, file.num_bytes, stride)
         list(pool.map(lambda at: source.get_into(name, at, whole[at : at + stride]), starts))

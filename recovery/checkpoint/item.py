@@ -109,7 +109,8 @@ def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int) -> 
 
     `crc32` is zlib's, of the raw elements.
     """
-    records, prefix = [], b""
+    records = []
+    prefix = b""
     for name, content in (
         ("data.pkl", tensor_header(dtype, shape)),
         ("byteorder", sys.byteorder.encode()),
@@ -142,7 +143,8 @@ def _zip64_extra(size: int) -> bytes:
 
 def _directory(records: list[_Record], start: int) -> bytes:
     entries = b"".join(record.directory_entry() for record in records)
-    count, offset = len(records), min(start, _LIMIT_32)
+    count = len(records)
+    offset = min(start, _LIMIT_32)
     end64 = b""
     if start >= _LIMIT_32:
         end64 = struct.pack(

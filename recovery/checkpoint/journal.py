@@ -60,7 +60,8 @@ class Journal:
     """
 
     def __init__(self, storage: Storage, driver: str) -> None:
-        self._storage, self._driver = storage, driver
+        self._storage = storage
+        self._driver = driver
         self._known: dict[int, Descent] = {}
         self._mine: dict[int, Descent] = {}
         """Entries of this driver that are to be there."""

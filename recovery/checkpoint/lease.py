@@ -80,7 +80,8 @@ class DriverLease:
     """
 
     def __init__(self, storage: Storage, lease_s: float = LEASE_S) -> None:
-        self._storage, self.lease_s = storage, lease_s
+        self._storage = storage
+        self.lease_s = lease_s
         self.holder = msgspec.structs.replace(Holder.this(), taken=False)
         self.driver = f"{self.holder.host}-{self.holder.process_id}-{uuid.uuid4().hex[:8]}"
 
@@ -183,7 +184,8 @@ class LeaseKeeper:
     """Owns the thread that renews; `watch` is called after each renewal, in that thread."""
 
     def __init__(self, lease: DriverLease, watch: Callable[[], None]) -> None:
-        self._lease, self._watch = lease, watch
+        self._lease = lease
+        self._watch = watch
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="driver-lease", daemon=True)
         self._thread.start()

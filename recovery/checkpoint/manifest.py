@@ -183,7 +183,8 @@ def _check_places(manifest: Manifest, uri: str) -> None:
                 raise ManifestInvalid(
                     uri, f"shard {stored.shard} is unknown, listed twice, or has a wrong size"
                 )
-            item_end, end = stored.item_offset + stored.item_bytes, stored.offset + stored.num_bytes
+            item_end = stored.item_offset + stored.item_bytes
+            end = stored.offset + stored.num_bytes
             if not 0 <= stored.item_offset <= stored.offset <= end <= item_end <= file.num_bytes:
                 raise ManifestInvalid(uri, f"shard {stored.shard} lies outside of {file.name}")
             if stored.item_bytes > stored.num_bytes + ITEM_OVERHEAD_BYTES:

@@ -70,9 +70,11 @@ def plan_reads(
     )
     spans: list[FileSpan] = []
     for file, stored in wanted:
-        start, end = stored.offset, stored.offset + stored.num_bytes
+        start = stored.offset
+        end = stored.offset + stored.num_bytes
         if whole_items:
-            start, end = stored.item_offset, stored.item_offset + stored.item_bytes
+            start = stored.item_offset
+            end = stored.item_offset + stored.item_bytes
         last = spans[-1] if spans else None
         if (
             last

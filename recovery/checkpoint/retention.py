@@ -142,7 +142,10 @@ def apply_retention(
     old += left
     if not old:
         return Removal(())
-    now, removed, kept, count = storage.now(), [], [], 0
+    now = storage.now()
+    removed = []
+    kept = []
+    count = 0
     for step in old:
         objects = list(storage.list(step_prefix(step)))
         if step in reading or _leased(objects, now):
@@ -169,7 +172,8 @@ def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], s
     The second value is the reason why it is not known which of them are needed; empty if it is
     known.
     """
-    manifests, problem = {}, ""
+    manifests = {}
+    problem = ""
     for info in list_checkpoints(storage):
         try:
             manifest = open_checkpoint(storage, info.step)
@@ -202,7 +206,9 @@ def remove_orphans(
     for info in storage.list("step-"):
         if match := _STEP.match(info.name):
             by_step.setdefault(int(match[1]), []).append(info)
-    removed, kept, count = [], [], storage.abort_uploads("step-", min_age_s)
+    removed = []
+    kept = []
+    count = storage.abort_uploads("step-", min_age_s)
     for step, objects in sorted(by_step.items()):
         if step in writing or _leased(objects, now):
             continue

@@ -27,7 +27,8 @@ from recovery.state.slices import shard_views
 from recovery.storage.errors import StorageError, StorageMisplaced, StorageTimeout
 from recovery.storage.protocol import Storage
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 15.0
 """Pauses in seconds between two tries of one upload: the first, and the limit of the doubling."""
 
 UploadProgress = Callable[[int, int, int], None]
@@ -89,7 +90,8 @@ class Uploader:
         wait, and for each failure after which the upload is retried.
         """
         self._storage = storage
-        self._patience_s, self._on_failure = patience_s, on_failure
+        self._patience_s = patience_s
+        self._on_failure = on_failure
         self._abandoned = threading.Event()
         self._max_file_bytes = max_file_bytes
         self._progress = progress
@@ -266,7 +268,8 @@ class Uploader:
         Raises the last error if none succeeds in time.
         """
         step = task.step
-        until, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        until = time.monotonic() + self._patience_s
+        pause_s = FIRST_PAUSE_S
         while True:
             storage = self._storage.patient(
                 max(0.0, until - time.monotonic()),
@@ -311,7 +314,8 @@ class Uploader:
 
     def _finish(self, outcome: WorkerReceipt | Exception | None) -> None:
         with self._changed:
-            self._busy_with, self._outcome = None, outcome
+            self._busy_with = None
+            self._outcome = outcome
             self._changed.notify_all()
 
 

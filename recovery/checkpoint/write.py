@@ -132,7 +132,9 @@ def write_views(
     step = part.step
     started = time.monotonic()
     meter = _Meter(sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views), progress)
-    files, sent, present = [], 0, 0
+    files = []
+    sent = 0
+    present = 0
     for group in _file_groups(sorted(views), specs, part.max_file_bytes):
         items = [(shard, specs[shard.tensor], views[shard]) for shard in group]
         file, payload = _data_file(step, part.worker, items, checksums or {})
@@ -162,7 +164,8 @@ def _file_groups(
         size = specs[shard.tensor].unit_bytes(shard.unit)
         if group and filled + size > max_file_bytes:
             yield group
-            group, filled = [], 0
+            group = []
+            filled = 0
         group.append(shard)
         filled += size
     if group:
@@ -225,7 +228,8 @@ def _place(
 
 def payload_sums(payload: Payload) -> tuple[int, int]:
     """Return CRC-32 and checksum of the whole payload, read a few MiB at a time."""
-    crc32, running = 0, RunningChecksum()
+    crc32 = 0
+    running = RunningChecksum()
     for offset in range(0, payload.size, _CHECKSUM_STRIDE):
         piece = memoryview(payload.read(offset, min(_CHECKSUM_STRIDE, payload.size - offset)))
         crc32 = zlib.crc32(piece, crc32)

@@ -82,10 +82,8 @@ class AgentStore:
         try:
             on_disk, wrong = looking.result(disk_within_s)
         except TimeoutError:
-            on_disk, wrong = (
-                [],
-                [f"the disk of {self.node} does not answer: what it keeps is not known"],
-            )
+            on_disk = []
+            wrong = [f"the disk of {self.node} does not answer: what it keeps is not known"]
             logger.warning("%s", wrong[0])
         else:
             with self._lock:

@@ -21,15 +21,18 @@ class Descriptor:
             count = os.preadv(self.number, [memory], offset)
             if not count:
                 raise EOFError("the file ends before")
-            memory, offset = memory[count:], offset + count
+            memory = memory[count:]
+            offset = offset + count
 
     def write(self, data: bytes, offset: int) -> None:
         while data:
             written = os.pwrite(self.number, data, offset)
-            data, offset = data[written:], offset + written
+            data = data[written:]
+            offset = offset + written
 
     def close(self) -> None:
-        number, self.number = self.number, -1
+        number = self.number
+        self.number = -1
         if number >= 0:
             os.close(number)
 

@@ -115,7 +115,8 @@ def share_out(
         worker: layout.shards_by_worker[worker] & sole_by_node.get(node, frozenset())
         for worker in mine
     }
-    left, kept = capacity_bytes, dict.fromkeys(mine, frozenset[ShardId]())
+    left = capacity_bytes
+    kept = dict.fromkeys(mine, frozenset[ShardId]())
     left = _grant(kept, sole, layout, left)
     wanted = (
         _copies_bytes(node, layout, sole_by_node, len(set(node_by_worker.values())))

@@ -236,7 +236,8 @@ class SnapshotWriter:
                 raise SnapshotError(
                     str(self.directory), f"{self.worker} is still {doing} after {timeout_s:.3g} s"
                 )
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
         if error is not None:
             raise error
 
@@ -287,7 +288,8 @@ class SnapshotWriter:
             error = SnapshotError(str(path), f"step {step} was not taken: {why}")
         borrowed.release()
         with self._changed:
-            self._job, self._copied = None, True
+            self._job = None
+            self._copied = True
             self._error = error or self._error
             self._changed.notify_all()
         return True
@@ -349,7 +351,8 @@ class SnapshotWriter:
             buffer.file.sync()
         self._commits += 1
         with self._changed:
-            buffer.step, buffer.sequence = step, self._commits
+            buffer.step = step
+            buffer.sequence = self._commits
         if self._on_commit is not None:
             self._on_commit(
                 step,
@@ -392,7 +395,9 @@ class SnapshotLease:
     """
 
     def __init__(self, writer: SnapshotWriter, step: int) -> None:
-        self._writer, self._step, self._released = writer, step, False
+        self._writer = writer
+        self._step = step
+        self._released = False
 
     def shards(self, timeout_s: float = 60.0) -> dict[ShardId, torch.Tensor]:
         """Return each shard's tensor over the snapshot's memory, valid until `release`.

@@ -53,7 +53,8 @@ class SnapshotBuffer:
         extents = [
             (unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)
         ]
-        first, last = extents[0][1], extents[-1][1]
+        first = extents[0][1]
+        last = extents[-1][1]
         together = last.offset + last.num_bytes - first.offset == sum(
             extent.num_bytes for _, extent in extents
         )
@@ -102,7 +103,8 @@ class SnapshotBuffer:
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         for name, targets in self._targets.items():
-            spec, units = self.file.map.tensors[name], self._units[name]
+            spec = self.file.map.tensors[name]
+            units = self._units[name]
             if name not in state:
                 raise ValueError(f"the worker's layout has {name}, its state has not")
             check_local(spec, units, state[name])
@@ -126,7 +128,8 @@ class SnapshotBuffer:
 
     def shards(self) -> dict[ShardId, torch.Tensor]:
         """Return each shard's tensor over the file's memory."""
-        extents, specs = self.file.map.extents, self.file.map.tensors
+        extents = self.file.map.extents
+        specs = self.file.map.tensors
         return {
             shard: self._tensor(specs[shard.tensor], (shard.unit,), extents[shard].offset)
             for shard in extents

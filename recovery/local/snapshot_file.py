@@ -60,7 +60,8 @@ class SnapshotFile:
         try:
             with open(open_private(path), "rb") as file:
                 status = os.fstat(file.fileno())
-                self.num_bytes, self.identity = status.st_size, (status.st_dev, status.st_ino)
+                self.num_bytes = status.st_size
+                self.identity = (status.st_dev, status.st_ino)
                 if self.num_bytes < HEADER_OFFSET:
                     raise SnapshotError(str(path), f"is truncated: {self.num_bytes} bytes")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -118,7 +119,8 @@ class SnapshotFile:
         Raises:
             ShardUnavailable, ShardCorrupt: as `read`.
         """
-        offset, running = self.extent(shard).offset, RunningChecksum()
+        offset = self.extent(shard).offset
+        running = RunningChecksum()
         for start in range(0, len(memory), _READ_BYTES):
             piece = memory[start : start + _READ_BYTES]
             try:

@@ -118,7 +118,9 @@ class ShardClient:
         self._reuse_buffer = reuse_buffer
         self._scratch = _NO_BYTES
         self.peer = f"{host}:{port}"
-        self._address, self._token, self._timeout_s = (host, port), token, timeout_s
+        self._address = (host, port)
+        self._token = token
+        self._timeout_s = timeout_s
         self._connection: socket.socket | None = None
 
     def __enter__(self) -> ShardClient:
@@ -237,7 +239,8 @@ class ShardClient:
         The block reads the reply to its end.
         """
         check(cancelled, self.peer)
-        kept, self._connection = self._connection, None
+        kept = self._connection
+        self._connection = None
         try:
             exchange = None if kept is None else self._ask_again(kept, request, cancelled)
             connection, header = exchange or self._ask_anew(request, cancelled)
@@ -304,7 +307,8 @@ class ShardClient:
 
     def _greet(self, connection: socket.socket, cancelled: threading.Event | None) -> None:
         """Show that we have the token, and see that the peer has it."""
-        theirs, ours = bytes(receive(connection, NONCE_BYTES, cancelled)), os.urandom(NONCE_BYTES)
+        theirs = bytes(receive(connection, NONCE_BYTES, cancelled))
+        ours = os.urandom(NONCE_BYTES)
         connection.sendall(HELLO.pack(VERSION, ours, mac_of(self._token, "client", theirs, ours)))
         if receive(connection, 1, cancelled)[0] != OK:
             raise PeerRefused(self.peer, "it rejected the token or the protocol version")

@@ -67,7 +67,9 @@ class ClientPool:
     def close(self) -> None:
         """Close all idle connections; a client in use is closed when it is returned."""
         with self._lock:
-            self._closed, idle, self._idle = True, self._idle, []
+            self._closed = True
+            idle = self._idle
+            self._idle = []
         for _, client in idle:
             client.close()
 

@@ -114,7 +114,8 @@ def _send_memory(connection: socket.socket, data: memoryview) -> None:
 
 def _send_file(connection: socket.socket, data: FileBytes) -> None:
     """Send from the page cache to the socket inside the kernel (`sendfile`)."""
-    deadline, sent = Deadline.of(connection, data.num_bytes), 0
+    deadline = Deadline.of(connection, data.num_bytes)
+    sent = 0
     patience = connection.gettimeout()
     writable = select.poll()
     writable.register(connection, select.POLLOUT)
@@ -171,7 +172,10 @@ def receive_into(
         ConnectionError: the peer closed the connection before. TimeoutError: nothing came within
         the socket's timeout, or not all before its Deadline. Cancelled: `cancelled` was set before.
     """
-    length, got, checked, running = len(view), 0, 0, RunningChecksum()
+    length = len(view)
+    got = 0
+    checked = 0
+    running = RunningChecksum()
     deadline = Deadline.of(connection, length)
     while got < length:
         await_bytes(connection, cancelled, "bytes of a peer")

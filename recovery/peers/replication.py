@@ -190,7 +190,8 @@ class Replicator:
             return None
         source = Source("memory", self._store.node, opened.worker, opened.step, opened.generation)
         error: str | None = None
-        started, sent = time.monotonic(), 0
+        started = time.monotonic()
+        sent = 0
         try:
             for target in targets.targets:
                 sent += self._push(source, target, targets, opened)

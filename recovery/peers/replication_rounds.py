@@ -49,7 +49,8 @@ class Rounds:
         if failed:
             self.open = None
         elif not pending:
-            self.complete, self.open = self.open, None
+            self.complete = self.open
+            self.open = None
 
     def snapshot(self, step: int) -> bool:
         """Record that all workers take a snapshot of `step`; return True if it opens a round."""

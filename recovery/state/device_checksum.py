@@ -34,7 +34,8 @@ _SECRET = bytes.fromhex(
     "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-_MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
+_MASK_32 = (1 << 32) - 1
+_MASK_64 = (1 << 64) - 1
 _PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _PRIME64 = (
     0x9E3779B185EBCA87,
@@ -93,7 +94,8 @@ def on_device(pieces: Sequence[Tensor]) -> list[int]:
             rests.append(piece[size - size % BLOCK_BYTES :])
     rest_bytes = torch.cat(rests).cpu().numpy().data if rests else memoryview(b"")
     found = []
-    block, at = 0, 0
+    block = 0
+    at = 0
     for size in sizes:
         num_blocks, rest = divmod(size, BLOCK_BYTES)
         digests_of_piece = array("Q", digests[block : block + num_blocks].tobytes())
@@ -168,7 +170,8 @@ def _batches(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
             room -= part.numel()
             if not room:
                 yield _joined(together)
-                together, room = [], _BATCH_BYTES
+                together = []
+                room = _BATCH_BYTES
     if together:
         yield _joined(together)
 
@@ -184,7 +187,8 @@ def _rounds(data: Tensor) -> Tensor:
 
 def _digests(blocks: Tensor) -> Tensor:
     """Digest [blocks, rounds, stripes, lanes] words."""
-    device, num_rounds = blocks.device, blocks.shape[1]
+    device = blocks.device
+    num_rounds = blocks.shape[1]
     keys = kernel_keys()[:_STRIPES].to(device)
     added = _added(blocks, keys)
     # The last stripe is not taken in its turn, but once more, with a key of its own, at the very
@@ -238,9 +242,12 @@ def merge_lanes(lanes: Tensor) -> Tensor:
 
 
 def _folded_product(left: Tensor, right: Tensor) -> Tensor:
-    low_left, high_left = left & _MASK_32, _shifted(left, 32)
-    low_right, high_right = right & _MASK_32, _shifted(right, 32)
-    low, cross = low_left * low_right, high_left * low_right
+    low_left = left & _MASK_32
+    high_left = _shifted(left, 32)
+    low_right = right & _MASK_32
+    high_right = _shifted(right, 32)
+    low = low_left * low_right
+    cross = high_left * low_right
     middle = _shifted(low, 32) + (cross & _MASK_32) + low_left * high_right
     upper = _shifted(cross, 32) + _shifted(middle, 32) + high_left * high_right
     return upper ^ (left * right)

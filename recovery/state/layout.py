@@ -110,7 +110,8 @@ class TensorSpec:
 
     def unit_slices(self, unit: int) -> tuple[slice, ...]:
         """Return the slices that take the unit out of the whole tensor."""
-        offset, shape = self.unit_offset(unit), self.unit_shape(unit)
+        offset = self.unit_offset(unit)
+        shape = self.unit_shape(unit)
         return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
     def unit_bytes(self, unit: int) -> int:

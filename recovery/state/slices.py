@@ -33,7 +33,8 @@ def unit_views(
     check_local(spec, units, local)
     if spec.split_dim is None:
         return {unit: local.view_as(local) for unit in units}
-    views, position = {}, 0
+    views = {}
+    position = 0
     for unit in units:
         size = spec.cuts[unit + 1] - spec.cuts[unit]
         views[unit] = local.narrow(spec.split_dim, position, size)

@@ -95,7 +95,8 @@ def _file(uri: str, slashes: str, rest: str) -> DirectoryAddress:
     if slashes == "//" and not rest:
         raise StorageUriError(uri, "names no directory", "write file:///directory")
     if slashes == "//" and rest.startswith("localhost/"):
-        slashes, rest = "///", rest.removeprefix("localhost/")
+        slashes = "///"
+        rest = rest.removeprefix("localhost/")
     if slashes != "///":
         remedy = "mount it and write file:///directory, or give a directory path"
         raise StorageUriError(uri, "names a host or a relative path", remedy)

@@ -141,7 +141,8 @@ def check_conformance(storage: Storage, *, thorough: bool = False) -> Conformanc
         with contextlib.suppress(StorageError):
             bound.delete([info.name for info in bound.list(walk.prefix)])
         bound.close()
-    ran, last = {result.name for result in results}, results[-1].name
+    ran = {result.name for result in results}
+    last = results[-1].name
     for check in _CHECKS:
         if check.name not in ran and (thorough or not check.thorough):
             reason = f"not tried, since '{last}' failed"

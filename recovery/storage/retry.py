@@ -66,7 +66,9 @@ class Patience:
         `on_wait` is called, by the request's thread, whenever a wait is logged. Once `until` is
         set, no request waits any more.
         """
-        self._seconds, self._on_wait, self.until = seconds, on_wait, until
+        self._seconds = seconds
+        self._on_wait = on_wait
+        self.until = until
         self._lock = threading.Lock()
         self._waiting_since: float | None = None
 
@@ -92,6 +94,7 @@ class Patience:
     def note_answer(self, uri: str, now: float) -> None:
         """Record that a request that had waited was answered."""
         with self._lock:
-            since, self._waiting_since = self._waiting_since, None
+            since = self._waiting_since
+            self._waiting_since = None
         if since is not None:
             logger.warning("%s answers again after %.0f s", uri, now - since)

@@ -56,7 +56,9 @@ class S3Client:
         `prepare(client, verify)` is called with each new client before its first request; `verify`
         is the path of the CA bundle, or True for the default one.
         """
-        self._bucket, self._options, self._prepare = bucket, options, prepare
+        self._bucket = bucket
+        self._options = options
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._client: Any = None
         self._located = False
@@ -110,7 +112,8 @@ class S3Client:
     def _drop(self) -> None:
         if self._client is not None:
             self._client.close()
-        self._client, self._located = None, False
+        self._client = None
+        self._located = False
         self.generation += 1
 
     def _protect_deletion(self, request: Any, **_: Any) -> None:

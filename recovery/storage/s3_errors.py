@@ -166,9 +166,11 @@ def _from_configuration(uri: str, error: Exception) -> StorageError | None:
         return _unknown_profile(uri, error)
     if isinstance(error, boto.SSOError | boto.TokenRetrievalError | boto.LoginError):
         profile = os.environ.get("AWS_PROFILE", "default")
-        kind, command = ("SSO login", "aws sso login")
+        kind = "SSO login"
+        command = "aws sso login"
         if isinstance(error, boto.LoginError):
-            kind, command = ("login", "aws login")
+            kind = "login"
+            command = "aws login"
         reason = f"the {kind} of AWS profile '{profile}' has expired or was never made"
         return StoragePermissionDenied(uri, reason, f"run `{command} --profile {profile}`")
     if isinstance(error, boto.CredentialRetrievalError):
@@ -231,7 +233,8 @@ def _unknown_profile(uri: str, error: boto.ProfileNotFound) -> StorageError:
 
 
 def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, bool]:
-    code, status = _code_of(error.response), _status_of(error.response)
+    code = _code_of(error.response)
+    status = _status_of(error.response)
     told = _told(error.response)
     found = _from_state(uri, code, status)
     if found is not None:
@@ -274,7 +277,8 @@ def _from_state(uri: str, code: str, status: int) -> StorageError | None:
 
 def _from_refusal(uri: str, error: boto.ClientError) -> StorageError | None:
     """Return the error for an answer about the request's identity, time, form or place."""
-    code, told = _code_of(error.response), _told(error.response)
+    code = _code_of(error.response)
+    told = _told(error.response)
     if code in _EXPIRED:
         return StoragePermissionDenied(uri, f"the AWS credentials have expired ({told})", _NEW_KEYS)
     if code in _FOREIGN_KEYS:

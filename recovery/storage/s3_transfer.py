@@ -60,7 +60,8 @@ class _Part(io.RawIOBase):
     """A part's body: readable as botocore wants it, sent as one piece of memory."""
 
     def __init__(self, memory: memoryview) -> None:
-        self.memory, self._position = memory, 0
+        self.memory = memory
+        self._position = 0
 
     def __len__(self) -> int:
         return len(self.memory)
@@ -112,8 +113,10 @@ class S3Transfer:
     def attach(self, client: Any, verify: Any) -> None:
         """Send this client's ranged GETs and parts from now on; `verify` is its CA bundle."""
         if verify != self._verify:
-            self._verify, self._context = verify, None
-        endpoint, given = client.meta.endpoint_url, client.meta.config.proxies
+            self._verify = verify
+            self._context = None
+        endpoint = client.meta.endpoint_url
+        given = client.meta.config.proxies
         proxies = get_environ_proxies(endpoint) if given is None else given
         self.usable = ProxyConfiguration(proxies).proxy_url_for(endpoint) is None
         client.meta.events.register("before-send.s3.GetObject", self._send_get)

@@ -128,7 +128,9 @@ class _Ends:
         self, lines: Lines, by_pair: bool, num_bytes: int, sources: Sequence[Source]
     ) -> None:
         self.sources: list[Source] = []
-        self._lines, self._by_pair, self._num_bytes = lines, by_pair, num_bytes
+        self._lines = lines
+        self._by_pair = by_pair
+        self._num_bytes = num_bytes
         self._until: list[float] = []
         self._at: dict[str, list[int]] = {}
         for source in sources:
@@ -231,7 +233,8 @@ class _Balancer:
         self.reader_of = self._durable_readers()
         for shard in self.remote:
             self._reserve(shard, 1.0)
-        num_bytes, holders = self.placement.num_bytes, self.placement.holders
+        num_bytes = self.placement.num_bytes
+        holders = self.placement.holders
         order = sorted(self.remote, key=lambda s: (len(self._peers(holders[s])), -num_bytes[s], s))
         for shard in order:
             self._spread(shard, self.remote[shard])
@@ -266,7 +269,8 @@ class _Balancer:
 
         `loads` are in seconds and are updated; shards stay whole.
         """
-        num_bytes, speed = self.placement.num_bytes, self.links.s3
+        num_bytes = self.placement.num_bytes
+        speed = self.links.s3
         level = _level(
             [(loads.get(node, 0.0), speed(node)) for node in nodes],
             sum(num_bytes[s] for s in shards),
@@ -315,7 +319,8 @@ class _Balancer:
         originals = self._peers(self.placement.holders[shard])
         self._reserve(shard, -1.0)
         if len(groups) > 1:
-            first, out = self.reader_of.get(shard), self.lines.out
+            first = self.reader_of.get(shard)
+            out = self.lines.out
             groups = sorted(
                 groups, key=lambda group: (group[0] != first, out.get(group[0], 0.0), group)
             )
@@ -353,7 +358,9 @@ class _Balancer:
         Of several, the one that does least is taken. Relays are used only once the holders' lines
         are too long.
         """
-        best, depth, best_until = None, 0, float("inf")
+        best = None
+        depth = 0
+        best_until = float("inf")
         if until := held.for_node(node):
             best_until = min(until)
             at = until.index(best_until)
@@ -377,7 +384,8 @@ class _Balancer:
     # -- book-keeping
 
     def _take(self, worker: str, shard: int, source: Source, tier: int, depth: int = 0) -> None:
-        node, num_bytes = self.placement.node_by_worker[worker], self.placement.num_bytes[shard]
+        node = self.placement.node_by_worker[worker]
+        num_bytes = self.placement.num_bytes[shard]
         self.tier_bytes[tier] += num_bytes
         self.busy_bytes[worker] = self.busy_bytes.get(worker, 0) + num_bytes
         if tier == MEMORY:

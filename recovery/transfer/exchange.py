@@ -213,10 +213,12 @@ class Exchange:
         """Pack a message's buffer: the small shards' bytes, and the checksums of all shards."""
         trailer, _ = self._extent(packed)
         buffer = self._buffer(trailer + 8 * len(shards))
-        pieces, position = dict(flats), 0
+        pieces = dict(flats)
+        position = 0
         for shard in packed:
             size = self._layout.shard_bytes(shard)
-            piece, view = buffer[position : position + size], views[shard]
+            piece = buffer[position : position + size]
+            view = views[shard]
             if view is not None:
                 piece.view(view.dtype).view(view.shape).copy_(view)
                 pieces[shard] = piece
@@ -230,7 +232,8 @@ class Exchange:
         shards = flight.message.shards
         packed, _ = self._split(shards)
         trailer, _ = self._extent(packed)
-        by_shard, position = dict(flight.direct), 0
+        by_shard = dict(flight.direct)
+        position = 0
         for shard in packed:
             size = self._layout.shard_bytes(shard)
             by_shard[shard] = flight.buffer[position : position + size]

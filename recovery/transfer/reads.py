@@ -96,7 +96,8 @@ class _Attempt(ChildEvent):
     ) -> None:
         super().__init__(parent)
         self.source, self.left, self.late_at = source, dict.fromkeys(shards), late_at
-        self.began, self.num_bytes = time.monotonic(), 0
+        self.began = time.monotonic()
+        self.num_bytes = 0
         self.ended, self.putting = threading.Event(), threading.Lock()
         self.hedge: Future[Rest] | None = None
 
@@ -183,7 +184,8 @@ class Reads:
 
         Shards that no source gives are added to `missing`.
         """
-        left, sources = list(fetch.shards), list(fetch.sources)
+        left = list(fetch.shards)
+        sources = list(fetch.sources)
         with self._lock:
             sources.sort(key=self._is_slow)  # stable: known to be slow comes last
         while left and sources:
@@ -239,8 +241,10 @@ class Reads:
 
         Ends early, without an error, if the attempt is set.
         """
-        source, problems = attempt.source, list[str]()
-        checksums, tier = self.schedule.checksums_of(source), self.tier(source)
+        source = attempt.source
+        problems = list[str]()
+        checksums = self.schedule.checksums_of(source)
+        tier = self.tier(source)
         try:
             check(self.cancelled, str(source))
             for shard, data in self.tier_of(source, attempt).read(
@@ -322,7 +326,8 @@ class Reads:
         then the same memory is written to. Returns the shards that no source gave, and the sources
         that were not asked.
         """
-        left, sources = list(late.left)[::-1], list(sources)
+        left = list(late.left)[::-1]
+        sources = list(sources)
         while left and sources:
             attempt = _Attempt(sources.pop(0), left, float("inf"), self.cancelled)
             self._hedged_read(attempt, late)

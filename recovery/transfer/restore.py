@@ -276,14 +276,16 @@ class _Restore:
         only a part of a flat tensor were taken over, the rest would stay allocated, too; so the
         kept part is copied instead.
         """
-        worker, keep = self._part.worker, set(self._part.keep)
+        worker = self._part.worker
+        keep = set(self._part.keep)
         if (
             live is None
             or worker not in self._layout.shards_by_worker
             or worker not in live.layout.shards_by_worker
         ):
             return set()
-        before, found = live.layout.units_of(worker), set()
+        before = live.layout.units_of(worker)
+        found = set()
         for name, units in self._layout.units_of(worker).items():
             here = [ShardId(name, unit) for unit in units]
             as_it_is = (
@@ -347,7 +349,10 @@ class _Restore:
         This object and its reads refer to each other: both states would otherwise stay in the
         device's memory until the garbage collector runs.
         """
-        self._live, self._targets, self._state, self._writes = {}, {}, {}, None
+        self._live = {}
+        self._targets = {}
+        self._state = {}
+        self._writes = None
 
     # messages
 

@@ -87,7 +87,8 @@ class TransferSchedule:
         Empty if only live memory without a snapshot has the shard. A worker that passes on what
         this restore brings it has the shard from one of its own sources.
         """
-        giver, known = self.sources_of(worker, shard)[0], set[int]()
+        giver = self.sources_of(worker, shard)[0]
+        known = set[int]()
         while handed_on := self.sources_of(giver.name, shard) if giver.kind == "worker" else ():
             giver, *others = handed_on
             for other in others:

@@ -82,7 +82,8 @@ class NodeTier:
     ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         for shard in shards:
             try:
-                memory, expected = into.get(shard), checksums.get(shard)
+                memory = into.get(shard)
+                expected = checksums.get(shard)
                 if memory is None and source.kind == "memory":
                     yield shard, _as_tensor(self.store.read(source, shard, expected))
                     continue

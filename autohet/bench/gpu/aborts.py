@@ -271,7 +271,9 @@ def _generations(
     """Measure the time to make a communicator, and what it leaves, over several generations."""
     store, groups = _groups(rank, size, device, port)
     members = [f"n/{each}" for each in range(size)]
-    seconds, free, right = [], [], True
+    seconds = []
+    free = []
+    right = True
     for number in range(1, NUM_GENERATIONS + 1):
         begun = time.perf_counter()
         groups = reconfigure(

@@ -55,11 +55,14 @@ def _steps(
     machine: Machine, job: Job, compute: ComputeFormat
 ) -> tuple[dict[str, Any], list[float]]:
     """Return seconds, memory and scale of the steps in a format, and their losses."""
-    on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
+    on_gpu = machine.device_type == "cuda"
+    rows = random_rows(job, machine.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer = our_trainer(job, machine.device, plan=_plan_in(one_worker_plan(job), compute))
-    seconds, losses, scales = [], [], []
+    seconds = []
+    losses = []
+    scales = []
     for _ in range(STEPS):
         result, step_s = timed_step(machine, trainer, rows)
         seconds.append(step_s)

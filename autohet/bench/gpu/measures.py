@@ -41,8 +41,10 @@ PARITY_STEPS = 5
 FP32_TOLERANCE = 2e-5
 BF16_TOLERANCE = 2e-2
 MEASURED_STEPS = 6
-STEP_ERROR, PEAK_ERROR = 0.05, 0.10
-SLOWDOWN, RESTORE_SHARE = 0.03, 0.6
+STEP_ERROR = 0.05
+PEAK_ERROR = 0.10
+SLOWDOWN = 0.03
+RESTORE_SHARE = 0.6
 SNAPSHOTS = 20
 SHM_SHARE = 0.9
 PAGEABLE_SHARE = 0.005
@@ -63,7 +65,8 @@ def parity(machine: Machine) -> dict[str, Any]:
 
     The latter runs on the CPU in fp32.
     """
-    cpu, found = torch.device("cpu"), dict[str, Any]()
+    cpu = torch.device("cpu")
+    found = dict[str, Any]()
     wanted = _losses(machine, "fp32", cpu, by_plain=True)
     for precision, limit in (("fp32", FP32_TOLERANCE), ("bf16", BF16_TOLERANCE)):
         if (
@@ -363,7 +366,8 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
 
     The peak is the allocator's, and that of the whole process.
     """
-    on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
+    on_gpu = machine.device_type == "cuda"
+    rows = random_rows(job, machine.device)
     context = _context_bytes() if on_gpu else 0
     trainer = our_trainer(job, machine.device)
     trainer.train_step(rows)

@@ -41,11 +41,14 @@ def run(machine: Machine) -> dict[str, Any]:
 
 def _steps(machine: Machine, job: Job, *, offload: bool) -> tuple[dict[str, Any], list[float]]:
     """Return the median seconds of step and update, kept bytes, the prediction, and losses."""
-    on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
+    on_gpu = machine.device_type == "cuda"
+    rows = random_rows(job, machine.device)
     plan = one_worker_plan(job)
     plan = plan.offloading() if offload else plan
     trainer = our_trainer(job, machine.device, plan=plan)
-    seconds, updates, losses = [], [], []
+    seconds = []
+    updates = []
+    losses = []
     for _ in range(STEPS):
         result, step_s = timed_step(machine, trainer, rows)
         seconds.append(step_s)

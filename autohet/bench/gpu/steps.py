@@ -98,7 +98,8 @@ def _compared(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def _sides(job: Job, machine: Machine, *, whole_model: bool) -> dict[str, Callable[[], Side]]:
-    device, on_gpu = machine.device, machine.device_type == "cuda"
+    device = machine.device
+    on_gpu = machine.device_type == "cuda"
     rows = random_rows(job, device)
 
     def mine(*, compiled: bool) -> Side:

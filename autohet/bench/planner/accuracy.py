@@ -142,7 +142,8 @@ def scores(runs: Sequence[MeasuredRun], model: CostModel) -> ResultRow:
     peak memory.
     """
     predictions = [model.predict(run.plan) for run in runs]
-    measured, predicted = [run.measured_s for run in runs], [p.step_time_s for p in predictions]
+    measured = [run.measured_s for run in runs]
+    predicted = [p.step_time_s for p in predictions]
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     best = min(range(len(runs)), key=lambda i: predicted[i])
     row: ResultRow = {
@@ -192,7 +193,8 @@ def _fasop_rows(folder: Path) -> list[ResultRow]:
         precision="fp16",
         parameters=framework_parameters("megatron", CostParameters()),
     )
-    prediction, sync = model.predict(plan), model.simulate(plan).sync
+    prediction = model.predict(plan)
+    sync = model.simulate(plan).sync
     by_stage = {e.job.members[0]: e.end_s - e.start_s for e in sync.events if not e.job.tied}
     tied = max(e.end_s - e.start_s for e in sync.events if e.job.tied)
     pairs = {
@@ -232,12 +234,14 @@ def _fasop_plan(trace: ResultRow) -> tuple[Fleet, Plan]:
     def node_type(name: str, gpu: str, gib: int, intra_gbps: float) -> NodeType:
         return NodeType(name, gpu, 4, gib * 2**30, intra_gbps * 1e9 / 8, 40e9 / 8)
 
-    a100, a10 = node_type("a100", "A100", 40, 1840), node_type("a10", "A10", 24, 128)
+    a100 = node_type("a100", "A100", 40, 1840)
+    a10 = node_type("a10", "A10", 24, 128)
     names = ["a100-0", *(f"a10-{i}" for i in range(7))]
     nodes = [Node(name, a100 if i == 0 else a10) for i, name in enumerate(names)]
     pipelines = []
     for replica in range(trace["dp"]):
-        first, stages = 0, []
+        first = 0
+        stages = []
         for name, count in zip(names, trace["partition"], strict=True):
             stages.append(Stage(first, count, (f"{name}/{replica}",)))
             first += count
@@ -251,7 +255,8 @@ def _fasop_profile(entries: Sequence[ResultRow]) -> list[Measurement]:
     for entry in entries:
         if entry["model"] != "gpt2XL":
             continue
-        gpu, tp = entry["gpu"], entry["tp"]
+        gpu = entry["gpu"]
+        tp = entry["tp"]
         for theirs, layer in layers.items():
             forward_s = entry["fwd_seconds"][theirs]
             found.append(Measurement("gpt2xl", gpu, "fp16", tp, 1024, 1, layer, forward_s))
@@ -288,7 +293,8 @@ def _metis_rows(folder: Path) -> list[ResultRow]:
     fleet = Fleet(0, (Node("a100-0", NodeType("a100", "A100-80", 4, 80 * 2**30, 2.3e11, 5e9)),))
     errors = {}
     for row in measured:
-        tp, size = int(row["tp"]), int(row["mbs"])
+        tp = int(row["tp"])
+        size = int(row["mbs"])
         batch_s = entries[tp, size]["execution_time"]["batch_generator_time_ms"] / 1e3
         # These profiles time a whole forward and backward at once, so nothing in them is an
         # artefact of single layers.
@@ -319,7 +325,8 @@ def _metis_profile(tp: int, size: int, entry: ResultRow) -> list[Measurement]:
     Its times are of forward and backward together and are split 1:2. The time beyond the layers is
     added to the head.
     """
-    time, total = entry["execution_time"], entry["execution_time"]["layer_compute_total_ms"]
+    time = entry["execution_time"]
+    total = entry["execution_time"]["layer_compute_total_ms"]
     rest = time["forward_backward_time_ms"] - sum(total)
     named = {"embedding": total[0], "block": total[1], "head": total[-1] + rest}
     updates = dict.fromkeys(named, time["optimizer_time_ms"] / len(total))

@@ -103,7 +103,9 @@ def growth(model: str, gpu: str, layer: str, size: int) -> float:
     Proportional to the microbatch if it has no figures.
     """
     first, steps = _GROWTH.get((model, gpu, layer), (2, ()))
-    factor, doubled, at = 1.0, 0, 1
+    factor = 1.0
+    doubled = 0
+    at = 1
     while at < size:
         at *= 2
         if at >= first:
@@ -140,7 +142,8 @@ def fasop_profile(entries: Sequence[ResultRow], case: FasopCase) -> ProfileTable
 
 
 def _layers(model: str, entry: ResultRow, size: int) -> dict[str, float]:
-    seconds, gpu = entry["fwd_seconds"], entry["gpu"]
+    seconds = entry["fwd_seconds"]
+    gpu = entry["gpu"]
 
     def grown(theirs: str, layer: str) -> float:
         return float(seconds[theirs]) * growth(model, gpu, layer, size)
@@ -148,7 +151,8 @@ def _layers(model: str, entry: ResultRow, size: int) -> dict[str, float]:
     if model != "T5":
         names = {"embedding": "embedding", "transformer_layer": "block", "post_process": "head"}
         return {ours: grown(theirs, ours) for theirs, ours in names.items()}
-    encoder, decoder = grown("encoder_layer", "encoder"), grown("decoder_layer", "decoder")
+    encoder = grown("encoder_layer", "encoder")
+    decoder = grown("decoder_layer", "decoder")
     found = {
         "embedding": grown("enc_embedding", "embedding"),
         "head": grown("decoder_last_incl_post", "decoder") - decoder,

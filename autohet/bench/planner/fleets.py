@@ -32,8 +32,11 @@ OTHERS = ("megatron", "varuna", "fasop", "hap")
 
 def fleet_rows(cases: int = CASES) -> Iterator[ResultRow]:
     """Yield two rows, over all fleets that hold their model; seeds are the case numbers."""
-    over_others, over_fewer = list[float](), list[float]()
-    spent, gaps, begin = 0.0, list[float](), cpu_seconds()
+    over_others = list[float]()
+    over_fewer = list[float]()
+    spent = 0.0
+    gaps = list[float]()
+    begin = cpu_seconds()
     for seed in range(cases):
         request = random_case(random.Random(seed))
         start = cpu_seconds()
@@ -75,7 +78,8 @@ def random_case(rng: random.Random) -> Request:
 
     The batch is half to four sequences per GPU.
     """
-    per_node, gpus = rng.choice([4, 8]), rng.randint(17, 128)
+    per_node = rng.choice([4, 8])
+    gpus = rng.randint(17, 128)
     kinds = rng.sample(sorted(TYPES), rng.choice([2, 3, 3, 4]))
     nodes = [max(1, gpus // len(kinds) // per_node + rng.choice([-1, 0, 1])) for _ in kinds]
     counts = {kind: per_node * count for kind, count in zip(kinds, nodes, strict=True)}

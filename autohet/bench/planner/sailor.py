@@ -126,13 +126,13 @@ def _boundaries(
     judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]
 ) -> Floats:
     """Return the boundaries' seconds, (rows, rows) as in `Tables`."""
-    act, out = (
-        judge.info["1"]["1"]["act_output_floats"] * 4,
-        np.full((len(rows), len(rows)), np.inf),
-    )
+    act = judge.info["1"]["1"]["act_output_floats"] * 4
+    out = np.full((len(rows), len(rows)), np.inf)
     for i, j in itertools.product(range(len(rows)), repeat=2):
         if rows[i].microbatch == rows[j].microbatch:
-            a, b, size = kinds[rows[i].kind], kinds[rows[j].kind], act * rows[i].microbatch
+            a = kinds[rows[i].kind]
+            b = kinds[rows[j].kind]
+            size = act * rows[i].microbatch
             names = [resources[kind.resource].node_type.gpu_type for kind in (a, b)]
             out[i, j] = judge.transfer_s(size, names[0], a.tp_degree, names[1], b.tp_degree)
             out[i, j] += judge.transfer_s(size, names[1], b.tp_degree, names[0], a.tp_degree)
@@ -146,7 +146,8 @@ class SailorSync:
     """
 
     def __init__(self, judge: Any, tables: Tables) -> None:
-        self._judge, self._tables = judge, tables
+        self._judge = judge
+        self._tables = tables
         self._names = [resource.node_type.gpu_type for resource in tables.resources]
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:

@@ -94,7 +94,8 @@ def timed(work: Callable[[], Any]) -> tuple[Any, ResultRow]:
 
     CPU seconds include child processes; the peak is that of this process so far.
     """
-    wall, cpu = time.perf_counter(), cpu_seconds()
+    wall = time.perf_counter()
+    cpu = cpu_seconds()
     result = work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return result, {
@@ -240,7 +241,10 @@ def _against_every_plan(
     what: str, case: Callable[[random.Random], Request], cases: int, first: int = 0
 ) -> ResultRow:
     """Compare our plans with the exhaustive search on feasible random cases, from one seed on."""
-    ratios, within, valid, begin = list[float](), 0, 0, time.process_time()
+    ratios = list[float]()
+    within = 0
+    valid = 0
+    begin = time.process_time()
     for seed in itertools.count(first):
         request = case(random.Random(seed))
         try:

@@ -64,7 +64,8 @@ def gshard_spec(name: str, layers: int, width: int, experts: int) -> ModelSpec:
     suite_manual_moe.py for the sizes, util.py's compute_moe_parameter_count for the shapes). Biases
     are left out.
     """
-    vocab, heads = 32000, 16
+    vocab = 32000
+    heads = 16
     attention = 4 * width * width
     expert = 16 * width * width
     router = width * experts

@@ -51,7 +51,8 @@ def flows_of(
         return []
     found: dict[tuple[str, str], int] = {}
     for fetch in (*part.fetches, *part.message_fallbacks):
-        source, size = fetch.sources[0], sum(layout.shard_bytes(shard) for shard in fetch.shards)
+        source = fetch.sources[0]
+        size = sum(layout.shard_bytes(shard) for shard in fetch.shards)
         node = S3 if source.kind == "s3" else source.node
         if node != part.node:
             kind = "network"
@@ -59,7 +60,8 @@ def flows_of(
             kind = "disk" if source.kind == "disk" else "memory"
         found[kind, node] = found.get((kind, node), 0) + size
     if part.keep:
-        then, now = before.units_of(worker), layout.units_of(worker)
+        then = before.units_of(worker)
+        now = layout.units_of(worker)
         found["kept", part.node] = sum(
             layout.shard_bytes(s) for s in part.keep if then[s.tensor] != now[s.tensor]
         )
@@ -103,7 +105,8 @@ class BareSender:
                     at,
                     min(PIECE_BYTES, left, FILE_BYTES - at),
                 )
-                left, at = left - sent, (at + sent) % FILE_BYTES
+                left = left - sent
+                at = (at + sent) % FILE_BYTES
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)

@@ -49,7 +49,8 @@ class RestoreScenario:
     def plan(self, pipelines: tuple[tuple[StageOf, ...], ...]) -> Plan:
         documents = []
         for stages in pipelines:
-            first, found = 0, []
+            first = 0
+            found = []
             for layers, workers in stages:
                 found.append({"first_layer": first, "num_layers": layers, "workers": list(workers)})
                 first += layers

@@ -75,14 +75,16 @@ def load(
     """Load the worker's whole state; return it and its bytes by tier. Blocks."""
     import boto3
 
-    shards, client = layout.shards_by_worker[worker], boto3.client("s3")
+    shards = layout.shards_by_worker[worker]
+    client = boto3.client("s3")
     bucket = uri.removeprefix("s3://").partition("/")[0]
 
     def fetch(name: str) -> None:
         client.download_file(bucket, prefix + name, str(cache / name))
 
     fetch(METADATA)
-    files, tiers = _files(cache), Counter[str]()
+    files = _files(cache)
+    tiers = Counter[str]()
     absent = []
     for shard in shards:
         there = (cache / files[_key(shard)]).exists()

@@ -77,7 +77,8 @@ def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
     }
     found = []
     for cause in [cause for cause in ("death", "notice") if cause in changes]:
-        ours, theirs = changes[cause], measure_ray_train(model, cause)
+        ours = changes[cause]
+        theirs = measure_ray_train(model, cause)
         tuned = measure_ray_train(model, cause, tuned=True)
         policies = {
             "local_first": _entry(ours["seconds"], ours["bytes_by_tier"], ours["steps_lost"]),

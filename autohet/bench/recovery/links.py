@@ -95,7 +95,10 @@ class ThrottledGroup:
     def __init__(
         self, group: Any, lanes: Lanes, node: str, node_by_worker: Mapping[str, str]
     ) -> None:
-        self._group, self._lanes, self._node, self._nodes = group, lanes, node, node_by_worker
+        self._group = group
+        self._lanes = lanes
+        self._node = node
+        self._nodes = node_by_worker
 
     def send(self, tensor: Tensor, to: str, tag: int) -> _Transfer:
         lane = "memory" if self._nodes[to] == self._node else "out"
@@ -152,7 +155,8 @@ class ThrottledStorage:
     """
 
     def __init__(self, inner: Storage, lanes: Lanes) -> None:
-        self._inner, self._lanes = inner, lanes
+        self._inner = inner
+        self._lanes = lanes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -178,7 +182,8 @@ class ThrottledProxy:
     """
 
     def __init__(self, target: tuple[str, int], lanes: Lanes) -> None:
-        self._target, self._lanes = target, lanes
+        self._target = target
+        self._lanes = lanes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._threads: list[threading.Thread] = []

@@ -30,7 +30,8 @@ MEMORY_FILE_SYSTEM = "/dev/shm"
 def _serve_objects(connection: Any, namespace: str, host: str, directory: str) -> None:
     leave_interrupts_to_the_parent()
     enter_namespace(namespace)
-    server, sender = ObjectServer(directory, host), BareSender(MEMORY_FILE_SYSTEM, host)
+    server = ObjectServer(directory, host)
+    sender = BareSender(MEMORY_FILE_SYSTEM, host)
     connection.send((server.endpoint, sender.port))
     connection.recv()
     server.close()
@@ -54,7 +55,8 @@ class NativeNetwork:
         self._network, self._rows = network, [f"row{number}" for number in range(num_nodes)]
         self._context = multiprocessing.get_context("spawn")
         self._stack = stack
-        self.head, self.durable = network.head, durable
+        self.head = network.head
+        self.durable = durable
         hosts = {row: network.add(row) for row in (*self._rows, STORAGE_NODE)}
         for row in self._rows:
             network.limit(row, links.network_bytes_per_s * 8e-6)

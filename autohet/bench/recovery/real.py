@@ -42,7 +42,8 @@ def throttled_scenarios(
 
     Returns entries of `scenarios`, and facts about the run.
     """
-    config, found = config_of_size(state_bytes), []
+    config = config_of_size(state_bytes)
+    found = []
     with (
         tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory,
         object_storage(directory) as (uri, kind),
@@ -76,7 +77,8 @@ def native_scenarios(
 
     PyTorch's DCP with a cache on disk is measured, too.
     """
-    config, found = config_of_size(state_bytes), []
+    config = config_of_size(state_bytes)
+    found = []
     with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory:
         disk, memory = local_speeds(Path(directory))
         links = replace(links, disk_bytes_per_s=disk, memory_bytes_per_s=memory)
@@ -135,7 +137,8 @@ def local_speeds(directory: Path) -> tuple[float, float]:
 
     def from_file() -> None:
         with path.open("rb", buffering=0) as file:
-            memory, got = torch.empty(PROBE_BYTES, dtype=torch.uint8).numpy().data, 0
+            memory = torch.empty(PROBE_BYTES, dtype=torch.uint8).numpy().data
+            got = 0
             while got < PROBE_BYTES:
                 got += file.readinto(memory[got:]) or PROBE_BYTES
 
@@ -177,7 +180,9 @@ def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str
 
     Lost steps are charged at `step_s` seconds each.
     """
-    scenario, ours, s3 = SCENARIOS[name], trials["local_first"], trials["s3_only"]
+    scenario = SCENARIOS[name]
+    ours = trials["local_first"]
+    s3 = trials["s3_only"]
     # Parts that were not measured are never free: then the restores alone are compared.
     counted = "restore" if None in ours.seconds.values() else "total"
     policies = {policy: trial.document() for policy, trial in trials.items()}

@@ -110,7 +110,8 @@ def simulated_scenarios() -> list[dict[str, Any]]:
 
 
 def _scenarios(scale: Scale) -> list[RestoreScenario]:
-    first, second = _pipeline(scale, "n"), _pipeline(scale, "p")
+    first = _pipeline(scale, "n")
+    second = _pipeline(scale, "p")
     *others, last = second
     # The node before the lost one takes its layers too.
     merged = (*others[:-1], (others[-1][0] + last[0], others[-1][1])) if others else second
@@ -152,7 +153,8 @@ def _config(scale: Scale) -> PreTrainedConfig:
 def _document(scale: Scale, scenario: RestoreScenario) -> dict[str, Any]:
     config = _config(scale)
     policies: dict[str, dict[str, Any]] = {}
-    state_bytes, limit_s = 0, 0.0
+    state_bytes = 0
+    limit_s = 0.0
     for policy in POLICIES:
         before, _, transfers = policy_schedule(policy, scenario, config, scale.links, checked=False)
         state_bytes = before.num_bytes

@@ -68,7 +68,10 @@ class _Work:
     def __init__(
         self, worker: str, task: Task, store: PrefixStore, node: Surroundings, stack: ExitStack
     ) -> None:
-        self._worker, self._task, self._store, self._node = worker, task, store, node
+        self._worker = worker
+        self._task = task
+        self._store = store
+        self._node = node
         self._bare: tuple[float, ...] = ()
         self._senders: dict[str, tuple[str, int]] = {}
         if task.wiring is not None:
@@ -113,7 +116,8 @@ class _Work:
     def _restore(self) -> Result:
         from autohet.runtime.groups import GlooGroup
 
-        task, worker = self._task, self._worker
+        task = self._task
+        worker = self._worker
         live = None
         if worker in task.givers and task.transfers.step == task.live_step:
             live = LiveState(task.before, known_state(task.before, worker, task.live_step))
@@ -124,12 +128,14 @@ class _Work:
         )
         group_s = time.monotonic() - began
         self._meet("start")
-        started, cpu = time.monotonic(), time.process_time()
+        started = time.monotonic()
+        cpu = time.process_time()
         over = self._node.group_over(group)
         restored = restore(
             RestoreTask(task.transfers, worker, task.after, live), over, self._node.access
         )
-        restore_s, cpu_s = time.monotonic() - started, time.process_time() - cpu
+        restore_s = time.monotonic() - started
+        cpu_s = time.process_time() - cpu
         self._meet("done")
         has_part = worker in task.after.shards_by_worker
         verified = not has_part or matches(task.after, worker, restored.state, task.transfers.step)
@@ -141,14 +147,17 @@ class _Work:
     def _load_with_dcp(self, source: str) -> Result:
         from autohet.bench.recovery.dcp_cache import fill_cache, load, prefix_of
 
-        task, worker = self._task, self._worker
+        task = self._task
+        worker = self._worker
         cache = task.node_directory(task.node_by_worker[worker], "dcp")
         kept = task.before.shards_by_worker[worker] if worker in task.givers else frozenset()
         fill_cache(Path(source), cache, kept)
         self._meet("start")
-        started, cpu = time.monotonic(), time.process_time()
+        started = time.monotonic()
+        cpu = time.process_time()
         state, by_tier = load(task.storage, prefix_of(source), cache, task.after, worker)
-        restore_s, cpu_s = time.monotonic() - started, time.process_time() - cpu
+        restore_s = time.monotonic() - started
+        cpu_s = time.process_time() - cpu
         self._meet("done")
         verified = matches(task.after, worker, state, task.transfers.step)
         return Result(worker, restore_s, 0.0, by_tier, verified, cpu_s=cpu_s)

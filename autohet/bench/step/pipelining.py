@@ -40,7 +40,8 @@ from autohet.runtime.reference import reference_model
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 
-NUM_PIPELINES, NUM_STAGES = 2, 2
+NUM_PIPELINES = 2
+NUM_STAGES = 2
 DEADLINE_S = 600.0
 GROUP_TIMEOUT_S = 120.0
 
@@ -150,7 +151,8 @@ def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answer
     for _ in range(1 + steps):
         for name, step in sides.items():
             dist.barrier()
-            began, used = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            used = time.process_time()
             losses[name].append(step())
             mine = torch.tensor(time.process_time() - used, dtype=torch.float64, device=device)
             dist.all_reduce(mine)
@@ -163,7 +165,8 @@ def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answer
 
 
 def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
-    config, plan = load_config(job.model), equal_plan(job)
+    config = load_config(job.model)
+    plan = equal_plan(job)
     port = torch.tensor([0])
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -177,10 +180,8 @@ def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     groups = GenerationGroups(store, 0, me, device, GroupTimeouts(GROUP_TIMEOUT_S, GROUP_TIMEOUT_S))
     groups.meet(plan.workers)
     state = state_of(job, layout_of_plan(plan, config), me, device)
-    setup, generation = (
-        TrainingSetup(config, job.training, device),
-        WorkerGeneration(plan, me, groups, state),
-    )
+    setup = TrainingSetup(config, job.training, device)
+    generation = WorkerGeneration(plan, me, groups, state)
     trainer = StageTrainer(setup, generation)
     rows = random_rows(job, device)
     return lambda: trainer.train_step(rows).loss
@@ -202,7 +203,8 @@ class _Stage(nn.Module):
         # by their names in the model, which say what has no weight decay
         head = OrderedDict(norm=model.model.norm, lm_head=model.lm_head)
         self.head: nn.Module | None = None if first else nn.Sequential(head)
-        self.rotary, self._autocast = model.model.rotary_emb, autocast
+        self.rotary = model.model.rotary_emb
+        self._autocast = autocast
 
     def forward(self, x: Tensor) -> Tensor:
         with self._autocast():
@@ -258,7 +260,8 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
         weight_decay=training.weight_decay,
         fused=device.type == "cuda" or None,
     )
-    rows, share = random_rows(job, device), training.global_batch_sequences // NUM_PIPELINES
+    rows = random_rows(job, device)
+    share = training.global_batch_sequences // NUM_PIPELINES
     world_rank, steps = pipeline * share, iter(range(1_000_000))
     num_targets = training.global_batch_sequences * training.sequence_length
 

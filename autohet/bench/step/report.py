@@ -158,7 +158,8 @@ def pipelining_document(job: Job, steps: int) -> dict[str, Any]:
     measured = pipelining.measure(
         job, steps, "cuda" if on_cuda and job.training.device != "cpu" else "cpu"
     )
-    medians, cpu_s = pipelining.medians(measured.seconds), pipelining.medians(measured.cpu_s)
+    medians = pipelining.medians(measured.seconds)
+    cpu_s = pipelining.medians(measured.cpu_s)
     tokens = job.training.global_batch_sequences * job.training.sequence_length
     losses = zip(measured.losses["autohet"], measured.losses["pipelining"], strict=True)
     return {

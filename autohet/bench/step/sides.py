@@ -128,16 +128,15 @@ def our_trainer(
     plan: Plan | None = None,
 ) -> StageTrainer:
     """The trainer that workers run, on a plan of one worker."""
-    config, plan = load_config(job.model), plan or one_worker_plan(job)
+    config = load_config(job.model)
+    plan = plan or one_worker_plan(job)
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     groups = GenerationGroups(store, 0, WORKER, device, GroupTimeouts(60.0, 60.0))
     state = state_of(job, layout_of_plan(plan, config), WORKER, device)
-    setup, generation = (
-        TrainingSetup(config, job.training, device),
-        WorkerGeneration(plan, WORKER, groups, state),
-    )
+    setup = TrainingSetup(config, job.training, device)
+    generation = WorkerGeneration(plan, WORKER, groups, state)
     return StageTrainer(setup, generation, TrainerHooks(before_update=before_update))
 
 

@@ -21,7 +21,8 @@ class LivingNodes:
 
     def take(self, event: Mapping[str, Any]) -> bool:
         """Record an event and return true if it changed the living nodes or their prices."""
-        kind, known = event["kind"], event.get("node") in self._arrivals
+        kind = event["kind"]
+        known = event.get("node") in self._arrivals
         gone = [name for name, at in self._leaving.items() if at <= event["time"]]
         if kind == "arrival":
             self._arrivals[event["node"]] = event

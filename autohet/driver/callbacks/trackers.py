@@ -47,7 +47,8 @@ class Scalars:
 
     def of(self, event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         """Return (step, value by name) of an event, without names that have no number."""
-        kind, changed = event["kind"], self._living.take(event)
+        kind = event["kind"]
+        changed = self._living.take(event)
         if kind == "step":
             self._step = int(event["step"])
             named = {name: event.get(name) for name in OF_STEP}

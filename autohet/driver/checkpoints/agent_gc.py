@@ -28,7 +28,8 @@ def settled_age(
     """
     ages = []
     for worker in next(iter(orders.values())).plan.workers if orders else ():
-        report, order = reports.get(worker), orders[worker]
+        report = reports.get(worker)
+        order = orders[worker]
         if (
             report is None
             or report.generation != order.generation
@@ -146,7 +147,8 @@ class AgentGc:
         stranded = leaving and case != self._handed and self.is_stranded(seen.reports)
         self._copied_risks &= at_risk
         if not self._asked_for and (stranded or at_risk - self._copied_risks):
-            self._handed, self._copied_risks = case if stranded else self._handed, at_risk
+            self._handed = case if stranded else self._handed
+            self._copied_risks = at_risk
             self._asked_for = leaving | at_risk
             actions.append(AskHoldings())
         return actions
@@ -191,7 +193,8 @@ class AgentGc:
         if not self.orders:
             return {}
         order = next(iter(self.orders.values()))
-        shards, ancestry = order.layout.shards, order.ancestry
+        shards = order.layout.shards
+        ancestry = order.ancestry
         known = [
             h for h in holdings if ancestry.contains(order.generation, h.source.generation, h.step)
         ]

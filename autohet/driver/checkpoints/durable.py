@@ -42,7 +42,8 @@ from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 15.0
+FIRST_RETRY_S = 1.0
+LONGEST_RETRY_S = 15.0
 """Seconds between two tries of one commit: the first pause, and the limit of its doubling."""
 
 Suspect = tuple[int, ShardId]
@@ -156,7 +157,8 @@ class Durable:
         self._claims.submit(self._claim, entry)
 
     def _claim(self, entry: Descent) -> None:
-        superseded, unclaimed = None, None
+        superseded = None
+        unclaimed = None
         try:
             with self._journal_lock:
                 self._journal.claim(entry)

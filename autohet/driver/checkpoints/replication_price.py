@@ -75,7 +75,8 @@ def traffic_of(
 ) -> RoundTraffic:
     """Return the traffic of a round: every target's shards go to its first peer."""
     by_zones: Counter[ZonePair] = Counter()
-    total, slowest_s = 0, 0.0
+    total = 0
+    slowest_s = 0.0
     for worker, mine in targets.items():
         pushed = 0
         zone = zone_by_node.get(node_by_worker[worker], "")
@@ -104,7 +105,8 @@ def spacing_of(
     least_steps: as the job asks. bandwidth_share: part of the network that copies take.
     usd_per_hour: what copies to other zones may cost; None: FLEET_SHARE of the fleet's price.
     """
-    usd, fleet_usd = traffic.usd(zones), training.fleet_usd_per_hour
+    usd = traffic.usd(zones)
+    fleet_usd = training.fleet_usd_per_hour
     least_s = max(least_steps * training.step_s, traffic.seconds)
     slower = bandwidth_share / max(1.0 - bandwidth_share, 0.1)
     lost_s = traffic.seconds * training.sync_share * slower
@@ -112,7 +114,8 @@ def spacing_of(
     if lost_s > NEGLIGIBLE * least_s or (usd and fleet_usd):
         paid_s = usd / fleet_usd * 3600 if fleet_usd else 0.0
         worth_s = math.sqrt(2 * (lost_s + paid_s) * training.change_s)
-    allowed, paid_s = usd_per_hour, 0.0
+    allowed = usd_per_hour
+    paid_s = 0.0
     if usd:
         allowed = FLEET_SHARE * (fleet_usd or 0.0) if usd_per_hour is None else usd_per_hour
         if allowed <= 0:

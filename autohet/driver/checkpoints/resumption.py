@@ -81,7 +81,8 @@ def _check_same(
     if manifest.job != job.name:
         raise ConfigError(f"{found.uri} is of job '{manifest.job}', not of '{job.name}'; {remedy}")
     _check_adapter(job, found, manifest)
-    ours, theirs = tensor_specs(config), manifest.specs
+    ours = tensor_specs(config)
+    theirs = manifest.specs
     for name in sorted(ours.keys() | theirs.keys()):
         mine = ours[name].shape if name in ours else "not there"
         other = theirs[name].shape if name in theirs else "not there"
@@ -129,7 +130,8 @@ def schedule_change(job: Job, step: int, told: Collection[KeyChange]) -> str | N
         before = replace(job.training, **keys)
     except ConfigError:
         return None
-    was, now = learning_rate(before, step), learning_rate(job.training, step)
+    was = learning_rate(before, step)
+    now = learning_rate(job.training, step)
     if math.isclose(was, now, rel_tol=1e-9):
         return None
     names = ", ".join(sorted(changed))
@@ -172,7 +174,8 @@ def _check_updates(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
 
     Such a run is not done.
     """
-    first, limit = skipped_from(manifest), job.training.max_skipped_steps
+    first = skipped_from(manifest)
+    limit = job.training.max_skipped_steps
     if first is None or job.training.steps is None or found.step < job.training.steps:
         return
     if first == 0 or (limit is not None and found.step - first >= limit):
@@ -190,7 +193,8 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
     Raises:
         ConfigError: something differs that changes the mathematics, and is not allowed to.
     """
-    model, then = job.model, with_implied(manifest.scalars)
+    model = job.model
+    then = with_implied(manifest.scalars)
     then.setdefault("training.seed", then.get("seed", job.training.seed))
     then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
     weights = (
@@ -198,7 +202,8 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
     )
     document = saved_document(model)
     kind = str(document["model_type"])
-    keys, dropouts = used_keys(kind) or frozenset(), _dropout_keys(kind)
+    keys = used_keys(kind) or frozenset()
+    dropouts = _dropout_keys(kind)
     if not any(document.get(key) for key in dropouts):
         then.pop(DROPOUT, None)
     elif not then.get(DROPOUT):

@@ -225,7 +225,9 @@ class Guard:
         tick: Callable[[], Observation],
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._controller, self._tick, self._pause = controller, tick, pause
+        self._controller = controller
+        self._tick = tick
+        self._pause = pause
 
     def tick(self) -> Observation | None:
         """Run one tick. Returns its observation, or None if the tick failed."""

@@ -286,7 +286,9 @@ def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Dr
     return [Drain(name, notice.source, notice.deadline) for name, notice in changed]
 
 
-QUIET_S, TOGETHER_S, SHORT_S = 0.3, 0.6, 10.0
+QUIET_S = 0.3
+TOGETHER_S = 0.6
+SHORT_S = 10.0
 """Seconds that decide when notices of one wave are answered together.
 
 The answer begins once none came for QUIET_S, and TOGETHER_S after the first at the latest; at once

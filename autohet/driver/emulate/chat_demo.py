@@ -47,7 +47,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-END, SPECIAL = "<|endoftext|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END = "<|endoftext|>"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ def _loss_by_peft(job: Job, adapter: Path) -> float:
     """Return the evaluation loss of transformers' model with the adapter, loaded by `peft`."""
     from peft import PeftModel
 
-    data, section = job.evaluation_data, job.evaluation
+    data = job.evaluation_data
+    section = job.evaluation
     assert data is not None
     assert section is not None
     training = job.training

@@ -42,7 +42,8 @@ class NamespaceNetwork:
         if node in self._numbers:
             return self.address(node)
         number = self._numbers[node] = len(self._numbers) + 2
-        space, port = self.namespace(node), self._port(node)
+        space = self.namespace(node)
+        port = self._port(node)
         _ip("netns", "add", space)
         _ip("link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", space)
         _ip("link", "set", port, "master", self.tag, "up")
@@ -75,10 +76,8 @@ class NamespaceNetwork:
         bytes_per_s = megabits * 1e6 / 8
         # A fast link sends packets of 64 KiB and is looked at once a millisecond; its queue is kept
         # short.
-        burst, latency = (
-            max(64 << 10, round(bytes_per_s / 1000)),
-            "400ms" if megabits < 1000 else "20ms",
-        )
+        burst = max(64 << 10, round(bytes_per_s / 1000))
+        latency = "400ms" if megabits < 1000 else "20ms"
         bucket = (
             "root",
             "tbf",
@@ -111,10 +110,8 @@ class NamespaceNetwork:
             "0",
         )
         for node, megabits in megabits_by_node.items():
-            flow, burst = (
-                f"1:{self._numbers[node]:x}",
-                str(max(64 << 10, round(megabits * 1e6 / 8 / 1000))),
-            )
+            flow = f"1:{self._numbers[node]:x}"
+            burst = str(max(64 << 10, round(megabits * 1e6 / 8 / 1000)))
             rate = (
                 "htb",
                 "rate",

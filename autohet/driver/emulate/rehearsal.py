@@ -146,10 +146,14 @@ class Rehearsal:
         kill: Callable[[Sequence[str]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._fleet, self._scripted, self._kill, self._clock = fleet, scripted, kill, clock
+        self._fleet = fleet
+        self._scripted = scripted
+        self._kill = kill
+        self._clock = clock
 
     def happen(self, what: Rehearse) -> None:
-        event, name = what.event, what.node
+        event = what.event
+        name = what.node
         if event.event == "arrival":
             assert self._fleet is not None, "check_script lets no arrival on a real cluster pass"
             node = self._fleet.add(event.node_type or "", event.node)

@@ -57,10 +57,13 @@ class Change:
         It is timed from that death, or from the moment at which all workers stood for it.
         """
         if self.cause != "death" and self.stood_at is None:
-            self.nodes, self.happened_at, self.detected_at = (), happened_at, now
+            self.nodes = ()
+            self.happened_at = happened_at
+            self.detected_at = now
         elif self.cause != "death" and self.stood_at is not None:
             self.happened_at = self.detected_at = self.stood_at
-        self.cause, self.reason = "death", reason
+        self.cause = "death"
+        self.reason = reason
         self.happened_at = min(self.happened_at, happened_at)
         self.nodes = tuple(sorted({*self.nodes, *nodes}))
 
@@ -78,7 +81,8 @@ class Change:
         """
         restore = max((record.restore_s for record in self.restores.values()), default=0.0)
         stood = self.stood_at if self.stood_at is not None else self.detected_at
-        ready, first = self.ready_at or stood, self.first_step_at or self.ready_at or stood
+        ready = self.ready_at or stood
+        first = self.first_step_at or self.ready_at or stood
         start = self.happened_at if self.cause == "death" else stood
         detect = self.detected_at - self.happened_at if self.cause == "death" else 0.0
         total = first - start

@@ -70,7 +70,8 @@ class EndedTransfers:
 
     def told(self) -> list[dict[str, Any]]:
         """Return the spans for an event that is written now, and forget them."""
-        spans, self._spans = self._spans, {}
+        spans = self._spans
+        self._spans = {}
         told: list[dict[str, Any]] = []
         for (tier, source, _, step), span in spans.items():
             told.append(
@@ -212,7 +213,8 @@ class CheckpointLog:
 
     def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> Effects:
         """Log each failed checkpoint once, with the newest step that is safe."""
-        found, known = FailingCheckpoint(generation, step, reason, retried), self.failing
+        found = FailingCheckpoint(generation, step, reason, retried)
+        known = self.failing
         if known is not None and known.age > found.age:
             return
         self.failing = found

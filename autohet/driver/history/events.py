@@ -117,7 +117,8 @@ class EventLog:
 
 def failing_note(status: Mapping[str, Any]) -> str:
     """Return a note on failing checkpoints for a status line; empty where none fails."""
-    failing, safe = status.get("checkpoint_failing"), status.get("checkpoint_step")
+    failing = status.get("checkpoint_failing")
+    safe = status.get("checkpoint_step")
     if failing is None:
         return ""
     kept = "no step is safe" if safe is None else f"step {safe} is safe"

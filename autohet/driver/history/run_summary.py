@@ -99,13 +99,15 @@ def utilisation_by_gpu_type(
 
     step_s: measured seconds of a step. peak_bytes: measured by worker.
     """
-    plan, cost = proposal.plan, proposal.cost
+    plan = proposal.plan
+    cost = proposal.cost
     if cost is None or plan.spmd is not None:
         return {}
     workers: dict[str, list[str]] = defaultdict(list)
     for worker in plan.workers:
         workers[cost.fleet.gpu_type(worker)].append(worker)
-    flops, formats = _flops_by_gpu_type(plan, cost), cost.formats_in_use(plan)
+    flops = _flops_by_gpu_type(plan, cost)
+    formats = cost.formats_in_use(plan)
     predicted = proposal.prediction.memory_bytes_by_worker
     found = {}
     for gpu_type, mine in sorted(workers.items()):

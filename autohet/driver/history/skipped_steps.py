@@ -78,12 +78,14 @@ class SkippedSteps:
         first = committed
         while first - 1 in records and is_skipped(records[first - 1]):
             first -= 1
-        self.in_a_row, self.first = 0, None
+        self.in_a_row = 0
+        self.first = None
         if first == committed:
             return
         if first - 1 not in records and self._earlier is not None:
             first = min(first, self._earlier)
-        self.in_a_row, self.first = committed - first, first
+        self.in_a_row = committed - first
+        self.first = first
 
     def _event(self, generation: int, step: int, found: Mapping[str, Skipped]) -> Decision:
         reason = next(iter(found.values())).reason

@@ -53,7 +53,9 @@ class _Considered(Generic[Q, T]):
 
 class _Aside:
     def __init__(self, planning: Planning, fleet: Fleet, current: PlanProposal) -> None:
-        self._planning, self._fleet, self._current = planning, fleet, current
+        self._planning = planning
+        self._fleet = fleet
+        self._current = current
         self._cost = planning.make_cost(fleet)
         request = planning.request(fleet, self._cost)
         self._errand = run_in_background(

@@ -30,7 +30,8 @@ class Buyer:
     """Adapts what is requested of the autoscaler. Owned by the controller, as part of its state."""
 
     def __init__(self, job: Job, planning: Planning, market: Market) -> None:
-        self._planning, self._market = planning, market
+        self._planning = planning
+        self._market = market
         self._fixed = job.elastic.request_nodes is not None
         """True if the job names its nodes: the request never changes, and refusals are only logged.
         """
@@ -85,7 +86,8 @@ class Buyer:
         Spot prices count the first time, where the job bounds its price: they show what the bound
         allows. Returns sentences for the log.
         """
-        before, refused = self._refused, self._refused
+        before = self._refused
+        refused = self._refused
         if seen.launches is not None:
             refused = self._refusals.look(seen.launches.failed, alive, seen.now)
         self._refused = refused

@@ -283,7 +283,8 @@ class Shortage:
 
 def fallback(planning: Planning, short: Shortage) -> Wanted:
     """Return the nodes of the best plan in which refused types get no more nodes than they have."""
-    cluster, standing = short.market.cluster, short.market.standing
+    cluster = short.market.cluster
+    standing = short.market.standing
     left = capped(cluster, {name: short.alive.get(name, 0) for name in short.refused})
     try:
         if not left.node_types:

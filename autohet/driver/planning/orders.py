@@ -189,7 +189,8 @@ class OrderBuilder:
         It is as good as live state, and often comes from a node that is gone now.
         """
         assert report.broken is not None
-        broken, live = report.broken, report.live_generation
+        broken = report.broken
+        live = report.live_generation
         # Where both are of the present history they are one state, in one place.
         both = (broken.generation, live)
         known = [each for each in both if self._of_newest_line(each, broken.step)]

@@ -20,7 +20,8 @@ Bamboo's traces of EC2 (github.com/uclasystem/bamboo) have 167 ends in 273 node-
 """
 STEADY_PRIOR_S = 30 * 86400.0
 """Prior of an on-demand node's mean life, in seconds: somebody takes it away now and then."""
-LEAST_S, MOST_S = 60.0, 3600.0
+LEAST_S = 60.0
+MOST_S = 3600.0
 """Bounds of the horizon, in seconds.
 
 A gain that needs more than an hour to earn its move is smaller than the error of the prediction.

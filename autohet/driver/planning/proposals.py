@@ -198,7 +198,8 @@ class Planning:
 
         horizon_s: time until the fleet changes again. move_s: cost of a move without its bytes.
         """
-        self.horizon_s, self.move_s = horizon_s, move_s
+        self.horizon_s = horizon_s
+        self.move_s = move_s
 
     def make_cost(self, fleet: Fleet, *, one_format: bool = False) -> CostModel:
         """Return the cost model of a fleet for the way in which this project's runtime runs a step.
@@ -267,7 +268,8 @@ class Planning:
 
     def _require_nodes(self, fleet: Fleet) -> None:
         """Raise InfeasibleError in the job's terms, before a search would raise it in its own."""
-        wishes, num_nodes = self.job.parallelism, sum(bool(node.workers) for node in fleet.nodes)
+        wishes = self.job.parallelism
+        num_nodes = sum(bool(node.workers) for node in fleet.nodes)
         wanted = max(wishes.redundancy, wishes.min_pipelines)
         if num_nodes < wanted:
             name = "min_pipelines" if wishes.min_pipelines == wanted else "redundancy"
@@ -292,7 +294,8 @@ class Planning:
 
     def request(self, fleet: Fleet, cost: CostModel) -> Request:
         """Return the job's wishes as one planning problem."""
-        wishes, training = self.job.parallelism, self.job.training
+        wishes = self.job.parallelism
+        training = self.job.training
         return Request(
             fleet=cost.fleet,
             spec=self.inputs.spec,
@@ -325,7 +328,8 @@ class Planning:
             ConfigError: it cannot be read, does not suit the model, or keeps a layer on fewer nodes
             than the job asks for.
         """
-        wishes, spec = self.job.parallelism, self.inputs.spec
+        wishes = self.job.parallelism
+        spec = self.inputs.spec
         path = wishes.plan
         if path is None:
             return None

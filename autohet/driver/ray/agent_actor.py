@@ -151,10 +151,8 @@ class AgentActor:
         self, parts: Sequence[HeldPart], peers: Sequence[AgentEndpoint], timeout_s: float
     ) -> StateTransfer:
         """Push shards that only this agent holds to other agents before the node leaves; blocks."""
-        started, (generation, step) = (
-            time.monotonic(),
-            max(((s.generation, s.step) for s, _ in parts), default=(0, 0)),
-        )
+        started = time.monotonic()
+        (generation, step) = max(((s.generation, s.step) for s, _ in parts), default=(0, 0))
         endpoints = [Endpoint(peer.node, peer.host, peer.port) for peer in peers]
         sent = hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
         return StateTransfer("peer", self._node, generation, step, sent, time.monotonic() - started)

@@ -90,7 +90,8 @@ class Inventories:
 
     def request(self, agents: Mapping[str, Any], now: float) -> None:
         """Ask every agent again, by node."""
-        self._found, self._asked_at = {}, now
+        self._found = {}
+        self._asked_at = now
         within_s = (
             self._patience_s / 2
         )  # for its disk, of the time that its whole answer is waited for
@@ -122,4 +123,5 @@ class Inventories:
 
     def drop(self) -> None:
         """Discard the inventories: they have been used and are stale now."""
-        self._found, self._asked = None, {}
+        self._found = None
+        self._asked = {}

@@ -21,7 +21,8 @@ class AgentCommands:
     """
 
     def __init__(self, timeouts: Timeouts, calls: AgentCalls) -> None:
-        self._calls, self._transfer_s = calls, timeouts.transfer_s
+        self._calls = calls
+        self._transfer_s = timeouts.transfer_s
         self._holdings = Inventories(calls, timeouts)
         self._refusals: dict[Any, str] = {}
         self._handovers: dict[Any, str] = {}
@@ -39,7 +40,8 @@ class AgentCommands:
 
     def take_handed_over(self) -> tuple[StateTransfer, ...]:
         """Return the transfers that agents have completed since the last call."""
-        found, self._handed_over = tuple(self._handed_over), []
+        found = tuple(self._handed_over)
+        self._handed_over = []
         return found
 
     @property

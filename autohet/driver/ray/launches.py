@@ -117,7 +117,9 @@ class LaunchWatch:
         log: Callable[[], str] = read_monitor_log,
         pending: Callable[[], Mapping[str, str]] = pending_pods,
     ) -> None:
-        self._failed, self._log, self._looked_at = failed, log, -math.inf
+        self._failed = failed
+        self._log = log
+        self._looked_at = -math.inf
         self._pending = pending
         self._since: dict[str, float] = {}
         """Time at which each pod was first seen pending, or last counted as a failure."""

@@ -48,5 +48,6 @@ class RareWarnings:
             return
         if self._left_out:
             message += f" ({self._left_out} more like it since the last)"
-        self._next_at, self._left_out = now + WARNING_PERIOD_S, 0
+        self._next_at = now + WARNING_PERIOD_S
+        self._left_out = 0
         logger.warning(message, *arguments)

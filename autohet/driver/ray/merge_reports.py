@@ -27,7 +27,8 @@ def merge_reports(
         said.setdefault(report.worker, []).append(report)
     reports: dict[str, WorkerReport] = {}
     for worker, last in newest.items():
-        loss, words = losses.get(worker), said.get(worker, [])
+        loss = losses.get(worker)
+        words = said.get(worker, [])
         if last is None or (loss is not None and not (words and loss.seen_at > last_round)):
             continue
         news: dict[str, Any] = {

@@ -84,7 +84,8 @@ def _candidates(
             bundles: list[Mapping[str, float]] = []
             selectors: list[Mapping[str, str]] = []
             for kind in cluster.node_types:
-                entry, count = types[kind.name], counts.get(kind.name, 0)
+                entry = types[kind.name]
+                count = counts.get(kind.name, 0)
                 bundles += [_shape(entry, kind.num_gpus, resources)] * count
                 selectors += [_selector(entry, prefix)] * count
             yield NodeRequest(tuple(bundles), tuple(selectors))
@@ -253,7 +254,8 @@ def prepared_types(document: Json) -> dict[str, dict[str, Any]]:
     `ray up` asks EC2 for the resources of an instance type
     (`ray/autoscaler/_private/aws/node_provider.py`); here the catalogue replaces that call.
     """
-    head, limit = document.get("head_node_type"), int(document.get("max_workers", 2))
+    head = document.get("head_node_type")
+    limit = int(document.get("max_workers", 2))
     found = {}
     for name, entry in document["available_node_types"].items():
         row = find_instance_type(instance_type_of(entry.get("node_config") or {}) or "")

@@ -42,7 +42,8 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
 
-NODES_S, CALM_NODES_S = 0.25, 1.0
+NODES_S = 0.25
+CALM_NODES_S = 1.0
 """Seconds between two polls of Ray for its nodes, of 1 ms each.
 
 The second value holds while all workers train: an arrival is then gathered for longer, and ends are
@@ -233,7 +234,8 @@ class RayObserver:
         report: AgentReport | None = None if answer is None else answer.value
         if report is None:
             return tracked.view
-        facts, node = report.facts, tracked.view.node
+        facts = report.facts
+        node = tracked.view.node
         price = (
             None if facts is None else self._prices.usd_per_hour(facts.instance_type, facts.zone)
         )

@@ -30,7 +30,8 @@ logger = logging.getLogger("autohet")
 MOST_STRANGERS = 256
 """Maximum connections without an authenticated sender; a further one ends the oldest."""
 MOST_GREETING_BYTES = 1024
-READ_BYTES, MOST_READS = 1 << 16, 256
+READ_BYTES = 1 << 16
+MOST_READS = 256
 """Bytes of one read, and reads of one connection before the others have their turn."""
 SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 SHORT_S = 1.0
@@ -94,7 +95,8 @@ class ReportServer:
     """Owns a listening socket on `host` alone and its connections; called from one thread."""
 
     def __init__(self, host: str, beat_s: float) -> None:
-        self._host, self._beat_s = host, beat_s
+        self._host = host
+        self._beat_s = beat_s
         self._listener = listen_on(host)
         self._warnings = RareWarnings()
         self._poll = select.epoll()
@@ -110,7 +112,8 @@ class ReportServer:
 
         `who`: description of the sender for people; it becomes part of the sender's name.
         """
-        name, key = f"{who} {secrets.token_hex(8)}", secrets.token_bytes(32)
+        name = f"{who} {secrets.token_hex(8)}"
+        key = secrets.token_bytes(32)
         self._speakers[name] = ExpectedSender(key)
         return ReportAddress(self._host, self._listener.getsockname()[1], name, key, self._beat_s)
 
@@ -153,7 +156,8 @@ class ReportServer:
             while True:
                 self._greet(self._listener.accept()[0])
         except OSError as error:  # there is no more, or it is gone already
-            was_short, self._is_short = self._is_short, error.errno in SHORTAGES
+            was_short = self._is_short
+            self._is_short = error.errno in SHORTAGES
             if self._is_short:
                 self._poll.unregister(
                     self._listener
@@ -269,7 +273,8 @@ class ReportServer:
         """
         if speaker.connection is not None:
             self._end(speaker.connection)
-        connection.name, speaker.connection = name, connection
+        connection.name = name
+        speaker.connection = connection
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, FRAME.size)
         self._strangers.pop(connection, None)
 

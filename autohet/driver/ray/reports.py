@@ -56,7 +56,9 @@ class Reports:
         self, host: str, clock: Callable[[], float], beat_s: float, wake_up: WakeUp
     ) -> None:
         self.answers: dict[str, LatestReport] = {}
-        self._server, self._clock, self._wake_up = ReportServer(host, beat_s), clock, wake_up
+        self._server = ReportServer(host, beat_s)
+        self._clock = clock
+        self._wake_up = wake_up
         wake_up.watch(self._server)
         self._addresses: dict[str, ReportAddress] = {}
         self._keys: dict[str, str] = {}
@@ -115,7 +117,8 @@ class Reports:
 
     def listen(self) -> None:
         """Receive the reports and ends that have come."""
-        now, before = self._clock(), self._listened_at
+        now = self._clock()
+        before = self._listened_at
         self._forgive(now)
         self._watch_again()
         heard, news = self._server.take()
@@ -128,7 +131,8 @@ class Reports:
                 )
                 continue
             sent_at = now if before is None else before  # it came since then: no deadline is later
-            answer.value, answer.told_at = value, sent_at - age_s
+            answer.value = value
+            answer.told_at = sent_at - age_s
             self._fresh.append(value)
         for answer in (self.answers[self._keys[name]] for name in heard):
             answer.heard_at = None if answer.value is None else now  # it is up once it has reported
@@ -165,7 +169,8 @@ class Reports:
 
     def fresh(self) -> list[Any]:
         """Return the reports received since the last call, in order."""
-        fresh, self._fresh = self._fresh, []
+        fresh = self._fresh
+        self._fresh = []
         return fresh
 
     def close(self) -> None:

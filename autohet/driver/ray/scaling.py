@@ -215,7 +215,8 @@ def fleet_request(
     """
     if cluster is None or (is_emulated(document) and address is None):
         return FleetRequest(Cluster("", ()), {}, {})
-    counts, wishes = job.elastic.request_nodes or {}, job.parallelism
+    counts = job.elastic.request_nodes or {}
+    wishes = job.parallelism
     if job.elastic.request_nodes is None and best is not None:
         counts = completed(
             best, cluster, standing_nodes(cluster, document), job.elastic.min_workers

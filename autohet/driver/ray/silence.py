@@ -143,7 +143,8 @@ class FreezeDetector:
         self._asked = {call: node for call, node in self._asked.items() if node in waited_for}
         self._asked_at = {node: at for node, at in self._asked_at.items() if node in waited_for}
         before = {worker: look for worker, look in self._stopped.items() if worker in suspects}
-        self._stopped, verdicts = dict(before), {}
+        self._stopped = dict(before)
+        verdicts = {}
         for node, looks in self._calls.take(self._asked):
             for suspect in watched.get(node, ()):
                 look: ProcessState | None = looks.get(suspect.process_id)

@@ -16,8 +16,10 @@ MAGIC = 0x3C85F7CE
     VALIDATE, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, NUM_KEYS, DELETE_KEY,
     APPEND, MULTI_GET, MULTI_SET, CANCEL_WAIT, PING,
 ) = range(14)  # fmt: skip
-READY, NOT_READY = bytes([0]), bytes([1])
-STOP_WAITING, WAIT_CANCELED = bytes([0]), bytes([1])
+READY = bytes([0])
+NOT_READY = bytes([1])
+STOP_WAITING = bytes([0])
+WAIT_CANCELED = bytes([1])
 LENGTH = struct.Struct("=Q")
 INTEGER = struct.Struct("=q")
 WORD = struct.Struct("=I")

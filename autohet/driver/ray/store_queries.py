@@ -87,13 +87,16 @@ def _set(_: Client, keys: Keys, reader: Reader) -> bytes:
 
 
 def _append(_: Client, keys: Keys, reader: Reader) -> bytes:
-    key, value = reader.data(), reader.data()
+    key = reader.data()
+    value = reader.data()
     keys.set(key, keys.values.get(key, b"") + value)
     return b""
 
 
 def _compare_set(_: Client, keys: Keys, reader: Reader) -> bytes:
-    key, expected, desired = reader.data(), reader.data(), reader.data()
+    key = reader.data()
+    expected = reader.data()
+    desired = reader.data()
     present = keys.values.get(key)
     if present == expected or (present is None and not expected):
         keys.set(key, desired)
@@ -117,7 +120,8 @@ def _multi_set(_: Client, keys: Keys, reader: Reader) -> bytes:
 
 
 def _add(_: Client, keys: Keys, reader: Reader) -> bytes:
-    key, amount = reader.data(), reader.integer()
+    key = reader.data()
+    amount = reader.integer()
     try:
         total = int(keys.values.get(key, b"0")) + amount
         answer = INTEGER.pack(total)

@@ -35,7 +35,8 @@ def local_document(wish: str) -> dict[str, Any]:
     """
     cores = os.cpu_count() or 1
     if wish != "cpu" and torch.cuda.is_available():
-        gpu_type, count = device_gpu_type("cuda"), torch.cuda.device_count()
+        gpu_type = device_gpu_type("cuda")
+        count = torch.cuda.device_count()
         memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
         return launcher_document(gpu_type, count, memory, cores)
     workers = max(1, min(MAX_CPU_WORKERS, cores // CORES_A_WORKER))
@@ -91,7 +92,8 @@ def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
 def announcement(document: Mapping[str, Any]) -> str:
     """Describe in one sentence the cluster that is started here."""
     node = document["available_node_types"][NODE_TYPE]
-    count, gpu_type = node["resources"]["GPU"], node["labels"]["autohet.io/gpu-type"]
+    count = node["resources"]["GPU"]
+    gpu_type = node["labels"]["autohet.io/gpu-type"]
     plural = "s" if count > 1 else ""
     workers = f"{count} worker{plural}"
     of = "on its CPU" if gpu_type == "CPU" else f"for its {gpu_type} GPU{plural}"

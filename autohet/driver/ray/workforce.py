@@ -24,13 +24,15 @@ from autohet.runtime.job import Job
 from planner.cluster import Cluster
 from recovery.state.ancestry import Descent
 
-CALM_GATHER_S, CALM_TICK_S = 0.05, 0.5
+CALM_GATHER_S = 0.05
+CALM_TICK_S = 0.5
 """Seconds to gather further news after the first, and between rounds, while all train.
 
 They hold while no node leaves. Gathered news is read in one round, since each round costs 0.5 ms.
 An end that Ray reports is handled at once.
 """
-BUSY_GATHER_S, BUSY_TICK_S = 0.01, 0.05
+BUSY_GATHER_S = 0.01
+BUSY_TICK_S = 0.05
 """Same periods in any other phase, so that a reconfiguration does not wait for its driver."""
 
 

@@ -138,7 +138,8 @@ def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
     """Return the fields of `seen` that differ from `before`, encoded."""
     found: dict[str, Any] = {}
     for name in FIELDS:
-        new, old = getattr(seen, name), None if before is None else getattr(before, name)
+        new = getattr(seen, name)
+        old = None if before is None else getattr(before, name)
         if before is not None and (new is old or (name != "checkpoint" and new == old)):
             continue
         if name in MAPPINGS:
@@ -185,7 +186,8 @@ class RecordedPlanning(Planning):
 
     def __init__(self, inner: Planning, recorder: Recorder) -> None:
         super().__init__(inner.inputs, inner.clock)
-        self._inner, self._recorder = inner, recorder
+        self._inner = inner
+        self._recorder = recorder
         self._searches = 0
 
     def expect(self, horizon_s: float, move_s: float) -> None:
@@ -216,12 +218,10 @@ class RecordedPlanning(Planning):
 
 class _RecordedPending(Generic[T]):
     def __init__(self, inner: Pending[T], question: Any, number: int, recorder: Recorder) -> None:
-        self._inner, self._question, self._number, self._recorder = (
-            inner,
-            question,
-            number,
-            recorder,
-        )
+        self._inner = inner
+        self._question = question
+        self._number = number
+        self._recorder = recorder
 
     def result(self) -> T | None:
         found = self._inner.result()
@@ -235,7 +235,10 @@ class _RecordedPending(Generic[T]):
 
 class _RecordedSearch:
     def __init__(self, inner: PendingSearch, fleet: Fleet, number: int, recorder: Recorder) -> None:
-        self._inner, self._fleet, self._number, self._recorder = inner, fleet, number, recorder
+        self._inner = inner
+        self._fleet = fleet
+        self._number = number
+        self._recorder = recorder
 
     def result(self) -> PlanProposal | None:
         try:

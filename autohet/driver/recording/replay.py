@@ -65,7 +65,8 @@ class Replayed:
             other.difference
             and f"{f'driver {self.drivers + 1}, ' if self.drivers else ''}{other.difference}"
         )
-        ticks, decisions = self.ticks + other.ticks, self.decisions + other.decisions
+        ticks = self.ticks + other.ticks
+        decisions = self.decisions + other.decisions
         return Replayed(
             ticks, decisions, self.actions + other.actions, difference, self.drivers + other.drivers
         )
@@ -140,7 +141,9 @@ class AnsweredPlanning(Planning):
 
 class _AnsweredPending:
     def __init__(self, planning: AnsweredPlanning, question: Any, number: int) -> None:
-        self._planning, self._question, self._number = planning, question, number
+        self._planning = planning
+        self._question = question
+        self._number = number
 
     def result(self) -> Any:
         return self._planning.result(self._question, self._number)
@@ -151,7 +154,9 @@ class _AnsweredPending:
 
 class _AnsweredSearch:
     def __init__(self, planning: AnsweredPlanning, fleet: Fleet, number: int) -> None:
-        self._planning, self._fleet, self._number = planning, fleet, number
+        self._planning = planning
+        self._fleet = fleet
+        self._number = number
 
     def result(self) -> PlanProposal | None:
         return self._planning.found(self._fleet, self._number)

@@ -17,7 +17,11 @@ from autohet.driver.report.timeline import PARTS
 from autohet.driver.zone_bill import ZoneBill
 from planner.zones import GB
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 980, 210, 74, 26, 12
+WIDTH = 980
+HEIGHT = 210
+LEFT = 74
+BOTTOM = 26
+TOP = 12
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MOST_POINTS = 2000
 ToPixels = Callable[[float, float], tuple[float, float]]
@@ -36,7 +40,8 @@ def report_page(events: Sequence[Event], title: str) -> str:
     Losses are by step, all else by seconds since the first event.
     """
     begin = events[0]["time"]
-    steps, changes = kept_steps(events), of_kind(events, "reconfigure")
+    steps = kept_steps(events)
+    changes = of_kind(events, "reconfigure")
     fleet = fleet_over_time(events, begin)
     dollars = fleet.usd_per_hour
     end = events[-1]["time"] - begin
@@ -249,8 +254,10 @@ def chart(
         (min(x for x, _ in points), max(x for x, _ in points)) if until is None else (0.0, until)
     )
     rows = _around((0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points))
-    low_y, high_y = rows[0], rows[-1]
-    span_x, span_y = (high_x - low_x) or 1.0, high_y - low_y
+    low_y = rows[0]
+    high_y = rows[-1]
+    span_x = (high_x - low_x) or 1.0
+    span_y = high_y - low_y
 
     def place(x: float, y: float) -> tuple[float, float]:
         return LEFT + (x - low_x) / span_x * (WIDTH - LEFT - 12), HEIGHT - BOTTOM - (
@@ -290,7 +297,8 @@ def _around(low: float, high: float) -> list[float]:
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / 4))
     apart = max(step for step in (power, 2 * power, 5 * power) if step <= 1.001 * span / 4)
-    first, last = math.floor(low / apart), math.floor(high / apart) + 1
+    first = math.floor(low / apart)
+    last = math.floor(high / apart) + 1
     return [index * apart for index in range(first, last + 1)]
 
 

@@ -12,7 +12,11 @@ from typing import Any
 
 from autohet.driver.report.events import Event
 
-RUN, RESTORES, UPLOADS, COPIES, SPILLS = 1, 2, 3, 4, 5
+RUN = 1
+RESTORES = 2
+UPLOADS = 3
+COPIES = 4
+SPILLS = 5
 PROCESSES = {
     RUN: "run",
     RESTORES: "restores by worker",
@@ -22,7 +26,9 @@ PROCESSES = {
 }
 TRANSFERS = {"s3": (UPLOADS, "upload"), "peer": (COPIES, "copy"), "disk": (SPILLS, "spill")}
 """Process and verb by the tier that a transfer went to."""
-STEPS, CHANGES, NEWS = 1, 2, 3
+STEPS = 1
+CHANGES = 2
+NEWS = 3
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 NEWS_KINDS = (
     "started",

@@ -111,7 +111,8 @@ class RestartingTrainer:
         if better is None or better.nodes == self._setup.nodes:
             return None
         move_s = self._setup.snapshot_s + self._setup.upload_s + self._restart_s(better)
-        now, then = self._every(self._setup)[1], self._every(better)[1]
+        now = self._every(self._setup)[1]
+        then = self._every(better)[1]
         if (self.habits.horizon_s - move_s) / then > 1.01 * self.habits.horizon_s / now:
             left_at = self._checkpoint(at, math.inf)
             if left_at is not None:
@@ -158,7 +159,8 @@ class RestartingTrainer:
         """Advance to `at`: count steps, and checkpoints that have reached storage."""
         if self._setup is None or not self.spans:
             return
-        span, every = self.spans[-1], self._every(self._setup)[0]
+        span = self.spans[-1]
+        every = self._every(self._setup)[0]
         span.num_steps = max(0, int((at - span.begin_s) / span.step_s))
         written = int((at - span.begin_s - self._setup.upload_s) / span.step_s)
         newest = (span.first_step + written) // every * every
@@ -188,21 +190,25 @@ class RestartingTrainer:
         lost = 0
         for span in self.spans:
             kept = max(0, min(span.num_steps, self._committed - span.first_step))
-            lost, span.num_steps = lost + span.num_steps - kept, kept
+            lost = lost + span.num_steps - kept
+            span.num_steps = kept
         return lost
 
     def _restart(self, at: float, cause: str, nodes: Collection[str], lost: int) -> None:
-        before, self._setup = self._setup, self.choose(self._usable(at))
+        before = self._setup
+        self._setup = self.choose(self._usable(at))
         self.steps_lost += lost
         if before is not None:
             self._idle_since = at
         if self._setup is None:
             return
         if self._idle_since is not None:
-            self.waited_s, self._idle_since = self.waited_s + max(0.0, at - self._idle_since), None
+            self.waited_s = self.waited_s + max(0.0, at - self._idle_since)
+            self._idle_since = None
         _, step_s = self._every(self._setup)
         begin_s = at + self._restart_s(self._setup)
-        setup, first_step = self._setup, self._committed
+        setup = self._setup
+        first_step = self._committed
         self.spans.append(
             TrainedSpan(len(self.spans) + 1, first_step, begin_s, step_s, len(setup.plan.workers))
         )
@@ -286,7 +292,8 @@ def paid_usd(
 ) -> float:
     """Return the dollars until `end_s` for living nodes, at most `caps` of each type."""
     alive: Counter[str] = Counter()
-    total, since = 0.0, 0.0
+    total = 0.0
+    since = 0.0
     moments = []
     for event in trace:
         if event.kind in ("arrival", "death"):

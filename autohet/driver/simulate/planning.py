@@ -130,8 +130,10 @@ class RememberedPlanning(Planning):
         wake: Callable[[float], None] = lambda moment: None,
     ) -> None:
         super().__init__(inputs, now)
-        self.memory, self.costs = memory, costs
-        self._busy, self._wake = busy, wake
+        self.memory = memory
+        self.costs = costs
+        self._busy = busy
+        self._wake = wake
         self.predictions: dict[Plan, Prediction] = {}
         wishes = self.job.parallelism
         self._by_price = wishes.objective == "cost" or wishes.max_usd_per_hour is not None
@@ -370,12 +372,10 @@ class _Later:
         current: PlanProposal | None,
         ready_at: float,
     ) -> None:
-        self._planning, self._fleet, self._current, self._ready_at = (
-            planning,
-            fleet,
-            current,
-            ready_at,
-        )
+        self._planning = planning
+        self._fleet = fleet
+        self._current = current
+        self._ready_at = ready_at
 
     def result(self) -> PlanProposal | None:
         if self._planning.clock() < self._ready_at:

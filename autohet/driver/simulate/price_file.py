@@ -184,7 +184,8 @@ def _points_of(
 def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[PriceRow]:
     try:
         reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-        rows, columns = list(reader), tuple(reader.fieldnames or ())
+        rows = list(reader)
+        columns = tuple(reader.fieldnames or ())
     except csv.Error as error:
         raise ConfigError(f"cannot read prices '{path}': {error}") from None
     if columns != COLUMNS:

@@ -90,7 +90,8 @@ class RegionWalk:
         limits = Limits(None, self.patience_s, _ENDLESS)
         gpus = _Gpus(self.trace, self.kinds, region_by_type)
         record = Record(region=regions[0])
-        began_s, now_s = 0.0, 0.0
+        began_s = 0.0
+        now_s = 0.0
         stays: list[Stay] = []
         moves: list[Move] = []
         while now_s < self.end_s:
@@ -140,7 +141,8 @@ class _Gpus:
         region_by_type: Mapping[str, str],
     ) -> None:
         self._events = [event for event in trace if event.kind != "notice"]
-        self._kinds, self._region_by_type = kinds, region_by_type
+        self._kinds = kinds
+        self._region_by_type = region_by_type
         self._count = dict.fromkeys(region_by_type.values(), 0)
         self._next = 0
 
@@ -171,9 +173,11 @@ def _lives(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
 
 def _within(life: Sequence[TraceEvent], stay: Stay) -> list[TraceEvent]:
     """Return the part of a node's life that lies in a stay."""
-    first, last = life[0], life[-1]
+    first = life[0]
+    last = life[-1]
     died_s = last.time_s if last.kind == "death" else math.inf
-    from_s, to_s = max(first.time_s, stay.from_s), min(died_s, stay.to_s)
+    from_s = max(first.time_s, stay.from_s)
+    to_s = min(died_s, stay.to_s)
     if from_s >= to_s:
         return []
     found = [TraceEvent(from_s, "arrival", first.node, first.node_type)]

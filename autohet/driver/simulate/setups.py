@@ -93,7 +93,8 @@ class MixedSetups:
     """
 
     def __init__(self, planning: RememberedPlanning, costs: Costs) -> None:
-        self._planning, self._costs = planning, costs
+        self._planning = planning
+        self._costs = costs
         self._last: Plan | None = None
 
     def setup(self, nodes: Sequence[Node]) -> Setup | None:
@@ -122,8 +123,10 @@ class SymmetricSetups:
     def __init__(
         self, planning: RememberedPlanning, costs: Costs, kind: NodeType, fixed: int | None = None
     ) -> None:
-        self._planning, self._costs = planning, costs
-        self.kind, self.fixed = kind, fixed
+        self._planning = planning
+        self._costs = costs
+        self.kind = kind
+        self.fixed = fixed
 
     def setup(self, nodes: Iterable[Node]) -> Setup | None:
         kinds = {

@@ -170,7 +170,8 @@ class TraceSimulation:
 
     def _sky(self, progress: Callable[[float], None] | None) -> dict[str, Any]:
         """Simulate `autohet sky`: one region at a time, with copies between them."""
-        scenario, elastic = self.scenario, self.job.elastic
+        scenario = self.scenario
+        elastic = self.job.elastic
         walk = RegionWalk(
             scenario.trace,
             scenario.kinds,
@@ -208,7 +209,8 @@ class TraceSimulation:
     def _local_first(
         self, trace: Sequence[TraceEvent], progress: Callable[[float], None] | None
     ) -> dict[str, Any]:
-        scenario, job = self.scenario, self.job
+        scenario = self.scenario
+        job = self.job
         holder: list[SimulatedWorkforce] = []
         planning = RememberedPlanning(
             self.inputs,
@@ -445,7 +447,8 @@ def _pace(planning: RememberedPlanning) -> Callable[[Plan], tuple[float, float]]
 
 def _sizes(trace: Sequence[TraceEvent], node_type: str) -> list[int]:
     """Return numbers of nodes for a fixed subset, spread over those of the trace at one time."""
-    alive, seen = 0, set()
+    alive = 0
+    seen = set()
     for event in trace:
         if event.node_type == node_type and event.kind != "notice":
             alive += 1 if event.kind == "arrival" else -1

@@ -49,7 +49,8 @@ def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[Tra
     try:
         with Path(path).open(newline="") as file:
             reader = csv.DictReader(line for line in file if not line.startswith("#"))
-            rows, columns = list(reader), tuple(reader.fieldnames or ())
+            rows = list(reader)
+            columns = tuple(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
             f"cannot read trace '{path}': {getattr(error, 'strerror', None) or error}"
@@ -138,7 +139,9 @@ def _from_events(
         for number, row in enumerate(rows, 1)
     ]
     for time_s, number, row in sorted(numbered, key=lambda item: item[:2]):
-        where, event, name = f"row {number} of trace '{path}'", row["event"], row["node"]
+        where = f"row {number} of trace '{path}'"
+        event = row["event"]
+        name = row["node"]
         if event not in ("arrival", "notice", "death"):
             raise ConfigError(
                 f"'event' of {where} is {event!r}; it must be notice, death or arrival"

@@ -105,7 +105,8 @@ class SimulatedWorkforce:
 
     def _pass_to(self, moment: float) -> None:
         """Advance the clock to `moment`: make the steps that end until then, and the events due."""
-        machines, workers = self.machines, self.workers
+        machines = self.machines
+        workers = self.workers
         workers.make_steps(moment)
         used = 0 if workers.generation is None else len(workers.generation.members)
         machines.bill.count_gpus(self.now, moment, used)

@@ -306,7 +306,8 @@ class Supervisor:
         if newest is None:
             return
         origin, manifest = newest
-        source, target = self._regions[origin], self._regions[record.region]
+        source = self._regions[origin]
+        target = self._regions[record.region]
         if source.storage.rstrip("/") == target.storage.rstrip("/"):
             return
         held = self._newest_in(self._storages[target.name])

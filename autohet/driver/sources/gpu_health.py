@@ -45,7 +45,8 @@ class GpuHealth:
     """
 
     def __init__(self, library: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._nvml, self._clock = library or _pynvml(), clock
+        self._nvml = library or _pynvml()
+        self._clock = clock
         self._nvml.nvmlInit()
         self._handles = [
             self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())
@@ -72,7 +73,8 @@ class GpuHealth:
 
     def _event_set(self) -> Any:
         """Return an event set registered for Xid events; None if no device has them."""
-        events, registered = self._nvml.nvmlEventSetCreate(), 0
+        events = self._nvml.nvmlEventSetCreate()
+        registered = 0
         for handle in self._handles:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlDeviceRegisterEvents(
@@ -117,7 +119,8 @@ class GpuHealth:
             self._failed[f"GPU {index} has uncorrectable ECC errors"] = None
 
     def _strain(self, index: int, handle: Any) -> list[str]:
-        nvml, found = self._nvml, []
+        nvml = self._nvml
+        found = []
         reasons = self._read("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:  # a driver before 535
             reasons = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0

@@ -53,7 +53,8 @@ def _unknown_types(document: object) -> dict[str, str]:
     """Return the EC2 instance types that the catalogue lacks, by name of the node type."""
     if not isinstance(document, Mapping):
         return {}
-    provider, types = document.get("provider"), document.get("available_node_types")
+    provider = document.get("provider")
+    types = document.get("available_node_types")
     if not isinstance(provider, Mapping) or provider.get("type") != "aws":
         return {}
     found = {}

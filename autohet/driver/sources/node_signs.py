@@ -52,7 +52,8 @@ class MetadataWatch:
 
     def signs(self) -> tuple[Sign, ...]:
         """Return the signs that stand now, with deadlines counted from now."""
-        now, heard = time.monotonic(), self._watch.answer
+        now = time.monotonic()
+        heard = self._watch.answer
         return () if heard is None else tuple(_sign(notice, now) for notice in heard.notices)
 
     def _ask(self) -> _Heard:

@@ -78,7 +78,8 @@ def parse_line(line: str, now: float) -> Said:
 
 
 def _deadline(document: dict[str, Any], now: float) -> float | None:
-    in_s, date = document.get("in_s"), document.get("time")
+    in_s = document.get("in_s")
+    date = document.get("time")
     if in_s is None and date is None:
         return None
     try:

@@ -22,7 +22,9 @@ class RayDrains:
 
     def __init__(self, read: Callable[[], Mapping[str, float | None]], poll_s: float = 0.0) -> None:
         self.known: dict[str, float | None] = {}
-        self._read, self._poll_s, self._read_at = read, poll_s, -math.inf
+        self._read = read
+        self._poll_s = poll_s
+        self._read_at = -math.inf
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         if now - self._read_at >= self._poll_s:

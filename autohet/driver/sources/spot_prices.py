@@ -44,7 +44,8 @@ def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
     for page in pages:
         for entry in page.get("SpotPriceHistory", ()):
             try:
-                since, price = entry["Timestamp"], float(entry["SpotPrice"])
+                since = entry["Timestamp"]
+                price = float(entry["SpotPrice"])
                 since = since if isinstance(since, datetime) else datetime.fromisoformat(since)
                 since = since if since.tzinfo else since.replace(tzinfo=UTC)
                 linux = entry.get("ProductDescription", PRODUCTS[0]) in PRODUCTS
@@ -114,7 +115,8 @@ class SpotPrices:
     def __init__(
         self, make_client: Callable[[str], Any] | None = None, poll_s: float = POLL_S
     ) -> None:
-        self._make, self._poll_s = make_client or ec2_client, poll_s
+        self._make = make_client or ec2_client
+        self._poll_s = poll_s
         self._wanted: set[str] = set()
         self._incomplete: set[str] = set()
         self._region = ""
@@ -152,7 +154,8 @@ class SpotPrices:
 
     def _known(self, instance_type: str, region: str) -> Prices:
         if instance_type not in self._wanted:
-            self._wanted, self._region = self._wanted | {instance_type}, self._region or region
+            self._wanted = self._wanted | {instance_type}
+            self._region = self._region or region
             if self._watch is None:
                 self._watch = Watch("EC2's spot price history", self._ask, self._poll_s)
             else:

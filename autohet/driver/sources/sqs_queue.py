@@ -94,7 +94,8 @@ class QueueNotices:
             WaitTimeSeconds=LONG_POLL_S,
             VisibilityTimeout=30,
         )
-        now, date = time.monotonic(), _date_of(answer)
+        now = time.monotonic()
+        date = _date_of(answer)
         messages = answer.get("Messages", [])
         for message in messages:
             try:

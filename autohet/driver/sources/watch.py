@@ -24,20 +24,24 @@ class Watch(Generic[T]):
         self.answer: T | None = None
         self.trouble = ""
         """Error of the last poll; empty if it succeeded."""
-        self._name, self._ask, self._poll_s = name, ask, poll_s
+        self._name = name
+        self._ask = ask
+        self._poll_s = poll_s
         self._wake, self._asked, self._closed = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name=f"watch-{name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        pause, said = 0.0, ""
+        pause = 0.0
+        said = ""
         while True:
             self._wake.wait(pause)
             self._wake.clear()
             if self._closed:
                 return
             try:
-                self.answer, self.trouble = self._ask(), ""
+                self.answer = self._ask()
+                self.trouble = ""
                 pause = self._poll_s
             except Exception as error:  # noqa: BLE001
                 self.trouble = f"{type(error).__name__}: {str(error)[:300]}"

@@ -207,7 +207,8 @@ class _Recipe:
 
     def packer(self) -> Packer:
         """Return the packer that turns marked documents into rows."""
-        padding, isolate = self.reading.tokenizer.end_token, self.data.isolates
+        padding = self.reading.tokenizer.end_token
+        isolate = self.data.isolates
         is_text = self.data.kind == "text"
         if self.data.kind == "preference":
             return Pairs(self.sequence_length + 1, padding)
@@ -294,7 +295,9 @@ class _Build:
     """Build of one dataset by one process, which holds its node's lock."""
 
     def __init__(self, target: Path, recipe: _Recipe, progress: Progress) -> None:
-        self._target, self._recipe, self._progress = target, recipe, progress
+        self._target = target
+        self._recipe = recipe
+        self._progress = progress
         self._tokenizer = recipe.reading.tokenizer
         self._parts_by_source = recipe.parts_by_source()
         self._parts = [part for parts in self._parts_by_source for part in parts]
@@ -558,7 +561,9 @@ class _RowWriter:
 
     def facts(self, recipe: _Recipe) -> DatasetFacts:
         """Return the facts to commit with the tokens; call this after the writer is closed."""
-        tokenizer, packed, marks = recipe.reading.tokenizer, self.packed, self.marks
+        tokenizer = recipe.reading.tokenizer
+        packed = self.packed
+        marks = self.marks
         mix = (tuple(self.rows_by_source), recipe.data.weights)
         content = content_digest(self._digest, None if marks is None else marks.digest, mix)
         knows_no_size = isinstance(tokenizer, NoTokenizer)

@@ -40,7 +40,8 @@ PROBLEM_BY_MAGIC = {
     b"Obj\x01": "an Avro file; convert it to JSON lines or Parquet",
 }
 """What no reader here reads, by first bytes, with the remedy."""
-TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
+TAR_MAGIC = b"ustar"
+TAR_MAGIC_AT = 257
 TAR = "a tar archive; unpack it"
 BINARY = "binary data"
 TABLE = "a table of separated values"
@@ -180,7 +181,8 @@ def _lines(text: str, whole: bool) -> tuple[list[str], str]:
     """Split a sample into its complete lines without blank ones, and its unfinished last line."""
     *complete, rest = text.split("\n")
     if whole and rest.strip():
-        complete, rest = [*complete, rest], ""
+        complete = [*complete, rest]
+        rest = ""
     return [line for line in complete if line.strip()], rest
 
 

@@ -44,7 +44,8 @@ class ChatTemplate:
     """A Jinja chat template with the special tokens of its tokenizer."""
 
     def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
-        self.template, self._special_tokens = template, special_tokens
+        self.template = template
+        self._special_tokens = special_tokens
         self.has_marks = _GENERATION.search(template) is not None
         known = json.dumps([template, special_tokens], sort_keys=True)
         self.identity = hashlib.sha256(known.encode()).hexdigest()

@@ -139,10 +139,12 @@ def _lines_before(path: Path, start: int) -> int:
     if start == 0:
         return 0
     with path.open("rb") as stream:
-        left, lines = _line_start(stream, start), 0
+        left = _line_start(stream, start)
+        lines = 0
         stream.seek(0)
         while left and (block := stream.read(min(left, PIECE_CHARACTERS))):
-            left, lines = left - len(block), lines + block.count(b"\n")
+            left = left - len(block)
+            lines = lines + block.count(b"\n")
     return lines
 
 
@@ -177,7 +179,8 @@ def _text_pieces(
     or soon after it.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig" if start == 0 else "utf-8")()
-    position, rest = start, ""
+    position = start
+    rest = ""
     while True:
         block = stream.read(PIECE_CHARACTERS)
         try:

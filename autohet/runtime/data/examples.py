@@ -26,8 +26,10 @@ from autohet.runtime.data.tokenization import Tokenizer
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
-PROMPT, COMPLETION = "prompt", "completion"
-CHOSEN, REJECTED = "chosen", "rejected"
+PROMPT = "prompt"
+COMPLETION = "completion"
+CHOSEN = "chosen"
+REJECTED = "rejected"
 
 
 class Example(NamedTuple):
@@ -126,7 +128,8 @@ class _Completions:
     """Prompts and their completions: both texts, or both messages."""
 
     def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
-        self._data, self._tokenizer = data, tokenizer
+        self._data = data
+        self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         self._all = data.targets == "all"
         given = self._loaded().identity if data.chat_template is not None else ""
@@ -139,7 +142,8 @@ class _Completions:
 
     def _of(self, record: dict[str, Any], field: str) -> Completion:
         """Return the record's prompt with the completion in `field`."""
-        prompt, completion = record.get(PROMPT), record.get(field)
+        prompt = record.get(PROMPT)
+        completion = record.get(field)
         if isinstance(prompt, list) and isinstance(completion, list):
             rendered = render_completion(
                 self._loaded(),
@@ -214,7 +218,8 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     answers = [record.get(CHOSEN), record.get(REJECTED)]
     if record.get(PROMPT) is not None or not all(isinstance(each, list) for each in answers):
         return record
-    chosen, rejected = cast(list[Any], answers[0]), cast(list[Any], answers[1])
+    chosen = cast(list[Any], answers[0])
+    rejected = cast(list[Any], answers[1])
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1

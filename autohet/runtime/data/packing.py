@@ -105,7 +105,8 @@ class BestFit:
                 size += len(piece)
             if size >= WINDOW_TOKENS or len(window) >= WINDOW_DOCUMENTS:
                 yield from self._fit(window)
-                window, size = [], 0
+                window = []
+                size = 0
         yield from self._fit(window)
 
     def _pieces(self, document: Marked) -> list[Marked]:
@@ -201,7 +202,8 @@ def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
         place = bisect_left(spaces, length)
         if place == len(spaces):
             bins.append([])
-            chosen, space = len(bins) - 1, capacity
+            chosen = len(bins) - 1
+            space = capacity
         else:
             space = spaces[place]
             chosen = bins_by_space[space].pop()

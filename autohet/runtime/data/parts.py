@@ -136,7 +136,8 @@ class Finished:
         if match is None:
             return None
         index, num_tokens, num_documents = (int(match[group]) for group in (1, 2, 3))
-        num_broken, num_untargeted = int(match[5] or 0), int(match[6] or 0)
+        num_broken = int(match[5] or 0)
+        num_untargeted = int(match[6] or 0)
         return cls(index, num_tokens, num_documents, match[4], num_broken, num_untargeted)
 
     @property
@@ -159,7 +160,8 @@ def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[P
     for file_slice, size in _slices(files, limit):
         if open_slices and open_bytes + size > limit:
             parts.append(Part(len(parts), tuple(open_slices), open_bytes))
-            open_slices, open_bytes = [], 0
+            open_slices = []
+            open_bytes = 0
         open_slices.append(file_slice)
         open_bytes += size
     return [*parts, Part(len(parts), tuple(open_slices), open_bytes)]
@@ -191,7 +193,9 @@ class PartsStore:
     def __init__(
         self, directory: Path, dtype: np.dtype[Any], shared: Storage | None = None
     ) -> None:
-        self.directory, self.dtype, self._shared = directory, dtype, shared
+        self.directory = directory
+        self.dtype = dtype
+        self._shared = shared
         self.trouble: str | None = None
         """Error that ended the use of the shared storage; None: no error so far."""
         self._adopted: set[Path] = set()
@@ -271,14 +275,17 @@ class PartsStore:
         """
         broken = BrokenLines(reading.skip_broken)
         temporary = self._temporary()
-        digest, num_tokens, num_documents = xxh3_64(), 0, 0
+        digest = xxh3_64()
+        num_tokens = 0
+        num_documents = 0
         try:
             with open(temporary, "wb") as output:
                 for tokens, ended in _tokens_of(part, reading, broken, self.directory, check):
                     stored = np.ascontiguousarray(tokens, self.dtype)
                     digest.update(stored.data)
                     output.write(stored.data)
-                    num_tokens, num_documents = num_tokens + len(stored), num_documents + ended
+                    num_tokens = num_tokens + len(stored)
+                    num_documents = num_documents + ended
                 output.flush()
                 os.fsync(output.fileno())
             finished = Finished(
@@ -337,7 +344,8 @@ class PartsStore:
         Raises:
             PartCorrupt: the file does not hold the committed tokens; it is removed.
         """
-        digest, num_tokens = xxh3_64(), 0
+        digest = xxh3_64()
+        num_tokens = 0
         with open(self.directory / part.name, "rb") as file:
             while len(block := np.fromfile(file, self.dtype, TOKENS_PER_READ)):
                 digest.update(block.data)
@@ -424,7 +432,8 @@ def _example_tokens(
 
 def _begun_example(example: Example, begin_token: int | None) -> Example:
     """Prepend the token that begins a document, which is no target, unless it is there already."""
-    ids, counts = example.ids, example.counts
+    ids = example.ids
+    counts = example.counts
     if begin_token is None or ids[:1].tolist() == [begin_token]:
         return example
     return Example(np.concatenate([[begin_token], ids]), np.concatenate([[False], counts]))
@@ -439,6 +448,7 @@ def _grouped(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         characters += len(piece.text)
         if len(group) == TEXTS_PER_CALL or characters >= CHARACTERS_PER_CALL:
             yield group
-            group, characters = [], 0
+            group = []
+            characters = 0
     if group:
         yield group

@@ -102,7 +102,8 @@ def _rows_at(seed: int, num_rows: int, positions: _Words) -> NDArray[np.int64]:
 def _permute(values: _Words, keys: _Words, half_bits: int) -> _Words:
     """Run the Feistel network once over 2 * half_bits bits."""
     mask = np.uint64((1 << half_bits) - 1)
-    left, right = values >> np.uint64(half_bits), values & mask
+    left = values >> np.uint64(half_bits)
+    right = values & mask
     for round_index in range(NUM_ROUNDS):
         round_keys = keys + np.uint64((round_index + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
         left, right = right, left ^ (_mix(right + round_keys) & mask)

@@ -118,7 +118,8 @@ def select_single(candidate: Candidate, file_format: str) -> Selection:
     Raises:
         ConfigError: no reader can read its content.
     """
-    name, problem = candidate.file.name, candidate.content.problem
+    name = candidate.file.name
+    problem = candidate.content.problem
     if file_format != "auto":
         return Selection([candidate.source_file(file_format)], [])
     if problem == TABLE:

@@ -173,7 +173,8 @@ class GenerationGroups:
         destroys groups, since that would wait for members.
         """
         with self._lock:
-            is_first, groups = not self.over.is_set(), list(self._groups.values())
+            is_first = not self.over.is_set()
+            groups = list(self._groups.values())
             self.over.set()
         if is_first:
             self.alive.zero_()

@@ -66,7 +66,8 @@ class Group(ABC):
     ) -> None:
         self.name, self.members, self.me = name, tuple(members), me
         self.rank, self.size = self.members.index(me), len(members)
-        self.timeout_s, self.device = timeout_s, device
+        self.timeout_s = timeout_s
+        self.device = device
         self.check_generation: Callable[[], None] = lambda: None
         """Called by the host while it waits; raises the error that ends the generation."""
         self._interrupted = threading.Event()
@@ -208,7 +209,8 @@ class Group(ABC):
 
         counts: int64 [size]. Ends the operation for the host.
         """
-        theirs, ones = torch.empty_like(counts), [1] * self.size
+        theirs = torch.empty_like(counts)
+        ones = [1] * self.size
         self.wait_on_host(self._start_all_to_all(theirs, counts, ones, ones))
         return counts.tolist(), theirs.tolist()
 

@@ -138,7 +138,8 @@ class Job:
         )
 
     def _check_formats(self) -> None:
-        named, precision = self.parallelism.named_formats, self.training.precision
+        named = self.parallelism.named_formats
+        precision = self.training.precision
         if not named:
             return
         require(
@@ -165,7 +166,8 @@ class Job:
         return self.emulation is not None or self.training.device == "cpu"
 
     def _check_evaluation(self) -> None:
-        evaluation, best = self.evaluation, self.checkpoint.keep_best
+        evaluation = self.evaluation
+        best = self.checkpoint.keep_best
         if evaluation is None:
             require(
                 best is None,

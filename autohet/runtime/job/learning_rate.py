@@ -30,7 +30,8 @@ def follows_steps(settings: TrainingSection) -> bool:
 
 def _factor(settings: TrainingSection, step: int) -> float:
     """Return the rate as a fraction of `learning_rate`."""
-    warmup, schedule = settings.warmup_steps, settings.schedule
+    warmup = settings.warmup_steps
+    schedule = settings.schedule
     if step < warmup:
         return _warmup(settings, step)
     if schedule == "constant":

@@ -273,7 +273,8 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 def _check_architecture(config: PreTrainedConfig) -> None:
     family_of(config).check(config)
     check_experts(config)
-    heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+    heads = int(config.num_attention_heads)
+    hidden = int(config.hidden_size)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     if heads % groups:
         raise ConfigError(
@@ -319,7 +320,8 @@ def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers
     """
     family = family_of(config)
     total = family.num_layers(config)
-    is_first, is_last = first_layer == 0, first_layer + num_layers == total
+    is_first = first_layer == 0
+    is_last = first_layer + num_layers == total
     tied = f"{family.token_embedding}.weight" if family.tied_head(config) else None
     names = []
     for name, spec in family.parameter_specs(config).items():

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 ADAPTER = "autohet_adapter"
 """Attribute of a config: the `Adapter` as a mapping; absent if all weights are trained."""
 ALL_LINEAR = "all-linear"
-A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,8 @@ class _ChunkedAttention(torch.autograd.Function):
         explicit: Explicit,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks, mask)
-        ctx.scale, ctx.explicit = scale, explicit
+        ctx.scale = scale
+        ctx.explicit = explicit
         batch, heads, length, _ = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1])
         for chunk in _chunks(query, mask, explicit):
@@ -281,7 +282,8 @@ def _band_chunks(length: int, chunk: int, band: Tensor) -> Iterator[Chunk]:
     """
     window = band.shape[1] - band.shape[0]
     for first in range(0, length, chunk):
-        end, begin = min(first + chunk, length), max(0, first - window)
+        end = min(first + chunk, length)
+        begin = max(0, first - window)
         left = begin - (first - window)
         mask = None if first == 0 else band[: end - first, left : window + end - first]
         yield slice(first, end), slice(begin, end), mask

@@ -25,7 +25,8 @@ from planner.errors import ConfigError
 from planner.plan import TensorShare
 
 CUT_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-EMBEDDING_INPUTS, HIDDEN_STATES = ["input_ids"], ["hidden_states"]
+EMBEDDING_INPUTS = ["input_ids"]
+HIDDEN_STATES = ["hidden_states"]
 
 
 def auto_family(model_type: str, **fields: Any) -> Family:

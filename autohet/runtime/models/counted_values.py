@@ -33,7 +33,8 @@ from planner.model_spec import KeptValues
 from planner.plan import TensorShare
 
 TOKENS = 16
-GATED_BACKWARD_SHARE, PLAIN_BACKWARD_SHARE = 2.5, 1.5
+GATED_BACKWARD_SHARE = 2.5
+PLAIN_BACKWARD_SHARE = 1.5
 """Gradients alive at the peak of a block's backward pass, per unit of its inner width.
 
 Beside the gradient of the widest product, a gated block has those of its gate and its other half.
@@ -99,7 +100,8 @@ def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> K
     family = family_of(config)
     block = _one_block(config, layer)
     dtype = torch.bfloat16 if family.has_experts else COMPUTE_DTYPES[precision]
-    finest, units = family.max_tp_degree(config), family.key_value_units(config)
+    finest = family.max_tp_degree(config)
+    units = family.key_value_units(config)
     whole = _count(block, None, dtype)
     ranks = range(2 if finest > 1 else 0)
     halves = [_count(block, TensorShare(rank, rank + 1, 2), dtype) for rank in ranks]

@@ -137,7 +137,8 @@ class _DroppedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, rows, columns)
         ctx.rate = rate
-        flat, keys = x.flatten(0, -2), rows.flatten()
+        flat = x.flatten(0, -2)
+        keys = rows.flatten()
         product = x.new_empty(len(flat), len(weight))
         for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
             left = _without(flat[part], dropped(keys[part], columns, rate), rate)
@@ -149,7 +150,9 @@ class _DroppedProduct(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, rows, columns = ctx.saved_tensors
-        flat, keys, gradient = x.flatten(0, -2), rows.flatten(), gradients[0].flatten(0, -2)
+        flat = x.flatten(0, -2)
+        keys = rows.flatten()
+        gradient = gradients[0].flatten(0, -2)
         of_x = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight = torch.zeros_like(weight, dtype=wide)
@@ -199,7 +202,8 @@ class _Dropped(torch.autograd.Function):
 
 
 def _dropped_states(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    flat, keys = x.flatten(0, -2), rows.flatten()
+    flat = x.flatten(0, -2)
+    keys = rows.flatten()
     out = torch.empty_like(flat)
     for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
         out[part] = _without(flat[part], dropped(keys[part], columns, rate), rate)

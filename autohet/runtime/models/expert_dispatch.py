@@ -152,7 +152,8 @@ class _Dispatch:
         outputs: Any = _ToOwners.apply(hidden, routing, routes)  # type: ignore[no-untyped-call]
         rows, theirs = outputs
         if not len(rows):
-            rows, theirs = F.pad(rows, (0, 0, 0, 1)), F.pad(theirs, (0, 0, 0, 1), value=-1.0)
+            rows = F.pad(rows, (0, 0, 0, 1))
+            theirs = F.pad(theirs, (0, 0, 0, 1), value=-1.0)
         used = index.shape[-1]
         chosen = theirs[:, :used].detach().long()
         return rows, chosen, theirs[:, used:].to(weights.dtype)

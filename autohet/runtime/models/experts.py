@@ -33,7 +33,8 @@ STACKS = ("gate_up_proj", "down_proj")
 """Names of the stacks in the library's modules: gate above up of each expert, and down."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Config keys for the number of routed experts, by family."""
-SHARED_COLUMN, SHARED_ROW = "shared_colwise", "shared_rowwise"
+SHARED_COLUMN = "shared_colwise"
+SHARED_ROW = "shared_rowwise"
 """Styles of the maps of shared experts, which every token uses.
 
 They are cut as other column and row maps. The block around them passes their input into the cut
@@ -226,8 +227,10 @@ def sequence_balance(
     if part is None:
         by_sequence, chosen = (each.unflatten(0, (-1, length)) for each in (scores, index))
     else:
-        by_sequence, chosen = part.real(scores), part.real(index)
-    probabilities, chosen = by_sequence.sum(1) / length, chosen.flatten(1)
+        by_sequence = part.real(scores)
+        chosen = part.real(index)
+    probabilities = by_sequence.sum(1) / length
+    chosen = chosen.flatten(1)
     counts = torch.zeros_like(probabilities).scatter_add_(
         1, chosen, torch.ones_like(chosen, dtype=torch.float32)
     )

@@ -43,7 +43,8 @@ from planner.errors import ConfigError
 from planner.model_spec import limit_of_parts
 from planner.plan import FINEST_TP_DEGREE, TensorShare
 
-EMBEDDING, HEAD = -1, -2
+EMBEDDING = -1
+HEAD = -2
 WHOLE = TensorShare(0, 1, 1)
 """Share of the only worker of a stage."""
 COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
@@ -67,7 +68,8 @@ PackedSizes = Callable[[PreTrainedConfig], tuple[int, ...]]
 """Function that returns the widths of the parts of a fused projection, in their order."""
 
 
-ATTENTION, EMBEDDED = "attention weights", "embedding"
+ATTENTION = "attention weights"
+EMBEDDED = "embedding"
 """Places of dropout that are no linear map (`Family.dropouts`)."""
 UNREAD_DROPOUTS = frozenset({"classifier_dropout", "summary_first_dropout", "summary_last_dropout"})
 """Keys of heads that no causal language model has."""
@@ -295,7 +297,8 @@ class Family:
 
     def limit_of_parts(self, config: PreTrainedConfig) -> str:
         """Return what limits the number of parts, as a noun: `6 experts` or `heads`."""
-        heads, experts = int(config.num_attention_heads), num_experts(config) or 0
+        heads = int(config.num_attention_heads)
+        experts = num_experts(config) or 0
         return limit_of_parts(heads, experts, self.max_tp_degree(config))
 
     def _finest_of_heads(self, config: PreTrainedConfig, most: int) -> int:
@@ -369,7 +372,8 @@ class Family:
             if rate:
                 setattr(config, key, 0.0)
                 rates |= dict.fromkeys(places, rate)
-        attention, embedding = rates.pop(ATTENTION, 0.0), rates.pop(EMBEDDED, 0.0)
+        attention = rates.pop(ATTENTION, 0.0)
+        embedding = rates.pop(EMBEDDED, 0.0)
         return ModelDropout(attention, embedding, rates)
 
 
@@ -430,7 +434,8 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
         if path == family.head and family.tied_head(config):
             continue
         for kind, parameter in module.named_parameters(recurse=False):
-            name, shape = f"{path}.{kind}", tuple(parameter.shape)
+            name = f"{path}.{kind}"
+            shape = tuple(parameter.shape)
             if family.style(config, path) == "vocabulary":
                 shape = (int(getattr(config, PADDED, shape[0])), *shape[1:])
             specs.append((name, _spec(family, config, name, path, module, kind, shape, finest)))
@@ -595,7 +600,8 @@ def _cuts(sizes: Sequence[int], finest: int, name: str) -> tuple[int, ...]:
             f"{name} has only {min(sizes)} rows to cut, fewer than the finest tensor-parallel"
             f" degree, {finest}"
         )
-    cuts, start = [0], 0
+    cuts = [0]
+    start = 0
     for size in sizes:
         cuts += [start + unit * size // finest for unit in range(1, finest + 1)]
         start += size

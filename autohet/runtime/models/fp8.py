@@ -21,7 +21,8 @@ from planner.errors import ConfigError
 ALIGNMENT = 16
 """Multiple that the kernels want of both dimensions of a weight."""
 LEAST_CAPABILITY = (8, 9)
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+FORWARD = torch.float8_e4m3fn
+BACKWARD = torch.float8_e5m2
 
 
 def check_fp8(device: torch.device) -> None:

@@ -73,7 +73,8 @@ def linear_cross_entropy_sum(
     """
     if not torch.is_grad_enabled():
         # Autograd functions are told that a parameter needs a gradient in evaluation too.
-        hidden, weight = hidden.detach(), weight.detach()
+        hidden = hidden.detach()
+        weight = weight.detach()
     return apply(
         _LinearCrossEntropy,
         hidden.flatten(0, -2),
@@ -164,8 +165,10 @@ def _over_group(
     cut: CutVocabulary,
 ) -> tuple[Tensor, Tensor]:
     """Compute this rank's columns like `_eager`; a few numbers of each position are reduced."""
-    smoothing, z_loss = terms.label_smoothing, terms.z_loss
-    local, counted = targets - cut.start, targets >= 0
+    smoothing = terms.label_smoothing
+    z_loss = terms.z_loss
+    local = targets - cut.start
+    counted = targets >= 0
     mine = (local >= 0) & (local < num_tokens)
     index = local.masked_fill(~mine, 0).unsqueeze(-1)
     gradient = logits[:, :num_tokens].float()
@@ -185,7 +188,8 @@ def _over_group(
     of_target = sums[1]
     if smoothing:
         of_target = (1.0 - smoothing) * of_target + smoothing / cut.num_tokens * sums[2]
-    losses, factor = sums[0].log() - of_target, 1.0 / sums[0]
+    losses = sums[0].log() - of_target
+    factor = 1.0 / sums[0]
     if z_loss:
         normaliser = sums[0].log() + highest
         losses = losses + z_loss * normaliser.square()
@@ -206,7 +210,8 @@ def _eager(
     """Return the fp32 sum of losses of rows of logits, and its scaled gradient in the logits'
     memory.
     """
-    smoothing, z_loss = terms.label_smoothing, terms.z_loss
+    smoothing = terms.label_smoothing
+    z_loss = terms.z_loss
     counted = targets >= 0
     index = targets.clamp_min(0).unsqueeze(-1)
     columns = logits[:, :num_tokens]

@@ -28,11 +28,9 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-INDEX_FILE, SINGLE_FILE, CONFIG_FILE = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "config.json",
-)
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
 COMPUTED = re.compile(
     r"(\.rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias|\.crossattention\.bias)$"
 )
@@ -204,7 +202,8 @@ def _head_differs(
     if head not in files or stored not in files:
         return False
     with _open(files[head]) as heads, _open(files[stored]) as embeddings:
-        one, other = heads.get_slice(head), embeddings.get_slice(stored)
+        one = heads.get_slice(head)
+        other = embeddings.get_slice(stored)
         rows = one.get_shape()[0]
         if one.get_shape() != other.get_shape():
             raise ConfigError(

@@ -46,7 +46,8 @@ NEAR_ZERO = 1e-3
 A bias of keys without positions, for example, has a gradient of mere noise.
 """
 DEGREES = (1, 2, 4)
-SEQUENCES, LENGTH = 2, 12
+SEQUENCES = 2
+LENGTH = 12
 MAX_LAYERS = 4
 MAX_ROWS = 256
 """Upper limit on the vocabulary and an MLP's inner width, which do not change the mathematics."""
@@ -301,7 +302,8 @@ def _stages(
 ) -> list[StageModel]:
     specs = family_of(config).parameter_specs(config)
     share = WHOLE if tp is None else tp.share
-    stages, first = [], 0
+    stages = []
+    first = 0
     for num_layers in cut:
         stage = build_stage(config, first, num_layers, tp, torch.device("cpu"), torch.float32)
         names = stage_parameter_names(config, first, num_layers)
@@ -342,7 +344,8 @@ def _train(
     """Return local logits, and this rank's gradients before gradient sync."""
     stages = _stages(config, parameters, cut, tp if tp.degree > 1 else None)
     tokens, targets = _batch(config)
-    hidden, borders = tokens, []
+    hidden = tokens
+    borders = []
     for stage in stages:
         given = hidden if stage.is_first else hidden.detach().requires_grad_()
         hidden = stage(given)

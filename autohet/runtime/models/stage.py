@@ -115,16 +115,21 @@ class StageModel(nn.Module):
     ) -> None:
         super().__init__()
         total = family.num_layers(config)
-        self.family, self.config, self.tp = family, config, tp
+        self.family = family
+        self.config = config
+        self.tp = tp
         self._length = SequenceLength() if tp is None else tp.length
         self.recompute = usable_recompute(family.changes_products(config), recompute)
         self.share = WHOLE if tp is None else tp.share
         self.loss_terms = PLAIN
         self._dropout_rows = DropoutRows()
         self._drawn: tuple[int, Sequence[int]] | None = None
-        self.device, self.dtype = device, dtype
-        self.first_layer, self.num_layers = first_layer, num_layers
-        self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == total
+        self.device = device
+        self.dtype = dtype
+        self.first_layer = first_layer
+        self.num_layers = num_layers
+        self.is_first = first_layer == 0
+        self.is_last = first_layer + num_layers == total
         self.specs: Mapping[str, ParameterSpec] = family.parameter_specs(config)
         model = skeleton(config)
         if family.has_experts:
@@ -275,7 +280,8 @@ class StageModel(nn.Module):
         if dropout.embedding and self.is_first:
             keys = column_keys("embedding", width)
             self._embedding_dropout = StateDropout(dropout.embedding, self._dropout_rows, keys)
-        num_heads, share = int(self.config.num_attention_heads), self.share
+        num_heads = int(self.config.num_attention_heads)
+        share = self.share
         heads = torch.arange(num_heads, device=self.device)
         heads = heads[num_heads * share.first // share.of : num_heads * share.end // share.of]
         for index, block in enumerate(self.blocks):
@@ -412,7 +418,8 @@ class StageModel(nn.Module):
         if not self._fuses_head:
             return self.loss_sum(states, targets)
         weight: Any = self.head.weight
-        cut, num_tokens = self._cut_vocabulary(), int(self.config.vocab_size)
+        cut = self._cut_vocabulary()
+        num_tokens = int(self.config.vocab_size)
         if cut is not None:
             num_tokens = min(max(num_tokens - cut.start, 0), len(weight))
         return linear_cross_entropy_sum(
@@ -423,8 +430,10 @@ class StageModel(nn.Module):
         """Return this rank's rows of the head; None if it has all."""
         if self.tp is None or self.tp.degree == 1:
             return None
-        path, num_tokens = self.paths["head"], int(self.config.vocab_size)
-        start, num_rows = self._vocabulary_start(path), self.specs[f"{path}.weight"].shape[0]
+        path = self.paths["head"]
+        num_tokens = int(self.config.vocab_size)
+        start = self._vocabulary_start(path)
+        num_rows = self.specs[f"{path}.weight"].shape[0]
         return CutVocabulary(self.tp.group, self.tp.degree, start, num_rows, num_tokens)
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -459,7 +468,8 @@ class StageModel(nn.Module):
 
     def _use_keys(self, keys: Tensor | None) -> None:
         """Let all dropout of this stage use these keys of rows, int32 [b, S]; None: no dropout."""
-        own, parts = keys, self._sequence_parts
+        own = keys
+        parts = self._sequence_parts
         if keys is not None and parts > 1:
             assert self.tp is not None
             own = padded(keys, parts).chunk(parts, dim=1)[self.tp.rank]
@@ -501,7 +511,8 @@ class StageModel(nn.Module):
 
     def _position_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         """Return the learned positions of tokens [b, S] that are added to their embedding."""
-        length, limit = tokens.shape[1], self.positions.get_parameter("weight").shape[0]
+        length = tokens.shape[1]
+        limit = self.positions.get_parameter("weight").shape[0]
         if length > limit:
             raise ConfigError(
                 f"sequences of {length} tokens exceed the {limit} learned positions; shorten"

@@ -165,7 +165,9 @@ class _SequenceOperation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, ahead: Any, back: Any) -> Tensor:
-        ctx.tp, ctx.back, ctx.length = tp, back, tp.length.tokens
+        ctx.tp = tp
+        ctx.back = back
+        ctx.length = tp.length.tokens
         out: Tensor = ahead(x, tp, ctx.length)
         return out
 
@@ -323,7 +325,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         group: ReduceGroup | None,
         terms: LossTerms,
     ) -> Tensor:
-        local, ctx.num_tokens, ctx.terms = targets - start, num_tokens, terms
+        local = targets - start
+        ctx.num_tokens = num_tokens
+        ctx.terms = terms
         mine = (local >= 0) & (local < num_tokens)
         index = local.masked_fill(~mine, 0).unsqueeze(-1)
         columns = logits[:, :num_tokens]
@@ -366,8 +370,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, highest, total, index, mine, counted, vocabulary = ctx.saved_tensors
-        smoothing, z_loss = ctx.terms.label_smoothing, ctx.terms.z_loss
-        gradient, columns = torch.empty_like(logits), logits[:, : ctx.num_tokens]
+        smoothing = ctx.terms.label_smoothing
+        z_loss = ctx.terms.z_loss
+        gradient = torch.empty_like(logits)
+        columns = logits[:, : ctx.num_tokens]
         gradient[:, ctx.num_tokens :] = 0.0
         for rows in _chunks(columns):
             part = (

@@ -29,7 +29,9 @@ class ThreadGroup:
         sent: list[list[int]],
         barrier: threading.Barrier,
     ) -> None:
-        self._rank, self._slots, self._barrier = rank, slots, barrier
+        self._rank = rank
+        self._slots = slots
+        self._barrier = barrier
         self._sent = sent
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -66,7 +68,8 @@ class ThreadGroup:
         out.detach().copy_(came)
 
     def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        theirs, ones = torch.empty_like(counts), [1] * len(counts)
+        theirs = torch.empty_like(counts)
+        ones = [1] * len(counts)
         self.all_to_all(theirs, counts, ones, ones)
         return counts.tolist(), theirs.tolist()
 

@@ -75,19 +75,23 @@ class Borders:
         Create new ones for each step, also with the three methods below. count: microbatches; None:
         all of a step.
         """
-        group, transfer = self.forward[self._before], self.place.takes_forward
+        group = self.forward[self._before]
+        transfer = self.place.takes_forward
         return self._receives(group, transfer, self._hidden_before, first_tag=0, count=count)
 
     def gradient_receives(self) -> Receives:
-        group, transfer = self.backward[self._after], self.place.takes_backward
+        group = self.backward[self._after]
+        transfer = self.place.takes_backward
         return self._receives(group, transfer, self._hidden_after, first_tag=1)
 
     def activation_sends(self) -> Sends:
-        group, transfers = self.forward[self._after], self.place.gives_forward
+        group = self.forward[self._after]
+        transfers = self.place.gives_forward
         return Sends(group, transfers, self._hidden_after, first_tag=0)
 
     def gradient_sends(self) -> Sends:
-        group, transfers = self.backward[self._before], self.place.gives_backward
+        group = self.backward[self._before]
+        transfers = self.place.gives_backward
         return Sends(group, transfers, self._hidden_before, first_tag=1)
 
     @property
@@ -135,13 +139,12 @@ class Receives:
         num_microbatches: int,
         first_tag: int,
     ) -> None:
-        self._group, self._transfer, self._hidden, self._tensor_group = (
-            group,
-            transfer,
-            hidden,
-            tensor_group,
-        )
-        self._num_microbatches, self._first_tag = num_microbatches, first_tag
+        self._group = group
+        self._transfer = transfer
+        self._hidden = hidden
+        self._tensor_group = tensor_group
+        self._num_microbatches = num_microbatches
+        self._first_tag = first_tag
         self._posted: tuple[Tensor, Work | None] | None = None
         self._next = 0
 
@@ -182,12 +185,10 @@ class Sends:
     def __init__(
         self, group: Group, transfers: tuple[Transfer, ...], hidden: HiddenStates, first_tag: int
     ) -> None:
-        self._group, self._transfers, self._hidden, self._first_tag = (
-            group,
-            transfers,
-            hidden,
-            first_tag,
-        )
+        self._group = group
+        self._transfers = transfers
+        self._hidden = hidden
+        self._first_tag = first_tag
         self._pending: deque[tuple[Work | None, Tensor]] = deque()
 
     def start(self, m: int, tensor: Tensor) -> None:
@@ -197,7 +198,8 @@ class Sends:
         """
         tensor = tensor.to(self._hidden.dtype)
         for transfer in self._transfers:
-            size, flat = self._hidden.slice_size(transfer), tensor.view(-1)
+            size = self._hidden.slice_size(transfer)
+            flat = tensor.view(-1)
             if (missing := transfer.slices * size - len(flat)) > 0:
                 flat = F.pad(flat, (0, missing))
             part = flat[transfer.index * size : (transfer.index + 1) * size]

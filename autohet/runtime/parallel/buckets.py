@@ -200,7 +200,9 @@ def runs_of(piece: ParameterPiece, spec: ParameterSpec, held: Sequence[int]) -> 
     if piece.units == tuple(held):
         return (Run(0, 0, 0, piece.shape[0]),)
     assert spec.split_dim is not None, f"{piece.parameter} has units apart, but is not split"
-    runs, start, position = list[Run](), 0, 0
+    runs = list[Run]()
+    start = 0
+    position = 0
     for mine, units in itertools.groupby(held, piece.units.__contains__):
         length = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
         if mine:
@@ -223,7 +225,8 @@ class LocalBuffers:
     ) -> None:
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
-        self.me, self.share = me, place.share
+        self.me = me
+        self.share = place.share
         self.cuts_sequence = place.stage.sequence_parallel
         self.buffers = plan_buffers(plan, config)
         self.members = groups_by_holders(plan, config, self.buffers, most_groups)

@@ -66,8 +66,12 @@ class ComputeWeights:
         staging: HostStaging | None = None,
     ) -> None:
         self._staging = staging
-        dtype, self._sent_dtype = dtypes.compute, dtypes.weights
-        self._local, self._state, self._dtype, self._device = local, state, dtype, device
+        dtype = dtypes.compute
+        self._sent_dtype = dtypes.weights
+        self._local = local
+        self._state = state
+        self._dtype = dtype
+        self._device = device
         self.tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._gathered: set[str] = set()

@@ -64,7 +64,10 @@ class Executor:
         preference: PreferenceLoss | None = None,
     ) -> None:
         self.preference = preference
-        self.borders, self.place, self.stage, self.pacer = borders, borders.place, stage, pacer
+        self.borders = borders
+        self.place = borders.place
+        self.stage = stage
+        self.pacer = pacer
         self.clock = clock or HostClock()
         in_fp16 = borders.hidden.dtype == torch.float16
         self.scaled = ScaledPasses(borders.hidden.device) if in_fp16 else None
@@ -100,7 +103,8 @@ class Executor:
         self._computed = []
         if self.preference is not None:
             assert begins is not None
-            batch, begins = cache(batch), cache(begins)
+            batch = cache(batch)
+            begins = cache(begins)
             on_phase("forward")
             begin = self.clock.mark()
             self._run_reference(batch, self.place.pipeline.num_microbatches, begins)
@@ -145,7 +149,8 @@ class Executor:
 
         if self.preference is not None:
             assert begins is not None
-            batch, begins = cache(batch), cache(begins)
+            batch = cache(batch)
+            begins = cache(begins)
             self._run_reference(batch, count, begins)
         self._forward_passes(batch, count, begins, add, self.pacer)
         return loss, num_targets
@@ -241,18 +246,15 @@ class _Step:
         before_last_backward: Callable[[], None],
         begins: PieceMap | None,
     ) -> None:
-        self._begins, self._loss_of = begins, executor.loss_of
-        self._place, self._stage, self._pacer, self._clock = (
-            executor.place,
-            executor.stage,
-            executor.pacer,
-            executor.clock,
-        )
-        self._batch, self._on_phase, self._before_last_backward = (
-            batch,
-            on_phase,
-            before_last_backward,
-        )
+        self._begins = begins
+        self._loss_of = executor.loss_of
+        self._place = executor.place
+        self._stage = executor.stage
+        self._pacer = executor.pacer
+        self._clock = executor.clock
+        self._batch = batch
+        self._on_phase = on_phase
+        self._before_last_backward = before_last_backward
         borders = executor.borders
         self._activations_in, self._activations_out = (
             borders.activation_receives(),
@@ -263,7 +265,8 @@ class _Step:
             borders.gradient_sends(),
         )
         self._microbatches = [_Microbatch() for _ in range(self._place.pipeline.num_microbatches)]
-        self._dtype, self._scaled = borders.hidden.dtype, executor.scaled
+        self._dtype = borders.hidden.dtype
+        self._scaled = executor.scaled
         self.loss = torch.zeros((), dtype=torch.float64, device=borders.hidden.device)
         self.num_targets = torch.zeros((), dtype=torch.int64, device=borders.hidden.device)
         self.computed: list[tuple[Any, Any]] = []
@@ -310,11 +313,9 @@ class _Step:
         with self._computing("backward"):
             if m == len(self._microbatches) - 1:
                 self._before_last_backward()
-            given, root, gradient = (
-                microbatch.input,
-                microbatch.backward_root,
-                microbatch.output_gradient,
-            )
+            given = microbatch.input
+            root = microbatch.backward_root
+            gradient = microbatch.output_gradient
             microbatch.input = microbatch.backward_root = microbatch.output_gradient = None
             assert given is not None
             assert root is not None
@@ -352,7 +353,8 @@ class _Step:
     def _computing(self, phase: str) -> Iterator[None]:
         """Record a pass's time on the device, and sleep out the time of an emulated GPU."""
         self._on_phase(phase)
-        started, begin = time.perf_counter(), self._clock.mark()
+        started = time.perf_counter()
+        begin = self._clock.mark()
         yield
         if self._pacer is not None:
             after = self._pacer.after_forward if phase == "forward" else self._pacer.after_backward

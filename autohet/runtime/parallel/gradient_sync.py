@@ -142,7 +142,8 @@ class GradientSync:
             self._to_weigh.append(parts)
 
     def _reset(self) -> None:
-        self._is_last, self._next = False, 0
+        self._is_last = False
+        self._next = 0
         self._works: list[Work | None] = []
         self._missing = [len(names) for names in self._waits_for]
 
@@ -194,7 +195,8 @@ class GradientSync:
         if group is None:
             self._works.append(None)
             return
-        flat, owner = self.flats.get(bucket.buffer), self.local.buffers[bucket.buffer].owner
+        flat = self.flats.get(bucket.buffer)
+        owner = self.local.buffers[bucket.buffer].owner
         # A group of several sets of holders: zeros for a bucket of others, forgotten as soon as the
         # stream has sent them.
         given = (

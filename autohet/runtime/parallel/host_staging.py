@@ -75,7 +75,8 @@ class HostStaging:
         The destination is contiguous and has the device's type. The copy has ended for the stream;
         `source` may change.
         """
-        flat, into = source.view(-1), target.view(-1)
+        flat = source.view(-1)
+        into = target.view(-1)
         # The host converts: across devices torch would convert into pageable memory first.
         for number, start in enumerate(range(0, flat.numel(), self._num_elements)):
             buffer = number % 2

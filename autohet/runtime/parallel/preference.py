@@ -29,7 +29,8 @@ class PreferenceLoss:
     """
 
     def __init__(self, beta: float, device: torch.device) -> None:
-        self.beta, self._device = beta, device
+        self.beta = beta
+        self._device = device
         self._reference: dict[int, Tensor] = {}
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
 

@@ -42,7 +42,8 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[StageAction
 
     They are the same on every rank of the stage.
     """
-    num_stages, num_microbatches = len(pipeline.stages), pipeline.num_microbatches
+    num_stages = len(pipeline.stages)
+    num_microbatches = pipeline.num_microbatches
     warm_up = pipeline.in_flight(stage) - 1
     actions: list[StageAction] = []
     for microbatch in range(warm_up):

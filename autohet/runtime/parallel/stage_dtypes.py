@@ -39,7 +39,8 @@ class StageDtypes:
         """
         stages = place.pipeline.stages
         own = compute_dtype(place.stage, precision)
-        first, last = place.stage_index == 0, place.stage_index == len(stages) - 1
+        first = place.stage_index == 0
+        last = place.stage_index == len(stages) - 1
         before = own if first else compute_dtype(stages[place.stage_index - 1], precision)
         after = own if last else compute_dtype(stages[place.stage_index + 1], precision)
         all_dtypes = {compute_dtype(stage, precision) for stage in plan.stages}

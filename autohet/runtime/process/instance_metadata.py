@@ -103,7 +103,8 @@ class InstanceMetadata:
             raise ConfigError(
                 f"{ENDPOINT_VARIABLE} is {text!r}, which is no http:// address; fix or unset it"
             )
-        self._host, self._port = parts.hostname, parts.port or 80
+        self._host = parts.hostname
+        self._port = parts.port or 80
         self._prefix = parts.path.rstrip("/")
         self._timeout_s = timeout_s
         self._token: str | None = None
@@ -133,10 +134,8 @@ class InstanceMetadata:
         if found is None:
             return None
         document, answer = found
-        moment, action = (
-            _unix_time(document.get("time"), SPOT_ACTION_PATH),
-            str(document.get("action", "terminate")),
-        )
+        moment = _unix_time(document.get("time"), SPOT_ACTION_PATH)
+        action = str(document.get("action", "terminate"))
         return InstanceNotice(
             self.instance_id(), "interruption", action, moment, answer.monotonic(moment)
         )

@@ -88,7 +88,10 @@ class ReportSender:
         is_new: Callable[[Any, Any], bool],
         look_s: float = LOOK_S,
     ) -> None:
-        self._address, self._report, self._is_new, self._look_s = address, report, is_new, look_s
+        self._address = address
+        self._report = report
+        self._is_new = is_new
+        self._look_s = look_s
         self._last: Any = None
         self._number = self._place = 0
         self._unsent: deque[tuple[int, float, bytes]] = deque()
@@ -96,7 +99,8 @@ class ReportSender:
         self._connection: socket.socket | None = None
         self._nonce = self._answers = b""
         self._spoke_at = self._lost_at = float("-inf")
-        self._began_at, self._is_missed = time.monotonic(), False
+        self._began_at = time.monotonic()
+        self._is_missed = False
         self._closing = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
@@ -168,7 +172,9 @@ class ReportSender:
 
     def _connect(self) -> None:
         connection = socket.create_connection((self._address.host, self._address.port), PATIENCE_S)
-        self._connection, self._place, self._answers = connection, 0, b""
+        self._connection = connection
+        self._place = 0
+        self._answers = b""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
         self._nonce = b""

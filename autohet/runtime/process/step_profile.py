@@ -27,7 +27,9 @@ class StepProfiler:
     def __init__(
         self, steps: tuple[int, int] | None, worker: str, record: RunRecord, device: torch.device
     ) -> None:
-        self._steps, self._worker, self._record = steps, worker, record
+        self._steps = steps
+        self._worker = worker
+        self._record = record
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
@@ -53,7 +55,8 @@ class StepProfiler:
 
     def stop(self, step: int) -> None:
         """Write the trace of the steps up to `step`; no-op if no profiler runs."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is None:
             return
         running.stop()

@@ -137,7 +137,8 @@ class StoreTunnel:
             logger.warning("Another process's connection to this worker's store is refused")
             local.close()
             return
-        remote, self._first = self._first, None
+        remote = self._first
+        self._first = None
         try:
             remote = remote or self._connect()
         except OSError as error:

@@ -43,7 +43,9 @@ class StoredCopies:
         sources: Mapping[str, ByteSource],
         period_s: float = PERIOD_S,
     ) -> None:
-        self._uri, self._prefix, self._period_s = storage, prefix, period_s
+        self._uri = storage
+        self._prefix = prefix
+        self._period_s = period_s
         self._sources = dict(sources)
         self._storage: Storage | None = None
         self._copied: dict[str, int] = {}

@@ -35,7 +35,8 @@ from planner.profile import Measurement
 _WARMUPS = 2
 CLOCK_WARMUP_S = 0.5
 """Seconds in which an idle GPU reaches its full clock rate; an H200 idles at 345 MHz."""
-ROW_PARAMETERS, ROW_BLOCKS = 200_000_000, 8
+ROW_PARAMETERS = 200_000_000
+ROW_BLOCKS = 8
 """Limits of the longer row of small blocks that a GPU is measured with.
 
 The host's work for each pass would otherwise count as the blocks' own; a run has it once for all
@@ -140,7 +141,9 @@ def _stage(
 
     Return it with its number of layers of that kind.
     """
-    config, first, blocks = request.config, 0, 0
+    config = request.config
+    first = 0
+    blocks = 0
     if layer == "head":
         first = family_of(config).num_layers(config)
     elif layer != "embedding":
@@ -235,7 +238,8 @@ def _time_both(
         kept.append(torch.cuda.memory_allocated(device) - before if on_cuda else 0)
         return out
 
-    clock, marks = _clock(device), []
+    clock = _clock(device)
+    marks = []
     for _ in range(_WARMUPS + request.repeats):
         begin = clock.mark()
         out = forward()
@@ -269,7 +273,9 @@ def _measure_update(
 ) -> float:
     """Return the median seconds of one update of the stage's masters and moments."""
     settings = TrainingSection(global_batch_sequences=1, sequence_length=request.sequence_length)
-    update, clock, marks = gradients.prepare_update(settings), _clock(device), []
+    update = gradients.prepare_update(settings)
+    clock = _clock(device)
+    marks = []
     for _ in range(_WARMUPS + request.repeats):
         begin = clock.mark()
         update()

@@ -61,7 +61,8 @@ class FlatGradients:
 
 def _views(flat: Tensor, parameters: list[torch.nn.Parameter]) -> list[Tensor]:
     """Return the part of the flat tensor of each parameter, in its shape."""
-    views, offset = [], 0
+    views = []
+    offset = 0
     for parameter in parameters:
         views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
         offset += aligned(parameter.numel())

@@ -155,7 +155,8 @@ class _Reader:
         )
 
     def _placeholder(self, node: fx.Node) -> None:
-        signature, name = self.exported.graph_signature, node.name
+        signature = self.exported.graph_signature
+        name = node.name
         if parameter := signature.inputs_to_parameters.get(name):
             self._parameter(node, parameter)
         elif buffer := signature.inputs_to_buffers.get(name):
@@ -280,10 +281,8 @@ class _Reader:
         settings = dict(
             zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)
         ) | dict(kwargs)
-        reduction, ignored = (
-            settings.get("reduction", 1),
-            settings.get("ignore_index", IGNORED_TARGET),
-        )
+        reduction = settings.get("reduction", 1)
+        ignored = settings.get("ignore_index", IGNORED_TARGET)
         logits, targets = args[:2]
         plain = settings.get("weight") is None and settings.get("label_smoothing", 0.0) == 0.0
         if reduction not in (1, 2) or not plain or len(self.nodes[logits].shape) != 2:
@@ -324,7 +323,8 @@ def fuse_rotary(nodes: dict[str, GraphNode], calls: dict[str, OperatorCall]) -> 
     Its seven small operators with many live tensors would multiply the layouts to search.
     """
     for node in list(nodes.values()):
-        named, inner = dict[str, str](), list[str]()
+        named = dict[str, str]()
+        inner = list[str]()
         if not _matches(nodes, _ROTARY, node.name, named, inner):
             continue
         x, cos, sin = (nodes[named[name]] for name in ("x", "cos", "sin"))

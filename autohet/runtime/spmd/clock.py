@@ -46,7 +46,8 @@ class ClockedGroup:
     """Group that stops the clock during its calls."""
 
     def __init__(self, group: Group, clock: ComputeClock) -> None:
-        self._group, self._clock = group, clock
+        self._group = group
+        self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)

@@ -22,9 +22,11 @@ Lengths = Sequence[int]
 
 def _exchanged(group: Group, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     """Send part j to rank j and receive rank j's part in received[j]; empty parts are not sent."""
-    works, me = [], group.rank
+    works = []
+    me = group.rank
     for away in range(1, group.size):
-        source, target = (me - away) % group.size, (me + away) % group.size
+        source = (me - away) % group.size
+        target = (me + away) % group.size
         if received[source].numel():
             works.append(group.recv(received[source], group.members[source], TAG))
         if parts[target].numel():
@@ -193,7 +195,8 @@ class FactoredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        (gradient,) = gradients
+        (x, weight) = ctx.saved_tensors
         group, dim, lengths = ctx.place
         every_x = gathered(group, x, dim, lengths, "padded").flatten(0, -2)
         every_gradient = gathered(group, gradient, dim, lengths, "padded").flatten(0, -2)

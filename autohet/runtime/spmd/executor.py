@@ -41,8 +41,11 @@ class ProgramExecutor:
     ) -> None:
         size = len(plan.shares.ratios[0])
         assert group.size == size, f"{group.size} ranks for {size} shares"
-        self.captured, self.plan, self.group = captured, plan, group
-        self.graph, self._clock = plan.graph, clock
+        self.captured = captured
+        self.plan = plan
+        self.group = group
+        self.graph = plan.graph
+        self._clock = clock
         self._last_use = {
             used: at for at, i in enumerate(plan.program.instructions) for used in i.inputs
         }
@@ -80,7 +83,8 @@ class ProgramExecutor:
         tensors = [values[used] for used in instruction.inputs]
         if instruction.op == "compute":
             return self._paced(instruction, self._compute(instruction, tensors))
-        (_, source), lengths = instruction.inputs[0], partial(self.plan.lengths, name)
+        (_, source) = instruction.inputs[0]
+        lengths = partial(self.plan.lengths, name)
         return convert(
             self.group, tensors[0], source, instruction.output, lengths, instruction.variant
         )
@@ -95,7 +99,8 @@ class ProgramExecutor:
 
     def _part(self, name: str, layout: TensorLayout) -> tuple[int, int]:
         """Return the offset and the length of this rank's part of a sharded tensor."""
-        lengths, rank = self.plan.lengths(name, layout.dim), self.group.rank
+        lengths = self.plan.lengths(name, layout.dim)
+        rank = self.group.rank
         return sum(lengths[:rank]), lengths[rank]
 
     def _paced(self, instruction: Instruction, result: Tensor) -> Tensor:
@@ -105,14 +110,16 @@ class ProgramExecutor:
         """
         owed = self._flops_s.get(instruction.tensor)
         if owed is not None and self._clock is not None:
-            clock, (forward_s, backward_s) = self._clock, owed
+            clock = self._clock
+            (forward_s, backward_s) = owed
             clock.owe(forward_s)
             if result.requires_grad:
                 result.register_hook(lambda gradient: clock.owe(backward_s))
         return result
 
     def _compute(self, instruction: Instruction, tensors: list[Tensor]) -> Tensor:
-        node, call = self.graph.by_name[instruction.tensor], self.captured.calls[instruction.tensor]
+        node = self.graph.by_name[instruction.tensor]
+        call = self.captured.calls[instruction.tensor]
         if any(layout.kind == "factored" for _, layout in instruction.inputs):
             name, layout = instruction.inputs[0]
             return applied(

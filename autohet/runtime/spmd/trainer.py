@@ -42,7 +42,8 @@ def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, Placed
     Return it with the plan's program over its graph.
     """
     assert plan.spmd is not None, "the plan has no program"
-    training, (pipeline,) = setup.training, plan.pipelines
+    training = setup.training
+    (pipeline,) = plan.pipelines
     dtype = COMPUTE_DTYPES[training.precision]
     captured = capture_language_model(
         setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype

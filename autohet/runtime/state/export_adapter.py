@@ -29,7 +29,8 @@ from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import TensorSpec
 
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 ReadParameter = Callable[[str], Tensor]
 """Function from a parameter's name to its whole tensor in the checkpoint."""
@@ -148,7 +149,8 @@ def _base_of(manifest: Manifest, adapter: Adapter, base: str | None) -> ModelSec
     if source is None:
         return ModelSection(config={"model_type": manifest.model_config["model_type"]})
     revision = adapter.revision if base is None else None
-    known, found = manifest.scalars.get(PRETRAINED), weights_identity(source, revision)
+    known = manifest.scalars.get(PRETRAINED)
+    found = weights_identity(source, revision)
     if found is None:
         raise ConfigError(f"the adapter's base '{source}' has no weights here; name it by --base")
     is_digest = str(known).startswith("sha256:") and found.startswith("sha256:")

@@ -41,7 +41,8 @@ def split_experts(weights: ExportedWeights, names: ExpertNames) -> ExportedWeigh
                 places[part] = _Place(name, expert, number * rows)
 
     def tensors(wanted: Sequence[str]) -> Iterator[Tensor]:
-        name, held = None, None
+        name = None
+        held = None
         for each in wanted:
             place = places[each]
             if place.name != name:

@@ -127,7 +127,8 @@ class FlatOptimizer:
         begin = pieces[0].offset
         for decays, group in itertools.groupby(pieces, self._decays):
             alike = list(group)
-            start, stop = alike[0].offset, alike[-1].end
+            start = alike[0].offset
+            stop = alike[-1].end
             parts = tuple(tensor[start - begin : stop - begin] for tensor in tensors)
             yield _FlatRange(buffer, start, parts, decays)
 
@@ -144,7 +145,8 @@ class FlatOptimizer:
         return [self._flat(kind, pieces) for _, pieces in ranges]
 
     def _flat(self, kind: str, pieces: Sequence[ParameterPiece]) -> Tensor:
-        start, stop = pieces[0].offset, pieces[-1].end
+        start = pieces[0].offset
+        stop = pieces[-1].end
         if self._staging is None:
             flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)
         else:

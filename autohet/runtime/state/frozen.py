@@ -58,8 +58,11 @@ class FrozenWeights:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._config, self._seed = model, config, seed
-        self._device, self._dtype = device, dtype
+        self._model = model
+        self._config = config
+        self._seed = seed
+        self._device = device
+        self._dtype = dtype
         self._specs: Mapping[str, ParameterSpec] = family_of(config).parameter_specs(config)
         self._units: dict[str, tuple[int, ...]] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -105,7 +108,8 @@ class FrozenWeights:
 
     def _narrow(self, name: str, wanted: tuple[int, ...]) -> None:
         """Keep only the wanted units of a parameter."""
-        spec, held = self._specs[name], self._units[name]
+        spec = self._specs[name]
+        held = self._units[name]
         sizes = [spec.cuts[unit + 1] - spec.cuts[unit] for unit in held]
         assert spec.split_dim is not None
         parts = self.tensors[name].split(sizes, spec.split_dim)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-MACHINE, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MACHINE = Path("/proc/meminfo")
+CONTAINER = Path("/sys/fs/cgroup")
 RESERVE_BYTES = 256 << 20
 """Bytes kept free for other allocations of the node's processes meanwhile."""
 

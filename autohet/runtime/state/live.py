@@ -105,7 +105,9 @@ class Live:
         for names in names_by_memory(self.state):
             if not names <= set(kept):
                 leaving += sorted(names)
-        copies, units, moved = self._copies(snapshot), self.layout.units_of(self.worker), 0
+        copies = self._copies(snapshot)
+        units = self.layout.units_of(self.worker)
+        moved = 0
         for name in leaving:
             tensor = self.state[name]
             views = unit_views(self.layout.tensors[name], units[name], tensor)

@@ -36,7 +36,8 @@ PREFIX = "model-files/"
 BYTES_END = "<|endoftext|>"
 """Spelling of token 0 in the files of the bytes tokenizer."""
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,

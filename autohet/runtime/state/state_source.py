@@ -44,7 +44,10 @@ class StateSource:
         device: torch.device,
         storage: Storage,
     ) -> None:
-        self.place, self.job, self.config, self.device = place, job, config, device
+        self.place = place
+        self.job = job
+        self.config = config
+        self.device = device
         self._storage = storage
 
     def fill(

@@ -32,7 +32,8 @@ _SHARED_EXPERTS = {
 
 
 def _check_latent_attention(config: PreTrainedConfig) -> None:
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    key_heads = config.num_key_value_heads
     if heads != key_heads:
         raise ConfigError(
             f"num_key_value_heads is {key_heads}, but latent attention has keys and values for"
