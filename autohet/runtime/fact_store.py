@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -98,6 +97,8 @@ def _key(kind: type[T], depends_on: Mapping[str, Any]) -> str:
 @cache
 def _versions() -> dict[str, str]:
     """Return the versions of the libraries, and the digest of the deriving code."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
     found = {}
     for library in LIBRARIES:
         try:

@@ -24,6 +24,7 @@ from autohet.driver.planning.proposals import Pending, Planning
 from autohet.runtime.job import Job
 
 LOOK_S = 5.0
+STILL = "Deciding to ask for the same nodes still"
 
 
 class Buyer:
@@ -96,12 +97,13 @@ class Buyer:
         if refused != before:
             self._why = refusal_words(refused, seen.launches) or "all types are tried again"
             if self._fixed:
-                still = "Deciding to ask for the same nodes still"
                 return (
-                    [f"{still}, since {self._why}, and elastic.request_nodes names them"]
+                    [f"{STILL}, since {self._why}, and elastic.request_nodes names them"]
                     if refused
                     else []
                 )
+            if self._search is None and refused > before and not self._asks_for(refused - before):
+                return [f"{STILL}, since {self._why}, and the plan uses none of them"]
         elif priced and self._bound is not None and not self._fixed:
             self._why = "spot prices are known"
         else:
@@ -111,6 +113,10 @@ class Buyer:
         self._search = self._planning.consider(fallback, Shortage(market, refused, dict(alive)))
         return self._take_answer()
 
+    def _asks_for(self, kinds: Collection[str]) -> bool:
+        """Return True if nodes of one of these types are wanted."""
+        return any(self._base.get(kind, 0) for kind in kinds)
+
     def _take_answer(self) -> list[str]:
         """Adopt the nodes that the search found, once it is done. Returns sentences for the log."""
         found = None if self._search is None else self._search.result()
@@ -119,7 +125,7 @@ class Buyer:
         self._search = None
         if found.counts is None or (found.counts == self._base and self._refused):
             reason = found.reason or "no plan without them uses others"
-            return [f"Deciding to ask for the same nodes still, since {self._why}, and {reason}"]
+            return [f"{STILL}, since {self._why}, and {reason}"]
         if found.counts == self._base:
             return []
         self._base = dict(found.counts)

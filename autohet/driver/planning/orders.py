@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from autohet.driver.checkpoints.replication_price import (
@@ -21,6 +22,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.loss_scale import LossScales
 from autohet.runtime.messages import GenerationOrder, WorkerReport
+from autohet.runtime.models import family_of
 from planner.cluster import Fleet
 from planner.plan import Plan
 from planner.zones import EC2_ZONES, ZoneTable
@@ -125,7 +127,11 @@ class OrderBuilder:
         self.model_config = model_config
         self._pace = pace
         self.driver = driver
-        self._layout = layouts or (lambda plan: layout_of_plan(plan, model_config))
+        if layouts is None:
+            # This imports the library's modules. A decision imports nothing.
+            family_of(model_config).parameter_specs(model_config)
+            layouts = partial(layout_of_plan, config=model_config)
+        self._layout = layouts
         self._planned: tuple[Plan, Layout] | None = None
         self._layouts: dict[int, Layout] = {}
         self.ancestry = Ancestry()
