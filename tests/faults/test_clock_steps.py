@@ -21,7 +21,7 @@ time.time = lambda: true_time() + ahead[0]  # before anything binds it
 from types import SimpleNamespace
 from unittest.mock import Mock
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.reports import Answer
+from autohet.driver.ray.reports import LatestReport
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
@@ -31,7 +31,7 @@ job = SimpleNamespace(elastic=ElasticSection())
 observer = RayWorkforce(job, "run", Mock(), None, WorkerSettings(1)).observer
 now = observer.clock()
 said = SimpleNamespace(process_id=1)
-answers = {"heard": Answer(now, value=said, heard_at=now), "starts": Answer(now)}
+answers = {"heard": LatestReport(now, value=said, heard_at=now), "starts": LatestReport(now)}
 observer.worker_reports.answers = answers
 ahead[0] = step_s
 observer._find_losses(observer.clock())

@@ -19,11 +19,13 @@ import torch
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Waiting
 from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.planning.proposals import make_planning
 from autohet.driver.ray.drain import drain
 from autohet.driver.ray.workers import RayWorkers
 from autohet.driver.run import JobRun, Outcome, node_directories
 from autohet.runtime.job import Job
 from autohet.runtime.models import family_of, load_config
+from planner.cluster import cluster_from_document
 from planner.plan import Plan
 from recovery.errors import SnapshotError
 from recovery.local.snapshot_file import SnapshotFile
@@ -32,6 +34,7 @@ from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,
     adjust,
+    cluster_document,
     in_generation,
     largest_relative_difference,
     local_fleet,
@@ -51,6 +54,12 @@ TOLERANCE = 1e-3
 def fleet() -> Iterator[EmulatedFleet]:
     with local_fleet(big=1, small=2) as running:
         yield running
+
+
+def plan_once(job: Job, **counts: int) -> None:
+    """Plan the job ahead of its run, so that its driver captures no graph while it is timed."""
+    fleet = cluster_from_document(cluster_document(**counts)).fleet()
+    make_planning(job).propose(fleet, None)
 
 
 def is_waiting(run: JobRun, seen: Observation) -> bool:
@@ -127,6 +136,7 @@ def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shar
     job = make_job(
         tmp_path,
         training={"steps": 2000},
+        elastic={"heartbeat_timeout_s": 30},  # Ray tells the death; a busy machine is none
         parallelism={
             "strategy": "hap",
             "microbatch_sequences": None,
@@ -134,6 +144,7 @@ def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shar
             "redundancy": 2,
         },
     )
+    plan_once(job, big=1, small=2)
 
     def kill_a_slow_one(run: JobRun, seen: Observation) -> None:
         worker = next(w for w in run.controller.memory.members if w.startswith("small"))
