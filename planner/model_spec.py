@@ -297,13 +297,6 @@ class ModelSpec:
         return replace(self, embedding=embedding, blocks=tuple(blocks), head=head)
 
     @property
-    def unreplicated_tp_degree(self) -> int:
-        """The largest power of two up to 8 that divides attention and key-value heads: up to there
-        every tensor is cut alike.
-        """
-        return math.gcd(self.num_heads, self.num_kv_heads, 8)
-
-    @property
     def limit_of_parts(self) -> str:
         """What limits the number of parts (`max_tp_degree`), as a noun: `6 experts` or `heads`."""
         fewest = min((b.experts.number for b in self.blocks if b.experts), default=0)

@@ -3,9 +3,9 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from planner.documents import check_keys, read_bool, read_int, read_list, read_mapping, read_str
 from planner.errors import ConfigError
@@ -62,6 +62,7 @@ ExpertDispatch = Literal["sum", "all_to_all"]
 sum: each rank computes its experts for all tokens, and a sum over the group adds their outputs.
 all_to_all: each rank routes its part of the tokens and sends them to the owners of their experts.
 """
+S = TypeVar("S", bound=str)
 EXPERT_DISPATCHES: tuple[ExpertDispatch, ...] = get_args(ExpertDispatch)
 
 
@@ -393,50 +394,41 @@ def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tu
     return tuple(shares) if len(set(shares)) > 1 else ()
 
 
+def _read_choice(stage: Mapping[str, Any], key: str, choices: Sequence[S], what: str) -> S:
+    """Return the choice that a key of a stage names."""
+    value = read_str(stage, key, what)
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ConfigError(f"'{key}' of {what} is '{value}'; expected one of {', '.join(choices)}")
+
+
 def _read_recompute(stage: Mapping[str, Any], what: str) -> Recompute | None:
     if "recompute" not in stage:
         return None
-    value = read_str(stage, "recompute", what)
-    for choice in RECOMPUTE_CHOICES:
-        if value == choice:
-            return choice
-    raise ConfigError(
-        f"'recompute' of {what} is '{value}'; expected one of {', '.join(RECOMPUTE_CHOICES)}"
-    )
+    return _read_choice(stage, "recompute", RECOMPUTE_CHOICES, what)
 
 
 def _read_compute(stage: Mapping[str, Any], what: str) -> ComputeFormat | None:
     if "compute" not in stage:
         return None
-    value = read_str(stage, "compute", what)
     if "spmd" in stage:
         raise ConfigError(
             f"{what} has 'compute' and 'spmd'; programs compute in the job's precision: drop"
             " 'compute'"
         )
-    for choice in COMPUTE_FORMATS:
-        if value == choice:
-            return choice
-    raise ConfigError(
-        f"'compute' of {what} is '{value}'; expected one of {', '.join(COMPUTE_FORMATS)}"
-    )
+    return _read_choice(stage, "compute", COMPUTE_FORMATS, what)
 
 
 def _read_expert_dispatch(stage: Mapping[str, Any], what: str) -> ExpertDispatch | None:
     if "expert_dispatch" not in stage:
         return None
-    value = read_str(stage, "expert_dispatch", what)
     if "spmd" in stage:
         raise ConfigError(
             f"{what} has 'expert_dispatch' and 'spmd'; programs cut experts by rules of their own:"
             " drop 'expert_dispatch'"
         )
-    for choice in EXPERT_DISPATCHES:
-        if value == choice:
-            return choice
-    raise ConfigError(
-        f"'expert_dispatch' of {what} is '{value}'; expected one of {', '.join(EXPERT_DISPATCHES)}"
-    )
+    return _read_choice(stage, "expert_dispatch", EXPERT_DISPATCHES, what)
 
 
 def check_plan(

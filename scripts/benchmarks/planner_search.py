@@ -2,8 +2,8 @@
 """Records search times, plan quality and bounds: results/planner_search.json, with the commit and
 the machine.
 
-planner_search.py [PART ...]     parts: sailor metis metis_experts fleets exhaustive further apart scale replan; the others' recorded rows are kept
-"""  # noqa: E501
+planner_search.py [PART ...]     parts: those of SEARCH_PARTS; the others' recorded rows are kept
+"""
 
 import json
 import sys
@@ -11,28 +11,17 @@ from pathlib import Path
 
 from provenance import provenance
 
-from autohet.bench.planner.searches import search_rows
+from autohet.bench.planner.searches import SEARCH_PARTS, search_rows
 
 RESULTS = Path(__file__).parent / "results" / "planner_search.json"
-PARTS = (
-    "sailor",
-    "metis",
-    "metis_experts",
-    "fleets",
-    "exhaustive",
-    "further",
-    "apart",
-    "scale",
-    "replan",
-)
 
 
 def main() -> None:
     document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"parts": {}}
     now = provenance()
     document["machine"] = now["machine"]
-    for part in sys.argv[1:] or PARTS:
-        rows = search_rows((part,))
+    for part in sys.argv[1:] or SEARCH_PARTS:
+        rows = search_rows(part)
         document["parts"][part] = {"commit": now["commit"], "rows": rows}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
         for row in rows:

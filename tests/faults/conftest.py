@@ -6,13 +6,18 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autohet.driver.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
-from tests.harness.exact_job import Reference, train_alone
+from tests.harness.exact_job import STEPS, Reference, exact_job, train_alone
 from tests.harness.fork_server import server_address
 from tests.harness.host_memory import memory_directory
+from tests.harness.leaks import nothing_left
+from tests.harness.struck_run import Result, Strike, StruckRun, losses_by_step
+
+DEADLINE_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -45,3 +50,33 @@ def network() -> Iterator[NamespaceNetwork]:
         pytest.skip(reason)
     with namespace_network() as made:
         yield made
+
+
+def lose_a_worker(
+    shared: Path,
+    directory: Path,
+    memory: Path,
+    plan: dict[str, Any],
+    sections: dict[str, dict[str, Any]],
+    parallelism: dict[str, Any],
+    tolerance: float,
+) -> tuple[StruckRun, Result]:
+    """Run the exact job on a plan of its own and kill a worker in mid-step.
+
+    No step is lost, and the losses are those of one process within a relative `tolerance`.
+    """
+    alone = directory / "alone"
+    alone.mkdir()
+    reference = train_alone(alone, shared, **sections)
+    job = exact_job(directory, shared, memory, plan, parallelism=parallelism, **sections)
+    with nothing_left(memory):
+        run = StruckRun(job, directory, Strike("backward", "worker", "kill", step=6))
+        result = run.run(DEADLINE_S)
+        assert result.ok, result.reason
+    assert result.struck_at_step is not None
+    assert losses_by_step(result.events) == pytest.approx(list(reference.losses), rel=tolerance)
+    assert result.summary["reconfigurations"]
+    assert result.summary["steps_lost"] == 0
+    steps = {event["step"] for event in result.events if event["kind"] == "step"}
+    assert steps == set(range(STEPS))
+    return run, result

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import PLAN, STEPS, exact_job, train_alone
-from tests.harness.leaks import nothing_left
-from tests.harness.struck_run import Strike, StruckRun, losses_by_step
+from tests.faults.conftest import Scene, lose_a_worker
+from tests.harness.exact_job import PLAN
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
-DEADLINE_S = 90.0
 MODEL = {
     "model_type": "mixtral",
     "hidden_size": 32,
@@ -42,24 +39,5 @@ def plan_of_two_ways() -> dict[str, Any]:
 
 
 def test_a_worker_goes_and_no_step_is_lost(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    reference = train_alone(alone, scene.shared, **SECTIONS)
-    job = exact_job(
-        tmp_path,
-        scene.shared,
-        memory,
-        plan_of_two_ways(),
-        parallelism={"expert_dispatch": "all_to_all"},
-        **SECTIONS,
-    )
-    with nothing_left(memory):
-        run = StruckRun(job, tmp_path, Strike("backward", "worker", "kill", step=6))
-        result = run.run(DEADLINE_S)
-        assert result.ok, result.reason
-    assert result.struck_at_step is not None
-    assert losses_by_step(result.events) == pytest.approx(list(reference.losses), rel=1e-3)
-    assert result.summary["reconfigurations"]
-    assert result.summary["steps_lost"] == 0
-    steps = [event for event in result.events if event["kind"] == "step"]
-    assert {event["step"] for event in steps} == set(range(STEPS))
+    ways = {"expert_dispatch": "all_to_all"}
+    lose_a_worker(scene.shared, tmp_path, memory, plan_of_two_ways(), SECTIONS, ways, 1e-3)

@@ -224,12 +224,6 @@ def _fasop_rows(folder: Path) -> list[ResultRow]:
     ]
 
 
-def _gpt(layers: int, width: int, heads: int) -> ResultRow:
-    """Return a GPT-2 config with Megatron-LM's padded vocabulary."""
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads}
-    return {"model_type": "gpt2", "vocab_size": 51200, "n_positions": 1024} | sizes
-
-
 def _fasop_plan(trace: ResultRow) -> tuple[Fleet, Plan]:
     def node_type(name: str, gpu: str, gib: int, intra_gbps: float) -> NodeType:
         return NodeType(name, gpu, 4, gib * 2**30, intra_gbps * 1e9 / 8, 40e9 / 8)

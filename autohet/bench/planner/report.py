@@ -13,23 +13,10 @@ from typing import Any
 
 from autohet.bench.planner.accuracy import accuracy_rows, measurements_folder, reached
 from autohet.bench.planner.fasop import fasop_rows
-from autohet.bench.planner.searches import search_rows
+from autohet.bench.planner.searches import SEARCH_PARTS, search_rows
 
 ResultRow = dict[str, Any]
-SEARCH_PARTS = {
-    False: ("metis", "replan"),
-    True: (
-        "sailor",
-        "metis",
-        "metis_experts",
-        "fleets",
-        "exhaustive",
-        "further",
-        "apart",
-        "scale",
-        "replan",
-    ),
-}
+QUICK_PARTS = ("metis", "replan")
 _HIDDEN = ("on", "reached", "parts", "errors", "front")
 
 
@@ -39,8 +26,8 @@ def rows(*, full: bool = False) -> Iterator[tuple[str, ResultRow]]:
         yield "accuracy", row | {"reached": reached(row)}
     for row in _fasop(full):
         yield "search", row
-    for part in SEARCH_PARTS[full]:
-        for row in search_rows((part,)):
+    for part in SEARCH_PARTS if full else QUICK_PARTS:
+        for row in search_rows(part):
             yield "search", row if "reached" in row else row | {"reached": search_reached(row)}
 
 

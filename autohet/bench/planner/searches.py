@@ -11,7 +11,7 @@ import math
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -55,38 +55,6 @@ from planner.strategies import Answer, Request, plan_with
 
 ResultRow = dict[str, Any]
 _RUNS = 3
-
-
-def search_rows(
-    parts: tuple[str, ...] = (
-        "sailor",
-        "metis",
-        "metis_experts",
-        "fleets",
-        "exhaustive",
-        "further",
-        "apart",
-        "scale",
-        "replan",
-    ),
-) -> list[ResultRow]:
-    """Return all rows of the given parts, one measurement each.
-
-    No measurement includes the import of scipy, which takes half a second.
-    """
-    import_module("scipy.optimize")
-    by_part: dict[str, Callable[[], Iterator[ResultRow]]] = {
-        "sailor": sailor_rows,
-        "metis": metis_rows,
-        "metis_experts": metis_experts_rows,
-        "fleets": fleet_rows,
-        "exhaustive": exhaustive_rows,
-        "further": further_rows,
-        "apart": apart_rows,
-        "scale": scale_rows,
-        "replan": replan_rows,
-    }
-    return [row for part in parts for row in by_part[part]()]
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, ResultRow]:
@@ -346,3 +314,25 @@ def replan_rows() -> Iterator[ResultRow]:
         "step_time_s": again.answer.prediction.step_time_s,
         "migration_s": again.migration_s,
     } | cost
+
+
+SEARCH_PARTS: Mapping[str, Callable[[], Iterator[ResultRow]]] = {
+    "sailor": sailor_rows,
+    "metis": metis_rows,
+    "metis_experts": metis_experts_rows,
+    "fleets": fleet_rows,
+    "exhaustive": exhaustive_rows,
+    "further": further_rows,
+    "apart": apart_rows,
+    "scale": scale_rows,
+    "replan": replan_rows,
+}
+
+
+def search_rows(part: str) -> list[ResultRow]:
+    """Return the rows of a part of SEARCH_PARTS, one measurement each.
+
+    No measurement includes the import of scipy, which takes half a second.
+    """
+    import_module("scipy.optimize")
+    return list(SEARCH_PARTS[part]())

@@ -6,12 +6,10 @@ plan describes the operations of a decoder outside its blocks; the fields of a `
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -22,7 +20,6 @@ from autohet.runtime.models.experts import (
 from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
 from autohet.runtime.models.logits import LogitAdjustment
 from planner.errors import ConfigError
-from planner.plan import TensorShare
 
 CUT_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 EMBEDDING_INPUTS = ["input_ids"]
@@ -94,17 +91,6 @@ def root_of_hidden_size(config: PreTrainedConfig, dtype: torch.dtype) -> float:
 
 def gated_halves(config: PreTrainedConfig) -> tuple[int, ...]:
     return (int(config.intermediate_size),) * 2
-
-
-def _divide_fused_attention(module: nn.Module, share: TensorShare) -> None:
-    """Set the numbers of heads by which Phi 3 slices its fused projection, in config and module."""
-    if not hasattr(module, "qkv_proj"):
-        return
-    part = share.end - share.first
-    config: Any = copy.copy(module.config)
-    config.num_attention_heads = int(config.num_attention_heads) * part // share.of
-    module.config = config
-    module.num_key_value_heads = int(module.num_key_value_heads) * part // share.of  # type: ignore[arg-type, assignment]
 
 
 def final_softcap(config: PreTrainedConfig) -> LogitAdjustment:

@@ -82,7 +82,7 @@ def test_flops_of_a_llama_block_are_those_of_its_products():
     weights = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 96
     assert spec.blocks[0].forward_flops(10) == 2 * weights * 10 + 4 * 100 * 64
     assert spec.head.forward_flops(10) == 2 * 64 * 100 * 10
-    assert (spec.max_tp_degree, spec.unreplicated_tp_degree) == (8, 2)
+    assert (spec.max_tp_degree, spec.key_value_units) == (8, 2)
     assert spec.blocks[0].key_value_parameters == 2 * 64 * 16
     assert (
         spec.blocks[0].parameters_per_worker(8)
