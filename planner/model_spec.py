@@ -248,6 +248,8 @@ class ModelSpec:
     max_tp_degree: the largest power of two up to 8 that divides the attention heads, and that
     divides the key-value heads or is a multiple of them; at most the number of experts.
     has_dropout: it trains with dropout.
+    frozen_format: number format in which weights are stored that are not trained; None: the one in
+    which a stage computes.
     """
 
     name: str
@@ -263,6 +265,7 @@ class ModelSpec:
     blocks: tuple[LayerSpec, ...]
     head: LayerSpec
     has_dropout: bool = False
+    frozen_format: str | None = None
 
     @property
     def num_layers(self) -> int:

@@ -52,8 +52,8 @@ class WorkerGeneration:
 
     state: this worker's slices of masters and moments after `step` updates, by state name; the
     trainer updates them in place. pace: speed of the emulated GPU type, if one is emulated. frozen:
-    slices of untrained parameters that this worker computes with, by parameter, in the compute
-    format. reload_frozen: reads those of some parameters from their origin again, in place.
+    slices of untrained parameters that this worker computes with, by parameter, in the job's
+    precision. reload_frozen: reads those of some parameters from their origin again, in place.
     loss_scale: scale in fp16 stages after the step before.
     """
 

@@ -38,11 +38,9 @@ def format_of(job: Job, gpu_type: str) -> str | None:
 def _may_differ(job: Job) -> bool:
     """Return True if GPU types may compute in another format than the job's precision.
 
-    Programs of parallelism.spmd have one format for all, and so have weights that an adapter leaves
-    untrained.
+    Programs of parallelism.spmd have one format for all.
     """
-    one_format = job.parallelism.spmd or job.model.adapter is not None
-    return job.parallelism.compute_formats != "off" and not one_format
+    return job.parallelism.compute_formats != "off" and not job.parallelism.spmd
 
 
 def other_formats(job: Job, gpu_types: Iterable[str]) -> dict[str, ComputeFormat]:
@@ -69,16 +67,7 @@ def computes(job: Job, gpu_type: str) -> bool:
 
 
 def check_plan_formats(job: Job, plan: Plan, fleet: Fleet) -> None:
-    """Raise ConfigError if a stage's workers have no units for the format that it computes in.
-
-    A job with an adapter has one format.
-    """
-    named = {stage.compute for stage in plan.stages} - {None}
-    if job.model.adapter is not None and named - {job.training.precision}:
-        raise ConfigError(
-            f"the plan has a stage whose 'compute' is {min(map(str, named))}, but weights that"
-            " model.adapter leaves untrained have one format; leave it out"
-        )
+    """Raise ConfigError if a stage's workers have no units for the format that it computes in."""
     if not job.computes_on_cpu:
         check_formats(plan, fleet, job.training.precision)
 
@@ -95,8 +84,6 @@ def check_computes(job: Job, gpu_type: str) -> None:
 def _remedy(job: Job) -> str:
     if job.parallelism.spmd:
         return "set training.precision to fp32, or leave parallelism.spmd out"
-    if job.model.adapter is not None:
-        return "set training.precision to fp32 or fp16"
     return "set training.precision to fp32, or parallelism.compute_formats to auto"
 
 

@@ -152,7 +152,8 @@ class StageTrainer(Trainer):
             scaled=self._executor.scaled,
         )
         if setup.training.replica_check_steps:
-            self.replicas = _replica_check(setup, generation, groups.world)
+            reload = partial(_reload_frozen, generation, self.stage)
+            self.replicas = _replica_check(setup, generation, groups.world, reload)
 
     def _build_executor(
         self,
@@ -326,8 +327,17 @@ def _build_stage(
     return built
 
 
+def _reload_frozen(generation: WorkerGeneration, stage: StageModel, names: Collection[str]) -> None:
+    """Read frozen weights from their origin again, also into the stage's copies of them."""
+    generation.reload_frozen(names)
+    stage.renew_copies({name: generation.frozen[name] for name in names})
+
+
 def _replica_check(
-    setup: TrainingSetup, generation: WorkerGeneration, world: Group
+    setup: TrainingSetup,
+    generation: WorkerGeneration,
+    world: Group,
+    reload: Callable[[Collection[str]], None],
 ) -> ReplicaCheck:
     ends = {EMBEDDING: "embedding", HEAD: "head"}
     specs = family_of(setup.config).parameter_specs(setup.config)
@@ -348,7 +358,7 @@ def _replica_check(
     tensors = ChainMap(generation.state, weights)
     every = setup.training.replica_check_steps
     held = HeldReplicas(generation.worker, layout, tensors)
-    return ReplicaCheck(held, world, every, layers, generation.reload_frozen)
+    return ReplicaCheck(held, world, every, layers, reload)
 
 
 __all__ = ["StageGroups", "StageTrainer"]

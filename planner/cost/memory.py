@@ -39,6 +39,8 @@ LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama'
 LARGEST_OF_EXPERTS = 2 / 3  # of a block's weights: the stack of gate and up of all experts
 FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+WEIGHT_FORMATS = {"tf32": "fp32", "fp8": "bf16"}
+"""Format of weights by that of products, where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def memory_terms(
     if parameters.half_gradients and dtype == "fp16":
         shared += FLAT_BYTES
     optimizer = scalars * min(shared, per_parameter)
-    state = scalars * per_parameter + frozen * VALUE_BYTES[dtype]
+    state = scalars * per_parameter + frozen * _frozen_bytes(spec, dtype)
     return MemoryTerms(state, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
 
 
@@ -141,6 +143,15 @@ def _state_bytes(dtype: str, parameters: CostParameters) -> int:
     if parameters.half_gradients and dtype == "fp16":
         return STATE_BYTES[dtype] + VALUE_BYTES[dtype]
     return STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
+
+
+def _frozen_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Return bytes of a frozen weight: the stored one, and its copy in another format if needed."""
+    compute_bytes = VALUE_BYTES[dtype]
+    stored = spec.frozen_format
+    if stored is None or stored == WEIGHT_FORMATS.get(dtype, dtype):
+        return compute_bytes
+    return VALUE_BYTES[stored] + compute_bytes
 
 
 def _activations(

@@ -195,8 +195,8 @@ def hold_frozen(case: Case, plan: Plan, me: str) -> Mapping[str, torch.Tensor]:
 
 
 def check_frozen(case: Case) -> int:
-    """Frozen weights have the bits that the seed gives; returns their number. They are what the
-    stage computes with.
+    """Frozen weights have the bits that the seed gives; returns their number. A stage of their
+    format computes with them, another one with copies.
     """
     assert SEAT.frozen is not None
     assert SEAT.trainer is not None
@@ -206,9 +206,12 @@ def check_frozen(case: Case) -> int:
     whole = dict(initial_parameters(config, list(units), case.seed))
     used = dict(SEAT.trainer.stage._slots())
     for name, tensor in SEAT.frozen.tensors.items():
-        assert torch.equal(tensor, take_units(specs[name], units[name], whole[name])), name
+        drawn = take_units(specs[name], units[name], whole[name])
+        assert torch.equal(tensor, drawn.to(tensor.dtype)), name
         module, kind = used[name][0]
-        assert module._parameters[kind].data_ptr() == tensor.data_ptr(), name
+        weight = module._parameters[kind]
+        is_same = weight.data_ptr() == tensor.data_ptr()
+        assert is_same == (weight.dtype == tensor.dtype), name
     return len(SEAT.frozen.tensors)
 
 
@@ -289,7 +292,10 @@ def run_scaled(
         scale = result.loss_scale
         results.append((result.loss, None if scale is None else scale.exponent, result.applied))
     state = show_state()
+    if case.adapter is not None:
+        assert check_frozen(case) > 0
     leave()
+    forget_frozen()
     return results, state
 
 
@@ -304,6 +310,13 @@ def flip_frozen_bit(parameter: str, element: int, bit: int) -> None:
     """One bit of this worker's copy of a frozen weight."""
     assert SEAT.frozen is not None
     SEAT.frozen.tensors[parameter].view(-1).view(torch.int32)[element] ^= 1 << bit
+
+
+def use_frozen() -> None:
+    """Let the stage compute with the frozen weights as they are now, also where it has copies."""
+    assert SEAT.frozen is not None
+    assert SEAT.trainer is not None
+    SEAT.trainer.stage.renew_copies(SEAT.frozen.tensors)
 
 
 def run_case(

@@ -139,12 +139,18 @@ def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(pool: Any, 
     check_weights(last, Plan.from_document(last.plan), states, adapters)
 
 
-def test_a_flipped_bit_of_a_frozen_weight_is_found_and_repaired(pool: Any) -> None:
+@pytest.mark.parametrize("compute", [None, "fp16"])
+def test_a_flipped_bit_of_a_frozen_weight_is_found_and_repaired(
+    pool: Any, compute: str | None
+) -> None:
     """Wrong: frozen weights are not compared, the step with the bad bit is kept, or of two holders
-    the good one takes the bad bits.
+    the good one takes the bad bits; in fp16, the stage's copy keeps the bad bit.
     """
     processes, port = pool
     plan = plan_document(*ASYMMETRIC["TP 2 beside TP 1"])
+    for each in plan["pipelines"]:
+        for stage in each["stages"] if compute else ():
+            stage["compute"] = compute
     settings = {**SETTINGS, "replica_check_steps": 1}
     case = Case(LLAMA, plan, settings, 6, adapter=ALL)
     workers = Plan.from_document(plan).workers
@@ -157,6 +163,7 @@ def test_a_flipped_bit_of_a_frozen_weight_is_found_and_repaired(pool: Any) -> No
         steps = processes.map(training_case.train_and_tell, [(case, 2)] * len(workers))[0]
         if flips:
             processes.processes[0].call(training_case.flip_frozen_bit, weight, 3, 14)
+            processes.processes[0].call(training_case.use_frozen)
         steps += processes.map(training_case.train_and_tell, [(case, 2)] * len(workers))[0]
         processes.map(training_case.leave, [()] * len(workers))
         processes.map(training_case.forget_frozen, [()] * len(workers))

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from autohet.runtime.job import AdapterSection
 from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.loss_scale import LossScale
-from autohet.runtime.models import family_of
+from autohet.runtime.models import COMPUTE_DTYPES, family_of
+from autohet.runtime.models.adapters import is_adapter
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import reference_model
+from autohet.runtime.reference import peft_reference_model, reference_model
 from planner.plan import Plan
 from tests.harness.training_case import Case, rows_of, run_scaled
 from tests.multiprocess.test_parity import (
@@ -38,6 +40,7 @@ LONG = {**TRAINING, "steps": 50, "precision": "fp16", "learning_rate": 1e-3, "wa
 BF16 = {**TRAINING, "precision": "bf16"}
 LARGE = LossScale(0, 24)
 """Overflows in the first step of any model."""
+LORA = AdapterSection(rank=4, alpha=16.0)
 CUTS_ACROSS = plan_document(*ASYMMETRIC["TP and cuts across"])
 GENERATIONS = itertools.count(9000)
 
@@ -67,13 +70,30 @@ def in_formats(document: dict[str, Any], *formats: str | None) -> dict[str, Any]
     return found
 
 
-def losses_of_amp(case: Case) -> list[float]:
-    """Plain transformers under autocast to fp16 with a GradScaler, in this process."""
-    config, training = case.config(), case.section()
+def whole_model(case: Case) -> torch.nn.Module:
+    """The library's model in fp32; of frozen weights only what their stored format holds."""
+    config = case.config()
     names = list(family_of(config).parameter_specs(config))
-    model = reference_model(config, initial_parameters(config, names, case.seed))
+    drawn = dict(initial_parameters(config, names, case.seed))
+    if case.adapter is None:
+        return reference_model(config, iter(drawn.items()))
+    stored = COMPUTE_DTYPES[case.section().precision]
+    for name, tensor in drawn.items():
+        if not is_adapter(name):
+            drawn[name] = tensor.to(stored).float()
+    adapted: torch.nn.Module = peft_reference_model(config, drawn)
+    return adapted
+
+
+def losses_of_amp(case: Case) -> list[float]:
+    """Plain transformers, with peft's adapters if the case has some, under autocast to fp16 with a
+    GradScaler, in this process.
+    """
+    training = case.section()
+    model = whole_model(case)
+    trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        trained,
         betas=training.betas,
         eps=training.eps,
         weight_decay=training.weight_decay,
@@ -90,7 +110,7 @@ def losses_of_amp(case: Case) -> list[float]:
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         assert training.clip_norm is not None
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
@@ -183,3 +203,62 @@ def test_a_loss_that_is_not_finite_is_skipped_and_not_repeated(pool: Any) -> Non
     results, _ = run(pool, case)
     assert [applied for _, _, applied in results][-1] is False
     assert results[-1][1] == results[0][1]
+
+
+# ---- adapters over frozen weights ----
+
+
+def with_adapters(case: Case) -> Case:
+    return replace(case, adapter=LORA)
+
+
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_adapters_in_fp16_over_weights_in_bf16_train_as_peft_under_torch_amp(
+    pool: Any, steps: int
+) -> None:
+    """Wrong: frozen weights are stored in fp16 for good, or adapters' gradients stay scaled."""
+    schedule = {**LONG, "precision": "bf16", "steps": steps}
+    case = with_adapters(Case(QWEN3, in_formats(CUTS_ACROSS, "fp16"), schedule, steps))
+    results, _ = run(pool, case)
+    assert all(applied for _, _, applied in results)
+    np.testing.assert_allclose([loss for loss, _, _ in results], losses_of_amp(case), rtol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.slow)])
+def test_adapters_on_stages_of_two_formats_follow_bf16(pool: Any, steps: int) -> None:
+    """`run` also checks that frozen weights keep the bits that the seed gives in bf16."""
+    schedule = {**BF16, "steps": steps, "learning_rate": 1e-3, "warmup_steps": 2}
+    mixed = in_formats(CUTS_ACROSS, "fp16", None, "bf16")
+    case = with_adapters(Case(QWEN3, mixed, schedule, steps))
+    results, _ = run(pool, case)
+    expected, _ = run(pool, replace(case, plan=CUTS_ACROSS))
+    losses = [loss for loss, _, _ in results]
+    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
+    assert losses != [loss for loss, _, _ in expected]
+
+
+def test_adapters_on_stages_in_fp8_follow_bf16(pool: Any) -> None:
+    """Wrong: maps with an adapter silently stay in bf16, which gives the very losses of bf16."""
+    plain = plan_document(*ASYMMETRIC["TP 2 beside TP 1"])
+    model = {**LLAMA, "intermediate_size": 64}
+    case = with_adapters(Case(model, in_formats(plain, "fp8", None), BF16, 3))
+    results, _ = run(pool, case)
+    expected, _ = run(pool, replace(case, plan=plain))
+    losses = [loss for loss, _, _ in results]
+    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
+    assert losses != [loss for loss, _, _ in expected]
+
+
+@pytest.mark.parametrize("formats", [("fp16", None), (None, "fp16")])
+def test_an_overflow_costs_no_adapter(pool: Any, formats: tuple[str | None, ...]) -> None:
+    case = with_adapters(Case(LLAMA, in_formats(grid(1, 2, 2), *formats), BF16, 2))
+    results, states = run(pool, replace(case, loss_scale=LARGE))
+    exponents = [exponent for _, exponent, _ in results]
+    assert exponents[0] < LARGE.exponent - 1
+    assert all(applied for _, _, applied in results), "a step was lost"
+    begun = replace(case, loss_scale=LossScale(0, exponents[-1]))
+    expected, expected_states = run(pool, begun)
+    assert expected[-1] == results[-1]
+    assert len(set(exponents)) == 1
+    for state, wanted in zip(states, expected_states, strict=True):
+        assert all(np.array_equal(state[name], wanted[name]) for name in wanted)

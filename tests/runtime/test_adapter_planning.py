@@ -1,4 +1,4 @@
-"""Plans of adapters: what is frozen takes its compute format alone, and no gradient of its own."""
+"""Plans of adapters: what is frozen takes its stored format, and no gradient of its own."""
 
 from __future__ import annotations
 
@@ -100,6 +100,31 @@ def test_state_of_an_adapter_is_its_own_and_the_rest_takes_two_bytes() -> None:
     offloaded = terms.offloaded()
     assert offloaded.state_bytes.sum() == 2 * full.parameters + 6 * spec.parameters
     assert offloaded.host_bytes.sum() == 12 * spec.parameters
+
+
+def test_a_stage_of_another_format_keeps_a_copy_of_what_is_frozen() -> None:
+    """fp8 casts factors of its products from bf16."""
+    inputs = planning_inputs(job_of(adapter=True))
+    parameters = framework_parameters(OURS, inputs.parameters)
+    frozen = sum(layer.frozen_parameters for layer in inputs.spec.layers)
+    found = {
+        compute: memory_terms(
+            inputs.spec, 2048, compute, 1, 1, "none", parameters
+        ).state_bytes.sum()
+        for compute in ("bf16", "fp8", "fp16")
+    }
+    assert found["fp8"] == found["bf16"]
+    assert found["fp16"] == found["bf16"] + 2 * frozen
+
+
+def test_adapters_of_a_job_in_bf16_are_planned_on_t4s(tmp_path: Path, capsys: Any) -> None:
+    found = planned(tmp_path, capsys, "g4dn.metal", adapter=True)
+    assert found["feasible"], found["reason"]
+    stages = [stage for each in found["plan"]["pipelines"] for stage in each["stages"]]
+    assert {stage["compute"] for stage in stages} == {"fp16"}
+    limits = found["predicted"]["memory_limit_bytes_by_worker"]
+    for worker, used in found["predicted"]["memory_bytes_by_worker"].items():
+        assert 2 * 2 * 8e9 / 8 < used <= limits[worker]
 
 
 def test_a_checkpoint_of_an_adapter_is_under_a_hundredth_of_the_whole_models() -> None:

@@ -18,7 +18,6 @@ from autohet.runtime.parallel.borders import border_dtype
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.precision import (
     check_computes,
-    check_plan_formats,
     computes,
     format_of,
     other_formats,
@@ -27,7 +26,6 @@ from autohet.runtime.precision import (
 from planner.cluster import Cluster, Fleet, Node, cluster_from_yaml
 from planner.cost.stage_formats import StageFormats
 from planner.errors import ConfigError
-from planner.plan import Pipeline, Plan, Stage
 from planner.profile import ProfileKey
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"
@@ -264,20 +262,18 @@ def test_planned_borders_are_as_wide_as_the_runtimes(one: str, other: str, width
         assert border_dtype(*(COMPUTE_DTYPES[each] for each in ends)).itemsize == width
 
 
-def test_a_job_with_an_adapter_has_one_format() -> None:
-    """Weights that nobody trains are held, checked and copied in one format."""
-    job = job_of(data={"source": "builtin:python-stdlib"})
-    job = replace(job, model=replace(job.model, adapter=AdapterSection()))
-    assert format_of(job, "T4") is None
-    assert format_of(job, "A100-80") == "bf16"
-    with pytest.raises(
-        ConfigError, match=r"T4 cannot compute; set training\.precision to fp32 or fp"
-    ):
-        check_computes(job, "T4")
-    stage = Stage(0, 4, ("a/0",), compute="fp16")
-    plan = Plan("m", 4, 1, 16, (Pipeline((stage,), 4, 1),))
-    with pytest.raises(ConfigError, match=r"'compute' is fp16, but weights that model\.adapter"):
-        check_plan_formats(job, plan, Fleet(0, ()))
+def test_a_job_with_an_adapter_has_the_formats_of_one_without() -> None:
+    """Frozen weights are stored in the job's precision; each stage casts them to its own."""
+    model = Job.from_document(_model_document({"model_type": "gpt2"})).model
+    adapted = replace(model, adapter=AdapterSection())
+    for formats in ("auto", {"H100": "fp8"}):
+        job = replace(job_of(parallelism={"compute_formats": formats}), model=adapted)
+        assert format_of(job, "T4") == "fp16"
+        assert format_of(job, "A100-80") == "bf16"
+        assert format_of(job, "H100") == ("bf16" if formats == "auto" else "fp8")
+    off = replace(job_of(parallelism=OFF), model=adapted)
+    with pytest.raises(ConfigError, match=r"set training\.precision to fp32, or parallelism\.comp"):
+        check_computes(off, "T4")
 
 
 @pytest.mark.parametrize(

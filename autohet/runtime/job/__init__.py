@@ -149,11 +149,6 @@ class Job:
             " training.precision: bf16",
         )
         require(
-            self.model.adapter is None,
-            "parallelism.compute_formats names formats of GPU types, but weights that"
-            " model.adapter leaves untrained have one format; leave one of the two out",
-        )
-        require(
             not self.parallelism.spmd,
             "parallelism.spmd is true, but its programs compute in one format on all GPU types;"
             " leave spmd or the mapping of compute_formats out",

@@ -923,7 +923,8 @@ class ParallelismSection:
     auto: types without bf16 (T4, V100) compute in fp16. off: such types are left out. A mapping of
     GPU types to fp32, bf16, fp16 or fp8 names some; the others are as under auto. Only a mapping
     chooses fp8: products in 8 bits, on types that have such units. Masters, moments and gradient
-    sums are fp32 in all of them. Jobs with `model.adapter` or `parallelism.spmd` have one format.
+    sums are fp32 in all of them, and weights that `model.adapter` leaves untrained are stored in
+    bf16. Jobs with `parallelism.spmd` have one format.
     """
     expert_dispatch: Literal["auto", "sum", "all_to_all"] = "auto"
     """Way in which tokens reach their experts in a tensor-parallel group, for mixtures of experts.

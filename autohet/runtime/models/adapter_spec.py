@@ -41,7 +41,9 @@ def adapted_spec(
         blocks.append(replace(adapted, autograd=known[kind]))
     embedding = replace(_frozen(spec.embedding), backward_share=0.0)
     head = replace(_frozen(spec.head), backward_share=0.5)
-    return replace(spec, embedding=embedding, blocks=tuple(blocks), head=head)
+    return replace(
+        spec, embedding=embedding, blocks=tuple(blocks), head=head, frozen_format=precision
+    )
 
 
 def _frozen(layer: LayerSpec) -> LayerSpec:

@@ -15,7 +15,7 @@ import difflib
 import fnmatch
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -200,13 +200,15 @@ class AdaptedLinear(nn.Module):
         self.bias: nn.Parameter | None = original._parameters.get("bias")
         self.is_on = True
         self.dropout = dropout
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+        """Product of x and the frozen weight, unless that is transposed."""
         # Of the right shapes once the stage's slices are loaded.
         self.lora_A = nn.Linear(rank, rank, bias=False, device="meta")
         self.lora_B = nn.Linear(rank, rank, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        product = x @ weight if self.transposed else F.linear(x, weight)
+        product = x @ weight if self.transposed else self.product(x, weight)
         if not self.is_on:
             total = leave(product, self.tp)
             return total if self.bias is None else total + self.bias

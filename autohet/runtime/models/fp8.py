@@ -3,7 +3,7 @@
 Activations and weights are cast to e4m3, gradients to e5m2, each by the largest value that it holds
 now (Micikevicius et al. 2022, "FP8 formats for deep learning", section 3). Products are summed in
 fp32 and leave in the compute dtype, in which weights, norms, attention, embedding and head stay.
-Routers and experts stay, too.
+Routers, experts and the matrices of adapters stay, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autohet.runtime.models.adapters import AdaptedLinear
 from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.tensor_parallel import RowParallel
 from planner.errors import ConfigError
@@ -45,11 +46,15 @@ def use_fp8(block: nn.Module) -> int:
     Maps with a dimension that is no multiple of ALIGNMENT stay as they are.
     """
     count = 0
+    adapted = [module for module in block.modules() if isinstance(module, AdaptedLinear)]
+    low_rank = {matrix for module in adapted for matrix in (module.lora_A, module.lora_B)}
     for module in block.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.dim() != 2 or any(each % ALIGNMENT for each in weight.shape):
             continue
-        if isinstance(module, RowParallel) and not module.transposed:
+        if module in low_rank:
+            continue
+        if isinstance(module, RowParallel | AdaptedLinear) and not module.transposed:
             module.product = fp8_linear
             count += 1
         elif type(module) is nn.Linear:

@@ -353,6 +353,16 @@ class StageModel(nn.Module):
             for module, kind in places:
                 module._parameters[kind] = parameter
 
+    @torch.no_grad()
+    def renew_copies(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy these local slices again, if the stage computes on copies of them."""
+        slots = self._slots()
+        for name, given in parameters.items():
+            module, kind = slots[name][0]
+            used = module._parameters[kind]
+            if used is not None and used.data_ptr() != given.data_ptr():
+                used.copy_(given)
+
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of this rank's slices, by checkpoint name."""
         return {name: self._local_shape(name) for name in self._slots()}

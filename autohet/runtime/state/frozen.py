@@ -1,4 +1,4 @@
-"""Frozen weights, which a run uses but does not train: each worker's slices, in the compute format.
+"""Frozen weights, used but not trained by a run: each worker's slices, in the job's precision.
 
 They never change, so recovery does not hold them: no snapshot, copy or checkpoint contains them. A
 worker keeps its slices from one generation to the next. It reads missing slices from the *origin*
