@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,11 @@ class Fleet:
     def workers(self) -> tuple[str, ...]:
         """Every GPU's worker name, nodes in order."""
         return tuple(self._node_by_worker)
+
+    @cached_property
+    def node_types(self) -> tuple[NodeType, ...]:
+        """Node types of the nodes, in order of appearance."""
+        return tuple(dict.fromkeys(node.node_type for node in self.nodes))
 
     def node_of(self, worker: str) -> Node:
         """The node of a worker; ConfigError where the fleet has no such worker."""

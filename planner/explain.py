@@ -137,7 +137,7 @@ class Explanation:
 def explain(request: Request, answer: Answer) -> Explanation:
     """Explain a search's answer to the request. Runs two searches per node type."""
     used = {request.fleet.node_of(worker).node_type for worker in answer.plan.workers}
-    kinds = [kind for kind in request.cost.node_types if kind.num_gpus]
+    kinds = [kind for kind in request.cost.fleet.node_types if kind.num_gpus]
     dispatch = dispatch_reason(request.cost, answer.plan)
     return Explanation(
         tuple(_place(request, answer, kind) for kind in kinds if kind in used),
@@ -284,7 +284,7 @@ def _changed_s(
     shared = moves.shared(plan, made)
     if shared is None:
         return None
-    ready = cost_like(request.cost, plan).working_ahead(shared)
+    ready = cost_like(request.cost, plan).stage_choices.working_ahead(shared)
     prediction = request.cost.predict(ready)
     return None if unacceptable(request, ready, prediction) else prediction.step_time_s
 

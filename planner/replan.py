@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cluster import NodeType
-from planner.cost.model import CostModel, Prediction
+from planner.cost.model import CostModel
+from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import FINEST_TP_DEGREE, Pipeline, Plan, Stage
 from planner.redundancy import layer_named, layers_of
@@ -189,7 +190,7 @@ class _Judged:
     def score(self, plan: Plan) -> _Scored | None:
         request = self.request
         if plan != self.previous:
-            plan = request.cost.working_ahead(plan)
+            plan = request.cost.stage_choices.working_ahead(plan)
         prediction = request.cost.predict(plan)
         asked = replace(request, needs_staging_room=False) if plan == self.previous else request
         if unacceptable(asked, plan, prediction) is not None:
@@ -264,9 +265,11 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     tables = tables_of(request, sizes)
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     repaired = [repair(previous, request, alive), recut(previous, request, alive, moves)]
-    out += [request.cost.working_ahead(plan) for plan in repaired if plan is not None]
+    out += [request.cost.stage_choices.working_ahead(plan) for plan in repaired if plan is not None]
     cost = request.cost
-    judge = Judge(judged.seconds_a_batch, cost.pipelines_at_least_s, cost.working_ahead)
+    judge = Judge(
+        judged.seconds_a_batch, cost.steps.pipelines_at_least_s, cost.stage_choices.working_ahead
+    )
     best = min(out, key=judged.seconds_a_batch, default=None)
     if best is None or (set(best.workers) == alive and best == previous):
         return out
@@ -288,7 +291,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
         cut = recut(previous, request, alive, moves)
         starts = list(
             map(
-                cost.working_ahead,
+                cost.stage_choices.working_ahead,
                 [*plans_with_group(moves, [out[-1]]), *([] if cut is None else [cut])],
             )
         )
@@ -352,8 +355,8 @@ def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
 def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
     """(seconds of the first microbatch, of each further one) of each pipeline."""
     found = []
-    for pipeline, total_s in zip(plan.pipelines, cost.pipelines_s(plan), strict=True):
-        stages = [sum(cost.stage_seconds(pipeline, i)) for i in range(len(pipeline.stages))]
+    for pipeline, total_s in zip(plan.pipelines, cost.steps.pipelines_s(plan), strict=True):
+        stages = [sum(cost.stages.seconds(pipeline, i)) for i in range(len(pipeline.stages))]
         further = pipeline.num_microbatches - 1
         found.append((sum(stages), (total_s - sum(stages)) / further if further else max(stages)))
     return found

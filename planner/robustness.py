@@ -88,8 +88,8 @@ def robustness(
         each for each in candidates if cost.predict(each).fits
     ]  # in each draw, which changes no bytes
     for _ in range(number):
-        drawn = cost.varied({kind: _drawn(kind, rng) for kind in cost.node_types})
-        mine, *others = (drawn.simulate(each).step_time_s for each in (plan, *possible))
+        drawn = cost.varied({kind: _drawn(kind, rng) for kind in cost.fleet.node_types})
+        mine, *others = (drawn.steps.simulate(each).step_time_s for each in (plan, *possible))
         steps.append(mine)
         losses.append(mine / min([mine, *others]) - 1)
     return Robustness(seed, len(candidates), tuple(steps), tuple(losses))

@@ -84,7 +84,7 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
     spec = request.spec
     sizes = microbatch_sizes(request)
     most = min(spec.max_tp_degree, request.max_tp_degree or spec.max_tp_degree)
-    types = [kind for kind in request.cost.node_types if kind.num_gpus]
+    types = [kind for kind in request.cost.fleet.node_types if kind.num_gpus]
     mixes: list[tuple[NodeType, ...]] = [
         (kind,) * 3 for kind in types if kind.num_gpus & (kind.num_gpus - 1)
     ]

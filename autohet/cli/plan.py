@@ -26,7 +26,7 @@ from planner.cluster import Cluster, Fleet, cluster_from_document
 from planner.cluster_documents import read_cluster_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
 from planner.cost.host_memory import document_of
-from planner.cost.model import CostModel, Prediction
+from planner.cost.model import CostModel
 from planner.cost.parameters import (
     FRAMEWORKS,
     OURS,
@@ -34,6 +34,7 @@ from planner.cost.parameters import (
     framework_parameters,
     usual_framework,
 )
+from planner.cost.prediction import Prediction
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError, InfeasibleError
 from planner.formats import check_formats
@@ -359,7 +360,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
             {
                 "file": path,
                 **evaluation_document(plan, prediction),
-                "rates": model.rates(plan),
+                "rates": model.layer_times.rates(plan),
                 **_host_memory(session, model, plan),
             }
         )
@@ -451,7 +452,7 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
     try:
         answer = plan_with(name, request)
         document = answer_document(answer) | _host_memory(session, request.cost, answer.plan)
-        document["rates"] = request.cost.rates(answer.plan)
+        document["rates"] = request.cost.layer_times.rates(answer.plan)
         document |= _formats(request.cost, answer)
         return document | ({} if args.compare else _told(request, answer, explained=args.explain))
     except ConfigError as error:

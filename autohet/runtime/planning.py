@@ -10,9 +10,11 @@ from autohet.runtime.model_facts import decoder, planned_spec, training_refusal,
 from autohet.runtime.precision import other_formats
 from planner.cluster import Fleet
 from planner.communicators import COMMUNICATOR_BYTES
+from planner.cost.basis import Measurements, Workload
 from planner.cost.host_memory import Kept
+from planner.cost.layer_costs import MemoryChoices
 from planner.cost.links import LinkTable, read_links
-from planner.cost.model import CostModel, MemoryChoices
+from planner.cost.model import CostModel
 from planner.cost.parameters import MIN_COMPILED_PARAMETERS, CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
@@ -55,18 +57,19 @@ class PlanningInputs:
         types = () if one_format else (node.node_type.gpu_type for node in fleet.nodes)
         return CostModel(
             fleet,
-            self.spec,
-            self.profile,
-            sequence_length=sequence_length or self.job.training.sequence_length,
-            precision=self.job.training.precision,
-            recompute=self.job.training.stage_recompute,
+            Workload(
+                self.spec,
+                sequence_length or self.job.training.sequence_length,
+                self.job.training.precision,
+                recompute=self.job.training.stage_recompute,
+                formats=other_formats(self.job, types),
+                decoder=partial(decoder, self.job),
+            ),
+            Measurements(
+                self.profile, model=model or self.job.name, links=self.links, zones=self.zones
+            ),
+            parameters or self.parameters,
             choices=self._choices,
-            links=self.links,
-            zones=self.zones,
-            parameters=parameters or self.parameters,
-            model=model or self.job.name,
-            decoder=partial(decoder, self.job),
-            formats=other_formats(self.job, types),
         )
 
     @property

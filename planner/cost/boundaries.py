@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,16 @@ Ints = NDArray[np.int64]
 _PARTS = 64  # of a flow: plans that differ little share what was computed of others
 _REMEMBERED = 8192  # pipelines, hops
 _REST = attrgetter(*(each.name for each in fields(Stage) if each.name != "workers"))
+
+
+class NicFlows(NamedTuple):
+    """Transfers at one time that leave the sender's NIC, and arrive at the receiver's NIC."""
+
+    leaving: float = 1.0
+    arriving: float = 1.0
+
+
+ALONE = NicFlows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +153,30 @@ class BoundaryCosts:
         self._number = {node.name: i for i, node in enumerate(fleet.nodes)}
         self._ways: dict[tuple[int, int], tuple[tuple[Stage, ...], _Way]] = {}
         self._alike: WaysByLikeness = {} if known is None else known
-        self._hop_s: dict[tuple[NodeType, NodeType, bool, float, int, float, float], float] = {}
+        self._hop_s: dict[tuple[NodeType, NodeType, bool, float, int, NicFlows], float] = {}
         self._latest: tuple[tuple[tuple[int, int], ...], Plan, dict[int, _Seconds]] | None = None
+
+    def between_s(
+        self,
+        sender: NodeType,
+        receiver: NodeType,
+        microbatch: int,
+        *,
+        same_node: bool = False,
+        tp_degree: int = 1,
+        flows: NicFlows = ALONE,
+    ) -> float:
+        """Return seconds of one microbatch's transfer between two stages, in one direction.
+
+        The receiver is a group of `tp_degree` GPUs of one node. flows: such groups for which
+        transfers leave the sender's node, and arrive at the receiver's node.
+        """
+        slices = tp_degree if self.sliced and not same_node else 1
+        each = 0.0 if same_node else float(tp_degree)
+        formats = (self.formats.of_type(kind.gpu_type) for kind in (sender, receiver))
+        num_bytes = self.formats.border_bytes(microbatch, *formats)
+        transfers = NicFlows(max(1.0, flows.leaving * each), max(1.0, flows.arriving * each))
+        return self.hop_s(sender, receiver, num_bytes, same_node, slices, transfers)
 
     def hop_s(
         self,
@@ -153,19 +185,15 @@ class BoundaryCosts:
         num_bytes: float,
         same_node: bool,
         slices: int,
-        leaving: float,
-        arriving: float,
+        flows: NicFlows = ALONE,
     ) -> float:
         """Return seconds of one transfer, with the gathering of slices after it.
 
-        num_bytes: all slices together. leaving, arriving: transfers of this size that leave the
-        sender's NIC, and arrive at the receiver's NIC, at the same time.
+        num_bytes: all slices together. flows: transfers of this size at the same time.
         """
-        key = (sender, receiver, same_node, num_bytes, slices, leaving, arriving)
+        key = (sender, receiver, same_node, num_bytes, slices, flows)
         if key not in self._hop_s:
-            seconds = self.links.message_s(
-                sender, receiver, same_node, num_bytes / slices, leaving, arriving
-            )
+            seconds = self.links.message_s(sender, receiver, same_node, num_bytes / slices, *flows)
             self._hop_s[key] = seconds + self.links.all_gather_s(receiver, slices, num_bytes)
             _forget(self._hop_s)
         return self._hop_s[key]
@@ -240,7 +268,7 @@ class BoundaryCosts:
         least_s = np.zeros(2 * (len(pipeline.stages) - 1))
         for at, _, _, one, other, parts in rows:
             if one == other:
-                hop_s = self.hop_s(kinds[one], kinds[one], sizes[at], True, parts, 1.0, 1.0)
+                hop_s = self.hop_s(kinds[one], kinds[one], sizes[at], True, parts)
                 least_s[at] = max(least_s[at], hop_s)
         across = {row: count for row, count in rows.items() if row[3] != row[4]}
         table = np.array(list(across), dtype=np.int64).reshape(-1, 6)

@@ -108,9 +108,11 @@ def _predict_s(
     for run in runs:
         if run.plan.sequence_length not in models:
             models[run.plan.sequence_length] = model_of(run.plan, parameters)
-    return np.array(
-        [models[run.plan.sequence_length].simulate(run.plan).step_time_s for run in runs]
-    )
+    seconds = []
+    for run in runs:
+        simulation = models[run.plan.sequence_length].steps.simulate(run.plan)
+        seconds.append(simulation.step_time_s)
+    return np.array(seconds)
 
 
 def _mean_error(
@@ -170,7 +172,8 @@ def _fit_memory(
         parameters = moved(defaults, MEMORY_SPREADS, steps)
         models = [model_of(run.plan, parameters) for run in known]
         peaks = [
-            max(m.memory_by_worker(run.plan).values()) for m, run in zip(models, known, strict=True)
+            max(m.memory_of.by_worker(run.plan).values())
+            for m, run in zip(models, known, strict=True)
         ]
         return np.concatenate([_soften((np.log(peaks) - log_measured) / MEASURED_SPREAD), steps])
 

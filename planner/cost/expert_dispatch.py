@@ -15,18 +15,18 @@ on every rank, for which the sum has no extra cost.
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import comb
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Fleet, NodeType
+from planner.cluster import NodeType
+from planner.cost.basis import CostBasis
 from planner.cost.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.layers import LEAST_OWN, LayerTimes
-from planner.cost.links import Links
 from planner.cost.memory import VALUE_BYTES
-from planner.cost.stage_formats import StageFormats
 from planner.errors import ConfigError
-from planner.model_spec import Experts, LayerSpec, ModelSpec
+from planner.model_spec import Experts, LayerSpec
 from planner.plan import Plan, Stage, TensorShare
 
 Floats = NDArray[np.float64]
@@ -61,22 +61,29 @@ class ExpertGroup:
     recomputes: bool
 
 
-@dataclass(frozen=True)
 class DispatchCosts:
     """Costs of all-to-all dispatch on one fleet.
 
     load_spread: measured spread of the experts' loads (`experts.load_spread`); None: not measured.
-    cuts_sequence: all tensor-parallel stages are sequence parallel. may_cut_sequence: those with
-    all-to-all may be.
+    allowed: way of tokens to experts that plans may take; auto: the faster one of each stage.
     """
 
-    fleet: Fleet
-    spec: ModelSpec
-    links: Links
-    formats: StageFormats
-    load_spread: Callable[[], float | None]
-    cuts_sequence: bool
-    may_cut_sequence: bool
+    def __init__(
+        self,
+        basis: CostBasis,
+        load_spread: Callable[[], float | None],
+        allowed: Literal["auto", "sum", "all_to_all"],
+    ) -> None:
+        self.allowed = allowed
+        self._fleet = basis.fleet
+        self._spec = basis.workload.spec
+        self._links = basis.links
+        self._formats = basis.formats
+        self._load_spread = load_spread
+        self._cuts_sequence = basis.parameters.sequence_parallel
+        """All tensor-parallel stages are sequence parallel."""
+        self._may_cut_sequence = basis.parameters.may_cut_sequence
+        """Those with all-to-all may be."""
 
     def check(self, plan: Plan) -> None:
         """Raise ConfigError if a stage sends tokens to experts that none of its blocks has."""
@@ -93,18 +100,18 @@ class DispatchCosts:
         return stage.tp_degree > 1 and stage.spmd is None and bool(self._blocks(stage))
 
     def _blocks(self, stage: Stage) -> list[LayerSpec]:
-        blocks = self.spec.blocks[stage.first_layer : stage.end_layer]
+        blocks = self._spec.blocks[stage.first_layer : stage.end_layer]
         return [block for block in blocks if block.experts is not None]
 
     def group_of(self, stage: Stage, microbatch: int, *, recomputes: bool) -> ExpertGroup:
         """Return the group of a stage of a plan."""
-        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
+        nodes = [self._fleet.node_of(worker) for worker in stage.workers]
         return ExpertGroup(
             tuple((node.name, node.node_type) for node in nodes),
             tuple(map(stage.share, range(stage.tp_degree))),
             microbatch,
-            self.formats.of(stage),
-            stage.sequence_parallel or self.cuts_sequence,
+            self._formats.of(stage),
+            stage.sequence_parallel or self._cuts_sequence,
             recomputes,
         )
 
@@ -116,8 +123,8 @@ class DispatchCosts:
             (("node", kind),) * tp_degree,
             tuple(TensorShare(rank, rank + 1, tp_degree) for rank in range(tp_degree)),
             microbatch,
-            self.formats.of_type(kind.gpu_type),
-            self.cuts_sequence or self.may_cut_sequence,
+            self._formats.of_type(kind.gpu_type),
+            self._cuts_sequence or self._may_cut_sequence,
             recomputes,
         )
 
@@ -133,7 +140,7 @@ class DispatchCosts:
         passes = times.forward_s, times.backward_s
         added = np.zeros_like(passes[0]), np.zeros_like(passes[1])
         known: dict[Experts, tuple[float, float]] = {}
-        for layer, block in enumerate(self.spec.blocks, 1):
+        for layer, block in enumerate(self._spec.blocks, 1):
             if block.experts is None:
                 continue
             if block.experts not in known:
@@ -150,31 +157,31 @@ class DispatchCosts:
         """
         members = group.members
         ring = sorted(members, key=lambda member: member[0])
-        num_bytes = self.formats.inside_bytes(group.microbatch, group.compute)
-        all_reduce_s = self.links.all_reduce_s(ring, num_bytes)
+        num_bytes = self._formats.inside_bytes(group.microbatch, group.compute)
+        all_reduce_s = self._links.all_reduce_s(ring, num_bytes)
         backward = self._rows_s(experts, group)
         backward -= all_reduce_s if group.is_cut else all_reduce_s / 2
         if experts.has_shared:
             backward += all_reduce_s
-        counts_s = self.links.all_to_all_s(members, [COUNT_BYTES] * len(members)) + HOST_READ_S
+        counts_s = self._links.all_to_all_s(members, [COUNT_BYTES] * len(members)) + HOST_READ_S
         forward = backward + counts_s
         return forward, backward + (forward if group.recomputes else 0.0)
 
     def _rows_s(self, experts: Experts, group: ExpertGroup) -> float:
         """Return the seconds of all exchanges of rows in one direction."""
-        num_bytes = self.formats.inside_bytes(group.microbatch, group.compute)
-        row_bytes = self.spec.hidden_size * VALUE_BYTES[group.compute]
+        num_bytes = self._formats.inside_bytes(group.microbatch, group.compute)
+        row_bytes = self._spec.hidden_size * VALUE_BYTES[group.compute]
         tokens = num_bytes / row_bytes / len(group.members)
         rows = [share * tokens for share in self._received_shares(experts, group)]
         hidden = [each * row_bytes for each in rows]
         routing = [each * ROUTING_BYTES * experts.per_token for each in rows]
-        return 2 * self.links.all_to_all_s(group.members, hidden) + self.links.all_to_all_s(
+        return 2 * self._links.all_to_all_s(group.members, hidden) + self._links.all_to_all_s(
             group.members, routing
         )
 
     def _received_shares(self, experts: Experts, group: ExpertGroup) -> list[float]:
         """Return the share of all tokens that each rank gets if it has the largest load."""
-        measured = self.load_spread()
+        measured = self._load_spread()
         spread = USUAL_LOAD_SPREAD if measured is None else measured
         found = []
         for share in group.shares:
@@ -194,7 +201,7 @@ class DispatchCosts:
             assert block.experts is not None
             shares = self._received_shares(block.experts, group)
             largest = max(largest, sum(shares) / len(shares) + max(shares))
-        return 2 * largest * self.formats.inside_bytes(microbatch, group.compute)
+        return 2 * largest * self._formats.inside_bytes(microbatch, group.compute)
 
 
 __all__ = ["DispatchCosts", "ExpertGroup", "reach"]

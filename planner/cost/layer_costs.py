@@ -76,7 +76,8 @@ class Assumed:
     recompute: their recomputation; holders: workers among which optimizer state is shared out.
     at_least: for lower bounds; activations are those of this recomputation if they are less, and
     communicators are those that no plan can do without. choices: each stage of a plan gets the
-    first of these with which it fits (`CostModel.working_ahead`); empty: it keeps the plan's own.
+    first of these with which it fits (`StageChoices.working_ahead`); empty: it keeps the plan's
+    own.
     """
 
     recompute: Recompute

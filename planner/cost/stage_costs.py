@@ -10,15 +10,16 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Fleet, NodeType
+from planner.cluster import NodeType
+from planner.cost.basis import CostBasis
 from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.full_shard import GATHERED_LAYERS
+from planner.cost.layer_times import LayerTimesByFormat
 from planner.cost.layers import LayerTimes
 from planner.cost.links import Links
-from planner.cost.memory import OPTIMIZER_BYTES, MemoryTerms, with_cut_sequence
-from planner.cost.parameters import CostParameters
-from planner.cost.stage_formats import StageFormats
-from planner.model_spec import ModelSpec
+from planner.cost.memory import OPTIMIZER_BYTES, VALUE_BYTES, with_cut_sequence
+from planner.cost.offload import offloaded_update_s
+from planner.cost.worker_memory import WorkerMemory
 from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.redundancy import layers_of, sharded_layers
 
@@ -104,45 +105,28 @@ def sharing_of(plan: Plan) -> Sharing:
 class StageCosts:
     """Costs of stages on one fleet.
 
-    layer_times(GPU type, format, TP degree, microbatch size, recompute, share) and memory(format,
-    TP degree, microbatch size, recompute, share) give the values of every layer. share: the
-    worker's own share, if the TP degree does not define it. fixed_bytes(node type): bytes of a
-    worker, independent of its layers; limit_bytes(node type): bytes that a plan may use of a
-    worker's memory. formats: format of each stage. offloaded_s(node type, format): seconds of one
-    parameter's update in host memory. recompute: recomputation of stages that define none.
     dispatch: costs of all-to-all dispatch to experts. known: cache of terms, which may be shared by
     fleets.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
-        spec: ModelSpec,
-        links: Links,
-        parameters: CostParameters,
-        layer_times: Callable[[str, str, int, int, Recompute, TensorShare | None], LayerTimes],
-        memory: Callable[[str, int, int, Recompute, TensorShare | None], MemoryTerms],
-        fixed_bytes: Callable[[NodeType], float],
-        limit_bytes: Callable[[NodeType], float],
-        formats: StageFormats,
-        offloaded_s: Callable[[NodeType, str], float],
-        recompute: Recompute,
+        basis: CostBasis,
+        layer_times: LayerTimesByFormat,
+        memory: WorkerMemory,
         dispatch: DispatchCosts,
-        known: TermsByStage | None = None,
+        known: TermsByStage,
     ) -> None:
-        self.recompute: Recompute = recompute
-        self.dispatch = dispatch
-        self.fleet = fleet
-        self.spec = spec
-        self.links = links
-        self.parameters = parameters
+        self.fleet = basis.fleet
+        self.spec = basis.workload.spec
+        self.links = basis.links
+        self.parameters = basis.parameters
+        self.formats = basis.formats
+        self.recompute: Recompute = basis.workload.recompute
         self.layer_times = layer_times
         self.memory = memory
-        self.offloaded_s = offloaded_s
-        self.fixed_bytes = fixed_bytes
-        self.limit_bytes = limit_bytes
-        self.formats = formats
-        self._known: TermsByStage = {} if known is None else known
+        self.dispatch = dispatch
+        self._known = known
         self._by_pipeline: dict[
             tuple[int, int, Sharing], tuple[tuple[Stage, ...], tuple[StageTerms, ...]]
         ] = {}
@@ -198,13 +182,33 @@ class StageCosts:
         order = {name: i for i, name in enumerate(sorted({node.name for node in nodes}))}
         return tuple((order[node.name], node.node_type) for node in nodes)
 
+    def work_s(self, pipeline: Pipeline) -> float:
+        """Return forward and backward seconds of one microbatch in the slowest stage."""
+        return max(each.forward_s + each.backward_s for each in self.every_terms(pipeline))
+
+    def estimated(self, plan: Plan) -> tuple[str, ...]:
+        """Return the times of a plan's stages that are estimated, not measured, each once."""
+        notes = dict[str, None]()
+        for pipeline in plan.pipelines:
+            for terms in self.every_terms(pipeline):
+                notes.update(dict.fromkeys(terms.estimated))
+        return tuple(notes)
+
     def seconds(
         self, pipeline: Pipeline, index: int, *, rated: bool = False
     ) -> tuple[float, float]:
-        """Return forward and backward seconds of one microbatch: the slowest worker's.
+        """Return forward and backward seconds of one microbatch in one stage.
 
-        rated: as if no node were slowed down.
+        They are its slowest worker's. rated: as if no node were slowed down.
         """
+        if rated:
+            return self._seconds(pipeline, index, rated=True)
+        terms = self.terms(pipeline, index)
+        return terms.forward_s, terms.backward_s
+
+    def _seconds(
+        self, pipeline: Pipeline, index: int, *, rated: bool = False
+    ) -> tuple[float, float]:
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
         size = pipeline.microbatch_sequences
@@ -252,7 +256,9 @@ class StageCosts:
     ) -> LayerTimes:
         recompute = stage.recompute or self.recompute
         compute = self.formats.of(stage)
-        return self.layer_times(kind.gpu_type, compute, stage.tp_degree, size, recompute, share)
+        return self.layer_times.times(
+            kind.gpu_type, compute, stage.tp_degree, size, recompute, share
+        )
 
     def _terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
         stage, count, size = (
@@ -273,7 +279,7 @@ class StageCosts:
         if stage.expert_dispatch == "all_to_all":
             notes[ESTIMATED_DISPATCH] = None
         return StageTerms(
-            *self.seconds(pipeline, index),
+            *self._seconds(pipeline, index),
             update_s,
             ranks,
             tuple(notes),
@@ -282,10 +288,11 @@ class StageCosts:
     def _offloaded_s(self, pipeline: Pipeline, index: int, ranks: Sequence[RankBytes]) -> float:
         """Return the seconds of the slowest worker's update in host memory."""
         stage = pipeline.stages[index]
-        compute = self.formats.of(stage)
+        value_bytes = VALUE_BYTES[self.formats.of(stage)]
         seconds = []
         for rank, worker in zip(ranks, stage.workers, strict=True):
-            update_s = self.offloaded_s(self.fleet.node_of(worker).node_type, compute)
+            kind = self.fleet.node_of(worker).node_type
+            update_s = offloaded_update_s(kind, value_bytes, self.parameters)
             seconds.append(rank.host_bytes / OPTIMIZER_BYTES * update_s)
         return max(seconds)
 
@@ -322,7 +329,7 @@ class StageCosts:
         chosen = _entries(stage, index, count)
         recompute = stage.recompute or self.recompute
         compute = self.formats.of(stage)
-        memory = self.memory(compute, stage.tp_degree, size, recompute, share)
+        memory = self.memory.terms(compute, stage.tp_degree, size, recompute, share)
         if stage.sequence_parallel and not self.parameters.sequence_parallel:
             value_bytes = self.formats.inside_bytes(size, compute) / self.spec.hidden_size
             by_modules = self.parameters.autograd_activations
@@ -332,7 +339,7 @@ class StageCosts:
         if sharing.offloads and not self.parameters.offload_optimizer:
             memory = memory.offloaded()
         holders = sharing.holders
-        fixed = max(map(self.fixed_bytes, kinds))
+        fixed = max(map(self.memory.fixed_bytes, kinds))
         if self.parameters.full_shard and holders > 1:
             state = memory.state_bytes[chosen] / holders
             fixed += self._gathered_bytes(chosen, stage.tp_degree)
@@ -349,7 +356,7 @@ class StageCosts:
         if stage.expert_dispatch == "all_to_all":
             held += self.dispatch.buffer_bytes(stage, size)
         activations = float(memory.activation_bytes[chosen].sum())
-        limit = min(map(self.limit_bytes, kinds))
+        limit = min(map(self.memory.limit_bytes, kinds))
         host = float(kept.sum()) if np.any(memory.host_bytes) else 0.0
         return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed, host)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from planner.cluster import Fleet
 from planner.cost.memory import VALUE_BYTES
 from planner.formats import shared_format
-from planner.plan import ComputeFormat, Stage
+from planner.plan import ComputeFormat, Plan, Stage
 
 FP32_BYTES = 4
 _OF_VALUES = {"fp8": "bf16"}
@@ -49,6 +49,17 @@ class StageFormats:
             formats = {each: self.of_type(each) for each in types}
             known = self._known[stage.workers] = shared_format(formats)
         return known
+
+    def in_use(self, plan: Plan) -> dict[str, list[str]]:
+        """Return the formats in which the stages of each GPU type compute, in plan order."""
+        found: dict[str, list[str]] = {}
+        for stage in plan.stages:
+            compute = self.of(stage)
+            for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in stage.workers}):
+                used = found.setdefault(gpu_type, [])
+                if compute not in used:
+                    used.append(compute)
+        return found
 
     def inside_bytes(self, microbatch: int, compute: str) -> float:
         """Return bytes of a microbatch's hidden states where a stage computes in this format."""

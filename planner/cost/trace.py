@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.cluster import Fleet
-from planner.cost.model import CostModel, Simulation
+from planner.cost.model import CostModel
 from planner.cost.schedule import Timeline, simulate_pipeline
+from planner.cost.step_times import Simulation
 from planner.plan import Pipeline, Plan
 
 _MICROSECONDS = 1e6
@@ -22,9 +23,11 @@ def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
     lanes = _lanes(plan, cost.fleet)
     events = list(_names(plan, cost.fleet, lanes))
     for number, pipeline in enumerate(plan.pipelines):
-        timeline = simulate_pipeline(cost.pipeline_times(plan, pipeline), pipeline.num_microbatches)
+        timeline = simulate_pipeline(
+            cost.steps.pipeline_times(plan, pipeline), pipeline.num_microbatches
+        )
         events += _pipeline_events(number, pipeline, timeline, lanes)
-    events += _sync_events(cost.simulate(plan), lanes)
+    events += _sync_events(cost.steps.simulate(plan), lanes)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

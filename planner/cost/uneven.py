@@ -123,7 +123,7 @@ def _whole_s(
     microbatch: int,
     share: TensorShare | None = None,
 ) -> float:
-    costs = cost.layer_costs(kind, tp_degree, microbatch, share)
+    costs = cost.layers.costs(kind, tp_degree, microbatch, share)
     return float(costs.forward_s.sum() + costs.backward_s.sum())
 
 
@@ -135,7 +135,7 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     the GPU with least room.
     """
     pairs = zip(group.kinds, placed(group.shares), strict=True)
-    ranks = [cost.layer_costs(kind, len(group.kinds), microbatch, share) for kind, share in pairs]
+    ranks = [cost.layers.costs(kind, len(group.kinds), microbatch, share) for kind, share in pairs]
     room = [rank.limit_bytes - rank.fixed_bytes for rank in ranks]
     scales = [min(room) / each for each in room]
     spread = np.zeros_like(ranks[0].forward_s)
@@ -179,7 +179,7 @@ def _least_s(
     """
     finest, ranks = cost.spec.max_tp_degree, len(kinds)
     parts = (TensorShare(0, k, finest) for k in range(-(-finest // ranks), finest - ranks + 2))
-    costs = [cost.layer_costs(kinds[0], ranks, microbatch, share) for share in parts]
+    costs = [cost.layers.costs(kinds[0], ranks, microbatch, share) for share in parts]
     return np.min([each.forward_s for each in costs], axis=0), np.min(
         [each.backward_s for each in costs], axis=0
     )

@@ -210,10 +210,10 @@ def _improved(
     numbers_follow = cost.parameters.transfers == "none"
     alike = Likeness(tables.node_types, in_flight=not numbers_follow)
     score = partial(seconds_of, request)
-    judge = Judge(score, cost.step_at_least_s, cost.working_ahead, alike.key)
+    judge = Judge(score, cost.steps.step_at_least_s, cost.stage_choices.working_ahead, alike.key)
     is_prepared_faster = cost.assumed.choices or request.uneven
     if not is_prepared_faster and cost.choices.expert_dispatch == "sum":
-        judge = replace(judge, at_first=cost.work_at_least_s)
+        judge = replace(judge, at_first=cost.steps.work_at_least_s)
     improver = Improver(moves, judge, lambda: request.is_late)
     tries = tries_for(len(request.fleet.workers)) // (
         limits.WALKS if request.uneven else 1

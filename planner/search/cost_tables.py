@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from planner.cluster import GIB, NodeType
-from planner.cost.model import CostModel, LayerCosts
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.model import CostModel
 from planner.cost.uneven import group_costs
 from planner.errors import InfeasibleError
 from planner.search.problem import Request
@@ -48,7 +49,7 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
         near_s,
         apart_s,
         cost.parameters.transfers,
-        2 * cost.stage_overhead_s,
+        2 * cost.parameters.stage_overhead_s,
     )
 
 
@@ -95,7 +96,7 @@ def _kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
 def _costs(cost: CostModel, kind: Kind, node_type: NodeType, size: int) -> LayerCosts:
     if kind.group is not None:
         return group_costs(cost, kind.group, size)
-    return cost.layer_costs(node_type, kind.tp_degree, size)
+    return cost.layers.costs(node_type, kind.tp_degree, size)
 
 
 def _no_kind(request: Request) -> str:
@@ -131,7 +132,7 @@ def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: in
         fixed_bytes=costs.fixed_bytes + common + 2 * costs.border_bytes,
         limit_bytes=costs.limit_bytes,
         tied_bytes=tied + float(further.min()),
-        tied_sync_bytes=cost.tied_sync_bytes(tp_degree),
+        tied_sync_bytes=cost.layers.tied_sync_bytes(tp_degree),
         update_s_a_byte=float(costs.update_s.sum() / max(costs.sync_bytes.sum(), 1.0)),
     )
 
@@ -147,7 +148,7 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
     found = []
     for kind in kinds:
         node_type = resources[kind.resource].node_type
-        costs = request.cost.layer_costs(node_type, kind.tp_degree, size)
+        costs = request.cost.layers.costs(node_type, kind.tp_degree, size)
         need = _block_bytes(costs)
         found.append(
             (need - costs.limit_bytes, need, node_type.name, kind.tp_degree, costs.limit_bytes)
@@ -186,10 +187,10 @@ def _boundaries(
         if rows[j].microbatch == size and (
             fits if near else one is not other or len(one.node_names) > 1
         ):
-            there = cost.boundary_s(
+            there = cost.boundaries.between_s(
                 one.node_type, other.node_type, size, same_node=near, tp_degree=b.tp_degree
             )
-            back = cost.boundary_s(
+            back = cost.boundaries.between_s(
                 other.node_type, one.node_type, size, same_node=near, tp_degree=a.tp_degree
             )
             out[i, j] = out[j, i] = there + back
@@ -201,7 +202,7 @@ def ring_rate(
 ) -> tuple[float, float]:
     """Return (latency, seconds a byte) of one all-reduce over workers (node name, node type).
 
-    flows: as for `CostModel.sync_s`.
+    flows: as for `Links.all_reduce_s`.
     """
-    low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
+    low, high = (cost.links.all_reduce_s(members, size, flows=flows) for size in (1e9, 2e9))
     return 2 * low - high, (high - low) / 1e9

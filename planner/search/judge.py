@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import GIB, Fleet, node_of
-from planner.cost.model import CostModel, Prediction
+from planner.cost.model import CostModel
+from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, check_plan
 from planner.redundancy import fewest_holders
@@ -36,7 +37,7 @@ def fewest_in_flight(cost: CostModel, plan: Plan) -> Costed:
 
     A plan that is very nearly as fast counts too.
     """
-    ways = [Costed(way, cost.predict(way)) for way in cost.ways_ahead(plan)]
+    ways = [Costed(way, cost.predict(way)) for way in cost.stage_choices.ways_ahead(plan)]
     fastest_s = min(way.step_time_s for way in ways)
     return next(way for way in ways if way.step_time_s <= fastest_s * (1 + limits.FINE))
 
@@ -56,7 +57,7 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
     """
     found = list[Costed]()
     rejected = list[Rejected]()
-    distinct = dict.fromkeys(map(request.cost.working_ahead, plans))
+    distinct = dict.fromkeys(map(request.cost.stage_choices.working_ahead, plans))
     for number, plan in enumerate(distinct):
         if found and request.is_late:
             what = f"{len(distinct) - number} of {len(distinct)} drafts"

@@ -4,9 +4,9 @@ If host memory alone may refuse every plan, the search runs again without that l
 
 A search's tables have one assumption at a time: that nothing is done for memory, or as much as the
 job allows. Each plan that it looks at then gets, stage by stage, the fastest choice with which it
-fits (`CostModel.working_ahead`), and is judged by the prediction as it would be run. Drafts of all
-assumptions are predicted, and the walks begin from the best of them. If drafts on tables without
-any limit of memory are not clearly faster, only the first assumption is used.
+fits (`StageChoices.working_ahead`), and is judged by the prediction as it would be run. Drafts of
+all assumptions are predicted, and the walks begin from the best of them. If drafts on tables
+without any limit of memory are not clearly faster, only the first assumption is used.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from planner.cost.model import Assumed, CostModel
+from planner.cost.layer_costs import Assumed
+from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
 from planner.plan import Plan, Stage
 from planner.search import limits
@@ -135,9 +136,10 @@ def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
 
     The plan itself is returned if that is slower by more than MIN_SPEEDUP.
     """
-    needed = cost.memory_by_worker(_shared_by(plan, set()))
+    needed = cost.memory_of.by_worker(_shared_by(plan, set()))
     limit = {
-        worker: cost.limit_bytes(cost.fleet.node_of(worker).node_type) for worker in plan.workers
+        worker: cost.worker_memory.limit_bytes(cost.fleet.node_of(worker).node_type)
+        for worker in plan.workers
     }
     fewer = _shared_by(plan, {worker for worker in plan.workers if needed[worker] > limit[worker]})
     before = cost.predict(plan)

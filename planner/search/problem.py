@@ -12,7 +12,8 @@ from planner.model_spec import ModelSpec
 from planner.plan import Plan
 
 if TYPE_CHECKING:
-    from planner.cost.model import CostModel, Prediction
+    from planner.cost.model import CostModel
+    from planner.cost.prediction import Prediction
 
 Objective = Literal["time", "cost", "pareto"]
 NOT_LOOKED_AT = "not looked at"

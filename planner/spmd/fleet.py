@@ -53,9 +53,13 @@ def table_of(
         (cost.fleet.node_of(worker).name, kind) for worker, kind in zip(workers, kinds, strict=True)
     ]
     n = len(workers)
-    size = cost.activation_message_bytes(microbatch)
-    wait_s = cost.sync_s(members, 1.0)
-    link = np.inf if n == 1 else 2 * (n - 1) / n * size / (cost.sync_s(members, size) - wait_s)
+    size = cost.stage_formats.inside_bytes(microbatch, cost.precision)
+    wait_s = cost.links.all_reduce_s(members, 1.0)
+    link = (
+        np.inf
+        if n == 1
+        else 2 * (n - 1) / n * size / (cost.links.all_reduce_s(members, size) - wait_s)
+    )
     hops = 2 * max(1.0, float(np.ceil(np.log2(n))))
     cluster = SpmdCluster(devices, ring_collectives(n, float(link), wait_s / hops))
     return CostTable(graph, cluster, STATE_BYTES[cost.precision], passes)
@@ -68,7 +72,7 @@ def _device(
     model's times at one sequence and at an even share.
     """
     sizes = (1, max(2, even))
-    times = [cost.layer_costs(kind, 1, size) for size in sizes]
+    times = [cost.layers.costs(kind, 1, size) for size in sizes]
     one, more = (float(t.forward_s.sum() + t.backward_s.sum()) for t in times)
     slope = (more - one) / (sizes[1] - sizes[0])
     if slope <= 0:
@@ -122,7 +126,7 @@ def breakdown_of_program(
     state = Program(
         tuple(load for load in loads if placed.graph.by_name[load.tensor].kind == "parameter")
     )
-    layers = [cost.layer_costs(kind, 1, 1) for kind in kinds]
+    layers = [cost.layers.costs(kind, 1, 1) for kind in kinds]
     whole_s = np.array([each.update_s.sum() for each in layers])
     held = table.program_bytes(state, shares) / sum(
         table.bytes_of(load)[1] for load in state.instructions
@@ -136,7 +140,7 @@ def breakdown_of_program(
         "overhead": cost.parameters.step_overhead_s,
     }
     by_worker = {
-        w: int(b + cost.fixed_bytes(kind))
+        w: int(b + cost.worker_memory.fixed_bytes(kind))
         for w, b, kind in zip(plan.workers, used, kinds, strict=True)
     }
     return (

@@ -86,10 +86,10 @@ def _with_formats(request: Request, answer: Answer) -> Answer:
     """Return the answer with the format of each stage in its plans."""
     if not request.cost.formats:
         return answer
-    plan = request.cost.with_formats(answer.plan)
+    plan = request.cost.stage_choices.with_formats(answer.plan)
     prediction = replace(answer.prediction, plan=plan)
     front = tuple(_with_formats(request, each) for each in answer.front)
-    candidates = tuple(map(request.cost.with_formats, answer.candidates))
+    candidates = tuple(map(request.cost.stage_choices.with_formats, answer.candidates))
     return replace(answer, plan=plan, prediction=prediction, front=front, candidates=candidates)
 
 

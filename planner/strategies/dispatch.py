@@ -13,7 +13,7 @@ def dispatch_reason(cost: CostModel, plan: Plan) -> str:
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             if cost.dispatch.applies(stage):
-                gain_s = cost.dispatch_gain_s(pipeline, index)
+                gain_s = cost.stage_choices.dispatch_gain_s(pipeline, index)
                 gains[stage.expert_dispatch == "all_to_all"].append(gain_s)
     sending = gains[True]
     summing = gains[False]

@@ -178,7 +178,7 @@ class _Every:
             for size in self._sizes():
                 pipeline = self._pipeline(groups, of, size, 1, Counter())
                 work = [
-                    sum(self.request.cost.stage_seconds(pipeline, stage))
+                    sum(self.request.cost.stages.seconds(pipeline, stage))
                     for stage in range(len(groups))
                 ]
                 for count in range(1, batch // size + 1):
@@ -246,7 +246,7 @@ class _Every:
         may not be.
         """
         found = float("inf"), plan
-        for way in self.request.cost.ways_ahead(plan):
+        for way in self.request.cost.stage_choices.ways_ahead(plan):
             self.count += 1
             check_plan(way, self.request.spec.num_layers)
             prediction = self.request.cost.predict(way)

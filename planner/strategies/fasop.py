@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.boundaries import NicFlows
 from planner.search import limits
 from planner.search.cost_tables import tables_of
 from planner.search.judge import SearchEffort, answer_of
@@ -149,8 +150,8 @@ class BoundaryTransfers:
     def _time(self, transfer: TransferKind, microbatch: int) -> float:
         if (transfer, microbatch) not in self._seconds:
             a, b, same, tp, leaving, arriving = transfer
-            self._seconds[transfer, microbatch] = self._request.cost.boundary_s(
-                a, b, microbatch, same_node=same, tp_degree=tp, leaving=leaving, arriving=arriving
+            self._seconds[transfer, microbatch] = self._request.cost.boundaries.between_s(
+                a, b, microbatch, same_node=same, tp_degree=tp, flows=NicFlows(leaving, arriving)
             )
         return self._seconds[transfer, microbatch]
 

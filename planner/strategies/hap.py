@@ -85,7 +85,7 @@ def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
     found: dict[tuple[str, ...], None] = {}
     seconds = {}
     for kind in dict.fromkeys(node.node_type for node in nodes):
-        costs = request.cost.layer_costs(kind, 1, 1)
+        costs = request.cost.layers.costs(kind, 1, 1)
         seconds[kind] = float(costs.forward_s.sum() + costs.backward_s.sum())
     for limit in sorted(set(seconds.values()), reverse=True):
         found[

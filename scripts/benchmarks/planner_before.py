@@ -33,7 +33,8 @@ from provenance import provenance
 from autohet.runtime.job import Job
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import cluster_from_yaml
-from planner.cost.model import Assumed, CostModel
+from planner.cost.layer_costs import Assumed
+from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import InfeasibleError
 from planner.plan import Plan
@@ -72,7 +73,7 @@ def repaired(cost: CostModel, plan: Plan) -> Plan:
     """With what its stages need to do for memory."""
     ways = cost.choices.recompute
     assumed = Assumed(ways[-1], max(1, len(plan.pipelines)), choices=ways)
-    return cost.assuming(assumed).working_ahead(plan)
+    return cost.assuming(assumed).stage_choices.working_ahead(plan)
 
 
 def seconds(request: Request) -> float | None:

@@ -24,6 +24,7 @@ from provenance import provenance
 
 from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.basis import Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
 from planner.model_spec import LayerSpec, ModelSpec
@@ -211,9 +212,7 @@ def parts_s(run: Run, spec: ModelSpec, parameters: CostParameters) -> dict[str, 
     """
     fleet = Fleet(0, tuple(Node(f"h100-{index}", H100) for index in range(run.gpus // 8)))
     own = with_expert_parallelism(spec, run.ep)
-    cost = CostModel(
-        fleet, own, sequence_length=run.length, precision="bf16", parameters=parameters
-    )
+    cost = CostModel(fleet, Workload(own, run.length, "bf16"), parameters=parameters)
     parts = dict(cost.predict(plan_of(run, spec)).breakdown_s)
     count = run.batch // (run.gpus // run.stages) // run.microbatch
     bubble = (run.stages - 1) / run.interleaved

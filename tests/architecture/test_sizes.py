@@ -27,16 +27,12 @@ LONG_TODAY = {
     "autohet/runtime/models/stage.py StageModel.__init__",
     "autohet/runtime/models/stage.py build_stage",
     "autohet/runtime/reference.py train_reference",
-    "planner/cost/boundaries.py BoundaryCosts.hop_s",
     "planner/cost/layers.py LayerTimeModel._borrowed",
     "planner/cost/layers.py LayerTimeModel._layer",
     "planner/cost/memory.py _activations",
     "planner/cost/memory.py activation_bytes",
     "planner/cost/memory.py memory_terms",
-    "planner/cost/model.py CostModel.__init__",
-    "planner/cost/model.py CostModel.boundary_s",
     "planner/cost/schedule.py _run_occupying",
-    "planner/cost/stage_costs.py StageCosts.__init__",
 }
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {
@@ -45,7 +41,6 @@ LARGE_TODAY = {
     "autohet/runtime/step_commit.py Trainer",
     "autohet/runtime/worker.py Worker",
     "planner/cost/layers.py LayerTimeModel",
-    "planner/cost/model.py CostModel",
     "planner/search/tables.py Tables",
     "recovery/local/snapshot.py SnapshotWriter",
 }

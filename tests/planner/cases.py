@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import LayerSpec, ModelSpec
@@ -134,9 +135,7 @@ def request(
 ) -> Request:
     spec = spec or model()
     parameters = framework_parameters(framework, CostParameters())
-    cost = CostModel(
-        of, spec, profile(), sequence_length=128, precision="fp32", parameters=parameters
-    )
+    cost = CostModel(of, Workload(spec, 128, "fp32"), Measurements(profile()), parameters)
     return Request(of, spec, cost, batch, 128, **wishes)  # type: ignore[arg-type]
 
 

@@ -38,11 +38,11 @@ def test_walks_over_alike_plans_agree_with_the_prediction() -> None:
         drawn = moves.draw(now)
         if drawn is None:
             continue
-        own_s = cost.predict(cost.working_ahead(drawn)).step_time_s
+        own_s = cost.predict(cost.stage_choices.working_ahead(drawn)).step_time_s
         hits += alike.key(drawn) in seconds
         known_s = seconds.setdefault(alike.key(drawn), own_s)
         assert abs(known_s - own_s) <= 1e-9 * own_s
-        now = cost.working_ahead(drawn)
+        now = cost.stage_choices.working_ahead(drawn)
     assert hits > 20
 
 

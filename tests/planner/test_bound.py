@@ -31,7 +31,7 @@ def test_where_links_inside_a_node_are_slower_than_its_card_neighbours_may_lie_a
         Pipeline((Stage(0, 3, (f"a10g-{n}/0",)), Stage(3, 3, (f"a10g-{1 - n}/1",))), 4, 1)
         for n in range(2)
     )
-    plan = asked.cost.working_ahead(Plan("tiny", 8, 1, 128, tuple(pipelines)))
+    plan = asked.cost.stage_choices.working_ahead(Plan("tiny", 8, 1, 128, tuple(pipelines)))
     predicted = asked.cost.predict(plan)
     assert 0.8 * predicted.breakdown_s["pipeline"] < proved_s(asked) <= predicted.step_time_s
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.basis import Measurements, Workload
 from planner.cost.calibration import MeasuredRun, calibrate
 from planner.cost.links import Links, read_links
 from planner.cost.model import CostModel
@@ -53,15 +54,9 @@ def profile(speed_by_gpu=None, degrees=(1, 2)):
 
 
 def model(fleet, the_spec=None, parameters=PARAMETERS, **kwargs):
-    kwargs.setdefault("profile", profile())
-    return CostModel(
-        fleet,
-        the_spec or spec(),
-        sequence_length=16,
-        precision="fp32",
-        parameters=parameters,
-        **kwargs,
-    )
+    measurements = Measurements(kwargs.pop("profile", None) or profile())
+    workload = Workload(the_spec or spec(), 16, "fp32", **kwargs)
+    return CostModel(fleet, workload, measurements, parameters)
 
 
 def fleet_of(*kinds):
@@ -86,7 +81,7 @@ def test_one_worker_pays_its_layers_and_its_update():
 def test_memory_counts_state_and_activations_in_flight():
     fleet = fleet_of(node_type())
     stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1",)))
-    found = model(fleet).memory_by_worker(Plan("m", 8, 2, 16, (Pipeline(stages, 4, 2),)))
+    found = model(fleet).memory_of.by_worker(Plan("m", 8, 2, 16, (Pipeline(stages, 4, 2),)))
     tokens, per_parameter = 32, 20
     block_kept = tokens * 120 * 4
     backward = tokens * 40 * 4 + 1000 / 3 * 4
@@ -103,7 +98,7 @@ def test_a_worker_of_an_uneven_stage_pays_and_holds_its_share():
     stage = Stage(0, 4, ("t4-0/0", "t4-0/1", "t4-0/2"), tp_shares=shares)
     plan = Plan("m", 2, 2, 16, (Pipeline((stage,), 1, 2),))
     found = plain.predict(plan)
-    half = plain.layer_times("T4", 2, 2)
+    half = plain.layer_times.times("T4", "fp32", 2, 2, "none")
     assert found.breakdown_s["pipeline"] >= float(half.forward_s.sum() + half.backward_s.sum())
     assert "50.0% of a layer on T4" in " ".join(found.estimated)
     per_parameter, tokens = 20, 32
@@ -119,10 +114,10 @@ def test_a_worker_of_an_uneven_stage_pays_and_holds_its_share():
 
     def seconds(shares: tuple[int, ...]) -> float:
         stage = Stage(0, 4, ("fast-0/0", "t4-1/0", "t4-1/1"), tp_shares=shares)
-        return sum(mixed.stage_seconds(Pipeline((stage,), 1, 1), 0))
+        return sum(mixed.stages.seconds(Pipeline((stage,), 1, 1), 0))
 
     assert seconds((2, 1, 1)) < seconds((1, 2, 1))
-    slow = mixed.layer_times("T4", 4, 1)
+    slow = mixed.layer_times.times("T4", "fp32", 4, 1, "none")
     alone = float(slow.forward_s.sum() + slow.backward_s.sum())
     assert alone <= seconds((2, 1, 1)) < 1.01 * alone, "all three take as long"
 
@@ -136,7 +131,9 @@ def test_other_shares_of_the_same_workers_are_summed_over_others():
         return Plan("m", 2, 1, 16, (Pipeline((stage,), 1, 1), other))
 
     of = model(both, profile=profile(degrees=(1, 2, 4)))
-    jobs = {shares: of.simulate(plan(shares)).sync.events for shares in ((2, 1, 1), (1, 2, 1))}
+    jobs = {
+        shares: of.steps.simulate(plan(shares)).sync.events for shares in ((2, 1, 1), (1, 2, 1))
+    }
     for shares, events in jobs.items():
         found = {event.job.members: event.job.num_bytes for event in events}
         assert found == {
@@ -148,7 +145,7 @@ def test_other_shares_of_the_same_workers_are_summed_over_others():
 def test_seconds_are_linear_in_the_share_between_tp_degrees():
     of = model(fleet_of(node_type()), profile=profile(degrees=(1, 2, 4)))
     work = [
-        of.layer_time_model(of.precision)
+        of.layer_times.model_in(of.precision)
         .times("T4", 3, 1, share=TensorShare(0, parts, 8))
         .forward_s[1]
         for parts in range(1, 8)
@@ -162,10 +159,10 @@ def test_seconds_are_linear_in_the_share_between_tp_degrees():
 def test_this_runtime_needs_no_flat_gradients_but_messages_at_its_borders():
     stages = (Stage(0, 1, ("t4-0/0",)), Stage(1, 2, ("t4-0/1",)), Stage(3, 1, ("t4-0/2",)))
     plan = Plan("m", 8, 2, 16, (Pipeline(stages, 4, 2),))
-    theirs = model(fleet_of(node_type())).memory_by_worker(plan)
+    theirs = model(fleet_of(node_type())).memory_of.by_worker(plan)
     ours = model(
         fleet_of(node_type()), parameters=framework_parameters("autohet", PARAMETERS)
-    ).memory_by_worker(plan)
+    ).memory_of.by_worker(plan)
     message = 2 * 16 * 8 * 4
     held = {"t4-0/0": (800 + 1000, 1), "t4-0/1": (2000, 2), "t4-0/2": (1000 + 808, 1)}
     # Of four fp32 tensors like the logits one is left, and the gradient of the head's input.
@@ -188,7 +185,7 @@ def test_a_tied_embedding_is_held_once_by_a_single_stage():
     fleet = fleet_of(node_type())
     one = Plan("m", 2, 2, 16, (Pipeline((Stage(0, 4, ("t4-0/0",)),), 1, 2),))
     tied, apart = model(fleet, spec(tied=True)), model(fleet, spec())
-    gap = apart.memory_by_worker(one)["t4-0/0"] - tied.memory_by_worker(one)["t4-0/0"]
+    gap = apart.memory_of.by_worker(one)["t4-0/0"] - tied.memory_of.by_worker(one)["t4-0/0"]
     assert gap == pytest.approx(800 * 20, abs=2)
 
 
@@ -260,7 +257,7 @@ def test_faster_gpus_never_slow_a_plan():
 def test_what_was_not_measured_is_estimated_and_says_so():
     fleet = fleet_of(node_type("a10g", "A10G", memory=2**34))
     plan = Plan("m", 2, 1, 16, (Pipeline((Stage(0, 4, ("a10g-0/0",)),), 2, 1),))
-    prediction = CostModel(fleet, spec(), sequence_length=16, precision="bf16").predict(plan)
+    prediction = CostModel(fleet, Workload(spec(), 16, "bf16")).predict(plan)
     assert prediction.step_time_s > 0
     assert any("estimated from" in note for note in prediction.estimated)
     degrees = model(fleet_of(node_type()), profile=profile(degrees=(1,)))
@@ -281,17 +278,16 @@ def test_a_model_measured_on_another_gpu_is_scaled_by_the_speeds_of_measured_mod
     big = LayerSpec(12 * 4096**2, 0, 12 * 4096**2, 4096)
     the_spec = replace(spec(), hidden_size=4096, blocks=(big,) * 4)
     kinds = [node_type("a100", "A100-40"), node_type("a10g", "A10G"), node_type("t4", "T4")]
-    m = CostModel(fleet_of(*kinds), the_spec, table, sequence_length=1024, precision="fp16")
-    a100, a10g, t4 = (m.layer_times(kind.gpu_type, 1, 2) for kind in kinds)
+    m = CostModel(fleet_of(*kinds), Workload(the_spec, 1024, "fp16"), Measurements(table))
+    a100, a10g, t4 = (m.layer_times.times(kind.gpu_type, "fp16", 1, 2, "none") for kind in kinds)
     assert a100.estimated == ()
     assert any("from its time on A100-40" in note for note in a10g.estimated)
     # Bundled measurements of models of that size: an A10G takes 3 to 4 times, a T4 5 to 8 times an
     # A100's time.
     assert 2.5 < a10g.forward_s[1] / a100.forward_s[1] < 4.5
     assert 4.0 < t4.forward_s[1] / a100.forward_s[1] < 9.0
-    longer = CostModel(
-        fleet_of(*kinds), the_spec, table, sequence_length=2048, precision="bf16"
-    ).layer_times("A100-40", 1, 2)
+    of = CostModel(fleet_of(*kinds), Workload(the_spec, 2048, "bf16"), Measurements(table))
+    longer = of.layer_times.times("A100-40", "bf16", 1, 2, "none")
     assert 1.8 < longer.forward_s[1] / a100.forward_s[1] < 2.6
 
 
@@ -299,7 +295,7 @@ def test_a_gpu_that_nobody_knows_is_an_error_not_zero():
     fleet = fleet_of(node_type("x", "MYSTERY"))
     plan = Plan("m", 1, 1, 16, (Pipeline((Stage(0, 4, ("x-0/0",)),), 1, 1),))
     with pytest.raises(ConfigError, match="MYSTERY"):
-        CostModel(fleet, spec(), sequence_length=16, precision="fp32").predict(plan)
+        CostModel(fleet, Workload(spec(), 16, "fp32")).predict(plan)
 
 
 def test_a_plan_that_does_not_fit_names_its_tightest_worker():
@@ -386,7 +382,7 @@ def test_no_worker_updates_before_every_gradient_is_summed():
         Pipeline((Stage(0, 2, (f"a100-{i}/0",)), Stage(2, 2, (f"a100-{i}/1",))), 2 + i, 1)
         for i in range(2)
     )
-    sync = case.cost.simulate(Plan("tiny", 5, 1, 128, pipelines)).sync
+    sync = case.cost.steps.simulate(Plan("tiny", 5, 1, 128, pipelines)).sync
     (start,) = set(sync.update_start_s.values())
     assert len(sync.events) == 2
     assert start == max(event.end_s for event in sync.events)

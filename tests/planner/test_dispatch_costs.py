@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from planner.cluster import Fleet
+from planner.cost.basis import Measurements, Workload
 from planner.cost.expert_dispatch import reach
-from planner.cost.model import CostModel, MemoryChoices
+from planner.cost.layer_costs import MemoryChoices
+from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import Experts, ModelSpec
@@ -41,12 +43,10 @@ def cost_of(
 ) -> CostModel:
     return CostModel(
         of,
-        spec_of(experts),
-        profile(sequence_length=LENGTH),
-        sequence_length=LENGTH,
-        precision="fp32",
-        choices=MemoryChoices(expert_dispatch=way),  # type: ignore[arg-type]
-        parameters=CostParameters(may_cut_sequence=may_cut),
+        Workload(spec_of(experts), LENGTH, "fp32"),
+        Measurements(profile(sequence_length=LENGTH)),
+        CostParameters(may_cut_sequence=may_cut),
+        choices=MemoryChoices(expert_dispatch=way),
     )
 
 
@@ -74,7 +74,7 @@ def test_the_reach_of_a_rank_is_that_of_random_choices() -> None:
 def test_the_faster_way_is_chosen(experts: Experts, expected: str | None, is_cut: bool) -> None:
     """Tokens that every rank needs, or shared experts, leave nothing to save."""
     cost = cost_of(experts)
-    chosen = cost.with_dispatch(plan_of(is_cut=is_cut))
+    chosen = cost.stage_choices.with_dispatch(plan_of(is_cut=is_cut))
     assert ways(chosen) == {expected}
     seconds = {
         way: cost.predict(plan_of(is_cut=is_cut, way=way)).step_time_s
@@ -117,13 +117,16 @@ def cuts(plan: Plan) -> list[bool]:
 def test_a_stage_whose_ranks_have_their_parts_saves_the_gather() -> None:
     """So it is sequence parallel with all-to-all, and whole again with a sum."""
     whole, cut = cost_of(FEW), cost_of(FEW, may_cut=True)
-    plan = cut.with_dispatch(plan_of())
+    plan = cut.stage_choices.with_dispatch(plan_of())
     assert (ways(plan), cuts(plan)) == ({"all_to_all"}, [True])
-    assert cut.with_dispatch(plan) == plan
-    assert cut.predict(plan).step_time_s < whole.predict(whole.with_dispatch(plan_of())).step_time_s
-    back = cost_of(MANY, may_cut=True).with_dispatch(plan)
+    assert cut.stage_choices.with_dispatch(plan) == plan
+    assert (
+        cut.predict(plan).step_time_s
+        < whole.predict(whole.stage_choices.with_dispatch(plan_of())).step_time_s
+    )
+    back = cost_of(MANY, may_cut=True).stage_choices.with_dispatch(plan)
     assert (ways(back), cuts(back)) == ({None}, [False])
-    kept = cost_of(MANY, may_cut=True).with_dispatch(plan_of(is_cut=True))
+    kept = cost_of(MANY, may_cut=True).stage_choices.with_dispatch(plan_of(is_cut=True))
     assert (ways(kept), cuts(kept)) == ({None}, [True])
 
 
@@ -131,7 +134,7 @@ def test_a_stage_that_recomputes_selectively_stays_whole() -> None:
     plan = plan_of()
     stage = replace(plan.stages[0], recompute="selective")
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(stage,)),))
-    chosen = cost_of(FEW, may_cut=True).with_dispatch(plan)
+    chosen = cost_of(FEW, may_cut=True).stage_choices.with_dispatch(plan)
     assert (ways(chosen), cuts(chosen)) == ({"all_to_all"}, [False])
 
 
@@ -147,14 +150,14 @@ def test_no_stage_is_faster_than_the_layers_of_the_bound(
         workers = tuple(of.workers)
         plan = plan_of()
         stage = replace(plan.stages[0], workers=workers)
-        pipeline = cost.with_dispatch(
+        pipeline = cost.stage_choices.with_dispatch(
             replace(plan, pipelines=(replace(plan.pipelines[0], stages=(stage,)),))
         ).pipelines[0]
-        layers = cost.layer_costs(of.nodes[0].node_type, 4, 1)
+        layers = cost.layers.costs(of.nodes[0].node_type, 4, 1)
         least = float((layers.forward_s + layers.backward_s).sum())
-        assert least <= sum(cost.stage_seconds(pipeline, 0)) * (1 + 1e-9)
+        assert least <= sum(cost.stages.seconds(pipeline, 0)) * (1 + 1e-9)
         if way == "auto":
-            by_sum = cost_of(experts, "sum", of).layer_costs(of.nodes[0].node_type, 4, 1)
+            by_sum = cost_of(experts, "sum", of).layers.costs(of.nodes[0].node_type, 4, 1)
             assert np.all(
                 layers.forward_s + layers.backward_s <= by_sum.forward_s + by_sum.backward_s
             )
@@ -181,22 +184,22 @@ def of_memory(num_bytes: int) -> Fleet:
 
 def test_a_way_that_does_not_fit_is_not_chosen() -> None:
     cost = cost_of(FEW)
-    assert ways(cost.with_dispatch(plan_of())) == {"all_to_all"}
+    assert ways(cost.stage_choices.with_dispatch(plan_of())) == {"all_to_all"}
     below, above = 0, GIB
     while above - below > GIB // 1000:
         middle = (below + above) // 2
         fits = cost_of(FEW, of=of_memory(middle)).predict(plan_of()).fits
         below, above = (below, middle) if fits else (middle, above)
     tight = cost_of(FEW, of=of_memory(above))
-    chosen = tight.with_dispatch(plan_of())
+    chosen = tight.stage_choices.with_dispatch(plan_of())
     assert ways(chosen) == {None}
     assert "all-to-all would not fit the memory" in dispatch_reason(tight, chosen)
 
 
 def test_the_job_may_name_the_way() -> None:
-    assert ways(cost_of(FEW, "sum").with_dispatch(plan_of())) == {None}
+    assert ways(cost_of(FEW, "sum").stage_choices.with_dispatch(plan_of())) == {None}
     forced = cost_of(MANY, "all_to_all")
-    assert ways(forced.with_dispatch(plan_of())) == {"all_to_all"}
+    assert ways(forced.stage_choices.with_dispatch(plan_of())) == {"all_to_all"}
     assert "as the job asks" in dispatch_reason(forced, plan_of(way="all_to_all"))
 
 

@@ -32,7 +32,7 @@ def test_a_draft_is_estimated_as_the_cost_model_predicts_it(
     estimator = Estimator(tables)
     for proposal in proposals_for(asked, tables)[:4]:
         for plan in placements(tables, proposal, (1,)):
-            ways = [asked.cost.predict(way) for way in asked.cost.ways_ahead(plan)]
+            ways = [asked.cost.predict(way) for way in asked.cost.stage_choices.ways_ahead(plan)]
             estimated_s = max(
                 estimator.pipeline_s(shape, count) for shape, count in proposal.draft.pipelines
             )

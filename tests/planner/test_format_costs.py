@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
@@ -37,12 +38,9 @@ def cost(formats=None, of=FLEET, precision="bf16", times=None, **changes):
     parameters = framework_parameters(OURS, CostParameters())
     return CostModel(
         fleet(*of),
-        model(),
-        times or table(T4=0.25),
-        sequence_length=LENGTH,
-        precision=precision,
-        parameters=replace(parameters, **changes),
-        formats=formats,
+        Workload(model(), LENGTH, precision, formats=formats or {}),
+        Measurements(times or table(T4=0.25)),
+        replace(parameters, **changes),
     )
 
 
@@ -64,23 +62,23 @@ def test_each_stage_takes_the_time_of_its_own_format():
     """T4 in fp16 takes a quarter of its time in bf16; A100 keeps its own."""
     mixed, bf16, fp16 = cost({"T4": "fp16"}), cost(), cost(precision="fp16")
     pipeline = chain(T4, A100).pipelines[0]
-    assert mixed.stage_seconds(pipeline, 0) == fp16.stage_seconds(pipeline, 0)
-    assert mixed.stage_seconds(pipeline, 1) == bf16.stage_seconds(pipeline, 1)
-    assert mixed.stage_seconds(pipeline, 0)[0] < 0.5 * bf16.stage_seconds(pipeline, 0)[0]
-    (t4,) = [kind for kind in mixed.node_types if kind.gpu_type == "T4"]
+    assert mixed.stages.seconds(pipeline, 0) == fp16.stages.seconds(pipeline, 0)
+    assert mixed.stages.seconds(pipeline, 1) == bf16.stages.seconds(pipeline, 1)
+    assert mixed.stages.seconds(pipeline, 0)[0] < 0.5 * bf16.stages.seconds(pipeline, 0)[0]
+    (t4,) = [kind for kind in mixed.fleet.node_types if kind.gpu_type == "T4"]
     np.testing.assert_array_equal(
-        mixed.layer_costs(t4, 1, 2).forward_s, fp16.layer_costs(t4, 1, 2).forward_s
+        mixed.layers.costs(t4, 1, 2).forward_s, fp16.layers.costs(t4, 1, 2).forward_s
     )
 
 
 def test_a_stage_that_names_its_format_takes_that_times_whatever_its_type_does():
     named = chain(replace(T4, compute="fp16"), A100).pipelines[0]
     for formats in (None, {"T4": "fp16"}):
-        assert cost(formats).stage_seconds(named, 0) == cost(precision="fp16").stage_seconds(
+        assert cost(formats).stages.seconds(named, 0) == cost(precision="fp16").stages.seconds(
             named, 0
         )
     other = chain(replace(T4, compute="bf16"), A100).pipelines[0]
-    assert cost({"T4": "fp16"}).stage_seconds(other, 0) == cost().stage_seconds(other, 0)
+    assert cost({"T4": "fp16"}).stages.seconds(other, 0) == cost().stages.seconds(other, 0)
 
 
 def test_masters_moments_and_sums_stay_and_borders_of_fp16_carry_fp32():
@@ -88,23 +86,26 @@ def test_masters_moments_and_sums_stay_and_borders_of_fp16_carry_fp32():
     plan = chain(T4, A100)
     mixed, plain = cost({"T4": "fp16"}), cost()
     more = {
-        worker: mixed.memory_by_worker(plan)[worker] - plain.memory_by_worker(plan)[worker]
+        worker: mixed.memory_of.by_worker(plan)[worker] - plain.memory_of.by_worker(plan)[worker]
         for worker in plan.workers
     }
     values = 2 * LENGTH * model().hidden_size
     messages = mixed.parameters.border_messages
     assert more == {worker: 2 * messages * values for worker in plan.workers}
     t4, a100 = (mixed.fleet.node_of(w).node_type for w in plan.workers)
-    wide = mixed.boundary_s(t4, a100, 8) - mixed.links.latency(False)
-    narrow = plain.boundary_s(t4, a100, 8) - plain.links.latency(False)
+    wide = mixed.boundaries.between_s(t4, a100, 8) - mixed.links.latency(False)
+    narrow = plain.boundaries.between_s(t4, a100, 8) - plain.links.latency(False)
     assert wide == pytest.approx(2 * narrow)
-    assert mixed.boundary_s(t4, t4, 8) == mixed.boundary_s(t4, a100, 8)
-    assert mixed.boundary_s(a100, a100, 8) == plain.boundary_s(a100, a100, 8)
+    assert mixed.boundaries.between_s(t4, t4, 8) == mixed.boundaries.between_s(t4, a100, 8)
+    assert mixed.boundaries.between_s(a100, a100, 8) == plain.boundaries.between_s(a100, a100, 8)
 
 
 def test_borders_of_a_plan_are_as_wide_in_its_pipelines():
     plan = chain(T4, A100)
-    both = [each.pipeline_times(plan, plan.pipelines[0]) for each in (cost({"T4": "fp16"}), cost())]
+    both = [
+        each.steps.pipeline_times(plan, plan.pipelines[0])
+        for each in (cost({"T4": "fp16"}), cost())
+    ]
     latency_s = cost().links.latency(False)
     mixed_s, plain_s = ([*t.send_forward_s, *t.send_backward_s] for t in both)
     for mixed, plain in zip(mixed_s, plain_s, strict=True):
@@ -114,12 +115,7 @@ def test_borders_of_a_plan_are_as_wide_in_its_pipelines():
 def test_other_frameworks_keep_the_borders_of_fp16_narrow():
     parameters = framework_parameters("megatron", CostParameters())
     made = CostModel(
-        fleet(*FLEET),
-        model(),
-        table(),
-        sequence_length=LENGTH,
-        precision="fp16",
-        parameters=parameters,
+        fleet(*FLEET), Workload(model(), LENGTH, "fp16"), Measurements(table()), parameters
     )
     assert made.stage_formats.border_bytes(1, "fp16", "fp16") == LENGTH * model().hidden_size * 2
 
@@ -127,19 +123,25 @@ def test_other_frameworks_keep_the_borders_of_fp16_narrow():
 def test_a_stage_of_two_types_computes_in_what_both_have():
     mixed = cost({"T4": "fp16"})
     stage = Stage(0, 8, ("a100-0/0", "a100-0/1", "t4-0/0"), tp_shares=(2, 1, 1))
-    (pipeline,) = mixed.with_formats(chain(stage)).pipelines
+    (pipeline,) = mixed.stage_choices.with_formats(chain(stage)).pipelines
     assert pipeline.stages[0].compute == "fp16"
-    assert mixed.formats_in_use(chain(stage)) == {"A100": ["fp16"], "T4": ["fp16"]}
+    assert mixed.stage_formats.in_use(chain(stage)) == {"A100": ["fp16"], "T4": ["fp16"]}
 
 
 def test_plans_are_run_with_the_formats_of_their_workers():
     """Wrong: a stage that moved to other GPUs keeps the format of those it had."""
     mixed = cost({"T4": "fp16"})
     stale = chain(replace(T4, workers=("a100-1/0",), compute="fp16"), A100)
-    assert [s.compute for s in mixed.working_ahead(stale).pipelines[0].stages] == [None, None]
-    ran = mixed.working_ahead(chain(T4, A100))
+    assert [s.compute for s in mixed.stage_choices.working_ahead(stale).pipelines[0].stages] == [
+        None,
+        None,
+    ]
+    ran = mixed.stage_choices.working_ahead(chain(T4, A100))
     assert [s.compute for s in ran.pipelines[0].stages] == ["fp16", None]
-    assert [s.compute for s in cost().working_ahead(ran).pipelines[0].stages] == ["fp16", None]
+    assert [s.compute for s in cost().stage_choices.working_ahead(ran).pipelines[0].stages] == [
+        "fp16",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop", "megatron", "varuna"])
@@ -201,17 +203,17 @@ def large(formats=None, times=None):
     of = replace(of, nodes=tuple(replace(node, node_type=kind) for node in of.nodes))
     return CostModel(
         of,
-        model(width=8192),
-        times or ProfileTable([]),
-        sequence_length=4096,
-        precision="bf16",
-        parameters=framework_parameters(OURS, CostParameters()),
-        formats=formats,
+        Workload(model(width=8192), 4096, "bf16", formats=formats or {}),
+        Measurements(times or ProfileTable([])),
+        framework_parameters(OURS, CostParameters()),
     )
 
 
 def test_fp8_speeds_up_products_of_blocks_alone():
-    fast, plain = (large(f).layer_times("H100-80", 1, 4) for f in ({"H100-80": "fp8"}, None))
+    fast, plain = (
+        large({"H100-80": compute}).layer_times.times("H100-80", compute, 1, 4, "none")
+        for compute in ("fp8", "bf16")
+    )
     ratio = plain.forward_s[1:-1] / fast.forward_s[1:-1]
     assert np.all((ratio > 1.1) & (ratio < 2.0))
     np.testing.assert_array_equal(fast.forward_s[[0, -1]], plain.forward_s[[0, -1]])
@@ -221,14 +223,14 @@ def test_fp8_speeds_up_products_of_blocks_alone():
 def test_fp8_keeps_the_memory_of_bf16():
     plan = Plan("tiny", 1, 1, 4096, (Pipeline((Stage(0, 8, ("a100-0/0",)),), 1, 1),))
     fast, plain = large({"H100-80": "fp8"}), large()
-    assert fast.memory_by_worker(plan) == plain.memory_by_worker(plan)
-    assert fast.rates(plan)["H100-80"]["precision"] == "fp8"
+    assert fast.memory_of.by_worker(plan) == plain.memory_of.by_worker(plan)
+    assert fast.layer_times.rates(plan)["H100-80"]["precision"] == "fp8"
 
 
 def test_shares_of_uneven_stages_are_costed_in_the_stage_format():
     mixed = cost({"T4": "fp16"})
     share = TensorShare(0, 1, 4)
-    (t4,) = [kind for kind in mixed.node_types if kind.gpu_type == "T4"]
-    found = mixed.layer_costs(t4, 2, 1, share).forward_s
-    expected = cost(precision="fp16").layer_costs(t4, 2, 1, share).forward_s
+    (t4,) = [kind for kind in mixed.fleet.node_types if kind.gpu_type == "T4"]
+    found = mixed.layers.costs(t4, 2, 1, share).forward_s
+    expected = cost(precision="fp16").layers.costs(t4, 2, 1, share).forward_s
     np.testing.assert_array_equal(found, expected)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from planner.cost.basis import Measurements, Workload
 from planner.cost.full_shard import share_out_all
 from planner.cost.model import CostModel
 from planner.cost.parameters import (
@@ -20,9 +21,7 @@ def _step_s(framework: str) -> float:
     """Two stages of slow links: transfers matter."""
     spec, of = model(4), fleet(("A100", 2, 1))
     parameters = framework_parameters(framework, CostParameters())
-    cost = CostModel(
-        of, spec, profile(), sequence_length=128, precision="fp32", parameters=parameters
-    )
+    cost = CostModel(of, Workload(spec, 128, "fp32"), Measurements(profile()), parameters)
     stages = (Stage(0, 2, ("a100-0/0",)), Stage(2, 2, ("a100-1/0",)))
     return cost.predict(Plan("tiny", 16, 2, 128, (Pipeline(stages, 8, 2),))).step_time_s
 
@@ -52,8 +51,10 @@ def test_slices_cross_the_card_once(framework: str) -> None:
     of = with_nics(fleet(("A10G", 2, 8)), {"A10G": 1e9 / 8})
     cost = request(of, 8, framework=framework).cost
     kind = of.nodes[0].node_type
-    once_s = cost.activation_message_bytes(8) / (1e9 / 8 * cost.parameters.efficiency_inter)
-    assert cost.boundary_s(kind, kind, 8, tp_degree=8) == pytest.approx(once_s, rel=0.05)
+    once_s = cost.stage_formats.inside_bytes(8, cost.precision) / (
+        1e9 / 8 * cost.parameters.efficiency_inter
+    )
+    assert cost.boundaries.between_s(kind, kind, 8, tp_degree=8) == pytest.approx(once_s, rel=0.05)
 
 
 def _data_parallel(pipelines: int) -> Plan:
@@ -65,9 +66,7 @@ def _data_parallel(pipelines: int) -> Plan:
 def _cost(framework: str, precision: str) -> CostModel:
     parameters = framework_parameters(framework, CostParameters())
     of = fleet(("A100", 1, 8))
-    return CostModel(
-        of, model(4), profile(), sequence_length=128, precision=precision, parameters=parameters
-    )
+    return CostModel(of, Workload(model(4), 128, precision), Measurements(profile()), parameters)
 
 
 def test_fully_sharded_state_shrinks_with_the_pipelines() -> None:
@@ -96,7 +95,7 @@ def test_deepspeeds_fp16_gradients_have_no_fp32_buffers() -> None:
         layer.parameters for layer in (model(4).embedding, *model(4).blocks, model(4).head)
     )
     held = [
-        _cost("deepspeed", dtype).layer_costs(node, 1, 1).state_bytes.sum()
+        _cost("deepspeed", dtype).layers.costs(node, 1, 1).state_bytes.sum()
         for dtype in ("fp16", "bf16")
     ]
     assert held[1] - held[0] == pytest.approx(2 * parameters, rel=1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autohet.bench.planner.synthetic import llama_decoder
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import LayerSpec, ModelSpec
@@ -53,7 +54,7 @@ def asked(
 ) -> Request:
     spec, of = spec or llama(), with_nics(fleet(*types), FAST_NICS)
     decoder = partial(llama_decoder, spec, 128, "fp32") if spec.model_type == "llama" else None
-    cost = CostModel(of, spec, profile(), sequence_length=128, precision="fp32", decoder=decoder)
+    cost = CostModel(of, Workload(spec, 128, "fp32", decoder=decoder), Measurements(profile()))
     return Request(of, spec, cost, batch, 128, **wishes)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import Fleet, node_of
+from planner.cost.basis import Measurements, Workload
 from planner.cost.host_memory import GIB, USABLE, HostMemory, Kept, sentences
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
@@ -51,9 +52,7 @@ def small(*types: tuple[str, int, int], mib: float = 170) -> Fleet:
 
 def request(of: Fleet, layers: int, batch: int = 8) -> Request:
     spec = model(layers, 256, vocab=500)
-    cost = CostModel(
-        of, spec, profile(), sequence_length=128, precision="fp32", parameters=PARAMETERS
-    )
+    cost = CostModel(of, Workload(spec, 128, "fp32"), Measurements(profile()), PARAMETERS)
     return Request(of, spec, cost, batch, 128, prove=False)
 
 
@@ -133,9 +132,7 @@ def test_what_nobody_knows_changes_nothing() -> None:
 
 def test_of_another_frameworks_run_nothing_is_said() -> None:
     of = hosted(small(("A100", 1, 1)), a100=20)
-    cost = CostModel(
-        of, model(12, 256, vocab=500), profile(), sequence_length=128, precision="fp32"
-    )
+    cost = CostModel(of, Workload(model(12, 256, vocab=500), 128, "fp32"), Measurements(profile()))
     plan = Plan("tiny", 8, 1, 128, (Pipeline((Stage(0, 12, ("a100-0/0",)),), 8, 1),))
     assert cost.predict(plan).not_staged is None
     assert cost.memory_of.host_memory(plan, Kept()) == ()

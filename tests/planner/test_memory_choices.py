@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import Fleet
-from planner.cost.model import CostModel, MemoryChoices
+from planner.cost.basis import Measurements, Workload
+from planner.cost.layer_costs import MemoryChoices
+from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
 from planner.model_spec import KeptValues, ModelSpec
@@ -39,13 +41,7 @@ def request(
 ) -> Request:
     wanted = spec(layers)
     cost = CostModel(
-        of,
-        wanted,
-        profile(),
-        sequence_length=128,
-        precision="fp32",
-        parameters=PARAMETERS,
-        choices=choices,
+        of, Workload(wanted, 128, "fp32"), Measurements(profile()), PARAMETERS, choices=choices
     )
     return Request(of, wanted, cost, batch, 128, **wishes)  # type: ignore[arg-type]
 
@@ -214,7 +210,9 @@ def test_the_choice_is_a_brute_forces(types: tuple, mib: float, layers: int) -> 
     wanted = request(of, layers, batch=4, choices=ALL, prove=False)
     cost = wanted.cost
     costed = [
-        cost.predict(way) for plan in every_plan(of, layers, 4) for way in cost.ways_ahead(plan)
+        cost.predict(way)
+        for plan in every_plan(of, layers, 4)
+        for way in cost.stage_choices.ways_ahead(plan)
     ]
     best = min(each.step_time_s for each in costed if each.fits)
     found = search_with_memory(wanted)

@@ -66,7 +66,7 @@ def test_a_walk_ends_no_worse_than_it_began_and_the_same_each_time() -> None:
 
     def walked() -> tuple[float, str]:
         cost = asked.cost
-        judge = Judge(lambda p: cost.predict(p).step_time_s, cost.pipelines_at_least_s)
+        judge = Judge(lambda p: cost.predict(p).step_time_s, cost.steps.pipelines_at_least_s)
         found = Improver(Moves(tables, random.Random(0)), judge).best_of([plan], 200)
         return cost.predict(found).step_time_s, found.to_json()
 

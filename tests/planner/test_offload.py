@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from planner.cluster import Fleet
+from planner.cost.basis import Measurements, Workload
 from planner.cost.host_memory import USABLE, Kept
-from planner.cost.model import CostModel, MemoryChoices
+from planner.cost.layer_costs import MemoryChoices
+from planner.cost.model import CostModel
 from planner.cost.offload import UPDATE_BYTES
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
@@ -42,11 +44,9 @@ def request(
     of = Fleet(0, tuple(placed))
     cost = CostModel(
         of,
-        spec,
-        profile(seconds={gpu: 1e-3}),
-        sequence_length=LENGTH,
-        precision="fp32",
-        parameters=parameters,
+        Workload(spec, LENGTH, "fp32"),
+        Measurements(profile(seconds={gpu: 1e-3})),
+        parameters,
         choices=MemoryChoices(("none",), offload=offload),
     )
     wishes: dict[str, Any] = {"max_stages": 1, "prove": False}
@@ -70,7 +70,7 @@ def parameters_of(asked: Request) -> float:
 def needed_mib(*, offload: bool) -> float:
     asked = request(1 << 20)
     plan = plan_of(asked, offload=offload)
-    return max(asked.cost.memory_by_worker(plan).values()) / MIB
+    return max(asked.cost.memory_of.by_worker(plan).values()) / MIB
 
 
 def between() -> float:
@@ -103,7 +103,7 @@ def test_shared_out_state_takes_its_part_of_host_memory_and_of_the_update() -> N
     alone, shared = (plan_of(asked, offload=True, shard=shard) for shard in (False, True))
     whole, part = (asked.cost.memory_of.offloaded_by_node(each) for each in (alone, shared))
     assert part["a100-0"] == pytest.approx(whole["a100-0"] / 4)
-    assert asked.cost.memory_by_worker(alone) == asked.cost.memory_by_worker(shared)
+    assert asked.cost.memory_of.by_worker(alone) == asked.cost.memory_of.by_worker(shared)
     seconds = [asked.cost.predict(each).breakdown_s["optimizer"] for each in (alone, shared)]
     assert seconds[1] == pytest.approx(seconds[0] / 4)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.basis import Measurements, Workload
 from planner.cost.layers import LayerTimeModel, PointSplit, make_curve
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
@@ -195,13 +196,11 @@ def test_a_stage_takes_the_time_of_the_kinds_that_it_has():
     kinds = _two_kinds({"embedding": 0.1, "block:0": 1.0, "block:1": 4.0, "head": 0.3})
     cost = CostModel(
         fleet(("A100", 2, 1)),
-        kinds.spec,
-        kinds.profile,
-        sequence_length=128,
-        precision="fp32",
-        parameters=CostParameters(launch_exposure=1.0),
+        Workload(kinds.spec, 128, "fp32"),
+        Measurements(kinds.profile),
+        CostParameters(launch_exposure=1.0),
     )
     stages = Stage(0, 1, ("a100-0/0",)), Stage(1, 7, ("a100-1/0",))
     pipeline = Pipeline(stages, 2, 1)
-    assert cost.stage_seconds(pipeline, 0)[0] == pytest.approx(0.1 + 1.0)
-    assert cost.stage_seconds(pipeline, 1)[0] == pytest.approx(7 * 4.0 + 0.3)
+    assert cost.stages.seconds(pipeline, 0)[0] == pytest.approx(0.1 + 1.0)
+    assert cost.stages.seconds(pipeline, 1)[0] == pytest.approx(7 * 4.0 + 0.3)

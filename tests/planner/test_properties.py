@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import Fleet
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import check_plan
@@ -69,7 +70,7 @@ def test_a_faster_gpu_type_never_hurts(
     of = fleet(*((gpu, types.count(gpu), 1) for gpu in sorted(set(types))))
     before = request(of, batch, model(layers, width=32, vocab=1000), max_microbatch_sequences=2)
     seconds = SECONDS_PER_BLOCK | {faster: SECONDS_PER_BLOCK[faster] / factor}
-    cost = CostModel(of, before.spec, profile(seconds), sequence_length=128, precision="fp32")
+    cost = CostModel(of, Workload(before.spec, 128, "fp32"), Measurements(profile(seconds)))
     after = dataclasses.replace(before, cost=cost)
     assert _seconds(strategy, after) <= _seconds(strategy, before) * (1 + 1e-9)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
@@ -26,9 +27,7 @@ def request(mib: float, parameters: CostParameters = OWN) -> Request:
     kept = KeptValues(20 * WIDTH, 200 * WIDTH, 20 * WIDTH, 100 * WIDTH)
     spec = replace(plain, blocks=(replace(plain.blocks[0], autograd=kept),) * LAYERS)
     of = fleet(("A100", 1, 2), memory_gib={"A100": mib / 1024})
-    cost = CostModel(
-        of, spec, profile(), sequence_length=LENGTH, precision="fp32", parameters=parameters
-    )
+    cost = CostModel(of, Workload(spec, LENGTH, "fp32"), Measurements(profile()), parameters)
     wishes: dict[str, Any] = {"max_stages": 1, "min_tp_degree": 2, "max_tp_degree": 2}
     return Request(of, spec, cost, 8, LENGTH, microbatch_sequences=8, **wishes)
 
@@ -38,7 +37,7 @@ def needed_mib(*, cut: bool) -> float:
     workers = asked.fleet.workers
     stage = Stage(0, LAYERS, tuple(workers), sequence_parallel=cut)
     plan = Plan("m", 8, 8, LENGTH, (Pipeline((stage,), 1, 8),))
-    return max(asked.cost.memory_by_worker(plan).values()) / 2**20
+    return max(asked.cost.memory_of.by_worker(plan).values()) / 2**20
 
 
 def test_what_fits_only_with_cut_sequences_is_planned_so() -> None:

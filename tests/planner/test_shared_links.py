@@ -32,7 +32,7 @@ def _plan() -> Plan:
 
 def _transfers_s(large_nic: float, small_nic: float) -> tuple[float, float]:
     asked, plan = _asked(large_nic, small_nic), _plan()
-    times = [asked.cost.pipeline_times(plan, pipeline) for pipeline in plan.pipelines]
+    times = [asked.cost.steps.pipeline_times(plan, pipeline) for pipeline in plan.pipelines]
     assert len(set(times)) == 1
     return times[0].send_forward_s[0], times[0].send_backward_s[0]
 
@@ -48,7 +48,7 @@ def test_small_nodes_share_what_a_large_one_sends_and_takes_in(
     large_nic: float, times: float
 ) -> None:
     asked = _asked(large_nic, 1e9)
-    small, num_bytes = _small(asked), asked.cost.activation_message_bytes(1)
+    small, num_bytes = _small(asked), asked.cost.stage_formats.inside_bytes(1, asked.cost.precision)
     latency_s = asked.cost.links.latency(False)
     alone_s = asked.cost.links.message_s(small, small, False, num_bytes) - latency_s
     assert _transfers_s(large_nic, 1e9) == pytest.approx((times * alone_s + latency_s,) * 2)
@@ -92,11 +92,14 @@ def test_transfers_at_unlike_boundaries_share_a_card_while_they_use_it(nic: floa
     )
     sent_s = []
     for plan in (_meeting(True), _meeting(False)):
-        sent_s.append(asked.cost.pipeline_times(plan, plan.pipelines[0]).send_forward_s[0])
-    latency_s, num_bytes = asked.cost.links.latency(False), asked.cost.activation_message_bytes(1)
+        sent_s.append(asked.cost.steps.pipeline_times(plan, plan.pipelines[0]).send_forward_s[0])
+    latency_s, num_bytes = (
+        asked.cost.links.latency(False),
+        asked.cost.stage_formats.inside_bytes(1, asked.cost.precision),
+    )
     longer = (sent_s[1] - latency_s) / (sent_s[0] - latency_s)
     alone_s = num_bytes / (nic * asked.cost.parameters.efficiency_inter)
-    others = 2 * min(1.0, alone_s / asked.cost.work_s(_meeting(False).pipelines[1]))
+    others = 2 * min(1.0, alone_s / asked.cost.stages.work_s(_meeting(False).pipelines[1]))
     assert longer > 1.01
     assert longer == pytest.approx(min(3.0, 1 / max(1e-9, 1 - others)), abs=2 / 64)
 
@@ -109,8 +112,8 @@ def test_what_one_stage_sends_follows_one_another() -> None:
     stages = tuple(Stage(3 * i, 3 if i < 2 else 2, (f"a100-{i}/0",)) for i in range(3))
     plan = Plan("tiny", 8, 1, 128, (Pipeline(stages, 8, 1),))
     kind = asked.fleet.nodes[0].node_type
-    alone_s = asked.cost.boundary_s(kind, kind, 1)
-    times = asked.cost.pipeline_times(plan, plan.pipelines[0])
+    alone_s = asked.cost.boundaries.between_s(kind, kind, 1)
+    times = asked.cost.steps.pipeline_times(plan, plan.pipelines[0])
     assert times.send_forward_s + times.send_backward_s == pytest.approx((alone_s,) * 4)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from planner.communicators import COMMUNICATOR_BYTES, communicators_by_worker
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
@@ -27,9 +28,7 @@ def spec() -> ModelSpec:
 
 def cost(precision: str = "fp32", **changes: object) -> CostModel:
     parameters = replace(framework_parameters(OURS, CostParameters()), **changes)  # type: ignore[arg-type]
-    return CostModel(
-        FLEET, spec(), profile(), sequence_length=128, precision=precision, parameters=parameters
-    )
+    return CostModel(FLEET, Workload(spec(), 128, precision), Measurements(profile()), parameters)
 
 
 def plan(*stages: Stage, microbatches: int = 4) -> Plan:
@@ -69,9 +68,9 @@ def test_each_stage_recomputes_by_itself_and_selective_lies_between() -> None:
 
 def test_a_stage_that_says_nothing_does_as_the_job_says() -> None:
     full = CostModel(
-        FLEET, spec(), profile(), sequence_length=128, precision="fp32", recompute="full"
+        FLEET, Workload(spec(), 128, "fp32", recompute="full"), Measurements(profile())
     )
-    none = CostModel(FLEET, spec(), profile(), sequence_length=128, precision="fp32")
+    none = CostModel(FLEET, Workload(spec(), 128, "fp32"), Measurements(profile()))
     said = plan(Stage(0, 4, ("a100-0/0",), "full"), Stage(4, 4, ("a100-1/0",), "full"))
     assert (
         full.predict(two()).step_time_s
@@ -107,7 +106,7 @@ def test_optimizer_state_of_a_layer_is_shared_out_over_all_its_holders(
 
 def test_one_holder_shares_nothing_out() -> None:
     alone = plan(Stage(0, 8, ("a100-0/0",), shard_optimizer=True))
-    assert cost().memory_by_worker(alone) == cost().memory_by_worker(
+    assert cost().memory_of.by_worker(alone) == cost().memory_of.by_worker(
         plan(Stage(0, 8, ("a100-0/0",)))
     )
     assert redundancy(alone, FLEET, 8).sharded == ()
@@ -147,9 +146,9 @@ def test_working_ahead_leaves_room_for_communicators() -> None:
     """
     parameters = {"communicator_bytes": 2.0 * 2**30, "activation_scale": 300.0}
     of = cost(**parameters)
-    ahead = of.working_ahead(
+    ahead = of.stage_choices.working_ahead(
         plan(Stage(0, 4, ("a100-0/0",)), Stage(4, 4, ("a100-1/0",)), microbatches=20)
     )
-    without = cost(activation_scale=300.0).working_ahead(ahead)
+    without = cost(activation_scale=300.0).stage_choices.working_ahead(ahead)
     assert of.predict(ahead).fits
     assert without.pipelines[0].in_flight(0) > ahead.pipelines[0].in_flight(0)

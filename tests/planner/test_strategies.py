@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autohet.bench.planner.searches import proved_s, small_case
+from planner.cost.basis import Measurements, Workload
 from planner.cost.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
@@ -174,12 +175,7 @@ def test_where_drafts_lack_memory_for_their_communicators_others_leave_room_for_
         asked.cost.parameters, communicator_bytes=0.5 * GIB, context_bytes=0.0
     )
     cost = CostModel(
-        asked.fleet,
-        asked.spec,
-        profile(),
-        sequence_length=128,
-        precision="fp32",
-        parameters=counted,
+        asked.fleet, Workload(asked.spec, 128, "fp32"), Measurements(profile()), counted
     )
     assert plan_with("autohet", dataclasses.replace(asked, cost=cost)).prediction.fits
 

@@ -12,6 +12,7 @@ from autohet.bench.planner.synthetic import tied
 from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.job import Job
 from planner.cluster import Fleet, cluster_from_yaml, node_of
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.plan import Plan, check_plan
 from planner.redundancy import fewest_holders, redundancy
@@ -61,7 +62,7 @@ def moved_plans(asked: Request, count: int) -> list[Plan]:
     for _ in range(count):
         drawn = moves.draw(now)
         if drawn is not None:
-            now = asked.cost.working_ahead(drawn)
+            now = asked.cost.stage_choices.working_ahead(drawn)
             found.append(now)
     return found
 
@@ -111,9 +112,9 @@ def test_bounds_of_a_step_are_below_its_prediction() -> None:
         plans = moved_plans(asked, 120)
         for plan in plans:
             step_s = asked.cost.predict(plan).step_time_s
-            least_s = asked.cost.step_at_least_s(plan)
-            assert asked.cost.work_at_least_s(plan) <= step_s
-            assert asked.cost.pipelines_at_least_s(plan) <= least_s * (1 + 2e-9)
+            least_s = asked.cost.steps.step_at_least_s(plan)
+            assert asked.cost.steps.work_at_least_s(plan) <= step_s
+            assert asked.cost.steps.pipelines_at_least_s(plan) <= least_s * (1 + 2e-9)
             assert least_s <= step_s
             tight += least_s > 0.8 * step_s
         assert tight > len(plans) / 4
@@ -138,11 +139,9 @@ def test_predictions_on_part_of_a_fleet_are_those_of_a_cost_model_of_its_own() -
     cost = asked.cost
     own = CostModel(
         part.fleet,
-        cost.spec,
-        cost.profile,
-        sequence_length=128,
-        precision=cost.precision,
-        parameters=cost.parameters,
+        Workload(cost.spec, 128, cost.precision),
+        Measurements(cost.profile),
+        cost.parameters,
     )
     for plan in moved_plans(part, 60):
         expected = own.predict(plan)

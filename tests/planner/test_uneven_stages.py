@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from planner.cluster import GIB, Fleet
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.explain import explain
@@ -98,7 +99,8 @@ def test_an_uneven_stage_where_it_pays(name: str) -> None:
     check_plan(answer.plan, wanted.spec.num_layers, max_tp_degree=8)
     assert Plan.from_json(answer.plan.to_json()) == answer.plan
     every = [
-        wanted.cost.predict(wanted.cost.working_ahead(plan)) for plan in every_share(answer.plan)
+        wanted.cost.predict(wanted.cost.stage_choices.working_ahead(plan))
+        for plan in every_share(answer.plan)
     ]
     given = [wanted.cost.predict(plan) for plan in every_share(answer.plan)]
     assert len(given) > 10
@@ -186,7 +188,7 @@ def test_shares_follow_memory_where_those_by_speed_do_not_fit() -> None:
         cost = asked(
             FAST_AND_SLOW, 2, spec=model(8, 2048), joined=True, memory_gib={"A100": gib}
         ).cost
-        ready = cost.working_ahead(plan)
+        ready = cost.stage_choices.working_ahead(plan)
         assert all(
             cost.predict(ready).step_time_s <= cost.predict(p).step_time_s
             for p in every_share(ready)
@@ -230,7 +232,7 @@ def test_who_overlaps_both_key_value_heads_has_fewer_parts() -> None:
         0.97 - 0.03
     )  # margin and context are shares of it
     tight = asked(LOST, 4, spec=spec, microbatch_sequences=2, memory_gib={"A10G": limit})
-    ready = tight.cost.working_ahead(plan)
+    ready = tight.cost.stage_choices.working_ahead(plan)
     assert not tight.cost.predict(plan).fits
     assert tight.cost.predict(ready).fits
 
@@ -264,7 +266,7 @@ def test_moves_keep_uneven_stages_whole(name: str) -> None:
         drawn = moves.draw(plan)
         if drawn is not None:
             check_plan(drawn, wanted.spec.num_layers, max_tp_degree=8)
-            plan = wanted.cost.working_ahead(drawn)
+            plan = wanted.cost.stage_choices.working_ahead(drawn)
             check_plan(plan, wanted.spec.num_layers, max_tp_degree=8)
             for stage in uneven_stages(plan):
                 nodes = {
@@ -302,7 +304,7 @@ def test_tables_have_what_the_prediction_says_of_uneven_stages(types: Any, joine
         group = tables.kind(row).group
         assert group is not None
         stage = Stage(0, 8, tuple(sorted(workers)), tp_shares=group.shares)
-        seconds = wanted.cost.stage_seconds(Pipeline((stage,), 1, size), 0)
+        seconds = wanted.cost.stages.seconds(Pipeline((stage,), 1, size), 0)
         by_layer = float(tables.time_sums[row, -1]) + tables.stage_overhead_s
         assert by_layer == pytest.approx(sum(seconds), rel=0.03 if joined else 1e-9), (
             "of unlike GPUs each layer's slowest counts"
@@ -337,12 +339,7 @@ def test_the_bound_holds_where_a_layer_gains_nothing_from_more_gpus() -> None:
     )
     of, parameters = asked(LOST, 4).fleet, framework_parameters(OURS, CostParameters())
     cost = CostModel(
-        of,
-        model(4),
-        ProfileTable(measured),
-        sequence_length=128,
-        precision="fp32",
-        parameters=parameters,
+        of, Workload(model(4), 128, "fp32"), Measurements(ProfileTable(measured)), parameters
     )
     wanted = Request(of, model(4), cost, 4, 128, max_microbatch_sequences=1)
     tables = tables_of(replace(wanted, uneven=uneven_groups(wanted)))
@@ -351,7 +348,7 @@ def test_the_bound_holds_where_a_layer_gains_nothing_from_more_gpus() -> None:
     assert row is not None
     stages = _shared(Stage(0, 4, workers, tp_shares=(3, 3, 2)))
     assert float(tables.time_sums[row, -1]) <= min(
-        sum(cost.stage_seconds(Pipeline((s,), 4, 1), 0)) for s in stages
+        sum(cost.stages.seconds(Pipeline((s,), 4, 1), 0)) for s in stages
     ) * (1 + 1e-9)
 
 

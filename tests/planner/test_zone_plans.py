@@ -51,7 +51,7 @@ def test_hidden_states_that_change_zones_are_counted_there_and_back() -> None:
     cost = asked([EAST, EAST_TOO, EAST, EAST_TOO]).cost
     (found,) = cost.predict(two_stages(("a100-0/0", "a100-1/0"))).transfers
     assert found.zones == (EAST, EAST_TOO)
-    assert found.bytes_per_step == 2 * 4 * cost.activation_message_bytes(2)
+    assert found.bytes_per_step == 2 * 4 * cost.stage_formats.inside_bytes(2, cost.precision)
     assert not cost.predict(two_stages(("a100-0/0", "a100-2/0"))).transfers
 
 

@@ -174,7 +174,9 @@ def test_a_reference_costs_one_forward_pass_more() -> None:
     for recompute in ("none", "full"):
         for degree in (1, 2):
             times = [
-                each.cost_model(fleet).layer_time_model("bf16").times("H200", degree, 2, recompute)
+                each.cost_model(fleet)
+                .layer_times.model_in("bf16")
+                .times("H200", degree, 2, recompute)
                 for each in (plain, paired)
             ]
             np.testing.assert_allclose(times[1].forward_s, 2 * times[0].forward_s)

@@ -27,6 +27,7 @@ from autohet.runtime.state import live as live_module
 from autohet.runtime.state.live import Live
 from planner.cluster import Fleet, Node, NodeType, node_of
 from planner.cost import host_memory
+from planner.cost.basis import Workload
 from planner.cost.host_memory import HostMemory, Kept
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
@@ -92,9 +93,7 @@ def predicted(
         context_share=0.0,
         memory_margin=0.0,
     )
-    cost = CostModel(
-        fleet, spec, sequence_length=plan.sequence_length, precision="fp32", parameters=parameters
-    )
+    cost = CostModel(fleet, Workload(spec, plan.sequence_length, "fp32"), parameters=parameters)
     return {memory.node: memory for memory in cost.memory_of.host_memory(plan, kept)}
 
 

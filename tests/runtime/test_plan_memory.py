@@ -19,6 +19,7 @@ from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.trainer import StageTrainer
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.basis import Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plan import RECOMPUTE_CHOICES, Plan
@@ -120,10 +121,8 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
         framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0
     )
     spec = model_spec_from_config(family, MODELS[family], precision=precision, dropout=True)
-    cost = CostModel(
-        fleet, spec, sequence_length=LENGTH, precision=precision, parameters=parameters
-    )
-    return cost.memory_by_worker(plan)
+    cost = CostModel(fleet, Workload(spec, LENGTH, precision), parameters=parameters)
+    return cost.memory_of.by_worker(plan)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)

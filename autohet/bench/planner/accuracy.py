@@ -24,6 +24,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, NodeType, cluster_from_yaml
+from planner.cost.basis import Measurements, Workload
 from planner.cost.calibration import MeasuredRun, calibrate
 from planner.cost.layers import make_curve
 from planner.cost.links import Links
@@ -187,14 +188,12 @@ def _fasop_rows(folder: Path) -> list[ResultRow]:
     }
     model = CostModel(
         fleet,
-        model_spec_from_config("gpt2xl", config, precision="fp16"),
-        ProfileTable(_fasop_profile(json.loads((at / "profiles.json").read_text()))),
-        sequence_length=1024,
-        precision="fp16",
-        parameters=framework_parameters("megatron", CostParameters()),
+        Workload(model_spec_from_config("gpt2xl", config, precision="fp16"), 1024, "fp16"),
+        Measurements(ProfileTable(_fasop_profile(json.loads((at / "profiles.json").read_text())))),
+        framework_parameters("megatron", CostParameters()),
     )
     prediction = model.predict(plan)
-    sync = model.simulate(plan).sync
+    sync = model.steps.simulate(plan).sync
     by_stage = {e.job.members[0]: e.end_s - e.start_s for e in sync.events if not e.job.tied}
     tied = max(e.end_s - e.start_s for e in sync.events if e.job.tied)
     pairs = {
@@ -293,9 +292,7 @@ def _metis_rows(folder: Path) -> list[ResultRow]:
         # These profiles time a whole forward and backward at once, so nothing in them is an
         # artefact of single layers.
         parameters = replace(CostParameters(), step_overhead_s=batch_s, launch_exposure=1.0)
-        model = CostModel(
-            fleet, spec, profile, sequence_length=1024, precision="fp16", parameters=parameters
-        )
+        model = CostModel(fleet, Workload(spec, 1024, "fp16"), Measurements(profile), parameters)
         stage = Stage(0, 8, tuple(f"a100-0/{i}" for i in range(tp)))
         plan = Plan("gpt3", size, size, 1024, (Pipeline((stage,), 1, size),))
         errors[f"tp{tp} microbatch {size}"] = (

@@ -16,6 +16,7 @@ from typing import Any
 
 from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
@@ -219,11 +220,9 @@ def request(entries: Sequence[ResultRow], case: FasopCase, of: Fleet, **wishes: 
     model = spec(case)
     cost = CostModel(
         of,
-        model,
-        fasop_profile(entries, case),
-        sequence_length=case.length,
-        precision="fp16",
-        parameters=parameters,
+        Workload(model, case.length, "fp16"),
+        Measurements(fasop_profile(entries, case)),
+        parameters,
     )
     return Request(
         of,

@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import Experts, LayerSpec, ModelSpec
@@ -175,13 +176,15 @@ def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes:
     gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
     cost = CostModel(
         fleet,
-        spec,
-        profile_of(spec, length, gpus),
-        sequence_length=length,
-        precision="bf16",
-        recompute="full",
-        parameters=framework_parameters(OURS, CostParameters()),
-        decoder=partial(llama_decoder, spec, length, "bf16"),
+        Workload(
+            spec,
+            length,
+            "bf16",
+            recompute="full",
+            decoder=partial(llama_decoder, spec, length, "bf16"),
+        ),
+        Measurements(profile_of(spec, length, gpus)),
+        framework_parameters(OURS, CostParameters()),
     )
     return Request(
         fleet,

@@ -23,6 +23,6 @@ def paces_of(proposal: PlanProposal) -> Mapping[str, Pace]:
     paces: dict[str, Pace] = {}
     for pipeline in proposal.plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
-            pace = Pace(*proposal.cost.stage_seconds(pipeline, index, rated=True))
+            pace = Pace(*proposal.cost.stages.seconds(pipeline, index, rated=True))
             paces.update(dict.fromkeys(stage.workers, pace))
     return paces

@@ -107,7 +107,7 @@ def utilisation_by_gpu_type(
     for worker in plan.workers:
         workers[cost.fleet.gpu_type(worker)].append(worker)
     flops = _flops_by_gpu_type(plan, cost)
-    formats = cost.formats_in_use(plan)
+    formats = cost.stage_formats.in_use(plan)
     predicted = proposal.prediction.memory_bytes_by_worker
     found = {}
     for gpu_type, mine in sorted(workers.items()):

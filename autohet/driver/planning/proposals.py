@@ -17,8 +17,9 @@ from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from autohet.runtime.precision import check_plan_formats
 from planner.cluster import Fleet, NodeBound
-from planner.cost.model import CostModel, Prediction
+from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, framework_parameters
+from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import require_disjoint_holders
@@ -73,7 +74,7 @@ class PlanProposal:
         for pipeline in self.plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
                 seconds = pipeline.num_microbatches * sum(
-                    self.cost.stage_seconds(pipeline, index, rated=True)
+                    self.cost.stages.seconds(pipeline, index, rated=True)
                 )
                 slowdown = max(
                     slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)

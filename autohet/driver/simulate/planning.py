@@ -19,7 +19,8 @@ from autohet.driver.planning.proposals import PendingSearch, Planning, PlanPropo
 from autohet.driver.simulate.costs import Costs
 from autohet.runtime.planning import PlanningInputs
 from planner.cluster import Fleet, Node, node_of
-from planner.cost.model import CostModel, Prediction
+from planner.cost.model import CostModel
+from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan, Stage
 from planner.replan import MigrationCost, align, holders_of, replan
@@ -357,7 +358,7 @@ class RememberedPlanning(Planning):
         """Record each node's blocks a second, its GPUs alone, one sequence at a time."""
         for node in request.fleet.nodes:
             if self.kind_of(node) not in self.memory.speed:
-                costs = request.cost.layer_costs(node.node_type, 1, 1)
+                costs = request.cost.layers.costs(node.node_type, 1, 1)
                 seconds = max(float((costs.forward_s + costs.backward_s).sum()), 1e-30)
                 self.memory.speed[self.kind_of(node)] = node.node_type.num_gpus / seconds
 

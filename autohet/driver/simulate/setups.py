@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.planning import RememberedPlanning, renamed
 from planner.cluster import Fleet, Node, NodeType, node_of
-from planner.cost.model import Prediction
+from planner.cost.prediction import Prediction
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import Plan

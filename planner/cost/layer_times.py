@@ -1,0 +1,87 @@
+"""Seconds of every layer in each number format of a job."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from planner.cost.basis import CostBasis, Measurements
+from planner.cost.layers import LayerTimeModel, LayerTimes
+from planner.plan import Plan, Recompute, TensorShare
+from planner.profile import default_profile
+
+ModelsByFormat = dict[str, LayerTimeModel]
+"""Models of layer times by number format."""
+
+
+class LayerTimesByFormat:
+    """Layer times of one workload on one fleet's links, in any format.
+
+    known: cache of the models of layer times, which may be shared by fleets.
+    """
+
+    def __init__(self, basis: CostBasis, measurements: Measurements, known: ModelsByFormat) -> None:
+        self._basis = basis
+        self._workload = basis.workload
+        self._profile = measurements.profile or default_profile()
+        self._model = measurements.model or basis.workload.spec.name
+        self._known = known
+
+    def times(
+        self,
+        gpu_type: str,
+        compute: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute,
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """Return forward, backward and update seconds of every layer in the format `compute`.
+
+        The backward includes what is recomputed. share: the worker's own share, if the TP degree
+        does not define it.
+        """
+        return self.model_in(compute).times(gpu_type, tp_degree, microbatch, recompute, share)
+
+    def model_in(self, compute: str) -> LayerTimeModel:
+        """Return the model of layer times in one format."""
+        if compute not in self._known:
+            self._known[compute] = LayerTimeModel(
+                self._profile,
+                self._workload.spec,
+                self._model,
+                compute,
+                self._workload.sequence_length,
+                self._basis.parameters,
+                partial(self._tp_communication_s, compute),
+            )
+        return self._known[compute]
+
+    def load_spread(self) -> float | None:
+        """Return the measured spread of the experts' loads; None: not measured."""
+        return self.model_in(self._workload.precision).load_spread
+
+    def rates(self, plan: Plan) -> dict[str, Mapping[str, str]]:
+        """Return precision, basis and source of block times by GPU type in use.
+
+        The precision is the format of the type's first stage. The basis is measured or estimated;
+        the source is what the times are made from.
+        """
+        found: dict[str, Mapping[str, str]] = {}
+        for gpu_type, used in sorted(self._basis.formats.in_use(plan).items()):
+            basis, source = self.model_in(used[0]).basis(gpu_type)
+            found[gpu_type] = {"precision": used[0], "basis": basis, "source": source}
+        return found
+
+    def _tp_communication_s(
+        self, compute: str, gpu_type: str, tp_degree: int, microbatch: int
+    ) -> float:
+        """Return seconds of the two all-reduces of the hidden states, a block and direction.
+
+        Source: Shoeybi et al., Megatron-LM, 2019, section 3.
+        """
+        kinds = self._basis.fleet.node_types
+        kind = next((each for each in kinds if each.gpu_type == gpu_type), None)
+        if tp_degree == 1 or kind is None:
+            return 0.0
+        members = [("node", kind)] * tp_degree
+        num_bytes = self._basis.formats.inside_bytes(microbatch, compute)
+        return 2 * self._basis.links.all_reduce_s(members, num_bytes)

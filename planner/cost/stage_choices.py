@@ -1,0 +1,138 @@
+"""Choices for the stages of a plan that a search leaves open.
+
+They are number formats, uneven shares, savings of memory, the way of tokens to experts, and the
+number of microbatches in flight.
+"""
+
+from dataclasses import replace
+
+from planner.cost.basis import CostBasis
+from planner.cost.expert_dispatch import DispatchCosts
+from planner.cost.layer_costs import Assumed
+from planner.cost.plan_memory import PlanMemory
+from planner.cost.stage_costs import StageCosts
+from planner.in_flight import MOST_AHEAD
+from planner.plan import COMPUTE_FORMATS, Pipeline, Plan, Stage
+
+
+class StageChoices:
+    """Choices for plans on one fleet.
+
+    assumed: recomputation and sharing of optimizer state among which stages may choose.
+    """
+
+    def __init__(
+        self,
+        basis: CostBasis,
+        stages: StageCosts,
+        memory: PlanMemory,
+        dispatch: DispatchCosts,
+        assumed: Assumed,
+    ) -> None:
+        self._workload = basis.workload
+        self._parameters = basis.parameters
+        self._formats = basis.formats
+        self._stages = stages
+        self._memory = memory
+        self._dispatch = dispatch
+        self._assumed = assumed
+
+    def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
+        """Return the plan as it would be run.
+
+        Each stage computes in the format of its GPU types. Shares of uneven stages follow what
+        their GPUs can carry. Stages then get what they do for memory, if there is a choice
+        (`Assumed.choices`), and those with experts the faster way of tokens to them. State goes to
+        host memory if all plans have it there. Last, if transfers run beside the work, stages keep
+        as many microbatches in flight as fit, at most `most` more at each stage than at the next.
+        """
+        if self._parameters.offload_optimizer:
+            plan = plan.offloading()
+        plan = self.with_formats(plan)
+        plan = self._memory.with_shares(plan)
+        choices = self._assumed.choices
+        if choices:
+            plan = self._memory.with_choices(plan, choices, self._assumed.holders > 1)
+        plan = self.with_dispatch(plan)
+        if self._parameters.transfers != "none":
+            return plan
+        return self._memory.working_ahead(plan, most)
+
+    def ways_ahead(self, plan: Plan) -> list[Plan]:
+        """Return the plan for each number by which stages may keep more microbatches than the next.
+
+        Fewest in flight first; each plan once.
+        """
+        ways = (self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1))
+        return list(dict.fromkeys(ways))
+
+    def with_formats(self, plan: Plan) -> Plan:
+        """Return the plan with the format of each stage's GPU types, where not the precision."""
+        if not self._formats.by_type or plan.spmd is not None:
+            return plan
+        pipelines = []
+        for pipeline in plan.pipelines:
+            stages = tuple(map(self._with_format, pipeline.stages))
+            pipelines.append(replace(pipeline, stages=stages))
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _with_format(self, stage: Stage) -> Stage:
+        compute = self._formats.of(replace(stage, compute=None))
+        for each in COMPUTE_FORMATS:
+            if each == compute != self._workload.precision:
+                return replace(stage, compute=each)
+        return replace(stage, compute=None)
+
+    def with_dispatch(self, plan: Plan) -> Plan:
+        """Return the plan with an allowed way of tokens to experts for each stage."""
+        if self._dispatch.allowed == "sum" or plan.spmd is not None:
+            return plan
+        pipelines = []
+        for pipeline in plan.pipelines:
+            numbers = range(len(pipeline.stages))
+            stages = tuple(self._with_dispatch(pipeline, number) for number in numbers)
+            pipelines.append(replace(pipeline, stages=stages))
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _with_dispatch(self, pipeline: Pipeline, index: int) -> Stage:
+        by_sum, sending = self._ways_of(pipeline.stages[index])
+        if not self._dispatch.applies(by_sum):
+            return by_sum
+        if self._dispatch.allowed == "all_to_all":
+            return sending
+        if self.dispatch_gain_s(pipeline, index) <= 0:
+            return by_sum
+        terms = self._stages.terms(_with_stage(pipeline, index, sending), index)
+        return sending if terms.room(0.0) >= pipeline.in_flight(index) else by_sum
+
+    def _ways_of(self, stage: Stage) -> tuple[Stage, Stage]:
+        """Return the stage with a sum, and with all-to-all.
+
+        The latter is sequence parallel if it can be: its ranks then have their parts of the tokens
+        already. A sum carries the same bytes either way.
+        """
+        was_cut = stage.sequence_parallel and stage.expert_dispatch != "all_to_all"
+        by_sum = replace(stage, expert_dispatch=None, sequence_parallel=was_cut)
+        recompute = stage.recompute or self._workload.recompute
+        may_cut = self._parameters.may_cut_sequence and recompute != "selective"
+        sending = replace(
+            by_sum, expert_dispatch="all_to_all", sequence_parallel=was_cut or may_cut
+        )
+        return by_sum, sending
+
+    def dispatch_gain_s(self, pipeline: Pipeline, index: int) -> float:
+        """Return the seconds that all-to-all saves over a sum in one stage.
+
+        They are those of a microbatch in both passes.
+        """
+        by_sum, sending = (
+            sum(self._stages.seconds(_with_stage(pipeline, index, each), index))
+            for each in self._ways_of(pipeline.stages[index])
+        )
+        return by_sum - sending
+
+
+def _with_stage(pipeline: Pipeline, index: int, stage: Stage) -> Pipeline:
+    """Return the pipeline with another stage in a place."""
+    stages = (*pipeline.stages[:index], stage, *pipeline.stages[index + 1 :])
+    return replace(pipeline, stages=stages)

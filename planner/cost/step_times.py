@@ -1,0 +1,179 @@
+"""Seconds of a plan's step: exact, by simulation, and lower bounds without one."""
+
+from dataclasses import dataclass
+
+from planner.cost.basis import CostBasis
+from planner.cost.boundaries import BoundaryCosts
+from planner.cost.full_shard import overlapped_s
+from planner.cost.plan_memory import PlanMemory
+from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s
+from planner.cost.stage_costs import StageCosts, sharing_of
+from planner.cost.sync import KnownRings, Rings, StepTimeline, simulate_sync
+from planner.plan import Pipeline, Plan, Stage
+
+_PIPELINES = (
+    1024  # ends of stages: of 80 stages 3 KB, where a timeline of all actions would take megabytes
+)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Simulated step.
+
+    ends_s: for each pipeline (of `plan.pipelines`), when its stages have ended. sync: the gradient
+    sync and updates after them.
+    """
+
+    ends_s: tuple[tuple[float, ...], ...]
+    sync: StepTimeline
+    step_time_s: float
+
+
+class StepTimes:
+    """Step times of plans on one fleet.
+
+    memory: gives the all-reduces of a plan. rings: cache of all-reduces that run alone, which may
+    be shared by fleets.
+    """
+
+    def __init__(
+        self,
+        basis: CostBasis,
+        stages: StageCosts,
+        boundaries: BoundaryCosts,
+        memory: PlanMemory,
+        rings: KnownRings,
+    ) -> None:
+        self._fleet = basis.fleet
+        self._links = basis.links
+        self._parameters = basis.parameters
+        self._forward_passes = basis.workload.spec.forward_passes
+        self._stages = stages
+        self._boundaries = boundaries
+        self._memory = memory
+        self._rings = rings
+        self._ends: dict[tuple[object, int], tuple[float, ...]] = {}
+
+    def simulate(self, plan: Plan) -> Simulation:
+        """Simulate one step: every pipeline's 1F1B, then gradient sync, then updates."""
+        ends_s = tuple(self._ends_of_stages(plan, pipeline) for pipeline in plan.pipelines)
+        ends: dict[str, float] = {}
+        for pipeline, stage_ends_s in zip(plan.pipelines, ends_s, strict=True):
+            for stage, end_s in zip(pipeline.stages, stage_ends_s, strict=True):
+                ends.update(dict.fromkeys(stage.workers, end_s))
+        # with all of it shared out, gradients are reduced beside the backward (`pipeline_times`)
+        jobs = () if self._parameters.full_shard else self._memory.sync_jobs(plan)
+        update = dict[str, float]()
+        sharing = sharing_of(plan)
+        for pipeline in plan.pipelines:
+            terms = self._stages.every_terms(pipeline, sharing)
+            for stage, each in zip(pipeline.stages, terms, strict=True):
+                update.update(dict.fromkeys(stage.workers, each.update_s))
+        sync = simulate_sync(jobs, ends, update, self._fleet, self._links, self._rings)
+        return Simulation(ends_s, sync, sync.end_s + self._parameters.step_overhead_s)
+
+    def breakdown(self, simulation: Simulation) -> dict[str, float]:
+        """Return the seconds of a simulated step by part."""
+        pipeline = max(map(max, simulation.ends_s))
+        sync = simulation.sync
+        return {
+            "pipeline": pipeline,
+            "grad_sync": max(0.0, sync.gradients_end_s - pipeline),
+            "tied_embedding_sync": max(0.0, sync.tied_end_s - max(pipeline, sync.gradients_end_s)),
+            "optimizer": sync.end_s - max(pipeline, sync.gradients_end_s, sync.tied_end_s),
+            "overhead": self._parameters.step_overhead_s,
+        }
+
+    def pipelines_s(self, plan: Plan) -> list[float]:
+        """Return the seconds at which each pipeline has done its part of a step."""
+        return [max(self._ends_of_stages(plan, pipeline)) for pipeline in plan.pipelines]
+
+    def pipelines_at_least_s(self, plan: Plan) -> float:
+        """Return a lower bound of the slowest pipeline's part of a step, without simulating it."""
+        return max(self._bound_s(plan, pipeline) for pipeline in plan.pipelines)
+
+    def work_at_least_s(self, plan: Plan) -> float:
+        """Return a lower bound of the slowest pipeline's part of a step from its stages' work.
+
+        It holds for any number of microbatches in flight.
+        """
+        slowest_s = 0.0
+        for pipeline in plan.pipelines:
+            before_s = 0.0
+            for terms in self._stages.every_terms(pipeline):
+                work_s = terms.forward_s + terms.backward_s
+                slowest_s = max(slowest_s, before_s + pipeline.num_microbatches * work_s)
+                before_s += work_s
+            slowest_s = max(slowest_s, before_s)
+        return slowest_s
+
+    def step_at_least_s(self, plan: Plan) -> float:
+        """Return a lower bound of the step time, without simulating it.
+
+        The first stage of a pipeline ends last. Its gradients are summed after that, then those of
+        a tied embedding, and no update starts before: each sum takes as long as its ring alone.
+        """
+        ends_s = [self._bound_s(plan, pipeline) for pipeline in plan.pipelines]
+        slowest = max(range(len(ends_s)), key=ends_s.__getitem__)
+        if self._parameters.full_shard:
+            return ends_s[slowest]
+        worker = plan.pipelines[slowest].stages[0].workers[0]
+        rings = Rings(self._fleet, self._links, self._rings)
+        summed_s = {False: 0.0, True: 0.0}
+        for job in self._memory.sync_jobs(plan):
+            if worker in job.members:
+                summed_s[job.tied] = max(summed_s[job.tied], rings.of(job).seconds)
+        sharing = sharing_of(plan)
+        updates_s: list[float] = []
+        for pipeline in plan.pipelines:
+            updates_s += [terms.update_s for terms in self._stages.every_terms(pipeline, sharing)]
+        return (ends_s[slowest] + sum(summed_s.values()) + max(updates_s)) * (1 - 1e-9)
+
+    def _bound_s(self, plan: Plan, pipeline: Pipeline) -> float:
+        return pipeline_bound_s(self.pipeline_times(plan, pipeline), pipeline.num_microbatches)
+
+    def _ends_of_stages(self, plan: Plan, pipeline: Pipeline) -> tuple[float, ...]:
+        times = self.pipeline_times(plan, pipeline)
+        key = (times, pipeline.num_microbatches)
+        if (known := self._ends.get(key)) is None:
+            known = self._ends[key] = ends_of_stages(times, pipeline.num_microbatches)
+            if len(self._ends) > _PIPELINES:
+                del self._ends[next(iter(self._ends))]
+        return known
+
+    def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
+        """Return stage and boundary seconds of one pipeline of a plan.
+
+        NICs are shared with the plan's other pipelines.
+        """
+        terms = self._stages.every_terms(pipeline)
+        seconds = [(each.forward_s, each.backward_s) for each in terms]
+        if self._parameters.full_shard:
+            seconds = [
+                self._gathered_s(plan, stage, *each)
+                for stage, each in zip(pipeline.stages, seconds, strict=True)
+            ]
+        send_forward, send_backward = self._boundaries.of(plan, pipeline)
+        return PipelineTimes(
+            forward_s=tuple(f for f, _ in seconds),
+            backward_s=tuple(b for _, b in seconds),
+            send_forward_s=tuple(self._forward_passes * each for each in send_forward),
+            send_backward_s=tuple(send_backward),
+            transfers=self._parameters.transfers,
+            most_in_flight=pipeline.most_in_flight,
+        )
+
+    def _gathered_s(
+        self, plan: Plan, stage: Stage, forward_s: float, backward_s: float
+    ) -> tuple[float, float]:
+        """Return seconds of a microbatch in a stage that gathers weights and reduces gradients.
+
+        Both run beside its work.
+        """
+        all_reduce_s = 0.0
+        for job in self._memory.sync_jobs(plan):
+            if stage.workers[0] in job.members:
+                nodes = map(self._fleet.node_of, job.members)
+                members = [(node.name, node.node_type) for node in nodes]
+                all_reduce_s += self._links.all_reduce_s(members, job.num_bytes)
+        return overlapped_s(forward_s, backward_s, all_reduce_s, stage.num_layers)
