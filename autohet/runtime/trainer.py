@@ -134,8 +134,8 @@ class StageTrainer(Trainer):
             staging=staging,
         )
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
-        self.stage.load_parameters({**generation.frozen, **self._weights.tensors})
-        self._has_dropout = getattr(self.stage, "has_dropout", False)
+        self.stage.weights.load({**generation.frozen, **self._weights.tensors})
+        self._has_dropout = self.stage.dropout.drops
         # Isolated documents change shapes with each microbatch: code is compiled for one shape.
         if setup.begins is None and wants_compiled(setup.training.compile_blocks, self.stage):
             compile_blocks(self.stage)
@@ -147,7 +147,7 @@ class StageTrainer(Trainer):
         self._sync = GradientSync(
             local,
             generation.groups,
-            self.stage.local_parameters(),
+            self.stage.weights.local_parameters(),
             overlap=overlap,
             scaled=self._executor.scaled,
         )
@@ -220,7 +220,7 @@ class StageTrainer(Trainer):
         """Draw the dropout of microbatch m, by the positions of its rows in the run."""
         first = self.step * self.training.global_batch_sequences
         samples = [first + place for place in self.place.sequences(m)]
-        self.stage.draw_dropout(self.training.seed, samples)
+        self.stage.dropout.draw(self.training.seed, samples)
 
     def _before_evaluation(self) -> None:
         self._gather_weights()
@@ -311,9 +311,8 @@ def _build_stage(
     recompute = stage.recompute or training.stage_recompute
     if training.objective == "dpo":
         config = without_dropout(config)  # as TRL's DPOTrainer: the reference drops nothing either
-    built: StageModel = build(
-        config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute
-    )
+    layers = range(stage.first_layer, stage.end_layer)
+    built: StageModel = build(config, layers, tp, setup.device, dtype, recompute)
     if (stage.compute or training.precision) == "fp8":
         check_fp8(setup.device)
         for block in built.blocks:
@@ -330,7 +329,7 @@ def _build_stage(
 def _reload_frozen(generation: WorkerGeneration, stage: StageModel, names: Collection[str]) -> None:
     """Read frozen weights from their origin again, also into the stage's copies of them."""
     generation.reload_frozen(names)
-    stage.renew_copies({name: generation.frozen[name] for name in names})
+    stage.weights.renew_copies({name: generation.frozen[name] for name in names})
 
 
 def _replica_check(

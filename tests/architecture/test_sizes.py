@@ -24,8 +24,6 @@ LONG_TODAY = {
     "autohet/runtime/models/family.py _spec",
     "autohet/runtime/models/linear_loss.py linear_cross_entropy_sum",
     "autohet/runtime/models/model_spec.py _block_spec",
-    "autohet/runtime/models/stage.py StageModel.__init__",
-    "autohet/runtime/models/stage.py build_stage",
     "autohet/runtime/reference.py train_reference",
     "planner/cost/layers.py LayerTimeModel._borrowed",
     "planner/cost/layers.py LayerTimeModel._layer",
@@ -37,7 +35,6 @@ LONG_TODAY = {
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {
     "autohet/runtime/groups/group.py Group",
-    "autohet/runtime/models/stage.py StageModel",
     "autohet/runtime/step_commit.py Trainer",
     "autohet/runtime/worker.py Worker",
     "planner/cost/layers.py LayerTimeModel",

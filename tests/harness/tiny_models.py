@@ -368,11 +368,12 @@ def stage_chain(
     share = WHOLE if tp is None else tp.share
     stages, first = [], 0
     for num_layers in cut:
+        layers = range(first, first + num_layers)
         stage = build_stage(
-            config, first, num_layers, tp, torch.device("cpu"), torch.float32, recompute=recompute
+            config, layers, tp, torch.device("cpu"), torch.float32, recompute=recompute
         )
         names = stage_parameter_names(config, first, num_layers)
-        stage.load_parameters({name: take(specs[name], parameters[name], share) for name in names})
+        stage.weights.load({name: take(specs[name], parameters[name], share) for name in names})
         stages.append(stage)
         first += num_layers
     return stages
@@ -387,7 +388,7 @@ def run_chain(
     inputs, targets = batch(config)
     borders, hidden = [], inputs
     for stage in stages:
-        given = hidden if stage.is_first else hidden.detach().requires_grad_()
+        given = hidden if stage.spec.is_first else hidden.detach().requires_grad_()
         hidden = stage(given)
         borders.append((given, hidden))
     loss = stages[-1].loss_sum(hidden, targets)
@@ -396,7 +397,7 @@ def run_chain(
         out.backward(given.grad)
     gradients: dict[str, Tensor] = {}
     for stage in stages:
-        for name, parameter in stage.local_parameters().items():
+        for name, parameter in stage.weights.local_parameters().items():
             assert parameter.grad is not None, f"{name} got no gradient"
             gradients[name] = (
                 gradients[name] + parameter.grad if name in gradients else parameter.grad

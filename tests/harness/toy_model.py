@@ -14,7 +14,7 @@ Each layer has a `history` beside its weights, which nothing reads and whose gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from autohet.runtime import models
-from autohet.runtime.models.family import WHOLE, Family, local_units
+from autohet.runtime.models.family import Family
+from autohet.runtime.models.stage_dropout import StageDropout
+from autohet.runtime.models.stage_spec import StageSpec
 from planner.plan import Recompute
 
 TOY_CONFIG = {
@@ -191,63 +193,66 @@ class _Loss(torch.autograd.Function):
         return to_hidden, to_hidden.flatten(0, 1).sum(0), gradient, None, None, None
 
 
+EMBEDDING_TABLE = "model.embed_tokens"
+
+
+class ExactWeights:
+    """Parameters of an exact stage by name, with the interface of `StageWeights`."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._parameters: dict[str, nn.Parameter] = {}
+
+    def load(self, parameters: Mapping[str, Tensor]) -> None:
+        assert all(tensor.dtype == torch.float32 for tensor in parameters.values()), (
+            "the exact model is fp32 only"
+        )
+        self._parameters = {name: nn.Parameter(parameters[name].detach()) for name in self._names}
+
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._parameters)
+
+
 class ExactStage(nn.Module):
     """The runtime's stage interface (see `autohet.runtime.models.stage.StageModel`); the last
     stage's "logits" are its hidden states.
     """
 
-    def __init__(
-        self, family: Family, config: ExactConfig, first_layer: int, num_layers: int, tp: Any
-    ) -> None:
+    def __init__(self, spec: StageSpec) -> None:
         super().__init__()
-        self.tp, self.first_layer, self.num_layers = tp, first_layer, num_layers
-        self.is_first, self.is_last = (
-            first_layer == 0,
-            first_layer + num_layers == config.num_hidden_layers,
+        self.spec = spec
+        self.dropout = StageDropout(spec)
+        layers = spec.layers
+        self.weights = ExactWeights(
+            models.stage_parameter_names(spec.config, layers.start, len(layers))
         )
-        self.names = models.stage_parameter_names(config, first_layer, num_layers)
-        self.head = "model.embed_tokens.weight" if family.tied_head(config) else "lm_head.weight"
-        self._start = {
-            name: spec.cuts[local_units(spec, tp.share if tp is not None else WHOLE)[0]]
-            for name, spec in family.parameter_specs(config).items()
-            if name in ("model.embed_tokens.weight", "lm_head.weight")
-        }
-        self._parameters_by_name: dict[str, nn.Parameter] = {}
-
-    def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        assert all(tensor.dtype == torch.float32 for tensor in parameters.values()), (
-            "the exact model is fp32 only"
-        )
-        self._parameters_by_name = {
-            name: nn.Parameter(parameters[name].detach()) for name in self.names
-        }
-
-    def local_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._parameters_by_name)
+        is_tied = spec.family.tied_head(spec.config)
+        self.head = EMBEDDING_TABLE if is_tied else "lm_head"
 
     def forward(self, x: Tensor) -> Tensor:
-        held = self._parameters_by_name
-        if self.is_first:
-            name = "model.embed_tokens.weight"
-            x = _Embed.apply(held[name], x, self._start[name], self.tp)
-        for layer in range(self.first_layer, self.first_layer + self.num_layers):
+        held = self.weights.local_parameters()
+        tp = self.spec.tp
+        if self.spec.is_first:
+            start = self.spec.first_token(EMBEDDING_TABLE)
+            x = _Embed.apply(held[f"{EMBEDDING_TABLE}.weight"], x, start, tp)
+        for layer in self.spec.layers:
             path = f"model.layers.{layer}"
             weights = [held[f"{path}.{name}.weight"] for name in ("mix", "back", "norm", "history")]
-            x = _Block.apply(x, *weights, self.tp)
+            x = _Block.apply(x, *weights, tp)
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         return self.loss_sum(self(x), targets)
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        held = self._parameters_by_name
+        held = self.weights.local_parameters()
         return _Loss.apply(
             logits,
             held["model.norm.weight"],
-            held[self.head],
+            held[f"{self.head}.weight"],
             targets,
-            self._start[self.head],
-            self.tp,
+            self.spec.first_token(self.head),
+            self.spec.tp,
         )
 
 
@@ -255,15 +260,14 @@ class ExactFamily(Family):
     def build_stage(
         self,
         config: Any,
-        first_layer: int,
-        num_layers: int,
+        layers: range,
         tp: Any,
         device: torch.device,
         dtype: torch.dtype,
         recompute: Recompute = "none",
     ) -> ExactStage:
         assert dtype == torch.float32, "the exact model is fp32 only"
-        return ExactStage(self, config, first_layer, num_layers, tp)
+        return ExactStage(StageSpec(self, config, layers, tp, device, dtype))
 
 
 FAMILY = ExactFamily(

@@ -204,7 +204,7 @@ def check_frozen(case: Case) -> int:
     specs = family_of(config).parameter_specs(config)
     units = frozen_units(Plan.from_document(case.plan), config, SEAT.me)
     whole = dict(initial_parameters(config, list(units), case.seed))
-    used = dict(SEAT.trainer.stage._slots())
+    used = dict(SEAT.trainer.stage.weights.places())
     for name, tensor in SEAT.frozen.tensors.items():
         drawn = take_units(specs[name], units[name], whole[name])
         assert torch.equal(tensor, drawn.to(tensor.dtype)), name
@@ -316,7 +316,7 @@ def use_frozen() -> None:
     """Let the stage compute with the frozen weights as they are now, also where it has copies."""
     assert SEAT.frozen is not None
     assert SEAT.trainer is not None
-    SEAT.trainer.stage.renew_copies(SEAT.frozen.tensors)
+    SEAT.trainer.stage.weights.renew_copies(SEAT.frozen.tensors)
 
 
 def run_case(

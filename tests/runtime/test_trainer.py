@@ -217,7 +217,7 @@ def test_the_updates_time_is_the_devices_and_the_host_never_waits_for_it() -> No
 def test_gradients_that_are_not_finite_are_named_where_all_weights_are() -> None:
     trainer, rows = trainer_of(LLAMA)
     name = "model.layers.0.mlp.down_proj.weight"
-    parameter = trainer.stage.local_parameters()[name]
+    parameter = trainer.stage.weights.local_parameters()[name]
     parameter.register_hook(lambda gradient: gradient * float("nan"))
     skipped = trainer.train_step(rows).skipped
     assert skipped is not None

@@ -195,12 +195,14 @@ def _fake_stage(
 ) -> tuple[StageModel, Tensor]:
     """Return a model of one stage, and hidden states like those of a preceding block."""
     tp = None if share is None else TensorParallel(_SilentGroup(), share.first, share.of)
-    stage = build_stage(block.config, block.layer, 1, tp, torch.device("cpu"), dtype)
-    specs = stage.specs
-    stage.load_parameters(
+    stage = build_stage(
+        block.config, range(block.layer, block.layer + 1), tp, torch.device("cpu"), dtype
+    )
+    specs = stage.spec.parameters
+    stage.weights.load(
         {
             name: torch.empty(shape, dtype=specs[name].compute_dtype(dtype))
-            for name, shape in stage.local_shapes().items()
+            for name, shape in stage.weights.local_shapes().items()
         }
     )
     return stage, _fake_states(block.config, TOKENS, dtype)
@@ -220,7 +222,7 @@ def _count(block: _Block, share: TensorShare | None, dtype: torch.dtype) -> _Cou
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage, _ = _fake_stage(block, share, dtype)
         for tokens in (TOKENS, 2 * TOKENS):
-            stage.prepare((1, tokens))
+            stage.inputs.prepare((1, tokens))
             counts.append(_kept_bytes(stage, _fake_states(block.config, tokens, dtype)))
     scale = TOKENS * dtype.itemsize
     (everything, selective), (more, more_selective) = counts
@@ -231,7 +233,7 @@ def _kept_bytes(stage: StageModel, given: Tensor) -> tuple[int, int]:
     """Return the bytes that autograd and selective recomputation keep of the first block."""
     everything = _saved_bytes(stage, lambda: stage.block_output(0, given))
     input_bytes = given.numel() * given.element_size()
-    if stage.family.changes_products(stage.config):
+    if stage.spec.family.changes_products(stage.spec.config):
         return everything, input_bytes
     with _KeptProducts() as products:
         stage.block_output(0, given)
@@ -245,7 +247,7 @@ def _saved_bytes(stage: StageModel, run: Callable[[], Tensor]) -> int:
     that nobody uses, such as the scores of a router's groups.
     """
     shared = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
-    shared |= {tensor.untyped_storage()._cdata for tensor in stage.fixed_tensors()}
+    shared |= {tensor.untyped_storage()._cdata for tensor in stage.inputs.tensors()}
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:

@@ -36,16 +36,16 @@ def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
     recomputation, which chooses among a block's operators: compiled code hides them. Not with
     experts, whose compiled products no GPU has run yet.
     """
-    if getattr(stage, "has_dropout", False):
+    if stage.dropout.drops:
         return False
     if wish != "auto":
         return wish
-    if not isinstance(stage, StageModel) or stage.recompute == "selective" or not stage.num_layers:
+    if not isinstance(stage, StageModel) or stage.recompute == "selective" or not stage.blocks:
         return False
-    if stage.family.has_experts:
+    if stage.spec.family.has_experts:
         return False
     num_parameters = sum(each.numel() for each in stage.blocks[0].parameters())
-    return num_parameters >= MIN_COMPILED_PARAMETERS and can_compile(stage.device.type)
+    return num_parameters >= MIN_COMPILED_PARAMETERS and can_compile(stage.spec.device.type)
 
 
 def compile_blocks(stage: StageModel) -> bool:
@@ -55,7 +55,7 @@ def compile_blocks(stage: StageModel) -> bool:
     use it if their microbatches and slices have the same shapes. Blocks of a stage of several ranks
     communicate, so they are not compiled.
     """
-    if stage.tp is not None and stage.tp.degree > 1:
+    if stage.spec.tp_degree > 1:
         logger.info(
             "training.compile_blocks: blocks of a tensor-parallel stage communicate, and are not"
             " compiled"

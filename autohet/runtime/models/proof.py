@@ -305,10 +305,11 @@ def _stages(
     stages = []
     first = 0
     for num_layers in cut:
-        stage = build_stage(config, first, num_layers, tp, torch.device("cpu"), torch.float32)
+        layers = range(first, first + num_layers)
+        stage = build_stage(config, layers, tp, torch.device("cpu"), torch.float32)
         names = stage_parameter_names(config, first, num_layers)
         units = {name: local_units(specs[name], share) for name in names}
-        stage.load_parameters(
+        stage.weights.load(
             {name: take_units(specs[name], units[name], parameters[name]) for name in names}
         )
         stages.append(stage)
@@ -347,7 +348,7 @@ def _train(
     hidden = tokens
     borders = []
     for stage in stages:
-        given = hidden if stage.is_first else hidden.detach().requires_grad_()
+        given = hidden if stage.spec.is_first else hidden.detach().requires_grad_()
         hidden = stage(given)
         borders.append((given, hidden))
     stages[-1].loss_sum(hidden, targets).backward()
@@ -355,7 +356,7 @@ def _train(
         borders[index][1].backward(borders[index + 1][0].grad)
     gradients: dict[str, Tensor] = {}
     for stage in stages:
-        for name, parameter in stage.local_parameters().items():
+        for name, parameter in stage.weights.local_parameters().items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return _Result(hidden.detach(), gradients)

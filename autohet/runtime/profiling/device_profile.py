@@ -148,9 +148,13 @@ def _stage(
         first = family_of(config).num_layers(config)
     elif layer != "embedding":
         config, first, blocks = _blocks_alone(request, layer, device)
-    stage = build_stage(config, first, blocks, tp, device, COMPUTE_DTYPES[request.precision])
-    parameters = {name: torch.randn(shape) * 0.02 for name, shape in stage.local_shapes().items()}
-    stage.load_parameters(parameters)
+    stage = build_stage(
+        config, range(first, first + blocks), tp, device, COMPUTE_DTYPES[request.precision]
+    )
+    parameters = {
+        name: torch.randn(shape) * 0.02 for name, shape in stage.weights.local_shapes().items()
+    }
+    stage.weights.load(parameters)
     if wants_compiled(request.compile_blocks, stage):
         compile_blocks(stage)
     return stage, max(1, blocks)
@@ -226,8 +230,8 @@ def _time_both(
 ) -> tuple[float, float, float | None]:
     """Return the median seconds of forward and of backward, and bytes kept between them (CUDA)."""
     inputs, targets = _inputs(request, layer, size, device)
-    if stage.has_dropout:
-        stage.draw_dropout(0, range(size))
+    if stage.dropout.drops:
+        stage.dropout.draw(0, range(size))
     upstream = None if layer == "head" else torch.ones_like(stage(inputs))
     on_cuda = device.type == "cuda"
     kept: list[int] = []

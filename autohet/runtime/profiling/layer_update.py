@@ -23,9 +23,9 @@ class FlatGradients:
     """Flat fp32 gradients of a stage, into which backward passes accumulate."""
 
     def __init__(self, stage: StageModel) -> None:
-        self._parameters = list(stage.local_parameters().values())
+        self._parameters = list(stage.weights.local_parameters().values())
         self.num_elements = sum(aligned(each.numel()) for each in self._parameters)
-        self.flat = torch.zeros(self.num_elements, dtype=torch.float32, device=stage.device)
+        self.flat = torch.zeros(self.num_elements, dtype=torch.float32, device=stage.spec.device)
         self._views = _views(self.flat, self._parameters)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.dtype == torch.float32:

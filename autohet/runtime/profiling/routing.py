@@ -51,9 +51,9 @@ def measure_load_spread(job: Job, config: Any, device: torch.device) -> float:
         batches.close()
     spreads = []
     with torch.no_grad():
-        hidden: Tensor = _stage(job, config, 0, 0, device)(tokens)
+        hidden: Tensor = _stage(job, config, range(0), device)(tokens)
         for layer in range(family_of(config).num_layers(config)):
-            stage = _stage(job, config, layer, 1, device)
+            stage = _stage(job, config, range(layer, layer + 1), device)
             chosen = _record_choices(stage)
             hidden = stage.block_output(0, hidden)
             if not is_dense(config, layer):
@@ -63,15 +63,13 @@ def measure_load_spread(job: Job, config: Any, device: torch.device) -> float:
     return sum(spreads) / len(spreads)
 
 
-def _stage(
-    job: Job, config: Any, first_layer: int, num_layers: int, device: torch.device
-) -> StageModel:
+def _stage(job: Job, config: Any, layers: range, device: torch.device) -> StageModel:
     """Build a stage with its first weights."""
     dtype = COMPUTE_DTYPES[job.training.precision]
-    stage = build_stage(config, first_layer, num_layers, None, device, dtype)
-    names = list(stage.local_shapes())
+    stage = build_stage(config, layers, None, device, dtype)
+    names = list(stage.weights.local_shapes())
     weights = dict(first_weights(job.model, config, names, job.training.seed))
-    stage.load_parameters(weights)
+    stage.weights.load(weights)
     return stage
 
 

@@ -119,15 +119,16 @@ def capture_language_model(
     """
     check_without_dropout(config)
     family = family_of(config)
-    stage = build_stage(config, 0, family.num_layers(config), None, torch.device("cpu"), dtype)
+    layers = range(family.num_layers(config))
+    stage = build_stage(config, layers, None, torch.device("cpu"), dtype)
     # Of full shape, but of one element's memory: a matrix may be larger than the host's memory.
-    stage.load_parameters(
+    stage.weights.load(
         {
             name: torch.empty(1, dtype=spec.compute_dtype(dtype)).expand(spec.shape)
-            for name, spec in stage.specs.items()
+            for name, spec in stage.spec.parameters.items()
         }
     )
-    stage.prepare((batch, sequence_length), whole_mask)
+    stage.inputs.prepare((batch, sequence_length), whole_mask)
     ids = torch.zeros(batch, sequence_length, dtype=torch.int64)
     names = {f"stage.{ours}.": f"{theirs}." for ours, theirs in reversed(stage.paths.items())}
     return capture(

@@ -135,10 +135,10 @@ def test_an_adapted_block_keeps_what_the_planner_predicts(
     kept = []
     for layers in (1, 2):
         stage = build_stage(
-            config, 0, layers, None, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute
+            config, range(layers), None, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute
         )
-        shapes = stage.local_shapes()
-        stage.load_parameters({path: 0.02 * torch.randn(shape) for path, shape in shapes.items()})
+        shapes = stage.weights.local_shapes()
+        stage.weights.load({path: 0.02 * torch.randn(shape) for path, shape in shapes.items()})
         kept.append(kept_bytes(stage))
     spec = model_spec_from_config(name, TINY[name], precision=precision)
     parameters = framework_parameters(OURS, CostParameters())

@@ -58,8 +58,8 @@ def test_the_loss_of_one_rank_is_that_of_its_logits(name: str) -> None:
     plain = other.loss_sum(other(inputs), targets)
     plain.backward()
     assert fused.item() == pytest.approx(plain.item(), rel=1e-6)
-    wanted = other.local_parameters()
-    for key, parameter in one.local_parameters().items():
+    wanted = other.weights.local_parameters()
+    for key, parameter in one.weights.local_parameters().items():
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, wanted[key].grad, rtol=1e-4, atol=1e-4), key
 

@@ -95,13 +95,14 @@ def stage_of(recompute: Any, rate: float = RATE) -> Any:
     section = ModelSection(config={"model_type": "llama", **LLAMA_LIKE}, adapter=adapter)
     config = load_config(section)
     family = family_of(config)
-    stage = build_stage(config, 0, family.num_layers(config), None, CPU, torch.float32, recompute)
+    layers = range(family.num_layers(config))
+    stage = build_stage(config, layers, None, CPU, torch.float32, recompute)
     drawn = dict(initial_parameters(config, list(family.parameter_specs(config)), 1))
     generator = torch.Generator().manual_seed(2)
     for name, tensor in drawn.items():
         if "lora_B" in name:
             tensor.normal_(0, 0.3, generator=generator)
-    stage.load_parameters(drawn)
+    stage.weights.load(drawn)
     return stage
 
 
@@ -112,11 +113,11 @@ def test_recomputation_draws_the_same_bits_while_other_microbatches_pass() -> No
         stage = stage_of(recompute)
         losses = []
         for samples in ([0, 1], [2, 3]):
-            stage.draw_dropout(7, samples)
+            stage.dropout.draw(7, samples)
             losses.append(stage.loss(tokens, tokens))
         assert losses[0].item() != losses[1].item()
         losses[0].backward()  # after the forward pass of another microbatch, as in a pipeline
-        gradients.append({n: p.grad for n, p in stage.local_parameters().items()})
+        gradients.append({n: p.grad for n, p in stage.weights.local_parameters().items()})
     for other in gradients[1:]:
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(other[name], gradient, msg=name)
@@ -125,7 +126,7 @@ def test_recomputation_draws_the_same_bits_while_other_microbatches_pass() -> No
 def test_evaluation_drops_nothing() -> None:
     tokens = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(1))
     stage, plain = stage_of("none"), stage_of("none", 0.0)
-    stage.draw_dropout(7, [0, 1])
+    stage.dropout.draw(7, [0, 1])
     assert stage.loss(tokens, tokens).item() != plain.loss(tokens, tokens).item()
     with torch.no_grad():
         assert stage.loss(tokens, tokens).item() == plain.loss(tokens, tokens).item()
@@ -145,9 +146,9 @@ def dropping(name: str, **changes: Any) -> Any:
 
 
 def forward(stages: Any) -> torch.Tensor:
-    hidden = batch(stages[0].config)[0]
+    hidden = batch(stages[0].spec.config)[0]
     for stage in stages:
-        stage.draw_dropout(5, SAMPLES)
+        stage.dropout.draw(5, SAMPLES)
         hidden = stage(hidden)
     return hidden
 
@@ -213,7 +214,7 @@ def test_gradients_are_those_of_the_same_masks(name: str, monkeypatch: pytest.Mo
     for recompute, scores in (("none", 1 << 23), ("none", 600), ("full", 1 << 23)):
         monkeypatch.setattr(attention, "EXPLICIT_SCORES", scores)
         stages = stage_chain(config, parameters, [3], recompute=recompute)
-        stages[0].draw_dropout(5, SAMPLES)
+        stages[0].dropout.draw(5, SAMPLES)
         found.append(run_chain(config, stages)[2])
     for name_, whole in found[0].items():
         for other in found[1:]:
@@ -255,11 +256,11 @@ def test_models_without_dropout_and_evaluation_compute_as_before() -> None:
     config, plain = dropping("gpt2"), tiny_config("gpt2", **dict.fromkeys(RATES["gpt2"], 0.0))
     parameters = random_parameters(config)
     (stage,), (bare,) = (stage_chain(each, parameters, [3]) for each in (config, plain))
-    assert stage.has_dropout
-    assert not bare.has_dropout
+    assert stage.dropout.drops
+    assert not bare.dropout.drops
     assert not any(module._forward_hooks for module in bare.modules())
     tokens = batch(config)[0]
-    stage.draw_dropout(5, SAMPLES)
+    stage.dropout.draw(5, SAMPLES)
     with torch.no_grad():
         assert torch.equal(stage(tokens), bare(tokens))
     assert not torch.equal(stage(tokens), bare(tokens))
@@ -270,9 +271,9 @@ def test_no_mask_is_kept_for_the_backward_pass() -> None:
 
     def kept(**rates: float) -> int:
         (stage,) = stage_chain(config := tiny_config("gpt2", **rates), parameters, [3])
-        stage.draw_dropout(5, SAMPLES)
+        stage.dropout.draw(5, SAMPLES)
         stage(batch(config)[0])
-        with LiveMemory([*stage.parameters(), *stage.fixed_tensors()]) as memory:
+        with LiveMemory([*stage.parameters(), *stage.inputs.tensors()]) as memory:
             out = stage(batch(config)[0])
         assert out.requires_grad
         return memory.bytes
@@ -294,7 +295,7 @@ def test_keys_of_other_documents_stay_unseen_under_dropout(isolated: bool) -> No
     changed[:, 2] = (changed[:, 2] + 1) % 60
     found = []
     for each in (tokens, changed):
-        stage.draw_dropout(5, SAMPLES)
+        stage.dropout.draw(5, SAMPLES)
         found.append(stage(each, begins if isolated else None)[:, 5:])
     assert torch.equal(*found) == isolated
 

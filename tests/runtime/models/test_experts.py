@@ -234,9 +234,9 @@ def test_a_bias_falls_where_more_tokens_than_the_mean_go() -> None:
 def test_bf16_computes_with_the_biases_in_fp32() -> None:
     """In bf16 a bias of 0.5 would not change by 0.001."""
     config = tiny_config("deepseek_v3")
-    stage = build_stage(config, 0, 3, None, torch.device("cpu"), torch.bfloat16)
-    stage.load_parameters(random_parameters(config))
-    dtypes = {name: each.dtype for name, each in stage.local_parameters().items()}
+    stage = build_stage(config, range(3), None, torch.device("cpu"), torch.bfloat16)
+    stage.weights.load(random_parameters(config))
+    dtypes = {name: each.dtype for name, each in stage.weights.local_parameters().items()}
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert kept == {f"model.layers.{layer}.mlp.gate.{CORRECTION_BIAS}" for layer in (1, 2)}
 
@@ -319,7 +319,7 @@ def test_more_parts_than_experts_are_refused() -> None:
     config = tiny_config("mixtral", num_attention_heads=8)  # of 6 experts
     eight = TensorParallel(None, 0, 8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="TP degree 8 does not divide this model's 6 experts"):
-        build_stage(config, 0, 3, eight, torch.device("cpu"), torch.float32)
+        build_stage(config, range(3), eight, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("shares", [(), (1, 1), (2, 1, 1)])

@@ -54,10 +54,10 @@ def stage(
 ) -> StageModel:
     config = tiny_config(name.split(",")[0], **planned(name))
     model = build_stage(
-        config, 0, layers, tp, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute
+        config, range(layers), tp, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute
     )
-    model.load_parameters(
-        {path: 0.02 * torch.randn(shape) for path, shape in model.local_shapes().items()}
+    model.weights.load(
+        {path: 0.02 * torch.randn(shape) for path, shape in model.weights.local_shapes().items()}
     )
     return model
 
@@ -66,7 +66,7 @@ def kept_bytes(model: StageModel) -> int:
     """Alive after the forward pass, with the output."""
     tokens = torch.randint(0, 60, (SEQUENCES, LENGTH))
     model(tokens)  # masks and rotary tables are made once
-    with LiveMemory([*model.parameters(), *model.fixed_tensors()]) as memory:
+    with LiveMemory([*model.parameters(), *model.inputs.tensors()]) as memory:
         out = model(tokens)
     assert out.requires_grad
     return memory.bytes
@@ -105,7 +105,9 @@ def test_a_rank_keeps_its_key_value_head_whole_where_others_hold_it_too(
 
     def work(tp: TensorParallel) -> tuple[int, int, int]:
         one, two = (stage(name, layers, "fp32", recompute, tp) for layers in (1, 2))
-        block = sum(p.numel() for path, p in two.local_parameters().items() if ".layers.1." in path)
+        block = sum(
+            p.numel() for path, p in two.weights.local_parameters().items() if ".layers.1." in path
+        )
         return kept_bytes(one), kept_bytes(two), block
 
     for one, two, block in run_ranks(4, work):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -19,12 +20,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def stage_of(seed: int = 0):
     torch.manual_seed(seed)
     config = tiny_config("llama")
-    stage = build_stage(config, 0, 2, None, CPU, torch.float32)
-    stage.load_parameters(
+    stage = build_stage(config, range(2), None, CPU, torch.float32)
+    stage.weights.load(
         {
             name: 0.05 * torch.randn(spec.shape)
-            for name, spec in stage.specs.items()
-            if name in stage._slots()
+            for name, spec in stage.spec.parameters.items()
+            if name in stage.weights.places()
         }
     )
     return stage, torch.randint(int(config.vocab_size), (2, 8))
@@ -64,7 +65,7 @@ def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(
 def test_blocks_that_communicate_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autohet.worker")
     stage, _ = stage_of()
-    stage.tp = TensorParallel(None, 0, 2)
+    stage.spec = replace(stage.spec, tp=TensorParallel(None, 0, 2))
     assert not compile_blocks(stage)
     assert "communicate" in caplog.text
 

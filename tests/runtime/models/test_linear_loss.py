@@ -98,9 +98,9 @@ class LargestTensor(TorchDispatchMode):
 def test_a_stage_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", 1)
     config = tiny_config("llama", vocab_size=4096)
-    stage = build_stage(config, 3, 0, None, CPU, torch.float32)
-    parameters = {name: torch.randn(shape) for name, shape in stage.local_shapes().items()}
-    stage.load_parameters(parameters)
+    stage = build_stage(config, range(3, 3), None, CPU, torch.float32)
+    parameters = {name: torch.randn(shape) for name, shape in stage.weights.local_shapes().items()}
+    stage.weights.load(parameters)
     hidden = torch.randn(4, 16, int(config.hidden_size)).requires_grad_()
     targets = torch.randint(0, 4096, (4, 16))
     with LargestTensor() as largest:

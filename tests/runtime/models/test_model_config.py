@@ -91,14 +91,16 @@ def test_the_finest_tp_degree_follows_the_heads(heads, groups, finest):
 def test_a_tp_degree_that_does_not_divide_the_heads_is_refused():
     config = tiny_config("llama", num_attention_heads=2, num_key_value_heads=2)
     with pytest.raises(ConfigError, match="TP degree 4"):
-        build_stage(config, 0, 3, TensorParallel(None, 0, 4), torch.device("cpu"), torch.float32)
+        build_stage(
+            config, range(3), TensorParallel(None, 0, 4), torch.device("cpu"), torch.float32
+        )
 
 
 def test_shares_that_do_not_divide_the_heads_are_refused():
     config = tiny_config("llama")  # of 4 heads
     uneven = TensorParallel(None, 0, 2, TensorShare(0, 5, 8))
     with pytest.raises(ConfigError, match="tp_shares of 8"):
-        build_stage(config, 0, 3, uneven, torch.device("cpu"), torch.float32)
+        build_stage(config, range(3), uneven, torch.device("cpu"), torch.float32)
 
 
 def test_an_intermediate_size_below_the_finest_degree_is_refused():

@@ -54,21 +54,20 @@ def stage_of(model: dict[str, Any], recompute: Recompute) -> StageModel:
     family = family_of(config)
     stage = build_stage(
         config,
-        0,
-        family.num_layers(config),
+        range(family.num_layers(config)),
         None,
         torch.device("cpu"),
         torch.float32,
         recompute,
     )
     names = list(family.parameter_specs(config))
-    stage.load_parameters(dict(initial_parameters(config, names, 0)))
+    stage.weights.load(dict(initial_parameters(config, names, 0)))
     return stage
 
 
 def gradients(stage: StageModel) -> dict[str, torch.Tensor]:
     found = {}
-    for name, parameter in stage.local_parameters().items():
+    for name, parameter in stage.weights.local_parameters().items():
         assert parameter.grad is not None
         found[name] = parameter.grad.clone()
         parameter.grad = None
@@ -122,9 +121,9 @@ def test_varlen_is_the_mask(name: str) -> None:
     tokens = torch.randint(0, 67, (2, 20), generator=torch.Generator().manual_seed(0)).to(device)
     logits = []
     for dtype in (torch.bfloat16, torch.float32):
-        stage = build_stage(config, 0, layers, None, device, dtype, "selective")
+        stage = build_stage(config, range(layers), None, device, dtype, "selective")
         names = list(family.parameter_specs(config))
-        stage.load_parameters(dict(initial_parameters(config, names, 0)))
+        stage.weights.load(dict(initial_parameters(config, names, 0)))
         out = stage(tokens, begins_of())
         stage.loss_sum(out, tokens).backward()
         logits.append(out.float())

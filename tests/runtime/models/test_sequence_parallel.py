@@ -98,7 +98,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     config = tiny_config("llama")
 
     def selective(tp: Any) -> None:
-        build_stage(config, 0, 3, tp, torch.device("cpu"), torch.float32, "selective")
+        build_stage(config, range(3), tp, torch.device("cpu"), torch.float32, "selective")
 
     with pytest.raises(ConfigError, match="cannot recompute selectively"):
         run_ranks(2, selective, cuts_sequence=True)
@@ -132,7 +132,7 @@ def test_any_length_and_eight_ranks_give_the_loss_and_gradients_of_one(
         (stage,) = stage_chain(config, parameters, [3], tp)
         loss = stage.loss(tokens, targets)
         loss.backward()
-        found = {name: each.grad for name, each in stage.local_parameters().items()}
+        found = {name: each.grad for name, each in stage.weights.local_parameters().items()}
         if tp is not None:
             for name in found:
                 if specs[name].split_dim is None:

@@ -66,7 +66,7 @@ def test_a_tied_embedding_on_one_stage_is_one_parameter():
     config = tiny_config("gpt2")
     (stage,) = stage_chain(config, random_parameters(config), [3])
     assert stage.embedding.weight is stage.head.weight
-    assert "lm_head.weight" not in stage.local_parameters()
+    assert "lm_head.weight" not in stage.weights.local_parameters()
 
 
 def test_a_sequence_length_that_changes_renews_masks_and_rotary_tables():
@@ -85,7 +85,7 @@ def test_a_slice_of_the_wrong_shape_is_not_taken():
     parameters = random_parameters(config)
     parameters["model.norm.weight"] = torch.ones(5)
     with pytest.raises(AssertionError, match=r"model\.norm\.weight"):
-        build_stage(config, 0, 3, None, torch.device("cpu"), torch.float32).load_parameters(
+        build_stage(config, range(3), None, torch.device("cpu"), torch.float32).weights.load(
             parameters
         )
 

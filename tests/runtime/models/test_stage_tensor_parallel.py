@@ -122,12 +122,12 @@ def test_bf16_is_as_near_to_fp32_as_the_librarys_bf16(name, degree):
     )
 
     def work(tp):
-        stage = build_stage(config, 0, 3, tp, torch.device("cpu"), torch.bfloat16)
-        stage.load_parameters({key: take(specs[key], parameters[key], tp.share) for key in specs})
+        stage = build_stage(config, range(3), tp, torch.device("cpu"), torch.bfloat16)
+        stage.weights.load({key: take(specs[key], parameters[key], tp.share) for key in specs})
         out = stage(inputs)
         total = stage.loss_sum(out, targets)
         total.backward()
-        assert all(torch.isfinite(p.grad).all() for p in stage.local_parameters().values())
+        assert all(torch.isfinite(p.grad).all() for p in stage.weights.local_parameters().values())
         return out.detach(), total.detach()
 
     by_rank = run_ranks(degree, work)

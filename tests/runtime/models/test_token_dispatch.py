@@ -121,7 +121,7 @@ def test_any_length_and_eight_ranks_give_the_loss_and_gradients_of_one(
         (stage,) = stage_chain(config, parameters, [3], tp)
         loss = stage.loss(tokens, targets)
         loss.backward()
-        found = {name: each.grad for name, each in stage.local_parameters().items()}
+        found = {name: each.grad for name, each in stage.weights.local_parameters().items()}
         assert all(each is not None for each in found.values())
         if tp is None:
             return float(loss.detach()), found, None  # type: ignore[return-value]
@@ -192,7 +192,7 @@ def test_both_ways_count_each_token_once(
         stage.loss_terms = LossTerms(counts_tokens=True)
         stage.loss(tokens, tokens).backward()
         for name, wanted in expected.items():
-            counts: Any = stage.local_parameters()[name].grad
+            counts: Any = stage.weights.local_parameters()[name].grad
             tp.group.all_reduce(counts)
             assert torch.equal(counts, wanted)
 
@@ -245,12 +245,12 @@ def test_bf16_is_near_to_fp32(name: str) -> None:
     inputs, targets = batch(config)
 
     def work(tp: Any) -> None:
-        stage = build_stage(config, 0, 3, tp, torch.device("cpu"), torch.bfloat16)
-        stage.load_parameters({key: take(specs[key], parameters[key], tp.share) for key in specs})
+        stage = build_stage(config, range(3), tp, torch.device("cpu"), torch.bfloat16)
+        stage.weights.load({key: take(specs[key], parameters[key], tp.share) for key in specs})
         found = stage.loss(inputs, targets)
         found.backward()
         assert found.item() == pytest.approx(loss, rel=0.02)
-        for each in stage.local_parameters().values():
+        for each in stage.weights.local_parameters().values():
             assert each.grad is not None
             assert each.grad.isfinite().all()
 

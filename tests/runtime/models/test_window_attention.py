@@ -102,6 +102,6 @@ def test_a_long_sequence_equals_the_librarys_mistral_and_makes_no_tensor_of_its_
     F.cross_entropy(wanted.flatten(0, 1), tokens.flatten(), reduction="sum").backward()
     assert (logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
     for name, parameter in library.named_parameters():
-        found = stage.local_parameters()[name].grad
+        found = stage.weights.local_parameters()[name].grad
         assert (found - parameter.grad).abs().max() < 2e-5 * parameter.grad.abs().max(), name
     assert largest.elements < length * length // 2

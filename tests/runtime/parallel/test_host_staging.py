@@ -169,7 +169,9 @@ def test_what_is_computed_with_is_a_copy_on_the_device() -> None:
         TrainingSetup(config, case.section(), CPU), WorkerGeneration(plan, "a", groups, state)
     )
     masters = {tensor.untyped_storage().data_ptr() for tensor in trainer.state.values()}
-    used = {p.untyped_storage().data_ptr() for p in trainer.stage.local_parameters().values()}
+    used = {
+        p.untyped_storage().data_ptr() for p in trainer.stage.weights.local_parameters().values()
+    }
     assert masters.isdisjoint(used)
 
 

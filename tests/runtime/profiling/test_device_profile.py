@@ -21,10 +21,10 @@ SETTINGS = TrainingSection(global_batch_sequences=1, sequence_length=8)
 
 
 def stage_of(dtype: torch.dtype) -> Any:
-    stage = build_stage(config_of("llama"), 1, 1, None, CPU, dtype)
+    stage = build_stage(config_of("llama"), range(1, 2), None, CPU, dtype)
     torch.manual_seed(0)
-    stage.load_parameters(
-        {name: torch.randn(shape) * 0.02 for name, shape in stage.local_shapes().items()}
+    stage.weights.load(
+        {name: torch.randn(shape) * 0.02 for name, shape in stage.weights.local_shapes().items()}
     )
     return stage
 
@@ -34,14 +34,14 @@ def test_gradients_of_microbatches_add_up_in_one_flat_fp32_tensor(dtype: torch.d
     """Without it the backward pass is measured short of a run's accumulation."""
     stage, twin = stage_of(dtype), stage_of(dtype)
     gradients = FlatGradients(stage)
-    hidden = torch.randn(2, 8, int(stage.config.hidden_size), dtype=dtype)
+    hidden = torch.randn(2, 8, int(stage.spec.config.hidden_size), dtype=dtype)
     for _ in range(2):
         stage(hidden).sum().backward()
     twin(hidden).sum().backward()
-    views = layer_update._views(gradients.flat, list(stage.local_parameters().values()))
-    for view, other in zip(views, twin.local_parameters().values(), strict=True):
+    views = layer_update._views(gradients.flat, list(stage.weights.local_parameters().values()))
+    for view, other in zip(views, twin.weights.local_parameters().values(), strict=True):
         assert torch.allclose(view, 2.0 * other.grad.float(), rtol=1e-5, atol=1e-6)
-    kept = [each.grad for each in stage.local_parameters().values()]
+    kept = [each.grad for each in stage.weights.local_parameters().values()]
     assert all((grad is None) == (dtype == torch.bfloat16) for grad in kept)
 
 
@@ -93,7 +93,9 @@ def test_each_kind_of_block_is_measured_by_itself(name: str, kinds: dict[str, bo
     assert [row.layer for row in rows] == ["embedding", *kinds, "head"]
     for layer, has_experts in kinds.items():
         stage, count = device_profile._stage(request, layer, None, CPU)
-        names = {each.split(".")[2] for each in stage.local_parameters() if ".experts." in each}
+        names = {
+            each.split(".")[2] for each in stage.weights.local_parameters() if ".experts." in each
+        }
         assert count == 2
         assert len(names) == (count if has_experts else 0)
 
