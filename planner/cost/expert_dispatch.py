@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from planner.cluster import NodeType
 from planner.cost.basis import CostBasis
+from planner.cost.even_layers import LEAST_OWN, LayerTimes
 from planner.cost.experts import USUAL_LOAD_SPREAD, imbalance
-from planner.cost.layers import LEAST_OWN, LayerTimes
 from planner.cost.memory import VALUE_BYTES
 from planner.errors import ConfigError
 from planner.model_spec import Experts, LayerSpec

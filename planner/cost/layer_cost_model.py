@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from planner.cluster import NodeType
 from planner.communicators import LEAST_OF_A_GROUP, MOSTLY
 from planner.cost.basis import CostBasis
+from planner.cost.even_layers import LayerTimes
 from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.layer_costs import Assumed, LayerCosts
 from planner.cost.layer_times import LayerTimesByFormat
-from planner.cost.layers import LayerTimes
 from planner.cost.memory import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms
 from planner.cost.offload import offloaded_update_s
 from planner.cost.worker_memory import WorkerMemory

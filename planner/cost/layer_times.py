@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from functools import partial
 
 from planner.cost.basis import CostBasis, Measurements
-from planner.cost.layers import LayerTimeModel, LayerTimes
+from planner.cost.even_layers import LayerTimes
+from planner.cost.layers import LayerTimeModel
+from planner.cost.measured_layers import MeasuredLayers
 from planner.plan import Plan, Recompute, TensorShare
 from planner.profile import default_profile
 
@@ -44,12 +46,9 @@ class LayerTimesByFormat:
     def model_in(self, compute: str) -> LayerTimeModel:
         """Return the model of layer times in one format."""
         if compute not in self._known:
+            spec, length = self._workload.spec, self._workload.sequence_length
             self._known[compute] = LayerTimeModel(
-                self._profile,
-                self._workload.spec,
-                self._model,
-                compute,
-                self._workload.sequence_length,
+                MeasuredLayers(self._profile, spec, self._model, compute, length),
                 self._basis.parameters,
                 partial(self._tp_communication_s, compute),
             )
@@ -57,7 +56,7 @@ class LayerTimesByFormat:
 
     def load_spread(self) -> float | None:
         """Return the measured spread of the experts' loads; None: not measured."""
-        return self.model_in(self._workload.precision).load_spread
+        return self.model_in(self._workload.precision).measured.load_spread
 
     def rates(self, plan: Plan) -> dict[str, Mapping[str, str]]:
         """Return precision, basis and source of block times by GPU type in use.
@@ -67,7 +66,7 @@ class LayerTimesByFormat:
         """
         found: dict[str, Mapping[str, str]] = {}
         for gpu_type, used in sorted(self._basis.formats.in_use(plan).items()):
-            basis, source = self.model_in(used[0]).basis(gpu_type)
+            basis, source = self.model_in(used[0]).even.basis(gpu_type)
             found[gpu_type] = {"precision": used[0], "basis": basis, "source": source}
         return found
 

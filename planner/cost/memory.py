@@ -44,6 +44,24 @@ WEIGHT_FORMATS = {"tf32": "fp32", "fp8": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
+class TokensOnRank:
+    """Tokens of one microbatch on one rank of a tensor-parallel group.
+
+    dtype: format in which the rank computes. tp_degree: for uneven shares one over the rank's.
+    """
+
+    tokens: int
+    sequence_length: int
+    dtype: str
+    tp_degree: float
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value."""
+        return VALUE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryTerms:
     """Bytes a worker of every layer.
 
@@ -94,18 +112,13 @@ class MemoryTerms:
 
 
 def memory_terms(
-    spec: ModelSpec,
-    sequence_length: int,
-    dtype: str,
-    tp_degree: float,
-    microbatch: int,
-    recompute: Recompute,
-    parameters: CostParameters,
+    spec: ModelSpec, on_rank: TokensOnRank, recompute: Recompute, parameters: CostParameters
 ) -> MemoryTerms:
-    """Return the terms of every layer at one TP degree and microbatch.
+    """Return the terms of every layer with such microbatches.
 
     Optimizer state is whole on each worker.
     """
+    tokens, dtype, tp_degree = on_rank.tokens, on_rank.dtype, on_rank.tp_degree
     layers = (spec.embedding, *spec.blocks, spec.head)
     scalars = np.array([layer.parameters_per_worker(tp_degree) for layer in layers])
     frozen = np.array([layer.frozen_per_worker(tp_degree) for layer in layers])
@@ -113,10 +126,7 @@ def memory_terms(
         scalars[-1] += spec.tied_parameters / tp_degree
         frozen[-1] += spec.frozen_tied_parameters / tp_degree
     per_parameter = parameters.state_bytes_per_parameter or _state_bytes(dtype, parameters)
-    tokens = microbatch * sequence_length
-    kept, peak = _activations(
-        spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters
-    )
+    kept, peak = _activations(spec, on_rank, recompute, parameters)
     if parameters.fused_head_elements is not None:
         # A fused head has its gradients at the end of its forward: what it keeps is gone before any
         # block's backward. It has one microbatch at a time: a last stage keeps one in flight
@@ -155,13 +165,7 @@ def _frozen_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def _activations(
-    spec: ModelSpec,
-    tokens: int,
-    length: int,
-    dtype: str,
-    degree: float,
-    recompute: Recompute,
-    parameters: CostParameters,
+    spec: ModelSpec, on_rank: TokensOnRank, recompute: Recompute, parameters: CostParameters
 ) -> tuple[Floats, Floats]:
     """Return activation bytes kept for a microbatch, and peak bytes, (num_layers + 2,) each.
 
@@ -172,19 +176,15 @@ def _activations(
     by_modules = parameters.autograd_activations
 
     def stored_bytes(how: Recompute) -> Floats:
-        by_layer = [
-            activation_bytes(layer, tokens, length, dtype, degree, how, by_modules)
-            for layer in layers
-        ]
+        by_layer = [activation_bytes(layer, on_rank, how, by_modules) for layer in layers]
         return scale * np.array(by_layer)
 
     whole = stored_bytes("none")
     kept = stored_bytes(recompute)
-    peak = np.array(
-        [backward_bytes(layer, tokens, length, dtype, degree, by_modules) for layer in layers]
-    )
+    peak = np.array([backward_bytes(layer, on_rank, by_modules) for layer in layers])
     if recompute == "full":
-        kept[1:-1] = np.minimum(whole[1:-1], tokens * spec.hidden_size * VALUE_BYTES[dtype])
+        input_bytes = on_rank.tokens * spec.hidden_size * on_rank.value_bytes
+        kept[1:-1] = np.minimum(whole[1:-1], input_bytes)
     return kept, peak + whole - kept
 
 
@@ -202,14 +202,11 @@ def _largest_tensors(spec: ModelSpec) -> list[float]:
 
 def activation_bytes(
     layer: LayerSpec,
-    tokens: int,
-    sequence_length: int,
-    dtype: str,
-    tp_degree: float,
+    on_rank: TokensOnRank,
     recompute: Recompute = "none",
     by_modules: bool = False,
 ) -> float:
-    """Return bytes that one microbatch of `tokens` tokens leaves for the backward of a layer.
+    """Return bytes that one microbatch leaves for the backward of a layer.
 
     by_modules: as the runtime's modules keep them, if they are known, with a fused attention.
     `full` gives the same as `none`: the caller knows the layer's input.
@@ -219,7 +216,8 @@ def activation_bytes(
     if known is None:
         split = layer.split_activation_values
         replicated = layer.replicated_activation_values
-        split += layer.attention_heads * sequence_length if recompute != "selective" else 0
+        if recompute != "selective":
+            split += layer.attention_heads * on_rank.sequence_length
         split *= SELECTIVE_SHARE if recompute == "selective" else 1.0
     elif recompute == "selective":
         split = known.selective_split
@@ -229,48 +227,42 @@ def activation_bytes(
         split = known.split
         replicated = known.replicated
         shared = known.key_value
+    tp_degree = on_rank.tp_degree
     scalars = replicated + split / tp_degree + shared * layer.split_excess(tp_degree)
-    return float(scalars * tokens * VALUE_BYTES[dtype])
+    return float(scalars * on_rank.tokens * on_rank.value_bytes)
 
 
 def recomputed_values(layer: LayerSpec, tp_degree: float) -> float:
-    """Scalars per token that `selective` recomputation makes again on each rank of a block."""
-    one = activation_bytes(layer, 1, 0, "fp32", tp_degree, "none", True)
-    return (
-        one - activation_bytes(layer, 1, 0, "fp32", tp_degree, "selective", True)
-    ) / VALUE_BYTES["fp32"]
+    """Return scalars per token that `selective` recomputation makes again on each rank."""
+    token = TokensOnRank(1, 0, "fp32", tp_degree)
+    whole = activation_bytes(layer, token, "none", True)
+    kept = activation_bytes(layer, token, "selective", True)
+    return (whole - kept) / token.value_bytes
 
 
-def backward_bytes(
-    layer: LayerSpec,
-    tokens: int,
-    sequence_length: int,
-    dtype: str,
-    tp_degree: float,
-    by_modules: bool = False,
-) -> float:
+def backward_bytes(layer: LayerSpec, on_rank: TokensOnRank, by_modules: bool = False) -> float:
     """Return bytes of gradients alive together at the worst moment of a block's backward.
 
     They are those of scores and their softmax, or of the widest product.
     """
+    tp_degree = on_rank.tp_degree
     if by_modules and layer.autograd is not None:
-        per_value = tokens * VALUE_BYTES[dtype] / tp_degree
+        per_value = on_rank.tokens * on_rank.value_bytes / tp_degree
         # Values that are kept after the attention are gone at its backward pass.
         freed = max(0.0, layer.autograd.split - 4 * layer.attention_width) * per_value
-        scores_bytes = explicit_scores_bytes(layer, tokens, sequence_length, tp_degree)
+        scores_bytes = explicit_scores_bytes(layer, on_rank)
         return max(layer.autograd.backward * per_value, scores_bytes - freed)
-    scores = 2.0 * layer.attention_heads * sequence_length / tp_degree
+    scores = 2.0 * layer.attention_heads * on_rank.sequence_length / tp_degree
     widest = layer.split_activation_values / tp_degree / 2
-    return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
+    return float(max(scores, widest) * on_rank.tokens * on_rank.value_bytes)
 
 
-def explicit_scores_bytes(
-    layer: LayerSpec, tokens: int, sequence_length: int, tp_degree: float
-) -> float:
+def explicit_scores_bytes(layer: LayerSpec, on_rank: TokensOnRank) -> float:
     """Return bytes of attention scores, and of tensors like them, while they are computed."""
     if layer.explicit_scores is None:
         return 0.0
-    scores = layer.explicit_scores.heads / tp_degree * tokens * sequence_length
+    heads = layer.explicit_scores.heads / on_rank.tp_degree
+    scores = heads * on_rank.tokens * on_rank.sequence_length
     return layer.explicit_scores.alive_bytes * min(scores, EXPLICIT_SCORES)
 
 

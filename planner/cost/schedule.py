@@ -80,32 +80,23 @@ def run_1f1b(times: PipelineTimes, num_microbatches: int) -> _Ends:
 
     They are plain floats, since searches call it thousands of times.
     """
+    numbers = times.most_in_flight or one_each(len(times.forward_s))
+    stages, microbatches = _actions(numbers, num_microbatches)
+    actions = zip(stages.tolist(), microbatches.tolist(), strict=True)
+    run = _run_beside if times.transfers == "none" else _run_occupying
+    return run(times, num_microbatches, actions)
+
+
+def _run_beside(times: PipelineTimes, k: int, actions: Iterable[tuple[int, int]]) -> _Ends:
+    """Run the pipeline with transfers beside all work.
+
+    Transfers of one sender follow each other.
+    """
     forward = times.forward_s
     backward = times.backward_s
     # boundary s lies before stage s
     before_f = [0.0, *times.send_forward_s, 0.0]
     before_b = [0.0, *times.send_backward_s, 0.0]
-    numbers = times.most_in_flight or one_each(len(forward))
-    actions = zip(*(each.tolist() for each in _actions(numbers, num_microbatches)), strict=True)
-    if times.transfers == "none":
-        return _run_beside(forward, backward, before_f, before_b, num_microbatches, actions)
-    return _run_occupying(
-        forward, backward, before_f, before_b, num_microbatches, actions, times.transfers == "both"
-    )
-
-
-def _run_beside(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    before_f: list[float],
-    before_b: list[float],
-    k: int,
-    actions: Iterable[tuple[int, int]],
-) -> _Ends:
-    """Run the pipeline with transfers beside all work.
-
-    Transfers of one sender follow each other.
-    """
     depth = len(forward)
     last = len(forward) - 1
     done_f = [[0.0] * k for _ in range(depth)]
@@ -133,22 +124,19 @@ def _run_beside(
     return done_f, done_b
 
 
-def _run_occupying(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    before_f: list[float],
-    before_b: list[float],
-    k: int,
-    actions: Iterable[tuple[int, int]],
-    sender: bool,
-) -> _Ends:
+def _run_occupying(times: PipelineTimes, k: int, actions: Iterable[tuple[int, int]]) -> _Ends:
     """Run the pipeline with transfers that occupy their receiver before its action.
 
-    sender: they also occupy the sender after its action.
+    If they occupy "both", they also occupy the sender after its action.
     """
+    forward = times.forward_s
+    backward = times.backward_s
+    # boundary s lies before stage s
+    before_f = [0.0, *times.send_forward_s, 0.0]
+    before_b = [0.0, *times.send_backward_s, 0.0]
     depth = len(forward)
     last = len(forward) - 1
-    hold = 1.0 if sender else 0.0
+    hold = 1.0 if times.transfers == "both" else 0.0
     hold_f = [hold * seconds for seconds in before_f]
     hold_b = [hold * seconds for seconds in before_b]
     done_f = [[0.0] * k for _ in range(depth)]

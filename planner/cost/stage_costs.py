@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from planner.cluster import NodeType
 from planner.cost.basis import CostBasis
+from planner.cost.even_layers import LayerTimes
 from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.full_shard import GATHERED_LAYERS
 from planner.cost.layer_times import LayerTimesByFormat
-from planner.cost.layers import LayerTimes
 from planner.cost.links import Links
 from planner.cost.memory import OPTIMIZER_BYTES, VALUE_BYTES, with_cut_sequence
 from planner.cost.offload import offloaded_update_s

@@ -2,7 +2,7 @@
 
 from planner.cluster import NodeType
 from planner.cost.basis import CostBasis
-from planner.cost.memory import MemoryTerms, memory_terms, with_cut_sequence
+from planner.cost.memory import MemoryTerms, TokensOnRank, memory_terms, with_cut_sequence
 from planner.plan import Recompute, TensorShare
 
 TermsByUse = dict[tuple[str, int, int, Recompute, TensorShare | None], MemoryTerms]
@@ -63,9 +63,9 @@ class WorkerMemory:
             spec = spec.with_share(share)
             cut = 1 / share.fraction
         parameters = self._parameters
-        memory = memory_terms(
-            spec, self._sequence_length, compute, cut, microbatch, recompute, parameters
-        )
+        length = self._sequence_length
+        on_rank = TokensOnRank(microbatch * length, length, compute, cut)
+        memory = memory_terms(spec, on_rank, recompute, parameters)
         if parameters.sequence_parallel and tp_degree > 1 and recompute != "selective":
             inside = self._formats.inside_bytes(microbatch, compute)
             value_bytes = inside / self._spec.hidden_size

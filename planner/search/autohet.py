@@ -39,7 +39,8 @@ from planner.search.problem import (
     SearchReport,
     check_request,
 )
-from planner.search.tables import Row, Tables
+from planner.search.stage_sums import Row
+from planner.search.tables import Tables
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ import numpy as np
 
 from planner.search import limits
 from planner.search.paths import PricedStages
-from planner.search.tables import Floats, Tables
+from planner.search.stage_sums import Floats
+from planner.search.tables import Tables
 
 FAMILY = "of the searched family, under this cost model,"
 

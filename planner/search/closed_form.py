@@ -13,7 +13,8 @@ import numpy as np
 
 from planner.search import limits
 from planner.search.side_by_side import Sync
-from planner.search.tables import Floats, Ints, Tables
+from planner.search.stage_sums import Floats, Ints
+from planner.search.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ def _alive(tables: Tables, number: Ints, rows: Ints, groups: Ints) -> Families:
     """Build the families from arrays, without those whose stages do not hold the model."""
     used = rows >= 0
     counts = groups / number[:, None]
-    block = np.where(used, _a_block(tables.time_sums, rows), 1e30)
+    block = np.where(used, _a_block(tables.sums.time_sums, rows), 1e30)
     hop = np.where(used, tables.busiest_hop[rows], 0.0)
     # microbatches that a stage not far from the end keeps beside its own
     ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), tables.deepest - 1)
-    most = np.where(used, tables.last_layer_that_fits[rows, ahead, 1] - 1, 0)
+    most = np.where(used, tables.sums.last_layer_that_fits[rows, ahead, 1] - 1, 0)
     by_all = 1.0 / np.where(used, counts / block, 0.0).sum(axis=1)
     alone = np.where(used, block + 2 * tables.boundary_share * hop, 0.0).max(axis=1)
     alive = ((counts * most).sum(axis=1) >= tables.num_blocks) & ((most > 0) | ~used).all(axis=1)
@@ -166,7 +167,7 @@ def _further(tables: Tables, sequences: float, some: Families) -> Floats:
     """Return (n,) microbatches after a pipeline's first, less those that the warm-up hides."""
     size = np.array([row.microbatch for row in tables.rows])[some.rows.max(axis=1)]
     further = np.maximum(sequences / some.number / size, 1.0) - 1
-    share = np.where(some.rows >= 0, tables.forward_share[some.rows], 1.0).min(axis=1)
+    share = np.where(some.rows >= 0, tables.sums.forward_share[some.rows], 1.0).min(axis=1)
     depth = some.counts.sum(axis=1)
     hidden = share * np.minimum((tables.begun_ahead - 1) * np.maximum(depth - 1, 0.0) / 2, further)
     return np.asarray(further - hidden)
@@ -190,8 +191,8 @@ def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sy
     Stages hold `held` blocks each and follow each other by the gradient bytes that they hold, least
     first.
     """
-    num_bytes = held * _a_block(tables.sync_sums, some.rows)
-    back_s = held * _a_block(tables.time_sums - tables.forward_sums, some.rows)
+    num_bytes = held * _a_block(tables.sums.sync_sums, some.rows)
+    back_s = held * _a_block(tables.sums.time_sums - tables.sums.forward_sums, some.rows)
     order = np.argsort(np.where(some.rows >= 0, num_bytes, np.inf), axis=1, kind="stable")
     groups, num_bytes, back_s = (
         np.take_along_axis(each, order, 1) for each in (groups, num_bytes, back_s)

@@ -14,7 +14,8 @@ from planner.cost.model import CostModel
 from planner.cost.uneven import group_costs
 from planner.errors import InfeasibleError
 from planner.search.problem import Request
-from planner.search.tables import Floats, Kind, Resource, Row, Tables
+from planner.search.stage_sums import Floats, Row
+from planner.search.tables import Kind, Resource, Tables
 
 
 def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from planner.search import limits
 from planner.search.draft import Shape
-from planner.search.tables import Floats, Ints, Tables
+from planner.search.stage_sums import Floats, Ints
+from planner.search.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class Balancer:
 
     def __init__(self, tables: Tables):
         self.tables = tables
-        self.fits = tables.last_layer_that_fits
-        sums = tables.time_sums
+        self.fits = tables.sums.last_layer_that_fits
+        sums = tables.sums.time_sums
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
         self._begin = self._flat * (1 + 1e-12)
@@ -136,7 +137,7 @@ class Balancer:
         If there are few pipelines, several steps of the bisection run at once: short arrays cost
         numpy as much as shorter ones.
         """
-        whole = self.tables.time_sums[:, -1]
+        whole = self.tables.sums.time_sums[:, -1]
         valid = rows >= 0
         low = 0.9 / np.where(valid, scale / whole[rows], 0.0).sum(axis=1)
         high = np.where(valid, whole[rows], 0.0).max(axis=1) + own.max(axis=1)
@@ -205,7 +206,7 @@ class Balancer:
     def _measure(
         self, rows: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats
     ) -> tuple[Ints, Floats, Floats]:
-        sums = self.tables.time_sums
+        sums = self.tables.sums.time_sums
         valid = rows >= 0
         starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
         dead = (ends < 0).any(axis=1)
@@ -233,7 +234,7 @@ def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
     (K - 1) times its factor, since T >= F + (K - 1) t - min(K - 1, n - 1) f, if n microbatches are
     in flight.
     """
-    share = tables.forward_share[rows]
+    share = tables.sums.forward_share[rows]
     hidden = np.minimum(1.0, _ahead(tables, rows) / np.maximum(microbatches - 1, 1e-9)[:, None])
     return np.asarray(1.0 / (1.0 - share * hidden))
 
@@ -245,7 +246,7 @@ def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -
     number = np.minimum(_ahead(tables, rows) + 1, np.ceil(microbatches)[:, None])
     state, kept = (
         sums[rows, ends] - sums[rows, starts]
-        for sums in (tables.state_sums, tables.activation_sums)
+        for sums in (tables.sums.state_sums, tables.sums.activation_sums)
     )
     return np.asarray(((rows < 0) | (state + number * kept <= limit[rows])).all(axis=1))
 

@@ -60,8 +60,8 @@ class Estimator:
     def __init__(self, tables: Tables):
         self.tables = tables
         # plain floats: single entries of arrays cost ten times as much to read
-        self._time_sums: list[list[float]] = tables.time_sums.tolist()
-        self._forward_sums: list[list[float]] = tables.forward_sums.tolist()
+        self._time_sums: list[list[float]] = tables.sums.time_sums.tolist()
+        self._forward_sums: list[list[float]] = tables.sums.forward_sums.tolist()
         self._boundaries: list[list[float]] = tables.boundaries.tolist()
         self._crossings: list[float] = tables.crossings.tolist()
         self._groups: list[int] = tables.groups_a_node.tolist()
@@ -103,9 +103,8 @@ class Estimator:
         """
         if self.tables.transfers != "none" or len(shape.rows) == 1:
             return one_each(len(shape.rows))
-        return working_ahead(
-            send, [self.tables.room(*stage) for stage in zip(shape.rows, shape.starts, shape.ends)]
-        )
+        stages = zip(shape.rows, shape.starts, shape.ends)
+        return working_ahead(send, [self.tables.sums.room(*stage) for stage in stages])
 
     def way(self, shape: Shape) -> Way:
         """Return the times of a pipeline, cached."""
@@ -218,7 +217,7 @@ def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
     depth = len(shape.rows)
     stages = enumerate(zip(shape.rows, shape.starts, shape.ends))
     return all(
-        tables.memory_bytes(*stage, min(microbatches, depth - i))
+        tables.sums.memory_bytes(*stage, min(microbatches, depth - i))
         <= tables.rows[stage[0]].limit_bytes
         for i, stage in stages
     )

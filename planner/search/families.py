@@ -26,7 +26,8 @@ from planner.search.cut import Balancer, Cut
 from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits, steady_s
 from planner.search.problem import Request
 from planner.search.side_by_side import SideBySide, Sync
-from planner.search.tables import Floats, Tables
+from planner.search.stage_sums import Floats
+from planner.search.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class Drafter:
         used = np.flatnonzero(some.rows[f] >= 0).tolist()
         number = int(some.number[f])
         groups = some.groups[f].tolist()
-        speeds = {r: 1.0 / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
+        speeds = {r: 1.0 / float(self.tables.sums.time_sums[some.rows[f, r], -1]) for r in used}
         shares = Counter(
             _shares(number, {r: groups[r] for r in used}, {} if self.together else speeds)
         )
@@ -339,7 +340,7 @@ class Drafter:
         tables = self.tables
         number_of = len(self.tables.resources)
         speed = np.zeros(number_of)
-        for row, whole_s in zip(tables.rows, tables.time_sums[:, -1], strict=True):
+        for row, whole_s in zip(tables.rows, tables.sums.time_sums[:, -1], strict=True):
             kind = tables.kinds[row.kind]
             speed[kind.resource] = max(speed[kind.resource], kind.count * row.microbatch / whole_s)
         arranged = list[list[_Arranged]]()

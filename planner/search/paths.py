@@ -12,7 +12,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from planner.search import limits
-from planner.search.tables import Floats, Ints, Tables
+from planner.search.stage_sums import Floats, Ints
+from planner.search.tables import Tables
 
 
 class PricedStages:
@@ -34,7 +35,7 @@ class PricedStages:
         kinds = [tables.kind(row) for row in self.rows.tolist()]
         self.resource = np.array([kind.resource for kind in kinds], dtype=np.int64)
         self.degree = np.array([kind.tp_degree for kind in kinds], dtype=np.int64)
-        self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
+        self.speed = self.microbatch / (tables.sums.time_sums[self.rows, -1] * self.degree)
         self.begun_ahead = tables.begun_ahead
         start = np.arange(self.blocks)[:, None]
         size = np.arange(1, self.blocks + 1)[None, :]
@@ -61,7 +62,7 @@ class PricedStages:
         self, first: Ints, last: Ints, allowed: NDArray[np.bool_]
     ) -> list[NDArray[np.bool_]]:
         """Return for each band whether memory holds layers [first, last) on each row."""
-        fits = self.tables.last_layer_that_fits[self.rows]
+        fits = self.tables.sums.last_layer_that_fits[self.rows]
         return [
             (fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed
             for depth in limits.BANDS
@@ -81,11 +82,11 @@ class PricedStages:
         if (
             apart
         ):  # the longest loosens the limits of all stages, so none counts for more than is of use
-            longest = float(tables.time_sums[rows, -1].max(initial=0.0)) / self.blocks
+            longest = float(tables.sums.time_sums[rows, -1].max(initial=0.0)) / self.blocks
             toll = np.minimum(toll, longest)
         times, forwards = (
             sums[rows][:, last] - sums[rows][:, first]
-            for sums in (tables.time_sums, tables.forward_sums)
+            for sums in (tables.sums.time_sums, tables.sums.forward_sums)
         )
         seconds = np.where(allowed, times + tables.stage_overhead_s, np.inf)
         occupied = toll * tables.boundary_share * inner
@@ -114,7 +115,8 @@ class PricedStages:
         """
         tables = self.tables
         state, kept = (
-            part[:, last] - part[:, first] for part in (tables.state_sums, tables.activation_sums)
+            part[:, last] - part[:, first]
+            for part in (tables.sums.state_sums, tables.sums.activation_sums)
         )
         limits = np.array(
             [row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in tables.rows]

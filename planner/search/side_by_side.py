@@ -14,7 +14,8 @@ from planner.search.cost_tables import ring_rate
 from planner.search.draft import Estimator, Shape
 from planner.search.place import parted
 from planner.search.problem import Request
-from planner.search.tables import Floats, Ints, Tables
+from planner.search.stage_sums import Floats, Ints
+from planner.search.tables import Tables
 
 
 class Sync(Protocol):
@@ -101,7 +102,7 @@ class SideBySide:
         kinds = [self._like[row] for row in shape.rows]
         tied_s = self._tied_s(number, shape)
         for row, start, end in zip(shape.rows, shape.starts, shape.ends):
-            num_bytes = self._tables.stage_sync_bytes(row, start, end)
+            num_bytes = self._tables.sums.stage_sync_bytes(row, start, end)
             if tied_s and end == self._tables.num_layers:
                 num_bytes -= self._tables.rows[row].tied_sync_bytes
             summed.append(self._rate(number, self._like[row])[1] * num_bytes)

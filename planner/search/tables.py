@@ -2,8 +2,7 @@
 
 They are the same for any cost model. A *kind* is one way to use the GPUs of one node type:
 `tp_degree` of them together on one node. The arrays have one entry a layer, with the embedding
-first, then the blocks, then the head (`num_layers = num_blocks + 2`). They are summed once so that
-the cost of any contiguous range is one subtraction.
+first, then the blocks, then the head (`num_layers = num_blocks + 2`).
 """
 
 from collections import Counter
@@ -12,15 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cluster import NodeType, node_of
 from planner.cost.schedule import Transfers
 from planner.cost.uneven import UnevenGroup
 from planner.in_flight import MOST_AHEAD
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from planner.search.stage_sums import Floats, Ints, Row, StageSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +49,6 @@ class Kind:
     def gpus(self) -> int:
         """GPUs taken from the kind's own resource."""
         return self.tp_degree if self.group is None else self.group.kinds.count(self.group.kinds[0])
-
-
-@dataclass(frozen=True)
-class Row:
-    """Costs of a kind at one microbatch size.
-
-    Times are seconds a microbatch, memory is bytes a worker; arrays have shape (num_layers,).
-
-    state_bytes: what a layer holds all step long (parameters, gradients, optimizer).
-    activation_bytes: what one microbatch in flight keeps. fixed_bytes: what every stage holds,
-    independent of its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes:
-    gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that
-    holds embedding and head saves of state and peaks, and of gradients. update_s_a_byte: seconds of
-    the optimizer's update a gradient byte.
-    """
-
-    kind: int
-    microbatch: int
-    forward_s: Floats
-    backward_s: Floats
-    state_bytes: Floats
-    activation_bytes: Floats
-    sync_bytes: Floats
-    fixed_bytes: float
-    limit_bytes: float
-    tied_bytes: float = 0.0
-    tied_sync_bytes: float = 0.0
-    update_s_a_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -152,45 +120,18 @@ class Tables:
         return MOST_AHEAD if self.transfers == "none" else 1
 
     @cached_property
+    def sums(self) -> StageSums:
+        """Seconds and bytes of ranges of layers."""
+        return StageSums(self.rows, self.deepest)
+
+    @cached_property
     def num_layers(self) -> int:
         """Number of layers, embedding and head included."""
-        return len(self.rows[0].forward_s)
+        return self.sums.num_layers
 
     @property
     def num_blocks(self) -> int:
         return self.num_layers - 2
-
-    @cached_property
-    def time_sums(self) -> Floats:
-        """(rows, num_layers + 1) forward + backward seconds of the first i layers."""
-        return _sums([row.forward_s + row.backward_s for row in self.rows])
-
-    @cached_property
-    def forward_sums(self) -> Floats:
-        return _sums([row.forward_s for row in self.rows])
-
-    @cached_property
-    def forward_share(self) -> Floats:
-        """Share of the forward in the whole model's seconds, (rows,)."""
-        return np.asarray(self.forward_sums[:, -1] / self.time_sums[:, -1])
-
-    @cached_property
-    def sync_sums(self) -> Floats:
-        return _sums([row.sync_bytes for row in self.rows])
-
-    def stage_sync_bytes(self, row: int, start: int, end: int) -> float:
-        """Return gradient bytes of a worker of a stage of layers [start, end).
-
-        Plain floats, since searches ask thousands of times.
-        """
-        sums = self._sync_lists[row]
-        twice = self.rows[row].tied_sync_bytes if start == 0 and end == self.num_layers else 0.0
-        return sums[end] - sums[start] - twice
-
-    @cached_property
-    def _sync_lists(self) -> list[list[float]]:
-        lists: list[list[float]] = self.sync_sums.tolist()
-        return lists
 
     @cached_property
     def boundaries(self) -> Floats:
@@ -254,60 +195,3 @@ class Tables:
             for r, size, g in groups
             if g and len(g.nodes) > 1
         }
-
-    @cached_property
-    def last_layer_that_fits(self) -> Ints:
-        """Largest end of a stage that starts at each layer, (rows, deepest, num_layers + 1).
-
-        The second axis is the number of microbatches in flight, beginning with one.
-        """
-        n = self.num_layers
-        out = np.zeros((len(self.rows), self.deepest, n + 1), dtype=np.int64)
-        for r, row in enumerate(self.rows):
-            for depth in range(1, self.deepest + 1):
-                sums = np.concatenate(
-                    [[0.0], np.cumsum(row.state_bytes + depth * row.activation_bytes)]
-                )
-                room = row.limit_bytes - row.fixed_bytes
-                out[r, depth - 1] = np.searchsorted(sums, sums + room, side="right") - 1
-                if sums[-1] - row.tied_bytes <= room:
-                    out[r, depth - 1, 0] = n
-        return out
-
-    def memory_bytes(self, row: int, start: int, end: int, in_flight: int) -> float:
-        """Return bytes of a worker of a stage of layers [start, end)."""
-        r = self.rows[row]
-        (state, activations) = self._memory_sums[row]
-        kept = state[end] - state[start] + in_flight * (activations[end] - activations[start])
-        tied = r.tied_bytes if start == 0 and end == self.num_layers else 0.0
-        return kept + r.fixed_bytes - tied
-
-    def room(self, row: int, start: int, end: int) -> int:
-        """Return microbatches in flight that memory holds at a stage of layers [start, end)."""
-        none = self.memory_bytes(row, start, end, 0)
-        return int(
-            (self.rows[row].limit_bytes - none)
-            / max(1.0, self.memory_bytes(row, start, end, 1) - none)
-        )
-
-    @cached_property
-    def state_sums(self) -> Floats:
-        """(rows, num_layers + 1) state bytes of the first i layers."""
-        return _sums([row.state_bytes for row in self.rows])
-
-    @cached_property
-    def activation_sums(self) -> Floats:
-        """(rows, num_layers + 1) activation bytes of a microbatch in the first i layers."""
-        return _sums([row.activation_bytes for row in self.rows])
-
-    @cached_property
-    def _memory_sums(self) -> list[tuple[list[float], list[float]]]:
-        """State and activation sums as plain floats: searches ask thousands of times."""
-        sums = zip(self.state_sums, self.activation_sums, strict=True)
-        return [(state.tolist(), kept.tolist()) for state, kept in sums]
-
-
-def _sums(per_row: list[Floats]) -> Floats:
-    return np.concatenate(
-        [np.zeros((len(per_row), 1)), np.cumsum(np.stack(per_row), axis=1)], axis=1
-    )

@@ -73,7 +73,7 @@ def _try_order(
 
     whole: only grids that use every GPU.
     """
-    sums = tables.time_sums.tolist()
+    sums = tables.sums.time_sums.tolist()
     transfers = BoundaryTransfers(request)
     tried = 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):

@@ -114,7 +114,7 @@ class Arranger:
     def __init__(self, tables: Tables, shortlist: Shortlist, gpus: Sequence[str]) -> None:
         self._tables, self._shortlist, self._groups = tables, shortlist, Groups(tables, gpus)
         self._microbatches = [size for size in tables.sizes if tables.batch % size == 0]
-        self._seconds: list[list[float]] = tables.time_sums.tolist()
+        self._seconds: list[list[float]] = tables.sums.time_sums.tolist()
         self.laid_out = False
 
     def try_sizes(self, sizes: tuple[int, ...]) -> None:
@@ -180,7 +180,7 @@ class Arranger:
         """Bytes over limit of the fullest replica."""
         tables = self._tables
         return max(
-            tables.memory_bytes(row, start, end, in_flight) / tables.rows[row].limit_bytes
+            tables.sums.memory_bytes(row, start, end, in_flight) / tables.rows[row].limit_bytes
             for row in set(rows)
         )
 

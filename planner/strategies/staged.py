@@ -57,7 +57,7 @@ class Staged:
 
     def slowest(self, tables: Tables) -> list[int]:
         """The slowest row of each stage."""
-        whole = tables.time_sums[:, -1]
+        whole = tables.sums.time_sums[:, -1]
         return [max(rows, key=lambda row: (whole[row], row)) for rows in self.rows]
 
 
@@ -121,7 +121,7 @@ class Shortlist:
             Estimator(tables),
             SideBySide(request, tables, 1),
         )
-        self._speed = [1.0 / float(seconds) for seconds in tables.time_sums[:, -1]]
+        self._speed = [1.0 / float(seconds) for seconds in tables.sums.time_sums[:, -1]]
         self._found: list[
             tuple[float, Staged, tuple[int, ...]]
         ] = []  # rough seconds a step, gradient sync included
@@ -250,7 +250,7 @@ def equal_split(blocks: int, depth: int) -> tuple[int, ...]:
 def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
     """Cuts nearest to equal shares of one device's time, every stage at least one block."""
     sums = next(
-        sums for row, sums in enumerate(tables.time_sums) if tables.kind(row).tp_degree == tp
+        sums for row, sums in enumerate(tables.sums.time_sums) if tables.kind(row).tp_degree == tp
     )
     blocks = tables.num_blocks
     cuts = [0]

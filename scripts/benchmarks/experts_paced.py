@@ -54,7 +54,9 @@ def main() -> None:
         f"uneven is faster: predicted {faster['predicted']:.3f}, measured {faster['measured']:.3f}"
     )
     document = {"steps": options.steps, "load": os.getloadavg()[0], "work": asdict(work)}
-    spread = next(r.expert_load_spread for r in cost.profile.measurements if r.layer == "block")
+    profile = cost.measurements.profile
+    assert profile is not None
+    spread = next(r.expert_load_spread for r in profile.measurements if r.layer == "block")
     document |= {"expert_load_spread": spread, "plans": rows, "uneven_faster": faster}
     RESULTS.write_text(json.dumps(provenance() | document, indent=2) + "\n")
 

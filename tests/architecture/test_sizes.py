@@ -25,20 +25,12 @@ LONG_TODAY = {
     "autohet/runtime/models/linear_loss.py linear_cross_entropy_sum",
     "autohet/runtime/models/model_spec.py _block_spec",
     "autohet/runtime/reference.py train_reference",
-    "planner/cost/layers.py LayerTimeModel._borrowed",
-    "planner/cost/layers.py LayerTimeModel._layer",
-    "planner/cost/memory.py _activations",
-    "planner/cost/memory.py activation_bytes",
-    "planner/cost/memory.py memory_terms",
-    "planner/cost/schedule.py _run_occupying",
 }
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {
     "autohet/runtime/groups/group.py Group",
     "autohet/runtime/step_commit.py Trainer",
     "autohet/runtime/worker.py Worker",
-    "planner/cost/layers.py LayerTimeModel",
-    "planner/search/tables.py Tables",
     "recovery/local/snapshot.py SnapshotWriter",
 }
 """Classes with more methods. The list only becomes shorter."""

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Iterator
 
 from planner.search.draft import Shape
-from planner.search.tables import Ints, Tables
+from planner.search.stage_sums import Ints
+from planner.search.tables import Tables
 
 
 def arrangements(tables: Tables, rows: list[int], gpus: Ints) -> Iterator[tuple[int, ...]]:

@@ -18,6 +18,7 @@ from planner.cost.experts import (
     padded_share,
 )
 from planner.cost.layers import LayerTimeModel
+from planner.cost.measured_layers import MeasuredLayers
 from planner.cost.parameters import CostParameters
 from planner.cost.roofline import LayerWork, grouped_seconds
 from planner.model_spec import Experts, ModelSpec
@@ -55,7 +56,9 @@ def times_of(
         for layer in ("embedding", "block", "head")
     )  # fmt: skip
     parameters = CostParameters(launch_exposure=1.0)
-    return LayerTimeModel(table, spec, "tiny", "fp32", LENGTH, parameters, lambda *_: 0.0)
+    return LayerTimeModel(
+        MeasuredLayers(table, spec, "tiny", "fp32", LENGTH), parameters, lambda *_: 0.0
+    )
 
 
 def routed_share(spec: ModelSpec) -> float:

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.basis import Measurements, Workload
-from planner.cost.layers import LayerTimeModel, PointSplit, make_curve
+from planner.cost.curves import PointSplit, make_curve
+from planner.cost.layers import LayerTimeModel
+from planner.cost.measured_layers import MeasuredLayers
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
@@ -143,11 +145,7 @@ def test_an_update_measured_at_one_tp_degree_is_shared_out_at_another():
         for layer in ("embedding", "block", "head")
     ]
     times = LayerTimeModel(
-        ProfileTable(rows),
-        spec,
-        "tiny",
-        "fp32",
-        128,
+        MeasuredLayers(ProfileTable(rows), spec, "tiny", "fp32", 128),
         CostParameters(),
         lambda gpu, degree, size: 0.0,
     ).times("GPU of tomorrow", 2, 1)
@@ -167,7 +165,9 @@ def _two_kinds(rows):
         for layer, seconds in rows.items()
         for size in (1, 2)
     )
-    return LayerTimeModel(table, spec, "tiny", "fp32", 128, CostParameters(), lambda *_: 0.0)
+    return LayerTimeModel(
+        MeasuredLayers(table, spec, "tiny", "fp32", 128), CostParameters(), lambda *_: 0.0
+    )
 
 
 def test_each_block_takes_the_time_of_its_own_kind():
@@ -176,8 +176,8 @@ def test_each_block_takes_the_time_of_its_own_kind():
     both = _two_kinds({**times, "block:0": 1.0, "block:1": 4.0})
     assert list(both.times("A100", 1, 2).forward_s) == [0.2, 2.0, *[8.0] * 7, 0.6]
     assert list(both.times("A100", 2, 2).forward_s[1:3]) == [1.0, 4.0]
-    assert both.basis("A100")[0] == "measured"
-    assert both._nearest_key("T4", "block") == both._key("A100-40", 1)
+    assert both.even.basis("A100")[0] == "measured"
+    assert both.measured.nearest_key("T4", "block") == both.measured.key("A100-40", 1)
     assert not any("kinds" in note for note in both.times("A100", 1, 2).estimated)
     old = _two_kinds({**times, "block": 2.0}).times("A100", 1, 1)
     assert list(old.forward_s[1:-1]) == [2.0] * 8
@@ -196,8 +196,8 @@ def test_a_stage_takes_the_time_of_the_kinds_that_it_has():
     kinds = _two_kinds({"embedding": 0.1, "block:0": 1.0, "block:1": 4.0, "head": 0.3})
     cost = CostModel(
         fleet(("A100", 2, 1)),
-        Workload(kinds.spec, 128, "fp32"),
-        Measurements(kinds.profile),
+        Workload(kinds.measured.spec, 128, "fp32"),
+        Measurements(kinds.measured.profile),
         CostParameters(launch_exposure=1.0),
     )
     stages = Stage(0, 1, ("a100-0/0",)), Stage(1, 7, ("a100-1/0",))

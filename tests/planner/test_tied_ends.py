@@ -12,7 +12,7 @@ from autohet.bench.planner.synthetic import tied
 from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.job import Job
 from planner.cluster import Fleet, cluster_from_yaml, node_of
-from planner.cost.basis import Measurements, Workload
+from planner.cost.basis import Workload
 from planner.cost.model import CostModel
 from planner.plan import Plan, check_plan
 from planner.redundancy import fewest_holders, redundancy
@@ -140,7 +140,7 @@ def test_predictions_on_part_of_a_fleet_are_those_of_a_cost_model_of_its_own() -
     own = CostModel(
         part.fleet,
         Workload(cost.spec, 128, cost.precision),
-        Measurements(cost.profile),
+        cost.measurements,
         cost.parameters,
     )
     for plan in moved_plans(part, 60):

@@ -305,7 +305,7 @@ def test_tables_have_what_the_prediction_says_of_uneven_stages(types: Any, joine
         assert group is not None
         stage = Stage(0, 8, tuple(sorted(workers)), tp_shares=group.shares)
         seconds = wanted.cost.stages.seconds(Pipeline((stage,), 1, size), 0)
-        by_layer = float(tables.time_sums[row, -1]) + tables.stage_overhead_s
+        by_layer = float(tables.sums.time_sums[row, -1]) + tables.stage_overhead_s
         assert by_layer == pytest.approx(sum(seconds), rel=0.03 if joined else 1e-9), (
             "of unlike GPUs each layer's slowest counts"
         )
@@ -347,7 +347,7 @@ def test_the_bound_holds_where_a_layer_gains_nothing_from_more_gpus() -> None:
     row = tables.row_of(workers, 1)
     assert row is not None
     stages = _shared(Stage(0, 4, workers, tp_shares=(3, 3, 2)))
-    assert float(tables.time_sums[row, -1]) <= min(
+    assert float(tables.sums.time_sums[row, -1]) <= min(
         sum(cost.stages.seconds(Pipeline((s,), 4, 1), 0)) for s in stages
     ) * (1 + 1e-9)
 

@@ -16,7 +16,7 @@ from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost.memory import memory_terms
+from planner.cost.memory import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, framework_parameters
 from planner.plan import Plan
 
@@ -92,9 +92,8 @@ def test_state_of_an_adapter_is_its_own_and_the_rest_takes_two_bytes() -> None:
     assert spec.parameters == 41_943_040  # peft's count for rank 16 of all seven maps
     layers = (spec.embedding, *spec.blocks, spec.head)
     assert sum(layer.frozen_parameters for layer in layers) == full.parameters
-    terms = memory_terms(
-        spec, 2048, "bf16", 1, 1, "none", framework_parameters(OURS, inputs.parameters)
-    )
+    on_rank = TokensOnRank(2048, 2048, "bf16", 1)
+    terms = memory_terms(spec, on_rank, "none", framework_parameters(OURS, inputs.parameters))
     assert terms.state_bytes.sum() == 2 * full.parameters + 18 * spec.parameters
     assert terms.optimizer_bytes.sum() == 12 * spec.parameters
     offloaded = terms.offloaded()
@@ -109,7 +108,7 @@ def test_a_stage_of_another_format_keeps_a_copy_of_what_is_frozen() -> None:
     frozen = sum(layer.frozen_parameters for layer in inputs.spec.layers)
     found = {
         compute: memory_terms(
-            inputs.spec, 2048, compute, 1, 1, "none", parameters
+            inputs.spec, TokensOnRank(2048, 2048, compute, 1), "none", parameters
         ).state_bytes.sum()
         for compute in ("bf16", "fp8", "fp16")
     }

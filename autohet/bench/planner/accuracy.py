@@ -26,7 +26,7 @@ from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, NodeType, cluster_from_yaml
 from planner.cost.basis import Measurements, Workload
 from planner.cost.calibration import MeasuredRun, calibrate
-from planner.cost.layers import make_curve
+from planner.cost.curves import make_curve
 from planner.cost.links import Links
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters

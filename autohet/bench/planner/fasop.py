@@ -250,7 +250,7 @@ def partition_row(entries: Sequence[ResultRow], case: FasopCase) -> ResultRow:
     tables = tables_of(asked)
     staged = Groups(tables, asked.fleet.workers).stages([tp * dp] * len(published), dp, size)
     assert staged is not None
-    sums = tables.time_sums.tolist()
+    sums = tables.sums.time_sums.tolist()
     tried = cuts(
         sums,
         staged.slowest(tables),

@@ -15,7 +15,8 @@ import numpy as np
 
 from planner.cluster import NodeType
 from planner.search.draft import Estimator, Shape
-from planner.search.tables import Floats, Ints, Kind, Resource, Row, Tables
+from planner.search.stage_sums import Floats, Ints, Row
+from planner.search.tables import Kind, Resource, Tables
 
 GIB = 2**30
 GPUS = ("A100-40", "V100-16")
@@ -154,7 +155,7 @@ class SailorSync:
         kinds = [self._tables.kind(row) for row in shape.rows]
         stages = zip(shape.rows, shape.starts, shape.ends, kinds, strict=True)
         size = max(
-            self._tables.stage_sync_bytes(row, start, end) * kind.tp_degree
+            self._tables.sums.stage_sync_bytes(row, start, end) * kind.tp_degree
             for row, start, end, kind in stages
         )
         used = sorted({kind.resource for kind in kinds})

@@ -25,7 +25,7 @@ from autohet.runtime.models.adapters import adapter_of, set_adapter
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.models.thread_group import run_ranks
-from planner.cost.memory import memory_terms
+from planner.cost.memory import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError
 from planner.plan import RECOMPUTE_CHOICES, Recompute
@@ -143,7 +143,8 @@ def test_an_adapted_block_keeps_what_the_planner_predicts(
     spec = model_spec_from_config(name, TINY[name], precision=precision)
     parameters = framework_parameters(OURS, CostParameters())
     adapted = adapted_spec(spec, config, LENGTH, precision)
-    terms = memory_terms(adapted, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
+    on_rank = TokensOnRank(SEQUENCES * LENGTH, LENGTH, precision, 1)
+    terms = memory_terms(adapted, on_rank, recompute, parameters)
     assert terms.activation_bytes[1] == pytest.approx(kept[1] - kept[0], rel=0.02)
 
 

@@ -10,7 +10,7 @@ import torch
 from autohet.runtime.models import COMPUTE_DTYPES, StageModel, TensorParallel, build_stage
 from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.models.thread_group import run_ranks
-from planner.cost.memory import memory_terms
+from planner.cost.memory import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
 from planner.plan import RECOMPUTE_CHOICES, Recompute
@@ -82,7 +82,8 @@ def test_a_block_keeps_what_the_planner_predicts(
     one, two = (kept_bytes(stage(name, layers, precision, recompute)) for layers in (1, 2))
     spec = spec_of(name, precision)
     parameters = framework_parameters(OURS, CostParameters())
-    terms = memory_terms(spec, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
+    on_rank = TokensOnRank(SEQUENCES * LENGTH, LENGTH, precision, 1)
+    terms = memory_terms(spec, on_rank, recompute, parameters)
     predicted = terms.activation_bytes[2]  # of the second block, after the embedding's
     if name in MIXTURES and precision == "fp32":  # counted in bf16, with its copies in fp32
         assert two - one <= predicted < 1.25 * (two - one)
@@ -99,9 +100,9 @@ def test_a_rank_keeps_its_key_value_head_whole_where_others_hold_it_too(
     """
     name = "qwen3, one key-value head"
     spec = spec_of(name, "fp32")
-    terms = memory_terms(
-        spec, LENGTH, "fp32", 4, SEQUENCES, recompute, framework_parameters(OURS, CostParameters())
-    )
+    on_rank = TokensOnRank(SEQUENCES * LENGTH, LENGTH, "fp32", 4)
+    parameters = framework_parameters(OURS, CostParameters())
+    terms = memory_terms(spec, on_rank, recompute, parameters)
 
     def work(tp: TensorParallel) -> tuple[int, int, int]:
         one, two = (stage(name, layers, "fp32", recompute, tp) for layers in (1, 2))

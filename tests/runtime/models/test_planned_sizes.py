@@ -20,7 +20,7 @@ from autohet.runtime.models import (
     local_units,
 )
 from autohet.runtime.models.model_spec import model_spec_from_config
-from planner.cost.memory import memory_terms
+from planner.cost.memory import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
 from planner.plan import Stage, TensorShare
@@ -105,7 +105,7 @@ def runtime_scalars(config: Any, shares: Sequence[TensorShare]) -> np.ndarray:
 def planned_scalars(spec: ModelSpec, degree: float) -> np.ndarray:
     """(embedding, blocks, head): by the bytes of state that the planner counts for each worker."""
     parameters = framework_parameters(OURS, CostParameters())
-    terms = memory_terms(spec, 32, "bf16", degree, 1, "none", parameters)
+    terms = memory_terms(spec, TokensOnRank(32, 32, "bf16", degree), "none", parameters)
     return terms.state_bytes / 18  # weight, master, gradient, two moments
 
 

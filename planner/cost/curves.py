@@ -1,0 +1,89 @@
+"""Seconds of a layer by microbatch size, through measured points or from a single one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.parameters import CostParameters
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by microbatch: increasing `microbatches`, non-decreasing `seconds`."""
+
+    microbatches: Floats
+    seconds: Floats
+
+    def at(self, microbatch: int) -> float:
+        """Return seconds at a microbatch size: piecewise linear between the points.
+
+        Outside the points: the straight line through the nearer half of them, never negative.
+        """
+        x = self.microbatches
+        y = self.seconds
+        if len(x) == 1:
+            return float(y[0] * microbatch / x[0])
+        if microbatch > x[-1]:
+            half = max(2, len(x) // 2)
+            slope = max(0.0, float(np.polyfit(x[-half:], y[-half:], 1)[0]))
+            return float(y[-1] + slope * (microbatch - x[-1]))
+        if microbatch < x[0]:
+            slope = float(y[1] - y[0]) / float(x[1] - x[0])
+            return max(float(y[0] * microbatch / x[0]), float(y[0] - slope * (x[0] - microbatch)))
+        return float(np.interp(microbatch, x, y))
+
+    def in_run(self, microbatch: int, launch_exposure: float) -> float:
+        """Return `at`, with only a share `launch_exposure` of the launch time.
+
+        Launch time: the seconds beyond work in proportion to the largest measured microbatch.
+        """
+        seconds = self.at(microbatch)
+        work = float(self.seconds[-1]) * microbatch / float(self.microbatches[-1])
+        return seconds - (1.0 - launch_exposure) * max(0.0, seconds - work)
+
+
+def make_curve(points: Mapping[int, float]) -> Curve:
+    """Return a curve through measured points.
+
+    It is made non-decreasing by pooling neighbours that fall (isotonic regression).
+    """
+    x = np.array(sorted(points), dtype=np.float64)
+    blocks: list[tuple[float, int]] = []
+    for value in (points[int(b)] for b in x):
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, n), (b, m) = blocks[-2:]
+            blocks[-2:] = [((a * n + b * m) / (n + m), n + m)]
+    return Curve(x, np.array([value for value, count in blocks for _ in range(count)]))
+
+
+@dataclass(frozen=True, slots=True)
+class PointSplit:
+    """Parts of a single forward measured at microbatch `base`, in seconds.
+
+    Launches do not grow with the microbatch; work and communication grow in proportion.
+    """
+
+    base: int
+    launch_s: float
+    work_s: float
+    communication_s: float
+
+    def at(
+        self, microbatch: int, parameters: CostParameters, backward_share: float = 1.0
+    ) -> tuple[float, float]:
+        """Forward and backward seconds.
+
+        Backward: each part times its ratio, the work also times `LayerSpec.backward_share`, the
+        communication once.
+        """
+        scale = microbatch / self.base
+        launch = parameters.launch_exposure * self.launch_s
+        forward = launch + (self.work_s + self.communication_s) * scale
+        work = parameters.backward_ratio * backward_share * self.work_s
+        growing = (work + self.communication_s) * scale
+        return forward, parameters.launch_backward_ratio * launch + growing
