@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+import torch
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
@@ -86,17 +87,18 @@ def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str,
     return {}
 
 
-def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: str) -> Layout:
+def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype) -> Layout:
     """Return the layout of the untrained parameters, which are no training state.
 
-    Their names are `frozen/` and the parameter's. dtype: their format, such as "bfloat16".
+    Their names are `frozen/` and the parameter's. dtype: of all but those that are fp32 always.
     """
     specs = family_of(config).parameter_specs(config)
     tensors = {}
     for name, spec in specs.items():
         if not spec.trainable:
             tensor = state_name(FROZEN, name)
-            tensors[tensor] = TensorSpec(tensor, spec.shape, dtype, spec.split_dim, spec.cuts)
+            stored = str(spec.compute_dtype(dtype)).removeprefix("torch.")
+            tensors[tensor] = TensorSpec(tensor, spec.shape, stored, spec.split_dim, spec.cuts)
     shards = {}
     for worker in plan.workers:
         units = frozen_units(plan, config, worker)

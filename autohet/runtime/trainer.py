@@ -343,9 +343,8 @@ def _replica_check(
     layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
     plan = generation.plan
     config = setup.config
-    dtype = str(COMPUTE_DTYPES[setup.training.precision]).removeprefix("torch.")
     state = layout_of_plan(plan, config)
-    frozen = frozen_layout(plan, config, dtype)
+    frozen = frozen_layout(plan, config, COMPUTE_DTYPES[setup.training.precision])
     layout = Layout(
         {**state.tensors, **frozen.tensors},
         {

@@ -211,7 +211,7 @@ def test_a_flipped_bit_of_a_frozen_weight_shows_in_the_vote_and_is_read_again(jo
     ]
     batch = {"global_batch_sequences": 2, "microbatch_sequences": 1, "sequence_length": 4}
     plan = Plan.from_document({"version": 1, "model": "m", **batch, "pipelines": pipelines})
-    layout = frozen_layout(plan, config, "bfloat16")
+    layout = frozen_layout(plan, config, torch.bfloat16)
     held = {}
     for worker in plan.workers:
         held[worker] = FrozenWeights(job.model, config, 0, CPU, torch.bfloat16)
