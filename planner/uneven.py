@@ -75,9 +75,10 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
 
     Candidates are three GPUs of a node whose GPU count is no power of two (five to seven GPUs would
     have the same largest share as four), and some mixes of unlike nodes that are joined. Only
-    groups that are clearly faster than any even part of them are returned. Unlike GPUs are not
-    mixed for a model with experts: their kernels may round a router's scores differently, and each
-    rank decides by its own which experts a token goes to.
+    groups that are clearly faster than any even part of them are returned. Unlike GPUs are mixed
+    for a model with experts only if tokens may go to them by all-to-all, which such stages then
+    use. By a sum, each rank decides by its own scores which experts a token goes to, and kernels of
+    unlike GPUs may round these differently.
     """
     if not request.cost.parameters.uneven_shares:
         return ()
@@ -85,11 +86,12 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
     sizes = microbatch_sizes(request)
     most = min(spec.max_tp_degree, request.max_tp_degree or spec.max_tp_degree)
     types = [kind for kind in request.cost.fleet.node_types if kind.num_gpus]
+    may_mix = _may_mix(request.cost)
     mixes: list[tuple[NodeType, ...]] = [
         (kind,) * 3 for kind in types if kind.num_gpus & (kind.num_gpus - 1)
     ]
     for one, other in itertools.combinations(types, 2):
-        if _joined(one, other) and not any(block.has_experts for block in spec.blocks):
+        if may_mix and _joined(one, other):
             numbers = itertools.product(range(1, one.num_gpus + 1), range(1, other.num_gpus + 1))
             mixes += [(one,) * i + (other,) * j for i, j in numbers if i + j <= limits.UNEVEN_GPUS]
     size = sizes[len(sizes) // 2]
@@ -122,6 +124,13 @@ def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
                     " differently; give each such stage GPUs of one type, or"
                     " expert_dispatch: all_to_all"
                 )
+
+
+def _may_mix(cost: CostModel) -> bool:
+    """Return True if stages that route tokens to experts, if there are any, may use all-to-all."""
+    routing = [block for block in cost.spec.blocks if block.has_experts]
+    known = all(block.experts is not None for block in routing)
+    return not routing or (known and cost.choices.expert_dispatch != "sum")
 
 
 def _joined(one: NodeType, other: NodeType) -> bool:

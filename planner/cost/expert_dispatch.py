@@ -99,6 +99,10 @@ class DispatchCosts:
         """Return True if the stage has a group, and experts to which its tokens may be sent."""
         return stage.tp_degree > 1 and stage.spmd is None and bool(self._blocks(stage))
 
+    def mixes_types(self, stage: Stage) -> bool:
+        """Return True if a stage's GPUs are of several types."""
+        return len({self._fleet.gpu_type(worker) for worker in stage.workers}) > 1
+
     def _blocks(self, stage: Stage) -> list[LayerSpec]:
         blocks = self._spec.blocks[stage.first_layer : stage.end_layer]
         return [block for block in blocks if block.experts is not None]

@@ -84,7 +84,10 @@ class StageChoices:
         return replace(stage, compute=None)
 
     def with_dispatch(self, plan: Plan) -> Plan:
-        """Return the plan with an allowed way of tokens to experts for each stage."""
+        """Return the plan with an allowed way of tokens to experts for each stage.
+
+        Stages of unlike GPUs use all-to-all (`planner.uneven.check_like_gpus`).
+        """
         if self._dispatch.allowed == "sum" or plan.spmd is not None:
             return plan
         pipelines = []
@@ -98,7 +101,7 @@ class StageChoices:
         by_sum, sending = self._ways_of(pipeline.stages[index])
         if not self._dispatch.applies(by_sum):
             return by_sum
-        if self._dispatch.allowed == "all_to_all":
+        if self._dispatch.allowed == "all_to_all" or self._dispatch.mixes_types(by_sum):
             return sending
         if self.dispatch_gain_s(pipeline, index) <= 0:
             return by_sum

@@ -10,19 +10,25 @@ def dispatch_reason(cost: CostModel, plan: Plan) -> str:
     Seconds are those of a microbatch in both passes of the stage with the largest difference.
     """
     gains: dict[bool, list[float]] = {True: [], False: []}
+    num_mixed = 0
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
-            if cost.dispatch.applies(stage):
+            if cost.dispatch.applies(stage) and cost.dispatch.mixes_types(stage):
+                num_mixed += 1
+            elif cost.dispatch.applies(stage):
                 gain_s = cost.stage_choices.dispatch_gain_s(pipeline, index)
                 gains[stage.expert_dispatch == "all_to_all"].append(gain_s)
     sending = gains[True]
     summing = gains[False]
-    if cost.choices.expert_dispatch == "sum" or not (sending or summing):
-        return ""
     total = len(sending) + len(summing)
+    if cost.choices.expert_dispatch == "sum" or not total + num_mixed:
+        return ""
     if cost.choices.expert_dispatch == "all_to_all":
-        return f"tokens go to their experts by all-to-all in {total} stages, as the job asks"
+        asked = total + num_mixed
+        return f"tokens go to their experts by all-to-all in {asked} stages, as the job asks"
     parts = []
+    if num_mixed:
+        parts.append(f"all-to-all in {num_mixed} stages of unlike GPUs, where a sum may differ")
     if sending:
         parts.append(_part("all-to-all", len(sending), total, "a sum", max(sending)))
     if summing:
