@@ -82,7 +82,10 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     product = apply(_Fp8Product, rows, weight)
     if missing:
         product = product[: len(product) - missing]
-    return product.view(*x.shape[:-1], len(weight))
+    # As F.linear: with a version of its own, so that recomputation may keep a product that a sum
+    # over the group, or an adapter's update, is added to in place.
+    shaped: Tensor = torch.ops.aten._unsafe_view.default(product, (*x.shape[:-1], len(weight)))
+    return shaped
 
 
 class _Fp8Product(torch.autograd.Function):

@@ -8,9 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autohet.runtime.job import AdapterSection
 from autohet.runtime.models import fp8 as module
+from autohet.runtime.models.adapters import set_adapter
 from autohet.runtime.models.fp8 import check_fp8, fp8_linear, use_fp8
+from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
+from planner.plan import Recompute
+from tests.harness.tiny_models import (
+    random_parameters,
+    run_chain,
+    stage_chain,
+    tiny_config,
+    worst_error,
+)
 
 CPU = torch.device("cpu")
 ERROR = 0.05
@@ -62,3 +73,27 @@ def test_a_device_without_units_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(module.torch, "_scaled_mm")
     with pytest.raises(ConfigError, match="has no kernel"):
         check_fp8(CPU)
+
+
+@pytest.mark.parametrize("adapter", [None, AdapterSection(rank=4, alpha=8.0)])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_of_a_cut_stage_changes_no_gradient(
+    recompute: Recompute, adapter: AdapterSection | None
+) -> None:
+    """Wrong: `selective` makes a row-parallel product again and takes it for the group's sum."""
+    config = tiny_config("llama", hidden_size=64, intermediate_size=64)
+    set_adapter(config, adapter, None, None)
+    parameters = random_parameters(config)
+
+    def work(tp: Any) -> list[tuple[float, dict[str, Tensor]]]:
+        found = []
+        for how in ("none", recompute):
+            stages = stage_chain(config, parameters, [3], tp, how)  # type: ignore[arg-type]
+            assert sum(use_fp8(block) for block in stages[0].blocks) == 3 * 7
+            _, loss, gradients = run_chain(config, stages)
+            found.append((loss, gradients))
+        return found
+
+    for (loss, gradients), (again, recomputed) in run_ranks(2, work):
+        assert again == loss
+        assert worst_error(recomputed, gradients) < 1e-6
