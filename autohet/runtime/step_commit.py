@@ -1,4 +1,4 @@
-"""Base of all trainers: the vote that commits a step, the update that follows, and their results.
+"""Base of all trainers: how a step is committed and applied, and its results.
 
 A step is committed by all workers or by none. Its vote is one all-reduce over every worker. When it
 ends at one worker, every worker has contributed and is *prepared*: it has the summed gradients of
@@ -18,8 +18,9 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,82 +29,17 @@ from torch import Tensor
 from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group, PeerLost
+from autohet.runtime.groups.clock import StreamClock
 from autohet.runtime.loss_scale import LossScale
 from autohet.runtime.messages import ReplicaMismatch, Rewards, Skipped, SkipReason
 from autohet.runtime.parallel.executor import Batch
-from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.replica_check import ReplicaCheck, ReplicasDiffer
+from autohet.runtime.votes import Vote, Voter, skip_reason
 
 MOST_REPAIRS = 2
 MAX_NAMED = 16
 """Limit on the tensors that a worker names as the cause of a skipped step."""
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
-
-
-@dataclass(frozen=True)
-class Vote:
-    """Sum of all workers' contributions to a step.
-
-    `tokens` counts targets. `pairs` counts pairs of answers of a preference job, `preferred` those
-    whose chosen answer has the higher reward, and `reward_margin_sum` sums the differences of
-    rewards. Of the workers, `replicating` counts those whose part of the open
-    replication round is in flight, `replication_failures` those whose part has failed, and
-    `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
-    shard are not bit-equal (`replica_check`): then the step did not happen. `overflows` is not zero
-    if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale.
-
-    `squared_norm` is that of the gradient of `loss_sum`, the sum (not the mean) of the global
-    batch's losses; NaN or infinite if a gradient is.
-    """
-
-    squared_norm: float
-    loss_sum: float
-    tokens: int
-    stops: int
-    checkpoints: int
-    members: int
-    replicating: int = 0
-    replication_failures: int = 0
-    writing: int = 0
-    parted: int = 0
-    overflows: int = 0
-    pairs: int = 0
-    preferred: int = 0
-    reward_margin_sum: float = 0.0
-
-    @property
-    def num_losses(self) -> int:
-        """Number of losses in `loss_sum`: of the pairs of a preference job, else of the targets."""
-        return self.pairs or self.tokens
-
-    @property
-    def rewards(self) -> Rewards | None:
-        """Rewards of a preference job's pairs; None: the job has none."""
-        if not self.pairs:
-            return None
-        return Rewards(self.preferred / self.pairs, self.reward_margin_sum / self.pairs)
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the targets, or pairs, of the global batch."""
-        return self.loss_sum / max(1, self.num_losses)
-
-    @property
-    def gradient_norm(self) -> float:
-        """Global norm of the mean loss's gradient, before clipping; NaN if it is not finite."""
-        return (
-            math.sqrt(self.squared_norm) / max(1, self.num_losses)
-            if math.isfinite(self.squared_norm)
-            else math.nan
-        )
-
-    @property
-    def is_finite(self) -> bool:
-        """False if gradient or loss is not finite: no worker changes weights or moments.
-
-        The step still counts; data and learning rate go on.
-        """
-        return math.isfinite(self.squared_norm) and math.isfinite(self.loss_sum)
 
 
 @dataclass(frozen=True)
@@ -179,14 +115,34 @@ class EvaluationEnded:
     checkpoint: bool
 
 
+class UpdateTimes:
+    """Device times of a trainer's updates, for which the host does not wait."""
+
+    def __init__(self, clock: StreamClock) -> None:
+        self._clock = clock
+        self._marks: list[tuple[Any, Any]] = []  # of the last two
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the update that the context launches; one that fails is left out."""
+        begin = self._clock.mark()
+        yield
+        self._marks = [*self._marks[-1:], (begin, self._clock.mark())]
+
+    @property
+    def newest_s(self) -> float:
+        """Seconds of the newest update known to have ended; 0 before the first."""
+        ended = self._marks if self._clock.in_step_with_host else self._marks[:-1]
+        return self._clock.seconds(*ended[-1]) if ended else 0.0
+
+
 class Trainer(ABC):
     """Owner of the training state of one worker for one generation.
 
     `train_step` is called from one thread. A step whose summed gradient is not finite, or that the
     job asks to skip, is committed without an update, by all workers alike.
 
-    world: all workers of the plan, for the vote. counts_loss: True if the vote takes this worker's
-    losses and targets; of all workers that have the same ones, one has True.
+    voter: takes stop requests. world, counts_loss: as `Voter` has them.
     """
 
     def __init__(
@@ -202,18 +158,15 @@ class Trainer(ABC):
         self._device = setup.device
         self.state, self.version = generation.state, StateVersion(generation.step)
         self._groups = generation.groups
-        self._world = world
+        self.voter = Voter(world, generation.groups, setup.device, counts_loss=counts_loss)
+        self.voter.preservation_status = hooks.preservation_status
         self._clock = generation.groups.back_end.clock
         self._hooks = hooks
-        self._counts_loss = counts_loss
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
-        self._stop, self._checkpoint = threading.Event(), threading.Event()
-        self._updates: list[tuple[Any, Any]] = []  # marks of the last two
-        self._preference: PreferenceLoss | None = None
-        """Loss of preferences, which counts pairs; None: another objective."""
+        self._updates = UpdateTimes(self._clock)
         self.loss_scale: LossScale | None = None
         """Scale of gradients in fp16 stages, equal at all workers; None: the plan has none."""
         self.replicas: ReplicaCheck | None = None
@@ -260,24 +213,9 @@ class Trainer(ABC):
         """
         return None
 
-    def _skip_reason(self, vote: Vote) -> SkipReason | None:
-        """Return the reason why the step changes no weights; None: it changes them.
-
-        It is a function of vote, step and job alone, so that all workers, and survivors that roll
-        forward, decide alike.
-        """
-        limit = self.training.skip_gradient_norm_above
-        if not vote.is_finite:
-            return SkipReason.NOT_FINITE
-        if self.training.skips(self.step):
-            return SkipReason.REQUESTED
-        if limit is not None and vote.gradient_norm > limit:
-            return SkipReason.GRADIENT_NORM
-        return None
-
     def _skipped(self, vote: Vote) -> Skipped | None:
         """Return this worker's view of the cause of a skip; None if the step changes weights."""
-        reason = self._skip_reason(vote)
+        reason = skip_reason(vote, self.step, self.training)
         if reason is None:
             return None
         if reason is SkipReason.GRADIENT_NORM:
@@ -298,15 +236,6 @@ class Trainer(ABC):
     def step(self) -> int:
         """Number of committed updates in the state, which is the number of the next step."""
         return self.version.step
-
-    def request_stop(self, *, checkpoint: bool = False) -> None:
-        """Ask all workers to stop after the same step.
-
-        It is the next step whose vote carries this worker's flag. Any thread may call it.
-        """
-        if checkpoint:
-            self._checkpoint.set()
-        self._stop.set()
 
     def train_step(self, batch: Callable[[int, range], Batch]) -> StepResult:
         """Run the next step; every worker of the plan calls it. Blocks.
@@ -332,7 +261,7 @@ class Trainer(ABC):
         skipped = self._skipped(vote)
         self.apply_prepared(vote)
         ended = time.perf_counter()
-        parts = self._parts(started, voted, marks) | {"optimizer": self._update_s()}
+        parts = self._parts(started, voted, marks) | {"optimizer": self._updates.newest_s}
         return StepResult(
             step,
             vote.loss,
@@ -367,34 +296,21 @@ class Trainer(ABC):
             self._groups.check()
             self._enter("evaluate")
             self._before_evaluation()
-            loss_sum = 0.0
-            tokens = 0
-            sums = [0.0, 0.0, 0.0]
+            seen = Vote(0.0, 0.0, tokens=0, stops=0, checkpoints=0, members=self.voter.world.size)
             for index in range(rows.num_batches):
                 loss, num_targets = self._evaluate_batch(rows, index)
-                totals = self._sum_evaluation(loss, num_targets)
-                if totals[2]:
-                    return EvaluationEnded(checkpoint=totals[3] > 0)
-                loss_sum += totals[0]
-                tokens += int(totals[1])
-                sums = [total + new for total, new in zip(sums, totals[5:], strict=True)]
+                batch = self.voter.count_evaluation(loss, num_targets)
+                if batch.stops:
+                    return EvaluationEnded(checkpoint=batch.checkpoints > 0)
+                seen = seen.with_batch(batch)
         except PeerLost:
             self._groups.interrupt()
             raise
         self.phase = "idle"
         seconds = time.perf_counter() - started
-        seen = Vote(
-            0.0,
-            loss_sum,
-            tokens,
-            stops=0,
-            checkpoints=0,
-            members=self._world.size,
-            pairs=int(sums[0]),
-            preferred=int(sums[1]),
-            reward_margin_sum=sums[2],
+        return EvaluationResult(
+            self.step, seen.loss, seen.tokens, rows.num_rows, seconds, seen.rewards
         )
-        return EvaluationResult(self.step, seen.loss, tokens, rows.num_rows, seconds, seen.rewards)
 
     def _before_evaluation(self) -> None:  # noqa: B027
         """Bring the weights that are computed with to the present step."""
@@ -402,24 +318,6 @@ class Trainer(ABC):
     def _evaluate_batch(self, rows: EvaluationRows, index: int) -> tuple[Tensor, Tensor]:
         """Return this worker's losses and targets of one global batch of evaluation rows."""
         raise NotImplementedError
-
-    def _sum_evaluation(self, loss: Tensor, num_targets: Tensor) -> list[float]:
-        """Return what all workers have, summed: one all-reduce for a global batch.
-
-        These are losses, targets, stop and checkpoint flags, workers, and the three sums of
-        preferences.
-        """
-        mine = torch.zeros(8, dtype=torch.float64, device=self._device)
-        if self._counts_loss:
-            mine[0], mine[1] = loss, num_targets
-            self._add_preference(mine[5:])
-        mine[2], mine[3] = float(self._stop.is_set()), float(self._checkpoint.is_set())
-        mine[4:5].copy_(self._groups.alive, non_blocking=True)
-        self._world.wait_on_host(self._world.start_all_reduce(mine))
-        totals: list[float] = mine.tolist()
-        if totals[4] != self._world.size:
-            raise PeerLost(f"{totals[4]:.0f} of {self._world.size} workers evaluated")
-        return totals
 
     def _voted(
         self, batch: Callable[[int, range], Batch]
@@ -471,64 +369,23 @@ class Trainer(ABC):
             "vote": vote,
         }
 
-    def _update_s(self) -> float:
-        """Return the seconds of the newest update known to have ended; 0 before the first."""
-        ended = self._updates if self._clock.in_step_with_host else self._updates[:-1]
-        return self._clock.seconds(*ended[-1]) if ended else 0.0
-
     def _enter(self, phase: str) -> None:
         self.phase = phase
         if self._hooks.on_phase is not None:
             self._hooks.on_phase(phase, self.step)
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
-        """Cast this worker's vote: one all-reduce over all workers, which decides the step.
-
-        Loss and tokens come from workers that count them.
-        """
-        mine = torch.zeros(14, dtype=torch.float64, device=self._device)
-        mine[0] = squares
-        mine[1], mine[2] = (loss, num_targets) if self._counts_loss else (0.0, 0.0)
-        mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
-        mine[5:6].copy_(
-            self._groups.alive, non_blocking=True
-        )  # last, when all before it in the stream has ended
-        if self._hooks.preservation_status is not None:
-            status = self._hooks.preservation_status()
-            mine[6], mine[7], mine[8] = (
-                float(status.pending),
-                float(status.failed),
-                float(status.writing),
-            )
-        if self._counts_loss:
-            self._add_preference(mine[11:])
-        overflows = self._overflows()
-        if overflows is not None:
-            mine[10] = overflows
-        mine[9] = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
+        """Cast this worker's vote: one all-reduce over all workers, which decides the step."""
+        parted = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
+        mine = self.voter.contribution(squares, loss, num_targets, parted, self._overflows())
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")
-        self._world.wait_on_host(self._world.start_all_reduce(mine))
-        totals = mine.tolist()
-        *counts, margins = totals[2:]
-        vote = replace(
-            Vote(totals[0], totals[1], *(int(total) for total in counts)),
-            reward_margin_sum=margins,
-        )
-        if (
-            vote.members != self._world.size
-        ):  # the others' generation was over before they voted: their sums are made up
-            raise PeerLost(f"{vote.members} of {self._world.size} workers voted")
+        vote = self.voter.count(mine)
         if self._must_repeat(vote):
             self.prepared = None
         else:
             self.last_vote = (self.step, vote)
         return vote
-
-    def _add_preference(self, sums: Tensor) -> None:
-        """Write this worker's sums of preferences, which take three elements."""
-        if self._preference is not None:
-            sums.copy_(self._preference.sums)
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:
         """Apply the prepared step, without communication.
@@ -556,13 +413,12 @@ class Trainer(ABC):
             self._enter("apply")
             if self._hooks.before_update is not None:
                 self._hooks.before_update()
-            changes = self._skip_reason(vote) is None
+            changes = skip_reason(vote, self.step, self.training) is None
             if changes:
-                begin = self._clock.mark()
-                # From the first tensor on it is not whole until this call says so.
-                self.version = StateVersion(self.step, whole=False)
-                self._update(vote)
-                self._updates = [*self._updates[-1:], (begin, self._clock.mark())]
+                with self._updates.measured():
+                    # From the first tensor on it is not whole until this call says so.
+                    self.version = StateVersion(self.step, whole=False)
+                    self._update(vote)
             self.prepared = None
             self.version = StateVersion(self.step + 1)
             self.phase = "idle"
@@ -589,5 +445,5 @@ __all__ = [
     "StateVersion",
     "StepResult",
     "Trainer",
-    "Vote",
+    "UpdateTimes",
 ]

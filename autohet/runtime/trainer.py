@@ -46,7 +46,8 @@ from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
 from autohet.runtime.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
-from autohet.runtime.step_commit import Trainer, Vote
+from autohet.runtime.step_commit import Trainer
+from autohet.runtime.votes import Vote
 from planner.communicators import num_border_groups
 from planner.plan import TensorShare
 from recovery.state.layout import Layout
@@ -177,8 +178,8 @@ class StageTrainer(Trainer):
         pacer = None if pace is None else Pacer(pace, lambda: over.interrupted)
         beta = setup.training.preference_beta
         if beta is not None:
-            self._preference = PreferenceLoss(beta, setup.device)
-        return Executor(borders, self.stage, pacer, over.check, self._clock, self._preference)
+            self.voter.preference = PreferenceLoss(beta, setup.device)
+        return Executor(borders, self.stage, pacer, over.check, self._clock, self.voter.preference)
 
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]

@@ -295,7 +295,7 @@ class Worker:
         """Stop after the step in flight, together with all other workers."""
         live = self._live
         if live is not None and live.trainer is not None:
-            live.trainer.request_stop(checkpoint=checkpoint)
+            live.trainer.voter.request_stop(checkpoint=checkpoint)
 
     def interrupt(self, generation: int | None = None) -> None:
         """Leave the generation now; a step that is not committed did not happen.

@@ -29,7 +29,6 @@ LONG_TODAY = {
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {
     "autohet/runtime/groups/group.py Group",
-    "autohet/runtime/step_commit.py Trainer",
     "autohet/runtime/worker.py Worker",
     "recovery/local/snapshot.py SnapshotWriter",
 }

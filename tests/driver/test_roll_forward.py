@@ -9,7 +9,7 @@ from dataclasses import replace
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.states import Building, Quiescing, Training
 from autohet.runtime.messages import Phase, RollForwardOutcome
-from autohet.runtime.step_commit import Vote
+from autohet.runtime.votes import Vote
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

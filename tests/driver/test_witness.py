@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autohet.driver.history.events import EventLog
 from autohet.runtime.messages import Phase
-from autohet.runtime.step_commit import Vote
+from autohet.runtime.votes import Vote
 from tests.driver.test_controller import make, run, trained
 
 

@@ -261,7 +261,7 @@ def train_evaluating(case: Case, dataset: str, steps: int) -> list[float]:
 
 def ask_to_stop() -> None:
     assert SEAT.trainer is not None
-    SEAT.trainer.request_stop()
+    SEAT.trainer.voter.request_stop()
 
 
 def evaluation_is_given_up(case: Case, dataset: str) -> bool:
@@ -424,7 +424,7 @@ def lose_vote_at(step: int) -> None:
     """At `step` this worker contributes to the vote but is cut off before it sees the result."""
     trainer = SEAT.trainer
     assert trainer is not None
-    world = trainer._world
+    world = trainer.voter.world
     whole = world.wait_on_host
 
     def cut_off(work: Any) -> None:

@@ -22,14 +22,14 @@ from torch.distributed import TCPStore
 from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import PlanProposal
-from autohet.runtime import step_commit as commit_module
+from autohet.runtime import votes as votes_module
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
 from autohet.runtime.models import load_config
 from autohet.runtime.parallel.buckets import ALIGNMENT
 from autohet.runtime.state import flat_optimizer
 from autohet.runtime.state.optimizer import UpdateRule
-from autohet.runtime.step_commit import Vote
+from autohet.runtime.votes import Vote
 from autohet.runtime.worker import Worker
 from planner.cluster import Node
 from planner.plan import Pipeline, Plan, Stage
@@ -50,7 +50,7 @@ class Scene:
         self.votes: dict[int, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                commit_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v))
+                votes_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v))
             )
             self.wanted = train_alone(tmp_path / "alone", tmp_path, training={"steps": STEPS}).state
         place = WorkerPlace(ME, NODE, "A10G", str(tmp_path / "memory"), str(tmp_path / "ssd"))

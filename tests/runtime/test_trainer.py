@@ -13,9 +13,11 @@ from torch.distributed import HashStore
 
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts, Interrupted
+from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult, Vote
+from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult
 from autohet.runtime.trainer import StageTrainer
+from autohet.runtime.votes import Vote
 from planner.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
 from tests.harness.training_case import CPU, Case, local_state, rows_of
@@ -140,7 +142,7 @@ def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
 def test_a_stop_travels_in_the_vote() -> None:
     trainer, rows = trainer_of(TOY_CONFIG)
     assert not trainer.train_step(rows).stop
-    trainer.request_stop(checkpoint=True)
+    trainer.voter.request_stop(checkpoint=True)
     result = trainer.train_step(rows)
     assert result.stop
     assert result.checkpoint
@@ -198,18 +200,21 @@ class DeviceClock:
         return float(end - begin)
 
 
-def test_the_updates_time_is_the_devices_and_the_host_never_waits_for_it() -> None:
+def test_the_updates_time_is_the_devices_and_the_host_never_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Wrong: the host's clock around the launches."""
-    trainer, rows = trainer_of(LLAMA)
     clock = DeviceClock()
-    trainer._clock = trainer._executor.clock = clock  # type: ignore[assignment]
-    wait = trainer._world.wait_on_host
+    monkeypatch.setattr(GlooGroup, "clock", clock)
+    trainer, rows = trainer_of(LLAMA)
+    world = trainer.voter.world
+    wait = world.wait_on_host
 
     def waited(work: Any) -> None:
         wait(work)
         clock.reached = clock.made
 
-    trainer._world.wait_on_host = waited  # type: ignore[method-assign]
+    world.wait_on_host = waited  # type: ignore[method-assign]
     seconds = [trainer.train_step(rows).parts_s["optimizer"] for _ in range(3)]
     assert seconds == [0.0, 1.0, 1.0]
 
@@ -295,5 +300,5 @@ def test_an_evaluation_is_a_plain_loss_and_leaves_no_trace(microbatches: int) ->
         undisturbed.train_step(rows)
     for name, tensor in undisturbed.state.items():
         assert torch.equal(evaluated.state[name], tensor), name
-    evaluated.request_stop(checkpoint=True)
+    evaluated.voter.request_stop(checkpoint=True)
     assert evaluated.evaluate(held_out) == EvaluationEnded(checkpoint=True)

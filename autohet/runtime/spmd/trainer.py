@@ -28,7 +28,8 @@ from autohet.runtime.state.optimizer import (
     parameters_without_decay,
     update,
 )
-from autohet.runtime.step_commit import Trainer, Vote
+from autohet.runtime.step_commit import Trainer
+from autohet.runtime.votes import Vote
 from planner.plan import Plan
 from planner.spmd.plan import PlacedProgram
 
@@ -73,6 +74,7 @@ class SpmdTrainer(Trainer):
         self._compute = ComputeClock(lambda: over.interrupted)
         clocked: Any = ClockedGroup(world, self._compute)
         self._executor = ProgramExecutor(captured, placed, clocked, self._compute, generation.pace)
+        self._world = world
         super().__init__(setup, generation, hooks, world, counts_loss=True)
         storage = placed.program.storage
         self._storage = {
