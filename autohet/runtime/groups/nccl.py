@@ -24,7 +24,8 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import ReduceScatterOptions, Store
 
 from autohet.runtime.groups.clock import EventClock
-from autohet.runtime.groups.group import HOST_POLL_S, Group
+from autohet.runtime.groups.group import Group
+from autohet.runtime.groups.interruptible import HOST_POLL_S
 
 ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a watchdog ends the process when a peer is lost
