@@ -134,6 +134,10 @@ class GenerationOrder:
     loss_scale: LossScale = FIRST_SCALE
     """Scale of gradients in fp16 stages after the step before `start_step`."""
 
+    def continues(self, generation: int) -> bool:
+        """Return True if the state of `generation` at `start_step` is of this order's history."""
+        return self.ancestry.contains(self.generation, generation, self.start_step)
+
 
 @dataclass(frozen=True)
 class ReplicaMismatch:

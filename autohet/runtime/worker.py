@@ -12,12 +12,11 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from transformers import PreTrainedConfig
 
 from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset, prepare_dataset
@@ -34,13 +33,10 @@ from autohet.runtime.layout import frozen_units
 from autohet.runtime.length_work import LengthWork, length_work
 from autohet.runtime.messages import (
     STANDING_PHASES,
-    EvaluationRecord,
     GenerationOrder,
-    InterruptedRestore,
     Phase,
     RestoreRecord,
     RollForwardOutcome,
-    StepRecord,
     WorkerPlace,
     WorkerReport,
 )
@@ -49,16 +45,18 @@ from autohet.runtime.precision import format_of
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
-from autohet.runtime.process.store_tunnel import StoreTunnel
+from autohet.runtime.process.store_connector import StoreConnector
 from autohet.runtime.spmd.trainer import SpmdTrainer
+from autohet.runtime.state.arrived_shards import ArrivedShards
 from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
-from autohet.runtime.step_commit import EvaluationEnded, StateVersion, StepResult, Trainer
+from autohet.runtime.step_commit import StateVersion, Trainer
 from autohet.runtime.trainer import StageTrainer
+from autohet.runtime.training_loop import TrainingLoop, TrainingResources, UnreportedRecords
 from planner.errors import ConfigError
-from recovery.errors import Cancelled, RecoveryError, RestoreError
-from recovery.state.layout import Layout, ShardId
+from recovery.errors import Cancelled
+from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
 from recovery.transfer.restore import LiveState, RestoreProgress
 
@@ -94,7 +92,6 @@ class Worker:
         self._batches = Batches(
             dataset, job.training.seed, job.training.global_batch_sequences, self.device
         )
-        self._evaluation_rows = self._open_evaluation()
         self._storage = open_storage(
             job.checkpoint_storage
         )  # one client for checkpoints and restores
@@ -104,7 +101,7 @@ class Worker:
             job.training,
             self.device,
             begins=self._batches.begins if dataset.facts.isolated else None,
-            length_work=self._length_work(dataset),
+            length_work=_length_work_of(dataset, self.config),
         )
         self._hooks = TrainerHooks(
             phase_hook, self._preservation.before_update, self._preservation.status
@@ -112,6 +109,16 @@ class Worker:
         record = record or RunRecord(job.checkpoint_storage, "runs/profiles")
         steps = job.training.profile_steps
         self._profiler = StepProfiler(steps, place.worker, record, self.device)
+        self._records = UnreportedRecords()
+        self._resources = TrainingResources(
+            job,
+            self.device,
+            self._batches,
+            _open_evaluation(job, self.config, self.device),
+            self._preservation,
+            self._profiler,
+            self._records,
+        )
         self._frozen = FrozenWeights(
             job.model,
             self.config,
@@ -126,33 +133,10 @@ class Worker:
         self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
         self._live: Live | None = None
         self._groups: GenerationGroups | None = None
-        self._tunnel: StoreTunnel | None = None
+        self._store = StoreConnector(self.timeouts.rendezvous_s)
         self._thread: threading.Thread | None = None
-        self._arrived: tuple[InterruptedRestore, dict[ShardId, Tensor]] | None = None
-        self._steps: list[StepRecord] = []
-        self._receipts: list[Any] = []
-        self._evaluations: list[EvaluationRecord] = []
+        self._arrived = ArrivedShards()
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
-
-    def _open_evaluation(self) -> EvaluationRows | None:
-        """Open the evaluation rows; None if the job has none."""
-        data = self.job.evaluation_data
-        section = self.job.evaluation
-        if data is None or section is None:
-            return None
-        training = self.job.training
-        dataset = prepare_dataset(data, training.sequence_length)
-        dataset.check(vocab_size=int(self.config.vocab_size), global_batch_sequences=1)
-        return EvaluationRows(
-            dataset, training.global_batch_sequences, self.device, section.max_sequences
-        )
-
-    def _length_work(self, dataset: TokenDataset) -> LengthWork | None:
-        """Return the work as a function of document lengths; None if rows are alike."""
-        squares = dataset.facts.mean_squared_length
-        if squares is None:
-            return None
-        return length_work(self.config, dataset.sequence_length, squares)
 
     # called from outside
     # ------------------------------------------------------------------------------
@@ -163,13 +147,8 @@ class Worker:
         Transfers come along with steps, receipts or evaluations, or once the worker has stopped.
         """
         with self._lock:
-            steps = tuple(self._steps)
-            self._steps = []
-            self._receipts += self._preservation.take_receipts()
-            receipts = tuple(self._receipts)
-            self._receipts = []
-            evaluations = tuple(self._evaluations)
-            self._evaluations = []
+            steps, evaluations = self._records.take()
+            receipts = tuple(self._preservation.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
             transfers = self._preservation.take_transfers() if told else ()
             live = self._live
@@ -242,25 +221,8 @@ class Worker:
                 self._report, generation=order.generation, phase=Phase.FAILED, error=why
             )
 
-    def _connect_store(self, order: GenerationOrder) -> TCPStore:
-        """Connect to the rendezvous store, through a new tunnel if the order has a secret."""
-        host = order.store_host
-        port = order.store_port
-        limit_s = self.timeouts.rendezvous_s
-        if order.store_secret:
-            tunnel = StoreTunnel(host, port, order.generation, order.store_secret, limit_s)
-            host = tunnel.host
-            port = tunnel.port
-            self._close_tunnel()
-            self._tunnel = tunnel
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
-
-    def _close_tunnel(self) -> None:
-        if self._tunnel is not None:
-            self._tunnel.close()
-
     def _start(self, order: GenerationOrder) -> None:
-        store = self._connect_store(order)
+        store = self._store.connect(order)
         groups = reconfigure(
             self._groups,
             order.generation,
@@ -355,7 +317,7 @@ class Worker:
         self._profiler.close()
         self._batches.close()
         self._storage.close()
-        self._close_tunnel()
+        self._store.close()
 
     # a generation's thread
     # ------------------------------------------------------------------------------
@@ -394,14 +356,16 @@ class Worker:
             self._hold_frozen(order, groups.over, filled.bytes_by_tier)
             world.barrier_on_host()  # everybody has its state: the generation is committed
         except BaseException as error:
-            self._broken_off(order, progress, error)
+            broken = self._arrived.keep(order, progress, error, self.device)
+            with self._lock:
+                self._report = replace(self._report, broken=broken)
             raise
         state = filled.state
         restored = time.perf_counter()
         with self._lock:
             replaced = self._live
             self._live = None
-            self._arrived = None
+            self._arrived.clear()
             if self.place.worker in order.plan.workers:
                 self._live = Live(
                     self.place.worker,
@@ -447,41 +411,11 @@ class Worker:
         It is the live state, and shards that arrived in an earlier, interrupted restore.
         """
         live = self._live
-        arrived = self._arrived_for(order)
+        arrived = self._arrived.usable_in(order)
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
-        same = live.version == StateVersion(order.start_step) and self._of_its_line(
-            order, live.generation
-        )
+        same = live.version == StateVersion(order.start_step) and order.continues(live.generation)
         return live.known(same, arrived, self._preservation.snapshot_of)
-
-    def _arrived_for(self, order: GenerationOrder) -> dict[ShardId, Tensor]:
-        if self._arrived is None:
-            return {}
-        broken, arrived = self._arrived
-        return (
-            arrived
-            if broken.step == order.start_step and self._of_its_line(order, broken.generation)
-            else {}
-        )
-
-    def _of_its_line(self, order: GenerationOrder, generation: int) -> bool:
-        return order.ancestry.contains(order.generation, generation, order.start_step)
-
-    def _broken_off(
-        self, order: GenerationOrder, progress: RestoreProgress, error: BaseException
-    ) -> None:
-        """Keep the shards of an interrupted restore that arrived; report bad and slow sources."""
-        arrived = self._arrived_for(order) | progress.arrived
-        if self.device.type != "cpu":  # the next attempt wants the device's memory
-            arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
-        bad = error.bad if isinstance(error, RestoreError) else ()
-        broken = InterruptedRestore(
-            order.start_step, order.generation, frozenset(arrived), bad, progress.slow
-        )
-        with self._lock:
-            self._arrived = (broken, arrived) if arrived else None
-            self._report = replace(self._report, broken=broken)
 
     def _train(
         self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]
@@ -504,88 +438,29 @@ class Worker:
             assert self._live is not None
             self._live.trainer = trainer
         self._set(order.generation, Phase.TRAINING)
-        if trainer.step >= order.end_step:
-            # The fleet changed on the last step: this generation has only that step to make
-            # durable.
-            self._preservation.keep(trainer.step, trainer.state, durable=True)
-        if not order.is_evaluated and not self._evaluate_when_due(order, trainer):
-            return Phase.STOPPED
-        try:
-            return self._train_steps(order, trainer)
-        finally:
-            self._profiler.stop(trainer.step - 1)
+        return TrainingLoop(order, trainer, self._resources).run()
 
-    def _train_steps(self, order: GenerationOrder, trainer: Trainer) -> Phase:
-        """Run the steps that are left, with the evaluations that are due."""
-        while trainer.step < order.end_step:
-            self._profiler.before(trainer.step)
-            result = trainer.train_step(self._batches)
-            self._profiler.after(result.step)
-            self._committed(order, trainer, result)
-            if result.stop or not self._evaluate_when_due(order, trainer):
-                return Phase.STOPPED
-        return Phase.FINISHED
 
-    def _peak_memory_bytes(self) -> int | None:
-        if self.device.type != "cuda":
-            return None
-        return int(torch.cuda.max_memory_allocated(self.device))
+def _open_evaluation(
+    job: Job, config: PreTrainedConfig, device: torch.device
+) -> EvaluationRows | None:
+    """Open the evaluation rows; None if the job has none."""
+    data = job.evaluation_data
+    section = job.evaluation
+    if data is None or section is None:
+        return None
+    training = job.training
+    dataset = prepare_dataset(data, training.sequence_length)
+    dataset.check(vocab_size=int(config.vocab_size), global_batch_sequences=1)
+    return EvaluationRows(dataset, training.global_batch_sequences, device, section.max_sequences)
 
-    def _evaluate_when_due(self, order: GenerationOrder, trainer: Trainer) -> bool:
-        """Evaluate the state if the job asks for it at this step; return False to stop.
 
-        All workers stop an evaluation if one is to stop; the next generation then evaluates. If a
-        checkpoint is wanted too, the result is True and one more step is run: its vote makes that
-        step durable and ends the generation.
-        """
-        section = self.job.evaluation
-        rows = self._evaluation_rows
-        if section is None or rows is None or not section.is_due(trainer.step, order.end_step):
-            return True
-        result = trainer.evaluate(rows)
-        if isinstance(result, EvaluationEnded):
-            return result.checkpoint and trainer.step < order.end_step
-        record = EvaluationRecord(
-            result.step,
-            result.loss,
-            result.tokens,
-            result.sequences,
-            result.seconds,
-            order.generation,
-            result.rewards,
-        )
-        with self._lock:
-            self._evaluations.append(record)
-        return True
-
-    def _committed(self, order: GenerationOrder, trainer: Trainer, result: StepResult) -> None:
-        record = StepRecord(
-            result.step,
-            result.loss,
-            result.gradient_norm,
-            result.tokens,
-            result.seconds,
-            order.generation,
-            time.monotonic(),
-            result.parts_s,
-            result.parted,
-            result.skipped,
-            result.relative_work,
-            self._peak_memory_bytes(),
-            result.rewards,
-            result.loss_scale,
-        )
-        with self._lock:
-            self._steps.append(record)
-        try:
-            self._preservation.record_vote(
-                pending=result.replicating, failed=result.replication_failed
-            )
-            due = self._preservation.is_turn(trainer.step, writing=result.writing)
-            durable = due or result.checkpoint or trainer.step == order.end_step
-            self._preservation.keep(trainer.step, trainer.state, durable=durable)
-        except RecoveryError as error:
-            logger.warning("step %d is not preserved: %s", trainer.step, error)
+def _length_work_of(dataset: TokenDataset, config: PreTrainedConfig) -> LengthWork | None:
+    """Return the work as a function of document lengths; None if rows are alike."""
+    squares = dataset.facts.mean_squared_length
+    if squares is None:
+        return None
+    return length_work(config, dataset.sequence_length, squares)
 
 
 def choose_device(wish: str, precision: str, given: str | None = None) -> torch.device:

@@ -10,13 +10,13 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.driver.emulate.demo import reference_losses
-from autohet.runtime import worker as worker_module
 from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.loss_scale import LossScale
 from autohet.runtime.messages import GenerationOrder, Phase, StateTransfer, StepRecord, WorkerPlace
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
+from autohet.runtime.process import store_connector
 from autohet.runtime.worker import Worker
 from planner.plan import Pipeline, Plan, Stage
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
@@ -175,7 +175,7 @@ def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, sto
     worker._report = replace(worker._report, phase=Phase.TRAINING)
     worker._preservation._transfers.add(StateTransfer("s3", "a/0", 1, 5, 700, 2.0))
     assert worker.report().transfers == ()
-    worker._steps.append(StepRecord(6, 1.0, 1.0, 64, 1.0, 1, 10.0))
+    worker._records.add_step(StepRecord(6, 1.0, 1.0, 64, 1.0, 1, 10.0))
     assert [transfer.num_bytes for transfer in worker.report().transfers] == [700]
     assert worker.report().transfers == ()
     layout = order(job, store, 1, 0).layout
@@ -226,7 +226,7 @@ def test_a_generation_that_cannot_be_joined_is_refused_with_the_reason(
         raise ConnectionError("no route to the store")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "TCPStore", unreachable)
+        patch.setattr(store_connector, "TCPStore", unreachable)
         worker.begin(order(job, store, 1, 0))
     report = worker.report()
     assert (report.generation, report.phase, report.error) == (
@@ -243,9 +243,9 @@ def test_an_interrupt_while_a_generation_begins_ends_that_one(worker, job, store
     would wait for the dead.
     """
     connecting, connected = threading.Event(), threading.Event()
-    connect = worker_module.TCPStore
+    connect = store_connector.TCPStore
     monkeypatch.setattr(
-        worker_module,
+        store_connector,
         "TCPStore",
         lambda *a, **n: connecting.set() or (connected.wait(20) and connect(*a, **n)),
     )
