@@ -41,7 +41,7 @@ class MemorySnapshots:
         None until `begin` has made its files.
         """
         writer = self.writer
-        return None if writer is None or writer.generation != generation else writer.newest
+        return None if writer is None or writer.generation != generation else writer.files.newest
 
     def lease(self, generation: int, step: int) -> SnapshotLease | None:
         """Return the committed snapshot of this step.
@@ -49,7 +49,7 @@ class MemorySnapshots:
         None unless this worker has one of the last generation that it trained in.
         """
         writer = self.writer
-        if writer is None or writer.generation != generation or writer.newest != step:
+        if writer is None or writer.generation != generation or writer.files.newest != step:
             return None
         return writer.lease(step)
 
@@ -154,7 +154,7 @@ class MemorySnapshots:
         One failed snapshot is skipped. If files cannot be made or are not finished, snapshots are
         tried again later: files of an older generation are removed in time.
         """
-        if writer.has_files and not writer.busy:
+        if writer.files.are_made and not writer.busy:
             logger.warning("a snapshot is left out: %s", error)
             return
         logger.warning(

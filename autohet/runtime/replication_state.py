@@ -83,7 +83,7 @@ class ReplicationState:
         opened = self.rounds.snapshot(step)
         if writer is None:
             return
-        writer.hold(self.rounds.held)
+        writer.files.hold(self.rounds.held)
         if opened and order.replication_targets:
             write_round(
                 self._place.memory_directory,
@@ -97,7 +97,7 @@ class ReplicationState:
             return PreservationStatus()
         if writer is None:
             return PreservationStatus(failed=True)
-        if not writer.has(step):
+        if not writer.files.has(step):
             return PreservationStatus(pending=writer.busy, failed=not writer.busy)
         if not order.replication_targets:
             return PreservationStatus()

@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 import urllib.parse
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +24,12 @@ import torch
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot_files import NUM_BUFFERS, SnapshotFiles
 from recovery.local.snapshot_format import SUFFIX, FileMap, generation_of
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId, units_by_tensor
 
 logger = logging.getLogger(__name__)
-
-NUM_BUFFERS = 2
-MAX_BUFFERS = 5  # two steps may be held and one leased beside those two
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class SnapshotWriter:
     `start(s, state)`, forward and backward of step s + 1 while the copy runs, `wait_copied()`, ...
     `start` itself waits until the snapshot before is committed, so snapshots are not skipped and
     all workers keep the same steps (but where held steps leave no room for another file). An error
-    of the thread is raised once, by the next call.
+    of the thread is raised once, by the next call. `files` knows which steps are there.
     """
 
     def __init__(
@@ -91,40 +88,22 @@ class SnapshotWriter:
         shards = sorted(held if options.only is None else held & frozenset(options.only))
         self.whole = len(shards) == len(held)
         """True if the snapshots hold all of the worker's state."""
-        self._map, self._local_units = (
-            FileMap.of(worker, layout.tensors, shards),
-            units_by_tensor(held),
-        )
-        self._closed = self._ended = False
-        self._buffers: list[SnapshotBuffer] = []
-        if not options.in_background:
-            self._make_buffers()
-        self._held: frozenset[int] = frozenset()
+        self._map = FileMap.of(worker, layout.tensors, shards)
+        self._closed = False
         self._keep_older = options.keep_older
-        self._commits = 0
         self._changed = threading.Condition()
+        self.files = SnapshotFiles(self._new_file, units_by_tensor(held), self._changed)
+        if not options.in_background:
+            self.files.make()
         self._job: tuple[int, BorrowedState | SnapshotLease] | None = None
-        self._leases: Counter[int] = Counter()
         self._copied = True
         self._error: RecoveryError | None = None
         self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
         self._thread.start()
 
-    def _make_buffers(self) -> None:
-        made: list[SnapshotBuffer] = []
-        try:
-            for slot in range(NUM_BUFFERS):
-                made.append(self._new_buffer(slot))
-        except SnapshotError:
-            for buffer in made:
-                buffer.close()
-                buffer.file.path.unlink(missing_ok=True)
-            raise
-        self._buffers = made
-
-    def _new_buffer(self, slot: int) -> SnapshotBuffer:
+    def _new_file(self, slot: int) -> SnapshotFileWriter:
         path = self.directory / file_name(self.worker, self.generation, slot)
-        return SnapshotBuffer(SnapshotFileWriter(path, self._map, self._is_over), self._local_units)
+        return SnapshotFileWriter(path, self._map, self._is_over)
 
     def _is_over(self) -> bool:
         """Return True if the writer is closed and has no snapshot left to take.
@@ -134,32 +113,9 @@ class SnapshotWriter:
         return self._closed and self._job is None
 
     @property
-    def has_files(self) -> bool:
-        """True if the files were made; from then on a failure costs one snapshot only."""
-        return bool(self._buffers)
-
-    @property
     def busy(self) -> bool:
         """True while a snapshot is in progress."""
         return self._job is not None
-
-    @property
-    def newest(self) -> int | None:
-        """The newest step that is committed and there."""
-        with self._changed:
-            return max(
-                (buffer.step for buffer in self._buffers if buffer.step is not None), default=None
-            )
-
-    def has(self, step: int) -> bool:
-        """Return True if the snapshot of `step` is committed and still there."""
-        with self._changed:
-            return any(buffer.step == step for buffer in self._buffers)
-
-    def hold(self, steps: Collection[int]) -> None:
-        """Pin the snapshots of `steps` (at most two) and unpin all others."""
-        with self._changed:
-            self._held = frozenset(steps)
 
     def release_older(self) -> None:
         """Remove snapshots of older layouts at the next commit; they are not needed any more."""
@@ -169,17 +125,14 @@ class SnapshotWriter:
         """Return True if the snapshot of `step` is committed or in progress."""
         with self._changed:
             job = self._job
-            return (job is not None and job[0] == step) or any(
-                buffer.step == step for buffer in self._buffers
-            )
+            return (job is not None and job[0] == step) or self.files.has(step)
 
     def lease(self, step: int) -> SnapshotLease:
         """Lease the snapshot of the step given to the last `start`.
 
         The snapshot is pinned until the lease is released.
         """
-        with self._changed:
-            self._leases[step] += 1
+        self.files.add_lease(step)
         return SnapshotLease(self, step)
 
     def start(
@@ -221,12 +174,6 @@ class SnapshotWriter:
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
-    def _close_unleased(self) -> None:
-        """Close the unleased files, once the thread writes to none of them any more."""
-        for buffer in self._buffers:
-            if not self._leases[buffer.step or 0]:
-                buffer.close()
-
     def _wait_until(self, done: object, doing: str, timeout_s: float) -> None:
         assert callable(done)
         with self._changed:
@@ -246,11 +193,12 @@ class SnapshotWriter:
 
         The first copy is then as fast as any.
         """
-        if not self._buffers and not self._force_to_device:  # few generations need files on a disk
-            with contextlib.suppress(SnapshotError):  # the first snapshot tries again, and says so
-                self._make_buffers()
-        for buffer in list(self._buffers):
-            buffer.file.populate(lambda: self._closed or self.busy)
+        if not self.files.are_made and not self._force_to_device:
+            # On a disk few generations need files. If there is no room, the first snapshot tries
+            # again, and says so.
+            with contextlib.suppress(SnapshotError):
+                self.files.make()
+        self.files.populate(lambda: self._closed or self.busy)
 
     def _run(self) -> None:
         try:
@@ -259,8 +207,7 @@ class SnapshotWriter:
                 pass
         finally:
             with self._changed:
-                self._ended = True
-                self._close_unleased()
+                self.files.end()
                 if self._error is not None:  # nobody asks any more
                     logger.warning("%s", self._error)
 
@@ -277,9 +224,9 @@ class SnapshotWriter:
         error: RecoveryError | None = None
         buffer: SnapshotBuffer | None = None
         try:
-            if not self._buffers:
-                self._make_buffers()
-            buffer = self._free_buffer(step)
+            if not self.files.are_made:
+                self.files.make()
+            buffer = self.files.free_for(step)
             if buffer is not None:
                 self._take(buffer, step, borrowed)
         except Exception as failure:  # noqa: BLE001
@@ -293,29 +240,6 @@ class SnapshotWriter:
             self._error = error or self._error
             self._changed.notify_all()
         return True
-
-    def _free_buffer(self, step: int) -> SnapshotBuffer | None:
-        """Return the file for the next step: never the newest, nor one whose step is pinned.
-
-        If all are, one more is made. If there is no room for it, the step is skipped (None): pinned
-        snapshots are worth more.
-        """
-        with self._changed:
-            held = self._held | {step for step, leases in self._leases.items() if leases}
-        newest = max(self._buffers, key=lambda buffer: buffer.sequence)
-        free = [
-            buffer for buffer in self._buffers if buffer.step is None or buffer.step not in held
-        ]
-        free = [buffer for buffer in free if buffer is not newest or newest.step is None]
-        if free:
-            return min(free, key=lambda buffer: buffer.sequence)
-        if len(self._buffers) < MAX_BUFFERS:
-            try:
-                self._buffers.append(self._new_buffer(len(self._buffers)))
-                return self._buffers[-1]
-            except SnapshotError as error:
-                logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
-        return None
 
     def _fill(
         self, buffer: SnapshotBuffer, borrowed: BorrowedState | SnapshotLease
@@ -334,9 +258,7 @@ class SnapshotWriter:
         self, buffer: SnapshotBuffer, step: int, borrowed: BorrowedState | SnapshotLease
     ) -> None:
         started = time.monotonic()
-        buffer.file.begin()
-        with self._changed:
-            buffer.step = None
+        self.files.begin(buffer)
         checksums = self._fill(buffer, borrowed)
         with self._changed:
             self._copied = True
@@ -349,17 +271,14 @@ class SnapshotWriter:
             buffer.file.commit_with(step, self.generation, checksums)
         if self._force_to_device:
             buffer.file.sync()
-        self._commits += 1
-        with self._changed:
-            buffer.step = step
-            buffer.sequence = self._commits
+        self.files.commit(buffer, step)
         if self._on_commit is not None:
             self._on_commit(
                 step,
                 sum(e.num_bytes for e in self._map.extents.values()),
                 time.monotonic() - started,
             )
-        if self._commits >= NUM_BUFFERS and not self._keep_older:
+        if self.files.num_commits >= NUM_BUFFERS and not self._keep_older:
             self._keep_older = True
             remove_older(self.directory, self.worker, self.generation)
 
@@ -374,16 +293,10 @@ class SnapshotWriter:
             taken = self._changed.wait_for(
                 lambda: self._job is None or self._job[0] != step, timeout_s
             )
-            found = next((buffer for buffer in self._buffers if buffer.step == step), None)
+            found = self.files.find(step)
         if not taken or found is None:
             raise SnapshotError(str(self.directory), f"the snapshot of step {step} was not taken")
         return found
-
-    def end_lease(self, step: int) -> None:
-        with self._changed:
-            self._leases[step] -= 1
-            if self._ended:
-                self._close_unleased()
 
 
 class SnapshotLease:
@@ -419,7 +332,7 @@ class SnapshotLease:
     def release(self) -> None:
         if not self._released:
             self._released = True
-            self._writer.end_lease(self._step)
+            self._writer.files.end_lease(self._step)
 
 
 def remove_older(

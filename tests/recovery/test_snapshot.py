@@ -22,6 +22,7 @@ from recovery.local import snapshot, snapshot_buffer
 from recovery.local.snapshot import SnapshotOptions, SnapshotWriter, file_name, remove_older
 from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot_files import SnapshotFiles
 from recovery.local.snapshot_format import FileMap
 from recovery.state.borrowed import BorrowedState
 from recovery.state.checksum import checksum
@@ -138,15 +139,14 @@ def test_a_change_during_the_copy_is_noticed(
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3)
     take(writer, 1)
     state, changed, reached = state_of(CASE.layout, WORKER, 2), threading.Event(), threading.Event()
-    buffer = writer._buffers[1]
-    copy_from = type(buffer).copy_from
+    copy_from = SnapshotBuffer.copy_from
 
     def slow(*arguments: object) -> None:
         copy_from(*arguments)  # type: ignore[arg-type]
         reached.set()
         assert changed.wait(20)
 
-    monkeypatch.setattr(type(buffer), "copy_from", slow)
+    monkeypatch.setattr(SnapshotBuffer, "copy_from", slow)
     writer.start(2, state)
     assert reached.wait(20)
     state["param/layers.1.norm"].add_(1)
@@ -322,16 +322,16 @@ def flip(path: Path, offset: int) -> Path:
 
 def test_held_steps_stay_and_the_two_newest_too(writer: SnapshotWriter, tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        writer.hold({1})
+        writer.files.hold({1})
         take(writer, step)
     assert set(committed(tmp_path)) == {1, 2, 3}
     for step in (4, 5, 6, 7):
-        writer.hold({1, 4})
+        writer.files.hold({1, 4})
         take(writer, step)
     assert set(committed(tmp_path)) == {1, 4, 6, 7}
     assert all(same_as(file, step) for step, file in committed(tmp_path).items())
-    assert (writer.newest, writer.has(4), writer.has(5)) == (7, True, False)
-    writer.hold({7})
+    assert (writer.files.newest, writer.files.has(4), writer.files.has(5)) == (7, True, False)
+    writer.files.hold({7})
     for step in (8, 9, 10):
         take(writer, step)
     assert {7, 9, 10} <= set(committed(tmp_path))
@@ -341,17 +341,17 @@ def test_held_steps_stay_and_the_two_newest_too(writer: SnapshotWriter, tmp_path
 def test_without_room_for_another_file_held_steps_are_kept_and_new_ones_skipped(
     writer: SnapshotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer.hold({1, 2})
+    writer.files.hold({1, 2})
     take(writer, 1)
     take(writer, 2)
 
     def full(*_: object) -> None:
         raise SnapshotError("x", "no space left")
 
-    monkeypatch.setattr(writer, "_new_buffer", full)
+    monkeypatch.setattr(snapshot, "SnapshotFileWriter", full)
     take(writer, 3)
     assert set(committed(tmp_path)) == {1, 2}
-    writer.hold({2})
+    writer.files.hold({2})
     take(writer, 4)
     assert set(committed(tmp_path)) == {2, 4}
 
@@ -377,13 +377,13 @@ def test_no_step_is_left_out_while_files_are_made_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a shard has one holder all of a generation's first steps would be lost with it."""
-    made, make = threading.Event(), SnapshotWriter._make_buffers
+    made, make = threading.Event(), SnapshotFiles.make
 
-    def late(self: SnapshotWriter) -> None:
+    def late(self: SnapshotFiles) -> None:
         assert made.wait(20)
         make(self)
 
-    monkeypatch.setattr(SnapshotWriter, "_make_buffers", late)
+    monkeypatch.setattr(SnapshotFiles, "make", late)
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, SnapshotOptions(in_background=True))
     writer.start(1, state_of(CASE.layout, WORKER, 1))
     with pytest.raises(SnapshotError, match="is still copying"):
@@ -502,7 +502,7 @@ def test_memory_that_cannot_be_pinned_is_used_and_said_to_be_slow(
         writer.start(step, state_of(CASE.layout, WORKER, step))
         writer.wait(20)
     writer.close(20)
-    assert writer.newest == 3
+    assert writer.files.newest == 3
     assert calls == ["register", "clear"] * 2, "once a file"
     assert caplog.text.count("is not pinned (CUDA error 2)") == 2
 
@@ -524,7 +524,7 @@ def test_a_leased_step_stays_while_later_ones_are_taken_and_goes_with_its_releas
     for step in range(6, 10):
         writer.start(step, state_of(CASE.layout, WORKER, step))
     writer.wait(20)
-    assert not writer.has(1)
+    assert not writer.files.has(1)
     writer.close(20)
 
 
@@ -555,7 +555,7 @@ def test_a_lease_that_ends_as_its_writer_closes_leaves_nothing_to_close_twice(
 
     writer._thread.join = joined  # type: ignore[method-assign]
     writer.close(20)
-    assert all(buffer.file.buffer.closed for buffer in writer._buffers)
+    assert all(buffer.file.buffer.closed for buffer in writer.files.buffers)
     assert any(holds(path, 1) for path in tmp_path.iterdir())
 
 
@@ -577,10 +577,10 @@ def test_a_file_is_closed_by_its_thread_when_that_copies_no_more(
     writer.start(1, state_of(CASE.layout, WORKER, 1))
     assert begun.wait(20)
     writer.close(0.0)
-    assert not any(buffer.file.buffer.closed for buffer in writer._buffers)
+    assert not any(buffer.file.buffer.closed for buffer in writer.files.buffers)
     go_on.set()
     writer._thread.join(20)
-    assert all(buffer.file.buffer.closed for buffer in writer._buffers)
+    assert all(buffer.file.buffer.closed for buffer in writer.files.buffers)
     assert any(holds(path, 1) for path in tmp_path.iterdir())
 
 
@@ -603,7 +603,7 @@ def test_whatever_fails_in_the_thread_is_told_and_its_lease_released(
     disk.wait(20)
     for each in (writer, disk):
         each.close(20)
-        assert all(buffer.file.buffer.closed for buffer in each._buffers)
+        assert all(buffer.file.buffer.closed for buffer in each.files.buffers)
 
 
 def test_a_disk_copy_of_a_lease_is_the_same_snapshot(tmp_path: Path) -> None:

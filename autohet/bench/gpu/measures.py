@@ -128,7 +128,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
                 steps(MEASURED_STEPS, snapshot=True)
             steps(SNAPSHOTS - 2 * MEASURED_STEPS - 2, snapshot=True)
             held.append(_device_bytes(machine))
-            newest = writer.newest
+            newest = writer.files.newest
         finally:
             writer.close()
         back = restored(machine, Path(directory) / "back", WORKER, layout, trainer.state)
