@@ -92,10 +92,11 @@ def train_reference(
     rows: Rows,
     steps: int,
     microbatch_sequences: int = 8,
-    fused: bool = False,
     begins: Begins | None = None,
 ) -> Iterator[float]:
     """Train in place; yield each step's loss (mean over the targets of the global batch).
+
+    On a GPU the update is one fused kernel.
 
     begins: function that returns the map of pieces of positions of a step, bool [b, S]; None: each
     row is one piece.
@@ -113,7 +114,7 @@ def train_reference(
         betas=training.betas,
         eps=training.eps,
         weight_decay=training.weight_decay,
-        fused=fused or None,
+        fused=named[0][1].is_cuda or None,
     )
     model.train()
     routers = _Routers(model)

@@ -21,10 +21,6 @@ GIVEN_BY_OTHERS = {
 }
 """Functions whose parameters another library prescribes, and which."""
 LONG_TODAY = {
-    "autohet/runtime/models/family.py _spec",
-    "autohet/runtime/models/linear_loss.py linear_cross_entropy_sum",
-    "autohet/runtime/models/model_spec.py _block_spec",
-    "autohet/runtime/reference.py train_reference",
 }
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {

@@ -164,9 +164,7 @@ def plain(
     if compiled == "blocks":
         for block in model.get_submodule(family_of(config).layers):
             block.compile(dynamic=False)
-    steps = train_reference(
-        model, job.training, rows, 1_000_000, microbatch_of(job), fused=device.type == "cuda"
-    )
+    steps = train_reference(model, job.training, rows, 1_000_000, microbatch_of(job))
     return lambda: _next(steps, job, device)
 
 

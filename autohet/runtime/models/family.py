@@ -433,12 +433,9 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
     for path, module in model.named_modules():
         if path == family.head and family.tied_head(config):
             continue
-        for kind, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{kind}"
-            shape = tuple(parameter.shape)
-            if family.style(config, path) == "vocabulary":
-                shape = (int(getattr(config, PADDED, shape[0])), *shape[1:])
-            specs.append((name, _spec(family, config, name, path, module, kind, shape, finest)))
+        for kind, _ in module.named_parameters(recurse=False):
+            spec = _spec(family, config, path, module, kind, finest)
+            specs.append((spec.name, spec))
     adapter = adapter_of(config)
     return tuple(specs if adapter is None else _adapted_specs(family, adapter, model, specs))
 
@@ -546,14 +543,20 @@ def _check_dense(
 def _spec(
     family: Family,
     config: PreTrainedConfig,
-    name: str,
     path: str,
     module: nn.Module,
     kind: str,
-    shape: tuple[int, ...],
     finest: int,
 ) -> ParameterSpec:
+    """Return the spec of the parameter `kind` of the module at `path`.
+
+    finest: the most ranks among which the model can be cut.
+    """
+    name = f"{path}.{kind}"
+    shape = tuple(module.get_parameter(kind).shape)
     style = family.style(config, path)
+    if style == "vocabulary":
+        shape = (int(getattr(config, PADDED, shape[0])), *shape[1:])
     layer = family.layer_of(name)
     split_dim = family.split_dim(config, path, module, kind)
     exempt = is_norm_or_bias(module, name)

@@ -40,7 +40,7 @@ class LossGroup(Protocol):
 class CutVocabulary:
     """This rank's rows of the head's weight.
 
-    They begin at `start`, of `num_rows` in all; `num_tokens` of the rank's rows belong to the
+    They begin at `start`, of `num_rows` in all, of which the first `num_tokens` belong to the
     vocabulary. Ranks may have unequal numbers of rows, but take equally many positions at a time,
     so that all of them call the sums of each chunk.
     """
@@ -51,26 +51,34 @@ class CutVocabulary:
     num_rows: int
     num_tokens: int
 
+    def tokens_among(self, num_rows: int) -> int:
+        """Return how many of this rank's rows belong to the vocabulary, if it has `num_rows`."""
+        return min(max(self.num_tokens - self.start, 0), num_rows)
+
 
 def linear_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    num_tokens: int,
+    vocabulary: int | CutVocabulary,
     terms: LossTerms = PLAIN,
     adjustment: LogitAdjustment = UNCHANGED,
-    cut: CutVocabulary | None = None,
 ) -> Tensor:
     """Return the sum of cross entropy of the adjusted hidden @ weight.T over `targets`, an fp32
     scalar.
 
-    hidden: [..., h]; weight: [V, h], of which rows from `num_tokens` on pad the vocabulary;
-    targets: [...] int64, -100 where a position counts nothing. Gradients are computed in the
-    forward pass and scaled in the backward pass, which may run once.
+    hidden: [..., h]; weight: [V, h]; targets: [...] int64, -100 where a position counts nothing;
+    vocabulary: its number of tokens, from which on rows of the weight pad it. Gradients are
+    computed in the forward pass and scaled in the backward pass, which may run once.
 
-    With `cut` the sum is equal on all ranks of the group, `num_tokens` counts this rank's rows, and
-    the gradient of `hidden` is this rank's part of the sum.
+    With a cut vocabulary the weight has this rank's rows, the sum is equal on all ranks of the
+    group, and the gradient of `hidden` is this rank's part of the sum.
     """
+    cut = None
+    num_tokens = vocabulary
+    if isinstance(vocabulary, CutVocabulary):
+        cut = vocabulary
+        num_tokens = cut.tokens_among(len(weight))
     if not torch.is_grad_enabled():
         # Autograd functions are told that a parameter needs a gradient in evaluation too.
         hidden = hidden.detach()

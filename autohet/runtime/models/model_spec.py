@@ -11,7 +11,7 @@ outside the blocks. The head is `get_output_embeddings` and all other modules ou
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +150,13 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
         getattr(config, "num_key_value_heads", None)
         or (1 if getattr(config, "multi_query", False) else heads)
     )
-    head_size = _head_size(config, hidden, heads)
+    widths = _Widths(hidden, heads, kv_heads, _head_size(config, hidden, heads))
     tied = _is_tied(module)
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
     family = FAMILIES.get(config.model_type)
     specs = [
-        _block_spec(
-            block, f"{blocks_name}.{index}", config, hidden, heads, kv_heads, head_size, precision
-        )
+        _block_spec(block, f"{blocks_name}.{index}", config, widths, precision)
         for index, block in enumerate(blocks)
     ]
     kept = None
@@ -302,16 +300,17 @@ def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> 
     return embedding, head
 
 
-def _block_spec(
-    block: Any,
-    path: str,
-    config: Any,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    precision: str,
-) -> LayerSpec:
+@dataclass(frozen=True)
+class _Widths:
+    """Widths of a model's attention: hidden size, heads, heads of keys and values, their size."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+def _block_spec(block: Any, path: str, config: Any, widths: _Widths, precision: str) -> LayerSpec:
     """Return a block's parameters by kind, and the activations kept for the backward pass.
 
     Activations are counted per token (Korthikanti et al. 2022, section 4.1, without dropout).
@@ -322,21 +321,21 @@ def _block_spec(
         for name, parameter in block.named_parameters()
         if parameter.dim() >= 2 and not name.endswith("bias")
     )
-    width = _widest(block, hidden)
+    width = _widest(block, widths.hidden)
     gated = any("gate" in name for name, _ in block.named_modules())
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     experts += int(getattr(config, "n_shared_experts", None) or 0)
-    attention = (heads * 2 + kv_heads * 2) * head_size
+    attention = (widths.heads * 2 + widths.kv_heads * 2) * widths.head_size
     key_value_parameters, key_value_units = _key_values(block, config)
     feed_forward = (4 if gated else 2) * width * experts
     return LayerSpec(
         parameters=parameters,
-        replicated_parameters=_replicated(block, path, config, hidden),
+        replicated_parameters=_replicated(block, path, config, widths.hidden),
         matmul_parameters=int(products),
-        attention_width=heads * head_size,
+        attention_width=widths.heads * widths.head_size,
         split_activation_values=float(attention + feed_forward),
-        replicated_activation_values=4.0 * hidden,
-        attention_heads=0 if precision in _FUSED_PRECISIONS else heads,
+        replicated_activation_values=4.0 * widths.hidden,
+        attention_heads=0 if precision in _FUSED_PRECISIONS else widths.heads,
         key_value_parameters=key_value_parameters,
         key_value_units=key_value_units,
         experts=_experts(block, config),

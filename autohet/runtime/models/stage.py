@@ -242,21 +242,17 @@ class StageModel(nn.Module):
         if not self._fuses_head:
             return self.loss_sum(states, targets)
         weight: Any = self.head.weight
-        cut = self._cut_vocabulary()
-        num_tokens = int(self.spec.config.vocab_size)
-        if cut is not None:
-            num_tokens = min(max(num_tokens - cut.start, 0), len(weight))
         return linear_cross_entropy_sum(
-            states, weight, targets, num_tokens, self._terms, self.logit_adjustment, cut
+            states, weight, targets, self._vocabulary(), self._terms, self.logit_adjustment
         )
 
-    def _cut_vocabulary(self) -> CutVocabulary | None:
-        """Return this rank's rows of the head; None if it has all."""
+    def _vocabulary(self) -> int | CutVocabulary:
+        """Return the number of tokens, or this rank's rows of the head if it has not all."""
         tp = self.spec.tp
-        if tp is None or tp.degree == 1:
-            return None
-        path = self.paths["head"]
         num_tokens = int(self.spec.config.vocab_size)
+        if tp is None or tp.degree == 1:
+            return num_tokens
+        path = self.paths["head"]
         start = self.spec.first_token(path)
         num_rows = self.spec.parameters[f"{path}.weight"].shape[0]
         return CutVocabulary(tp.group, tp.degree, start, num_rows, num_tokens)

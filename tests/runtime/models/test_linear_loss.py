@@ -73,7 +73,7 @@ def test_a_scale_keeps_small_gradients_in_fp16(parts: int) -> None:
         cut = CutVocabulary(tp.group, parts, size * tp.rank, vocabulary, vocabulary)
         terms = LossTerms(gradient_scale=scale)
         loss = linear_cross_entropy_sum(
-            hidden, part, targets, size, terms, UNCHANGED, cut if parts > 1 else None
+            hidden, part, targets, cut if parts > 1 else vocabulary, terms
         )
         (gradient,) = torch.autograd.grad(loss, (part,), torch.tensor(scale))
         return gradient
@@ -142,8 +142,7 @@ def test_a_vocabulary_that_is_cut_gives_the_loss_and_gradients_of_a_whole_one(
         part = weight.detach()[start : start + rows[tp.rank]].clone().requires_grad_()
         own = hidden.detach().clone().requires_grad_()
         cut = CutVocabulary(tp.group, tp.degree, start, PADDED, VOCABULARY)
-        num_tokens = min(max(VOCABULARY - start, 0), len(part))
-        loss = linear_cross_entropy_sum(own, part, targets, num_tokens, terms, adjustment, cut)
+        loss = linear_cross_entropy_sum(own, part, targets, cut, terms, adjustment)
         of_hidden, of_weight = torch.autograd.grad(3.0 * loss, (own, part))
         return loss.detach(), of_hidden, of_weight
 
@@ -165,11 +164,8 @@ def test_a_rank_of_a_group_never_holds_all_of_its_logits(monkeypatch: pytest.Mon
     def rank(tp: Any) -> int:
         part = weight.detach().chunk(2)[tp.rank].clone().requires_grad_()
         cut = CutVocabulary(tp.group, 2, 32 * tp.rank, PADDED, VOCABULARY)
-        num_tokens = 18 if tp.rank else 32
         with LargestTensor() as seen:
-            linear_cross_entropy_sum(
-                hidden.detach(), part, targets, num_tokens, PLAIN, UNCHANGED, cut
-            )
+            linear_cross_entropy_sum(hidden.detach(), part, targets, cut)
         return seen.elements
 
     assert max(run_ranks(2, rank)) < ROWS * 32
