@@ -5,7 +5,6 @@ else, and nobody is waited for.
 from __future__ import annotations
 
 import errno
-import math
 import pickle
 import select
 import socket
@@ -143,11 +142,9 @@ def test_what_a_broken_connection_has_swallowed_comes_over_the_next(server: Repo
     with telling(address := server.expect("a"), values):
         gather(server, lambda found: found == [0])
         for number in range(1, 4):
-            speaker = server._speakers[address.name]
             values.append(number)
             time.sleep(0.1)  # it may lie in the driver's buffers by now, or not: both end well
-            if speaker.connection is not None:
-                server._end(speaker.connection)
+            server.disconnect(address.name)
             assert gather(server, lambda found: bool(found)) == [number]
 
 
@@ -216,7 +213,7 @@ def test_news_wake_who_waits_and_signs_of_life_do_not(server: ReportServer) -> N
     client.greet()
     wake_up.wait(20, 0.0)
     server.take()
-    taken = server._speakers[client.address.name].connection
+    taken = server.connection(client.address.name)
     assert taken is not None
     for _ in range(BEATS):
         client.socket.sendall(BEAT)
@@ -225,16 +222,16 @@ def test_news_wake_who_waits_and_signs_of_life_do_not(server: ReportServer) -> N
         assert time.monotonic() < deadline
         with suppress(BlockingIOError):
             here = taken.socket.recv(100, socket.MSG_PEEK)
-    assert not wake_up._any_poll.poll(0)
+    assert not wake_up.is_due()
     assert server.take() == ({client.address.name}, []), "they are heard whenever anybody looks"
     client.socket.sendall(client.news(1, ""))
-    assert wake_up._any_poll.poll(20), "the shortest news there are"
+    assert wake_up.is_due(20), "the shortest news there are"
     assert [each.value for each in server.take()[1]] == [""]
     client.socket.close()
-    assert wake_up._any_poll.poll(20), "so does the end of a connection"
+    assert wake_up.is_due(20), "so does the end of a connection"
     server.take()
     assert not server.speaks(client.address.name)
-    assert not wake_up._any_poll.poll(0)
+    assert not wake_up.is_due()
     wake_up.close()
 
 
@@ -259,7 +256,7 @@ def test_who_waits_is_woken_by_another_thread_and_not_after_the_end(server: Repo
     wake_up.watch(server)
     threading.Timer(0.05, wake_up.wake).start()
     wake_up.wait(1000, 1000)
-    assert not wake_up._any_poll.poll(0), "once"
+    assert not wake_up.is_due(), "once"
     wake_up.close()
     wake_up.wake()
     wake_up.close()
@@ -269,7 +266,7 @@ def test_news_that_come_along_are_gathered_and_a_ring_ends_that(server: ReportSe
     wake_up = WakeUp()
     wake_up.watch(server)
     client = Client(server.expect("a"), server).greet()
-    wake_up._any_poll.poll(20)
+    wake_up.is_due(20)
     threading.Timer(0.05, wake_up.wake).start()
     wake_up.wait(1000, 1000)
     assert server.take()[0] == {client.address.name}
@@ -360,7 +357,7 @@ def reports(clock: Clock) -> Iterator[Reports]:
 
 def is_woken(running: Reports) -> bool:
     """Whether whoever waits is woken."""
-    return bool(running._wake_up._any_poll.poll(0))
+    return running.wake_up.is_due()
 
 
 def listen(running: Reports, until: Callable[[], bool]) -> None:
@@ -375,7 +372,7 @@ def test_last_words_are_heard_with_the_end() -> None:
     """A vote that only the dead has seen lets the others commit its step."""
     with reports(Clock()) as running:
         address = running.expect("a/0")
-        client = Client(address, running._server).greet()
+        client = Client(address, running.server).greet()
         client.socket.sendall(client.news(1, "last words"))
         client.socket.close()
         running.watch("a/0", died)
@@ -389,9 +386,9 @@ def test_last_words_are_heard_with_the_end() -> None:
 def test_words_that_come_after_rays_notice_are_heard_before_the_end_counts() -> None:
     """The notice takes another way than the words do, and may be faster."""
     with reports(Clock()) as running:
-        client = Client(running.expect("a/0"), running._server).greet()
+        client = Client(running.expect("a/0"), running.server).greet()
         client.socket.sendall(client.news(1, "up"))
-        assert running._wake_up._any_poll.poll(20), "who waits is woken"
+        assert running.wake_up.is_due(20), "who waits is woken"
         listen(running, lambda: running.answers["a/0"].value == "up")
         running.watch("a/0", died)
         running.listen()
@@ -407,20 +404,20 @@ def test_words_said_between_a_look_and_rays_notice_are_heard(
 ) -> None:
     """They come, and the end with them, when this round has read already."""
     with reports(Clock()) as running:
-        client = Client(running.expect("a/0"), running._server).greet()
-        listen(running, lambda: running._server.speaks(client.address.name))
-        take = running._server.take
+        client = Client(running.expect("a/0"), running.server).greet()
+        listen(running, lambda: running.server.speaks(client.address.name))
+        take = running.server.take
 
         def take_and_lose() -> Any:
             taken = take()
-            monkeypatch.setattr(running._server, "take", take)
+            monkeypatch.setattr(running.server, "take", take)
             client.socket.sendall(client.news(1, "last words"))
             client.socket.close()
             time.sleep(0.1)
             running.watch("a/0", died)
             return taken
 
-        monkeypatch.setattr(running._server, "take", take_and_lose)
+        monkeypatch.setattr(running.server, "take", take_and_lose)
         listen(running, lambda: running.answers["a/0"].error is not None)
         assert running.answers["a/0"].value == "last words"
 
@@ -490,7 +487,7 @@ def test_one_that_is_watched_again_in_vain_is_not_forgotten() -> None:
 def test_what_has_lain_at_its_sender_counts_from_when_it_was_said() -> None:
     """A notice's remaining time is counted from that moment."""
     with reports(Clock()) as running:
-        client = Client(running.expect("a"), running._server).greet()
+        client = Client(running.expect("a"), running.server).greet()
         client.socket.sendall(client.news(1, "leaves in 120 s", age_s=30.0))
         listen(running, lambda: running.answers["a"].value is not None)
         assert running.answers["a"].told_at == Clock.now - 30.0
@@ -499,18 +496,18 @@ def test_what_has_lain_at_its_sender_counts_from_when_it_was_said() -> None:
 def test_news_grow_old_while_there_is_no_connection(
     server: ReportServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, connect, tried = Clock(), ReportSender._connect, threading.Event()
+    clock, tried = Clock(), threading.Event()
     monkeypatch.setattr(report_channel, "time", SimpleNamespace(monotonic=clock))
 
-    def refuse(sender: ReportSender) -> None:
+    def refuse(*_: Any) -> None:
         tried.set()
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(ReportSender, "_connect", refuse)
+    monkeypatch.setattr(report_channel, "socket", SimpleNamespace(create_connection=refuse))
     with telling(address := server.expect("a"), ["said"]):
         assert tried.wait(20)
         clock.now += 60.0
-        monkeypatch.setattr(ReportSender, "_connect", connect)
+        monkeypatch.setattr(report_channel, "socket", socket)
         assert first_news(server) == (address.name, "said", 60.0)
 
 
@@ -526,7 +523,7 @@ def test_a_driver_without_descriptors_says_so_once_and_waits(
     server: ReportServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = [0]
-    real = server._listener
+    real = server.listener
 
     class Exhausted:
         def accept(self) -> Any:
@@ -536,8 +533,9 @@ def test_a_driver_without_descriptors_says_so_once_and_waits(
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    server._listener = Exhausted()  # type: ignore[assignment]
-    monkeypatch.setattr(report_server, "SHORT_S", math.inf)
+    server.listener = Exhausted()  # type: ignore[assignment]
+    clock = Clock()
+    monkeypatch.setattr(report_server, "time", SimpleNamespace(monotonic=clock))
     with telling(server.expect("a"), ["here"]):
         deadline = time.monotonic() + 20
         while not attempts[0]:
@@ -545,15 +543,15 @@ def test_a_driver_without_descriptors_says_so_once_and_waits(
             server.take()
         for _ in range(5):
             server.take()
-            assert not server._poll.poll(0), "who waits for news is not woken"
+            assert not select.select([server], [], [], 0)[0], "who waits for news is not woken"
         assert attempts[0] == 1, "it waits"
+        clock.now += report_server.SHORT_S
         monkeypatch.setattr(report_server, "SHORT_S", 0.0)
-        server._short_until = 0.0
         for _ in range(6):
             server.take()
         assert attempts[0] == 4
         assert caplog.text.count("No more connections") == 1
-        server._listener = real
+        server.listener = real
         assert gather(server, lambda found: bool(found)) == ["here"]
 
 
@@ -599,11 +597,9 @@ def test_a_connection_alone_is_no_report() -> None:
     end.
     """
     with reports(Clock()) as running:
-        client = Client(running.expect("a/0"), running._server).greet()
+        client = Client(running.expect("a/0"), running.server).greet()
         client.socket.sendall(BEAT)
-        listen(
-            running, lambda: running._server._speakers[client.address.name].connection is not None
-        )
+        listen(running, lambda: running.server.speaks(client.address.name))
         running.listen()
         assert running.answers["a/0"].heard_at is None
         client.socket.sendall(client.news(1, "up"))

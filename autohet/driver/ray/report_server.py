@@ -97,10 +97,11 @@ class ReportServer:
     def __init__(self, host: str, beat_s: float) -> None:
         self._host = host
         self._beat_s = beat_s
-        self._listener = listen_on(host)
+        self.listener = listen_on(host)
+        """Accepts connections; one that refuses to shows what a shortage of descriptors does."""
         self._warnings = RareWarnings()
         self._poll = select.epoll()
-        self._poll.register(self._listener, select.EPOLLIN)
+        self._poll.register(self.listener, select.EPOLLIN)
         self._connections: dict[int, ReportConnection] = {}
         self._speakers: dict[str, ExpectedSender] = {}
         self._strangers: dict[ReportConnection, ReportConnection] = {}
@@ -115,16 +116,26 @@ class ReportServer:
         name = f"{who} {secrets.token_hex(8)}"
         key = secrets.token_bytes(32)
         self._speakers[name] = ExpectedSender(key)
-        return ReportAddress(self._host, self._listener.getsockname()[1], name, key, self._beat_s)
+        return ReportAddress(self._host, self.listener.getsockname()[1], name, key, self._beat_s)
 
     def forget(self, name: str) -> None:
-        speaker = self._speakers.pop(name, None)
-        if speaker is not None and speaker.connection is not None:
-            self._end(speaker.connection)
+        self.disconnect(name)
+        self._speakers.pop(name, None)
+
+    def disconnect(self, name: str) -> None:
+        """End a sender's connection, as a network might; it makes another one."""
+        connection = self.connection(name)
+        if connection is not None:
+            self._end(connection)
 
     def speaks(self, name: str) -> bool:
         """Return true if this sender has a connection, so that more of its messages may come."""
-        return name in self._speakers and self._speakers[name].connection is not None
+        return self.connection(name) is not None
+
+    def connection(self, name: str) -> ReportConnection | None:
+        """Return the present connection of this sender."""
+        speaker = self._speakers.get(name)
+        return None if speaker is None else speaker.connection
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there is more input than heartbeats."""
@@ -140,27 +151,27 @@ class ReportServer:
                 self._read(connection, bool(ready.get(number, 0) & OVER), heard, news)
         if self._short_until is not None and time.monotonic() >= self._short_until:
             self._short_until = None
-            self._poll.register(self._listener, select.EPOLLIN)
-        elif self._listener.fileno() in ready:
+            self._poll.register(self.listener, select.EPOLLIN)
+        elif self.listener.fileno() in ready:
             self._accept()
         return heard, news
 
     def close(self) -> None:
         for connection in list(self._connections.values()):
             self._end(connection)
-        self._listener.close()
+        self.listener.close()
         self._poll.close()
 
     def _accept(self) -> None:
         try:
             while True:
-                self._greet(self._listener.accept()[0])
+                self._greet(self.listener.accept()[0])
         except OSError as error:  # there is no more, or it is gone already
             was_short = self._is_short
             self._is_short = error.errno in SHORTAGES
             if self._is_short:
                 self._poll.unregister(
-                    self._listener
+                    self.listener
                 )  # else whoever waits for news is woken over and over
                 self._short_until = time.monotonic() + SHORT_S
             if self._is_short and not was_short:

@@ -56,10 +56,10 @@ class Reports:
         self, host: str, clock: Callable[[], float], beat_s: float, wake_up: WakeUp
     ) -> None:
         self.answers: dict[str, LatestReport] = {}
-        self._server = ReportServer(host, beat_s)
+        self.server = ReportServer(host, beat_s)
         self._clock = clock
-        self._wake_up = wake_up
-        wake_up.watch(self._server)
+        self.wake_up = wake_up
+        wake_up.watch(self.server)
         self._addresses: dict[str, ReportAddress] = {}
         self._keys: dict[str, str] = {}
         self._told_ends: deque[tuple[str, str]] = deque()
@@ -74,7 +74,7 @@ class Reports:
         Messages of an earlier actor under this key are dropped from now on.
         """
         self.remove(key)
-        address = self._addresses[key] = self._server.expect(key)
+        address = self._addresses[key] = self.server.expect(key)
         self._keys[address.name] = key
         self.answers[key] = LatestReport(asked_at=self._clock())
         return address
@@ -99,7 +99,7 @@ class Reports:
             self._unreachable.append((name, call))
         elif isinstance(error, RayError):
             self._told_ends.append((name, describe_death(error)))
-            self._wake_up.wake()
+            self.wake_up.wake()
 
     def _watch_again(self) -> None:
         for _ in range(len(self._unreachable)):
@@ -111,7 +111,7 @@ class Reports:
     def remove(self, key: str) -> None:
         self.answers.pop(key, None)
         if (address := self._addresses.pop(key, None)) is not None:
-            self._server.forget(address.name)
+            self.server.forget(address.name)
             self._ends.pop(address.name, None)
             del self._keys[address.name]
 
@@ -121,7 +121,7 @@ class Reports:
         before = self._listened_at
         self._forgive(now)
         self._watch_again()
-        heard, news = self._server.take()
+        heard, news = self.server.take()
         for name, value, age_s in news:
             answer = self.answers[self._keys[name]]
             if isinstance(value, Unreadable):
@@ -146,7 +146,7 @@ class Reports:
                 self._ends.setdefault(name, (error, now))
         ended = []
         for name, (_, at) in self._ends.items():
-            if not self._server.speaks(name) or now - at >= LAST_WORDS_S:
+            if not self.server.speaks(name) or now - at >= LAST_WORDS_S:
                 ended.append(name)
         for name in ended:
             self.answers[self._keys[name]].error, _ = self._ends.pop(name)
@@ -174,4 +174,4 @@ class Reports:
         return fresh
 
     def close(self) -> None:
-        self._server.close()
+        self.server.close()

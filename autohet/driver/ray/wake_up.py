@@ -44,6 +44,10 @@ class WakeUp:
         if self._event_poll.poll(0):
             os.eventfd_read(self._event)
 
+    def is_due(self, timeout_s: float = 0.0) -> bool:
+        """Return True if `wait` would end within `timeout_s`; it still would afterwards."""
+        return bool(self._any_poll.poll(timeout_s))
+
     def close(self) -> None:
         with self._closing:
             if not self._closed:
