@@ -19,7 +19,9 @@ from autohet.driver.ray import workers as ray_workers
 from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.observer import TrackedNode
+from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.reports import LatestReport, Reports
+from autohet.driver.ray.silence import FreezeDetector
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
@@ -117,15 +119,15 @@ def test_while_anything_changes_rounds_are_quick(
     elif what == "lost":
         force.observer.losses["b/0"] = Loss("b/0", "gone", 0.0, 0.0)
     elif what == "leaves":
-        force.observer._notices.departures["b"] = Notice("b", "EC2", 0.0)
+        force.observer.notices.departures["b"] = Notice("b", "EC2", 0.0)
     elif what == "ends":
         monkeypatch.setattr(Reports, "await_words", True)
     elif what == "is suspected":
-        force.observer._freezes._asked["a call"] = "a"
+        monkeypatch.setattr(FreezeDetector, "asked", True)
     elif what == "inventories":
         force.observer.inventories.request({}, 0.0)
     else:
-        force.observer.agent_commands._refusals["a call"] = "a"
+        force.observer.agent_commands.refuse_copies("a", Mock())
     assert waited(force, fake_time) == BUSY_TICK_S
 
 
@@ -152,9 +154,9 @@ def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce
         ),
         last,
     ]
-    force.observer.worker_reports._fresh = [*said, replace(TRAINS, worker="gone/0")]
+    force.observer.worker_reports.unread = [*said, replace(TRAINS, worker="gone/0")]
     force.observer.worker_reports.answers["a/0"].value = last
-    told = force.observer._merge_reports(0.0)
+    told = force.observer.take_reports(0.0)
     assert told == {
         "a/0": replace(
             last,
@@ -163,7 +165,7 @@ def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce
             transfers=(copy, upload),
         ),
     }
-    assert force.observer._merge_reports(1.0) == {
+    assert force.observer.take_reports(1.0) == {
         "a/0": replace(last, steps=(), receipts=(), transfers=())
     }
 
@@ -173,32 +175,32 @@ def test_what_agents_have_handed_over_is_observed_once(
 ) -> None:
     handed_over = StateTransfer("peer", "a", 1, 5, 70, 0.5)
     monkeypatch.setattr(
-        force.observer.agent_commands._calls,
+        RayCalls,
         "take",
-        lambda asked: [(asked.pop(call), handed_over) for call in list(asked)],
+        lambda self, asked: [(asked.pop(call), handed_over) for call in list(asked)],
     )
-    force.observer.agent_commands._handovers["a call"] = "a"
+    force.observer.agent_commands.hand_over({"a": Mock()}, {"a": ()}, ())
     assert force.observe().transfers == (handed_over,)
     assert force.observe().transfers == ()
 
 
 def test_the_dead_say_nothing(force: RayWorkforce) -> None:
-    force.observer.worker_reports._fresh = [TRAINS]
+    force.observer.take_reports(0.0)
+    force.observer.worker_reports.unread = [TRAINS]
     force.observer.losses["a/0"] = Loss("a/0", "gone", 0.0, 0.0)
-    force.observer._merged_at = 0.0
-    assert force.observer._merge_reports(1.0) == {}
+    assert force.observer.take_reports(1.0) == {}
     force.observer.losses["a/0"] = Loss("a/0", "silent", 1.5, 0.0)
-    assert force.observer._merge_reports(2.0) == {}, "nor whose silence is what is wrong"
+    assert force.observer.take_reports(2.0) == {}, "nor whose silence is what is wrong"
 
 
 def test_last_words_of_one_found_dead_in_this_round_are_told_once(force: RayWorkforce) -> None:
     last = replace(TRAINS, step=7, steps=(step(6),))
-    force.observer.worker_reports._fresh = [last]
+    force.observer.take_reports(1.0)
+    force.observer.worker_reports.unread = [last]
     force.observer.worker_reports.answers["a/0"].value = last
     force.observer.losses["a/0"] = Loss("a/0", "gone", 1.5, 0.0)
-    force.observer._merged_at = 1.0
-    assert force.observer._merge_reports(1.5) == {"a/0": last}
-    assert force.observer._merge_reports(2.0) == {}
+    assert force.observer.take_reports(1.5) == {"a/0": last}
+    assert force.observer.take_reports(2.0) == {}
 
 
 def track_node(force: RayWorkforce) -> None:
@@ -219,7 +221,7 @@ def test_last_words_are_told_with_the_loss(
     failed.
     """
     last = replace(TRAINS, vote=(5, "a vote"))
-    force.observer.worker_reports._fresh, force.observer.worker_reports.answers["a/0"].value = (
+    force.observer.worker_reports.unread, force.observer.worker_reports.answers["a/0"].value = (
         [last],
         last,
     )
@@ -230,7 +232,7 @@ def test_last_words_are_told_with_the_loss(
         force.observer.workers["a/0"] = Mock()
     if fails:
         with monkeypatch.context() as failing:
-            failing.setattr(force.observer._notices, "look", Mock(side_effect=RuntimeError))
+            failing.setattr(force.observer.notices, "look", Mock(side_effect=RuntimeError))
             with pytest.raises(RuntimeError):
                 force.observe()
         fake_time.now += 1.0
@@ -238,7 +240,7 @@ def test_last_words_are_told_with_the_loss(
     assert set(seen.losses) == {"a/0"}
     assert seen.reports == {"a/0": last}
     fake_time.now += 1.0
-    force.observer.worker_reports._fresh = [last]
+    force.observer.worker_reports.unread = [last]
     assert force.observe().reports == {}, "once"
 
 

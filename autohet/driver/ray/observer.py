@@ -114,7 +114,7 @@ class RayObserver:
         self.scripted = Scripted()
         self.drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
         lines = ray_cluster.ClusterMemory("notices", run_id)
-        self._notices = NoticeMerger(make_sources(job.elastic, self.drains, self.scripted, lines))
+        self.notices = NoticeMerger(make_sources(job.elastic, self.drains, self.scripted, lines))
         self._node_types, self._prices = NodeTypeLookup(), SpotPrices()
         self.nodes: dict[str, TrackedNode] = {}
         """Nodes in use, by name."""
@@ -174,24 +174,24 @@ class RayObserver:
             now, self._freezes.silent_nodes, fresh=self.durable.fresh()
         )
         holdings = self.agent_commands.take(now, self._freezes.silent_nodes)
-        self._notices.look(
+        self.notices.look(
             [self._watched(name, tracked) for name, tracked in self.nodes.items()], now
         )
         nodes = {name: self._view(tracked) for name, tracked in self.nodes.items()}
         checkpoint = self.durable.state()
         launches = None if self.launches is None else self.launches.look(now)
         # last: news is reported once, and nothing that may fail comes between
-        reports = self._merge_reports(now)
+        reports = self.take_reports(now)
         return Observation(
             now=now,
             nodes=nodes,
-            notices=dict(self._notices.departures),
+            notices=dict(self.notices.departures),
             reports=reports,
             losses=dict(self.losses),
             inventories=inventories,
             checkpoint=checkpoint,
             stop_reason=self.stop_reason,
-            risks=dict(self._notices.risks),
+            risks=dict(self.notices.risks),
             store=self.rendezvous.address,
             newest_copies=dict(self.agent_commands.newest_copies),
             holdings=holdings,
@@ -209,7 +209,7 @@ class RayObserver:
             return False
         if (
             self.losses
-            or self._notices.departures
+            or self.notices.departures
             or self.inventories.asked
             or self.agent_commands.waiting
         ):
@@ -217,7 +217,11 @@ class RayObserver:
         values = [answer.value for answer in self.worker_reports.answers.values()]
         return all(value is not None and value.phase is Phase.TRAINING for value in values)
 
-    def _merge_reports(self, now: float) -> dict[str, WorkerReport]:
+    def take_reports(self, now: float) -> dict[str, WorkerReport]:
+        """Return the newest report of each worker, with all its news since the last call.
+
+        News of a worker that is lost comes along in the round that finds the loss, and not later.
+        """
         fresh = self.worker_reports.fresh()
         answers = self.worker_reports.answers
         newest: dict[str, WorkerReport | None] = {
@@ -394,6 +398,6 @@ class RayObserver:
         self.agent_reports.close()
         self.worker_reports.close()
         self.wake_up.close()
-        self._notices.close()
+        self.notices.close()
         self._prices.close()
         self.rendezvous.close()

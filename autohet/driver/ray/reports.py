@@ -65,7 +65,8 @@ class Reports:
         self._told_ends: deque[tuple[str, str]] = deque()
         self._unreachable: deque[tuple[str, Callable[[], ray.ObjectRef[Any]]]] = deque()
         self._ends: dict[str, tuple[str, float]] = {}
-        self._fresh: list[Any] = []
+        self.unread: list[Any] = []
+        """Reports received and not yet returned by `fresh`, in order."""
         self._listened_at: float | None = None
 
     def expect(self, key: str) -> ReportAddress:
@@ -133,7 +134,7 @@ class Reports:
             sent_at = now if before is None else before  # it came since then: no deadline is later
             answer.value = value
             answer.told_at = sent_at - age_s
-            self._fresh.append(value)
+            self.unread.append(value)
         for answer in (self.answers[self._keys[name]] for name in heard):
             answer.heard_at = None if answer.value is None else now  # it is up once it has reported
         self._take_ends(now)
@@ -169,8 +170,8 @@ class Reports:
 
     def fresh(self) -> list[Any]:
         """Return the reports received since the last call, in order."""
-        fresh = self._fresh
-        self._fresh = []
+        fresh = self.unread
+        self.unread = []
         return fresh
 
     def close(self) -> None:
