@@ -64,37 +64,46 @@ def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[
     has workers (`planner.model_spec.LayerSpec`).
     """
     slices = max((stage.num_parts for stage in plan.stages), default=1)
-    ends = (
-        [pipeline.stages[0] for pipeline in plan.pipelines],
-        [pipeline.stages[-1] for pipeline in plan.pipelines],
-    )
-    num_layers = max(stage.end_layer for stage in ends[1])
-    entries: list[list[Stage]] = [ends[0] + ends[1]] if tied else []
-    entries += [
-        *ends,
-        *(
-            [_stage_of(pipeline.stages, layer) for pipeline in plan.pipelines]
-            for layer in range(num_layers)
-        ),
-    ]
+    first = [pipeline.stages[0] for pipeline in plan.pipelines]
+    last = [pipeline.stages[-1] for pipeline in plan.pipelines]
+    blocks = _stages_by_block(plan)
     found: Counter[Members] = Counter()
-    for stages in entries:
-        found[_sorted(worker for stage in stages for worker in stage.workers)] += 1
-        for index in range(slices):
-            found[
-                _sorted(
-                    worker for stage in stages for worker in workers_of_unit(stage, index, slices)
-                )
-            ] += 1
+    if tied:
+        _count_slices(found, first + last, slices)
+    for stages in (first, last, *blocks):
+        _count_slices(found, stages, slices)
     if 0 < key_value_units < slices:
-        for stages in entries[-num_layers:]:
+        for stages in blocks:
             for unit in range(key_value_units):
-                found[
-                    _sorted(
-                        w for stage in stages for w in workers_of_unit(stage, unit, key_value_units)
-                    )
-                ] += 1
+                found[_holders(stages, unit, key_value_units)] += 1
     return Counter({members: count for members, count in found.items() if len(members) > 1})
+
+
+def _stages_by_block(plan: Plan) -> list[list[Stage]]:
+    """Return the stages that hold each block, one of each pipeline."""
+    num_blocks = max(pipeline.stages[-1].end_layer for pipeline in plan.pipelines)
+    found = []
+    for block in range(num_blocks):
+        found.append([_stage_of(pipeline.stages, block) for pipeline in plan.pipelines])
+    return found
+
+
+def _count_slices(found: Counter[Members], stages: Sequence[Stage], slices: int) -> None:
+    """Count the holders of what `stages` hold together: of uncut tensors, and of each slice."""
+    everyone = set[str]()
+    for stage in stages:
+        everyone.update(stage.workers)
+    found[tuple(sorted(everyone))] += 1
+    for index in range(slices):
+        found[_holders(stages, index, slices)] += 1
+
+
+def _holders(stages: Sequence[Stage], unit: int, units: int) -> Members:
+    """Return the workers of these stages that hold unit `unit` of `units`, sorted."""
+    found = set[str]()
+    for stage in stages:
+        found.update(workers_of_unit(stage, unit, units))
+    return tuple(sorted(found))
 
 
 def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Members, Members]:
@@ -106,26 +115,35 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
 
     weights: by set, in proportion to its bytes.
     """
-    workers = sorted({worker for members in weights for worker in members})
-    number = {worker: index for index, worker in enumerate(workers)}
-    mask_by_set = {
-        members: sum(1 << number[worker] for worker in members) for members in sorted(weights)
-    }
+    workers = sorted(set().union(*weights))
+    bit = {worker: 1 << index for index, worker in enumerate(workers)}
+    mask_by_set = dict[Members, int]()
+    for members in sorted(weights):
+        mask_by_set[members] = sum(bit[worker] for worker in members)
     size = {mask: float(weights[members]) for members, mask in mask_by_set.items()}
-    counts = [sum(mask >> index & 1 for mask in size) for index in range(len(workers))]
+    counts = _groups_by_worker(size, len(workers))
     while most is not None and counts and max(counts) > most:
         worst = counts.index(max(counts))
         first, second = _cheapest_pair(sorted(mask for mask in size if mask >> worst & 1), size)
         union = first | second
         size[union] = size.pop(first) + size.pop(second) + size.get(union, 0.0)
-        mask_by_set = {
-            held: union if mask in (first, second) else mask for held, mask in mask_by_set.items()
-        }
-        counts = [sum(mask >> index & 1 for mask in size) for index in range(len(workers))]
-    return {
-        held: tuple(worker for index, worker in enumerate(workers) if mask >> index & 1)
-        for held, mask in mask_by_set.items()
-    }
+        for held, mask in mask_by_set.items():
+            if mask in (first, second):
+                mask_by_set[held] = union
+        counts = _groups_by_worker(size, len(workers))
+    groups = dict[Members, Members]()
+    for held, mask in mask_by_set.items():
+        groups[held] = tuple(worker for worker in workers if mask & bit[worker])
+    return groups
+
+
+def _groups_by_worker(groups: Iterable[int], num_workers: int) -> list[int]:
+    """Count the groups (bit sets) that each worker is in."""
+    counts = [0] * num_workers
+    for mask in groups:
+        for index in range(num_workers):
+            counts[index] += mask >> index & 1
+    return counts
 
 
 def num_border_groups(plan: Plan) -> int:
@@ -212,15 +230,10 @@ def _cheapest_pair(groups: Sequence[int], size: Mapping[int, float]) -> tuple[in
     def added(pair: tuple[int, int]) -> float:
         first, second = pair
         union = (first | second).bit_count()
-        return (union - first.bit_count()) * size[first] + (union - second.bit_count()) * size[
-            second
-        ]
+        added_to_first = (union - first.bit_count()) * size[first]
+        return added_to_first + (union - second.bit_count()) * size[second]
 
     return min(itertools.combinations(groups, 2), key=added)
-
-
-def _sorted(workers: Iterable[str]) -> Members:
-    return tuple(sorted(set(workers)))
 
 
 def _stage_of(stages: Sequence[Stage], layer: int) -> Stage:

@@ -19,7 +19,11 @@ def can_compute(gpu_type: str, compute: str) -> bool:
 def common_formats(gpu_types: Iterable[str]) -> list[ComputeFormat]:
     """Return the formats that all of some GPU types can compute."""
     types = set(gpu_types)
-    return [f for f in COMPUTE_FORMATS if all(can_compute(each, f) for each in types)]
+    found = []
+    for compute in COMPUTE_FORMATS:
+        if all(can_compute(each, compute) for each in types):
+            found.append(compute)
+    return found
 
 
 def shared_format(formats: Mapping[str, str]) -> str:

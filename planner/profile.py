@@ -132,7 +132,9 @@ def read_table(path: str | Path, what: str) -> list[dict[str, Any]]:
 def write_profile(path: str | Path, table: ProfileTable) -> None:
     """Writes CSV or Parquet by the file's suffix."""
     names = [field.name for field in fields(Measurement)]
-    rows = [{name: getattr(row, name) for name in names} for row in table.measurements]
+    rows = list[dict[str, Any]]()
+    for row in table.measurements:
+        rows.append({name: getattr(row, name) for name in names})
     if Path(path).suffix == ".parquet":
         from pyarrow import Table
         from pyarrow.parquet import write_table
@@ -142,9 +144,8 @@ def write_profile(path: str | Path, table: ProfileTable) -> None:
     with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=names)
         writer.writeheader()
-        writer.writerows(
-            {name: "" if value is None else value for name, value in row.items()} for row in rows
-        )
+        for values in rows:
+            writer.writerow({k: "" if value is None else value for k, value in values.items()})
 
 
 def _measurement(row: Mapping[str, Any], what: str) -> Measurement:

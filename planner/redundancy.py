@@ -75,9 +75,9 @@ def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
     """Counts the live holders of each shard. Shards are cut as by the stage with the most parts."""
     holders = holders_by_shard(plan, fleet, num_layers)
     nodes = dict.fromkeys(fleet.node_of(worker).name for worker in plan.workers)
-    lost = {
-        node: tuple(shard for shard, held in holders.items() if held == {node}) for node in nodes
-    }
+    lost = dict[str, tuple[Shard, ...]]()
+    for node in nodes:
+        lost[node] = tuple(shard for shard, held in holders.items() if held == {node})
     sharded = _shared_out(plan)
     weakest = min(
         (1 if shard.layer in sharded else len(held) for shard, held in holders.items()), default=0
@@ -94,24 +94,35 @@ def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
     """
     if _shared_out(plan):
         return 1
-    starts = sorted({stage.first_layer for stage in plan.stages})
-    runs = [[_stage_at(pipeline.stages, start) for pipeline in plan.pipelines] for start in starts]
+    runs = []
+    for start in sorted({stage.first_layer for stage in plan.stages}):
+        runs.append([_stage_at(pipeline.stages, start) for pipeline in plan.pipelines])
     runs.append([pipeline.stages[0] for pipeline in plan.pipelines])
     runs.append([pipeline.stages[-1] for pipeline in plan.pipelines])
     parts = max(stage.num_parts for stage in plan.stages)
-    nodes = {
-        stage: {fleet.node_of(worker).name for worker in stage.workers} for stage in plan.stages
-    }
+    nodes = {stage: _nodes_of(stage.workers, fleet) for stage in plan.stages}
     fewest = len(fleet.nodes)
     for stages in runs:
         if all(len(nodes[stage]) == 1 or _is_whole(stage) for stage in stages):
             fewest = min(fewest, len(set().union(*(nodes[stage] for stage in stages))))
-            continue
-        for part in range(parts):
-            held = [_workers_of_part(stage, part, parts) for stage in stages]
-            names = {fleet.node_of(worker).name for workers in held for worker in workers}
-            fewest = min(fewest, len(names))
+        else:
+            fewest = min(fewest, _fewest_of_parts(stages, parts, fleet))
     return fewest
+
+
+def _fewest_of_parts(stages: Sequence[Stage], parts: int, fleet: Fleet) -> int:
+    """Return the fewest nodes that hold any one part of what these stages hold together."""
+    numbers = []
+    for part in range(parts):
+        names = set[str]()
+        for stage in stages:
+            names |= _nodes_of(_workers_of_part(stage, part, parts), fleet)
+        numbers.append(len(names))
+    return min(numbers)
+
+
+def _nodes_of(workers: Iterable[str], fleet: Fleet) -> set[str]:
+    return {fleet.node_of(worker).name for worker in workers}
 
 
 def _stage_at(stages: Sequence[Stage], layer: int) -> Stage:

@@ -216,9 +216,8 @@ class BoundaryCosts:
     def _of(self, plan: Plan) -> dict[int, _Seconds]:
         ways = [self._way(pipeline) for pipeline in plan.pipelines]
         nodes = len(self._number)
-        leaving, arriving = (
-            _joined([getattr(way, uses) for way in ways]) for uses in ("leaving", "arriving")
-        )
+        leaving = _joined([way.leaving for way in ways])
+        arriving = _joined([way.arriving for way in ways])
         seconds = _joined(_numbered(ways)).seconds(leaving.shared(nodes), arriving.shared(nodes))
         found = dict[int, _Seconds]()
         begin = 0
@@ -382,9 +381,10 @@ _Arrays = TypeVar("_Arrays", _Uses, _Hops)
 def _joined(parts: Sequence[_Arrays]) -> _Arrays:
     """Concatenate the parts field by field."""
     kind = type(parts[0])
-    return kind(
-        *(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(kind))
-    )
+    arrays = []
+    for each in fields(kind):
+        arrays.append(np.concatenate([getattr(part, each.name) for part in parts]))
+    return kind(*arrays)
 
 
 def _forget(known: dict[Any, Any]) -> None:

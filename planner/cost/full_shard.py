@@ -20,10 +20,10 @@ Collectives take processors and memory bandwidth from the work.
 
 def share_out_all(plan: Plan) -> Plan:
     """The plan in which every stage shares its optimizer state out."""
-    pipelines = (
-        replace(p, stages=tuple(replace(s, shard_optimizer=True) for s in p.stages))
-        for p in plan.pipelines
-    )
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = [replace(stage, shard_optimizer=True) for stage in pipeline.stages]
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
     return replace(plan, pipelines=tuple(pipelines))
 
 

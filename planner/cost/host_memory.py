@@ -379,10 +379,9 @@ def by_node(
     state: bytes by worker; staged: bytes by node.
     """
     alone = sole_state(plan, fleet, spec)
-    workers = {
-        node: [worker for worker in state if node_of(worker) == node]
-        for node in map(node_of, state)
-    }
+    workers = dict[str, list[str]]()
+    for worker in state:
+        workers.setdefault(node_of(worker), []).append(worker)
     found = list[HostMemory]()
     all_alone = sum(alone.scalars.values())
     for node, mine in workers.items():

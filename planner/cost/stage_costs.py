@@ -179,7 +179,8 @@ class StageCosts:
         The order of the names counts: rings go round nodes in that order.
         """
         nodes = [self.fleet.node_of(worker) for worker in stage.workers]
-        order = {name: i for i, name in enumerate(sorted({node.name for node in nodes}))}
+        names = sorted({node.name for node in nodes})
+        order = {name: i for i, name in enumerate(names)}
         return tuple((order[node.name], node.node_type) for node in nodes)
 
     def work_s(self, pipeline: Pipeline) -> float:

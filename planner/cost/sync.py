@@ -4,6 +4,7 @@ Gradients are summed over holders layer by layer, over pipelines that are cut di
 have unequal TP degrees. Then all-reduces run side by side on shared links, and the updates follow.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,11 +91,10 @@ def _add(
     replicated_bytes: float,
 ) -> None:
     for unit in range(units):
-        members = tuple(
-            dict.fromkeys(
-                worker for stage in stages for worker in workers_of_unit(stage, unit, units)
-            )
-        )
+        holders = dict[str, None]()
+        for stage in stages:
+            holders.update(dict.fromkeys(workers_of_unit(stage, unit, units)))
+        members = tuple(holders)
         found[members] = found.get(members, 0.0) + (split_bytes + replicated_bytes) / units
 
 
@@ -102,10 +102,9 @@ def _tied_jobs(plan: Plan, spec: ModelSpec, units: int, width: float, union: boo
     if not spec.tied_embeddings:
         return []
     found: dict[tuple[str, ...], float] = {}
-    ends = [(p.stages[0], p.stages[-1]) for p in plan.pipelines]
-    groups = (
-        [[stage for pair in ends for stage in pair]] if union else [list(pair) for pair in ends]
-    )
+    groups = [[pipeline.stages[0], pipeline.stages[-1]] for pipeline in plan.pipelines]
+    if union:
+        groups = [list(itertools.chain.from_iterable(groups))]
     for stages in groups:
         _add(found, stages, units, spec.tied_parameters * width, 0.0)
     jobs = []
@@ -190,14 +189,14 @@ def simulate_sync(
     free = dict(ready_s)
     carried = dict[str, float]()
     rings = Rings(fleet, links, {} if known is None else known)
+    begin = max(ready_s.values())
+    ends = {False: begin, True: begin}
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
-        events += side_by_side(mine, [rings.of(job) for job in mine], free, carried)
-    begin = max(ready_s.values())
-    ends = {
-        tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)])
-        for tied in (False, True)
-    }
+        summing = side_by_side(mine, [rings.of(job) for job in mine], free, carried)
+        for event in summing:
+            ends[tied] = max(ends[tied], event.end_s)
+        events += summing
     summed = max(free.values())
     starts = dict.fromkeys(free, summed)
     return StepTimeline(
@@ -237,11 +236,8 @@ def side_by_side(
             carried[link] = begin + seconds
             spans[link] = begin, carried[link]
         end = max(start + ring.seconds, *(last for _, last in spans.values()))
-        events.append(
-            SyncEvent(
-                jobs[i], start, end, {worker: spans[link] for worker, link in ring.link_of.items()}
-            )
-        )
+        span_of = {worker: spans[link] for worker, link in ring.link_of.items()}
+        events.append(SyncEvent(jobs[i], start, end, span_of))
     for event in events:
         for worker in event.spans:
             free_s[worker] = max(free_s[worker], event.end_s)
@@ -292,9 +288,9 @@ class Rings:
         one_zone = len({kind.zone for kind, _ in nodes}) == 1
         key = (num_bytes, *(sorted(around) if one_zone else around))
         if key not in self._known:
-            members = [
-                (str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)
-            ]
+            members = list[tuple[str, NodeType]]()
+            for i, (kind, count) in enumerate(nodes):
+                members += [(str(i), kind)] * count
             nic_s: dict[SyncKind, float] = {}
             own_s: dict[SyncKind, float] = {}
             number = len(members)

@@ -55,16 +55,16 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> t
     """
 
     def load(shares: tuple[int, ...]) -> list[tuple[float, int]]:
-        each = enumerate(placed(shares))
-        return sorted(
-            ((seconds(rank, share), len(share.units(units))) for rank, share in each), reverse=True
-        )
+        loads = []
+        for rank, share in enumerate(placed(shares)):
+            loads.append((seconds(rank, share), len(share.units(units))))
+        return sorted(loads, reverse=True)
 
-    numbers = (2**i for i in range(finest.bit_length()) if ranks <= 2**i)
-    found = [
-        (shares, slowest_s(seconds, shares))
-        for shares in (min(_divisions(parts, ranks), key=load) for parts in numbers)
-    ]
+    found = []
+    for parts in (2**i for i in range(finest.bit_length())):
+        if parts >= ranks:
+            lightest = min(_divisions(parts, ranks), key=load)
+            found.append((lightest, slowest_s(seconds, lightest)))
     best_s = min((slowest for _, slowest in found), default=math.inf)
     if not math.isfinite(best_s):
         return ()
@@ -77,11 +77,11 @@ def _divisions(parts: int, ranks: int) -> list[tuple[int, ...]]:
 
     Those with most parts for the first ranks come first.
     """
-    ends = itertools.combinations(range(1, parts), ranks - 1)
-    return sorted(
-        (tuple(b - a for a, b in itertools.pairwise((0, *inner, parts))) for inner in ends),
-        reverse=True,
-    )
+    divisions = []
+    for inner in itertools.combinations(range(1, parts), ranks - 1):
+        ends = itertools.pairwise((0, *inner, parts))
+        divisions.append(tuple(end - begin for begin, end in ends))
+    return sorted(divisions, reverse=True)
 
 
 def placed(shares: Sequence[int]) -> list[TensorShare]:

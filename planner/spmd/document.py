@@ -67,18 +67,18 @@ class StageProgram:
         """ConfigError names what is wrong. Whether it is a program of some model: `placed`."""
         spmd = read_mapping(document, what)
         check_keys(spmd, what, _KEYS, _KEYS)
-        rows = [
-            _numbers(row, f"'ratios' of {what}", float) for row in read_list(spmd, "ratios", what)
-        ]
+        rows = []
+        for row in read_list(spmd, "ratios", what):
+            rows.append(tuple(map(float, _numbers(row, f"'ratios' of {what}", float))))
         units = read_mapping(spmd["units"], f"'units' of {what}")
         lines = read_list(spmd, "program", what)
         for line in lines:
             _parsed(line, what)
-        lengths = tuple(
-            (axis, tuple(int(n) for n in _numbers(row, f"units of axis '{axis}'", int)))
-            for axis, row in units.items()
-        )
-        return cls(tuple(tuple(float(x) for x in row) for row in rows), lengths, tuple(lines))
+        lengths = []
+        for axis, row in units.items():
+            numbers = _numbers(row, f"units of axis '{axis}'", int)
+            lengths.append((axis, tuple(map(int, numbers))))
+        return cls(tuple(rows), tuple(lengths), tuple(lines))
 
     def check(self, workers: Sequence[str], what: str) -> None:
         """ConfigError unless there is a share for each worker, and the units are those that the

@@ -173,10 +173,8 @@ def work_by_worker(cost: "CostModel", plan: Plan) -> dict[str, tuple[float, floa
         np.zeros(len(plan.workers)),
     )
     slowdown = np.array([cost.fleet.node_of(worker).node_type.slowdown for worker in plan.workers])
-    forward, backward = (
-        sum(getattr(node, name) for node in placed.graph.nodes)
-        for name in ("flops", "backward_flops")
-    )
+    forward = sum(node.flops for node in placed.graph.nodes)
+    backward = sum(node.backward_flops for node in placed.graph.nodes)
     part = forward / (forward + backward)
     return {
         w: (float(s * part), float(s * (1 - part)))

@@ -19,7 +19,13 @@ from planner.errors import InfeasibleError
 from planner.spmd.costs import CostTable, Shares, round_to_units
 from planner.spmd.graph import Axis, Graph
 from planner.spmd.program import Program
-from planner.spmd.ratios import check_ratios, check_rounded, closed_form, linear_program
+from planner.spmd.ratios import (
+    check_ratios,
+    check_rounded,
+    closed_form,
+    linear_program,
+    normalised_rows,
+)
 from planner.spmd.search import ProgramSearch
 
 Ratios = tuple[tuple[float, ...], ...]
@@ -250,10 +256,8 @@ def _cleared(placed: PlacedProgram) -> Shares:
     if not any(idle):
         return placed.shares
     rows = np.where(idle, 0.0, np.array(placed.shares.ratios))
-    ratios = tuple(tuple(float(x) for x in row / row.sum()) for row in rows)
-    other = PlacedProgram(
-        placed.graph, placed.program, Shares(placed.graph, ratios, placed.shares.whole)
-    )
+    shares = Shares(placed.graph, normalised_rows(rows), placed.shares.whole)
+    other = PlacedProgram(placed.graph, placed.program, shares)
     return other.shares if other.units == placed.units else placed.shares
 
 

@@ -96,7 +96,15 @@ def linear_program(
             f"no ratios let this program fit the devices' memory ({answer.message.splitlines()[0]})"
         )
     ratios = np.maximum(answer.x[: segments * n].reshape(segments, n), 0.0)
-    return tuple(tuple(float(x) for x in row / row.sum()) for row in ratios)
+    return normalised_rows(ratios)
+
+
+def normalised_rows(rows: Floats) -> tuple[tuple[float, ...], ...]:
+    """Return the rows, each divided by its sum."""
+    found = []
+    for row in rows:
+        found.append(tuple((row / row.sum()).tolist()))
+    return tuple(found)
 
 
 def _grouped(
