@@ -19,16 +19,15 @@ def control_files_of(work):
     called = set()
 
     def note_call(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.parent == CONTROL:
-            called.add(path.name)
+        if event == "call":
+            called.add(frame.f_code.co_filename)
 
     sys.setprofile(note_call)
     try:
         work()
     finally:
         sys.setprofile(None)
-    return called
+    return {Path(name).name for name in called if Path(name).parent == CONTROL}
 
 
 def leave_training(controller):
