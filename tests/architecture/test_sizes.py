@@ -1,6 +1,7 @@
 """Limits of what a reader must hold in mind: parameters of a function, methods of a class."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +23,11 @@ GIVEN_BY_OTHERS = {
 """Functions whose parameters another library prescribes, and which."""
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@functools.cache
+def trees() -> tuple[tuple[str, ast.Module], ...]:
+    """Return the path and the syntax tree of every module."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths)
 
 
 def named(tree: ast.AST, kinds: type | tuple[type, ...], prefix: str = "") -> Iterator:

@@ -2,14 +2,15 @@
 ends alike: the limit that catches tests which hang is an hour for these.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+HERE = str(Path(__file__).parent) + os.sep
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+        if str(item.path).startswith(HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(3600))

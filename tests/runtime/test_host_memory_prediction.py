@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autohet.runtime import memory_snapshots
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import read_config
-from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.state import live as live_module
 from autohet.runtime.state.live import Live
@@ -37,6 +36,7 @@ from recovery.local.memory_budget import Budget, share_out
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer import exchange
 from tests.harness.limited_memory import LimitedMemory
+from tests.harness.model_specs import spec_of
 from tests.harness.random_plans import plans
 from tests.runtime import test_transition_memory as transition
 
@@ -86,7 +86,7 @@ def predicted(
         "n", "T4", 1000, int(device_bytes), 1e11, 1e9, host_memory_bytes=int(host_bytes)
     )
     fleet = Fleet(0, tuple(Node(node, kind) for node in dict.fromkeys(map(node_of, plan.workers))))
-    spec = model_spec_from_config("m", model, precision="fp32")
+    spec = spec_of("m", model, "fp32")
     parameters = replace(
         framework_parameters(OURS, CostParameters()),
         context_bytes=0.0,

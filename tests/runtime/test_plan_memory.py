@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.trainer import StageTrainer
 from planner.cluster import Fleet, Node, NodeType
@@ -25,6 +24,7 @@ from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plan import RECOMPUTE_CHOICES, Plan
 from tests.harness.limited_memory import LimitedMemory
 from tests.harness.live_memory import LiveMemory
+from tests.harness.model_specs import spec_of
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
 LAYERS, LENGTH, SEQUENCES, MICROBATCHES = 4, 64, 4, 4
@@ -120,7 +120,7 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
     parameters = replace(
         framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0
     )
-    spec = model_spec_from_config(family, MODELS[family], precision=precision, dropout=True)
+    spec = spec_of(family, MODELS[family], precision, dropout=True)
     cost = CostModel(fleet, Workload(spec, LENGTH, precision), parameters=parameters)
     return cost.memory_of.by_worker(plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import asdict
@@ -23,12 +24,13 @@ from autohet.runtime.models import (
 from autohet.runtime.models.adapter_spec import adapted_spec
 from autohet.runtime.models.adapters import adapter_of, set_adapter
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.models.thread_group import run_ranks
 from planner.cost.memory import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError
+from planner.model_spec import ModelSpec
 from planner.plan import RECOMPUTE_CHOICES, Recompute
+from tests.harness.model_specs import spec_of
 from tests.harness.peft_reference import peft_gradients
 from tests.harness.tiny_models import (
     TINY,
@@ -44,6 +46,7 @@ from tests.runtime.models.test_kept_values import LENGTH, SEQUENCES, kept_bytes
 from tests.runtime.models.test_stage_tensor_parallel import summed_over_holders
 
 TOLERANCE = 1e-5
+PLANNED = AdapterSection(rank=8)
 ADAPTERS: dict[str, AdapterSection] = {
     "llama": AdapterSection(rank=4, alpha=8.0),
     "llama-biased-tied": AdapterSection(rank=3, alpha=6.0, rslora=True),
@@ -124,6 +127,13 @@ def test_first_adapters_are_drawn_as_peft_draws_them_whatever_else_is_drawn() ->
     assert not torch.equal(other[names[0]], drawn[names[0]])
 
 
+@functools.cache
+def planned_spec(name: str, precision: str) -> ModelSpec:
+    """Return the spec of a family with the adapter `PLANNED`."""
+    whole = spec_of(name, TINY[name], precision)
+    return adapted_spec(whole, adapted_config(name, PLANNED), LENGTH, precision)
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "gpt2"])
@@ -131,7 +141,7 @@ def test_an_adapted_block_keeps_what_the_planner_predicts(
     name: str, precision: str, recompute: Recompute
 ) -> None:
     """By two stages of which one has a block more, as for whole models."""
-    config = adapted_config(name, AdapterSection(rank=8))
+    config = adapted_config(name, PLANNED)
     kept = []
     for layers in (1, 2):
         stage = build_stage(
@@ -140,9 +150,8 @@ def test_an_adapted_block_keeps_what_the_planner_predicts(
         shapes = stage.weights.local_shapes()
         stage.weights.load({path: 0.02 * torch.randn(shape) for path, shape in shapes.items()})
         kept.append(kept_bytes(stage))
-    spec = model_spec_from_config(name, TINY[name], precision=precision)
     parameters = framework_parameters(OURS, CostParameters())
-    adapted = adapted_spec(spec, config, LENGTH, precision)
+    adapted = planned_spec(name, precision)
     on_rank = TokensOnRank(SEQUENCES * LENGTH, LENGTH, precision, 1)
     terms = memory_terms(adapted, on_rank, recompute, parameters)
     assert terms.activation_bytes[1] == pytest.approx(kept[1] - kept[0], rel=0.02)

@@ -128,7 +128,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several parts of each stretch, and a rest."""
     whole = HostStaging.__init__
 
-    def init(self: HostStaging, device: torch.device, staging_bytes: int = 5 * 64) -> None:
+    def init(self: HostStaging, device: torch.device, staging_bytes: int = 25 * 64) -> None:
         whole(self, device, staging_bytes)
 
     monkeypatch.setattr(HostStaging, "__init__", init)
