@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -27,3 +28,9 @@ def _no_host_memory_left() -> Iterator[None]:
     """
     with owned_memory():
         yield
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what imports have made from garbage collection, which would look through it often."""
+    gc.collect()
+    gc.freeze()

@@ -35,6 +35,7 @@ PRELOAD = (
     "tests.harness.process_fleet",
     "tests.harness.toy_model",
     "tests.harness.training_case",
+    "tests.harness.frozen_heap",  # last: it takes in what the others have made
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
@@ -45,5 +46,13 @@ def test_a_process_that_died_between_two_cases_is_named_and_replaced() -> None:
         with pytest.raises(TaskFailed, match="died"):
             pool.map(os.getpid, [()])
         assert pool.map(os.getpid, [()])
+    finally:
+        pool.close()
+
+
+def test_a_forked_process_does_not_look_through_its_servers_imports_for_garbage() -> None:
+    pool = WorkerPool(1)
+    try:
+        assert pool.map(gc.get_freeze_count, [()])[0] > 100_000
     finally:
         pool.close()
