@@ -4,6 +4,7 @@
     scripts/changed_tests.py [COMMIT]     by default from where this branch left main, or from HEAD
 
 Imports are followed through the packages and the tests by grimp, which import-linter brings along.
+No test imports a conftest.py; where one changes, it names the tests of its directory.
 A change of anything but Python (a job, a script, a table) names every test directory.
 """
 
@@ -60,7 +61,11 @@ def affected_files(changed: list[Path]) -> list[str]:
         if name in graph.modules:
             affected.add(name)
             affected |= graph.find_downstream_modules(name)
-    files = (Path(*name.split(".")).with_suffix(".py") for name in affected)
+    files = {Path(*name.split(".")).with_suffix(".py") for name in affected}
+    for path in modules:
+        if path.name == "conftest.py":
+            beside = (ROOT / path.parent).rglob("test_*.py")
+            files.update(each.relative_to(ROOT) for each in beside)
     found = sorted(str(path) for path in files if path.name.startswith("test_"))
     return [path for path in found if (ROOT / path).exists()]
 

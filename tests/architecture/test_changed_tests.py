@@ -18,6 +18,13 @@ def test_a_module_names_tests_that_import_it_through_others() -> None:
     assert "tests/planner/test_cost.py" not in found
 
 
+def test_a_conftest_names_the_tests_of_its_directory() -> None:
+    """Wrong: a fixture that every test gets is changed, and nothing runs."""
+    found = affected_files([Path("tests/recovery/conftest.py")])
+    assert "tests/recovery/test_restore.py" in found
+    assert not [path for path in found if not path.startswith("tests/recovery/")]
+
+
 def test_a_document_names_no_test() -> None:
     assert affected_files([Path("README.md")]) == []
 
