@@ -2,6 +2,7 @@
 said where there is none.
 """
 
+import functools
 import itertools
 import json
 from functools import partial
@@ -128,6 +129,13 @@ def test_a_model_larger_than_every_mix_and_a_model_without_a_graph_are_one_messa
         plan_with("hap", asked((("A100", 1, 1),), 4, unknown))
 
 
+@functools.cache
+def planned() -> tuple[Request, str]:
+    """Return a request and the document of its program."""
+    request = asked((("A100", 1, 1), ("A10G", 1, 2)), 16)
+    return request, plan_with("hap", request).plan.to_json()
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -141,8 +149,8 @@ def test_a_model_larger_than_every_mix_and_a_model_without_a_graph_are_one_messa
     ],
 )
 def test_a_document_that_is_no_program_is_refused(change: dict[str, Any], named: str) -> None:
-    request = asked((("A100", 1, 1), ("A10G", 1, 2)), 16)
-    document = json.loads(plan_with("hap", request).plan.to_json())
+    request, plan = planned()
+    document = json.loads(plan)
     document["pipelines"][0]["stages"][0]["spmd"] |= change
     with pytest.raises(ConfigError, match=named):
         request.cost.predict(Plan.from_document(document))
