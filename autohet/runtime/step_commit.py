@@ -157,11 +157,11 @@ class Trainer(ABC):
         self.training = setup.training
         self._device = setup.device
         self.state, self.version = generation.state, StateVersion(generation.step)
-        self._groups = generation.groups
+        self.groups = generation.groups
         self.voter = Voter(world, generation.groups, setup.device, counts_loss=counts_loss)
         self.voter.preservation_status = hooks.preservation_status
         self._clock = generation.groups.back_end.clock
-        self._hooks = hooks
+        self.hooks = hooks
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
@@ -250,11 +250,11 @@ class Trainer(ABC):
         started = time.perf_counter()
         assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
         try:
-            self._groups.check()
+            self.groups.check()
             vote, marks, parted = self._voted(batch)
         except PeerLost:
             # whoever waits for this worker, though not for the lost one, is woken too
-            self._groups.interrupt()
+            self.groups.interrupt()
             raise
         voted = time.perf_counter()
         step = self.step
@@ -293,7 +293,7 @@ class Trainer(ABC):
         """
         started = time.perf_counter()
         try:
-            self._groups.check()
+            self.groups.check()
             self._enter("evaluate")
             self._before_evaluation()
             seen = Vote(0.0, 0.0, tokens=0, stops=0, checkpoints=0, members=self.voter.world.size)
@@ -304,7 +304,7 @@ class Trainer(ABC):
                     return EvaluationEnded(checkpoint=batch.checkpoints > 0)
                 seen = seen.with_batch(batch)
         except PeerLost:
-            self._groups.interrupt()
+            self.groups.interrupt()
             raise
         self.phase = "idle"
         seconds = time.perf_counter() - started
@@ -371,8 +371,8 @@ class Trainer(ABC):
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-        if self._hooks.on_phase is not None:
-            self._hooks.on_phase(phase, self.step)
+        if self.hooks.on_phase is not None:
+            self.hooks.on_phase(phase, self.step)
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """Cast this worker's vote: one all-reduce over all workers, which decides the step."""
@@ -411,8 +411,8 @@ class Trainer(ABC):
             assert vote is not None, "without the vote's result the step did not happen"
             self.last_vote = (self.step, vote)
             self._enter("apply")
-            if self._hooks.before_update is not None:
-                self._hooks.before_update()
+            if self.hooks.before_update is not None:
+                self.hooks.before_update()
             changes = skip_reason(vote, self.step, self.training) is None
             if changes:
                 with self._updates.measured():

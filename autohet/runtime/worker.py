@@ -109,7 +109,8 @@ class Worker:
         record = record or RunRecord(job.checkpoint_storage, "runs/profiles")
         steps = job.training.profile_steps
         self._profiler = StepProfiler(steps, place.worker, record, self.device)
-        self._records = UnreportedRecords()
+        self.records = UnreportedRecords()
+        """What is trained, for the next report."""
         self._resources = TrainingResources(
             job,
             self.device,
@@ -117,7 +118,7 @@ class Worker:
             _open_evaluation(job, self.config, self.device),
             self._preservation,
             self._profiler,
-            self._records,
+            self.records,
         )
         self._frozen = FrozenWeights(
             job.model,
@@ -131,8 +132,10 @@ class Worker:
         self._over = 0
         """Highest cancelled generation, which may not have begun yet."""
         self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
-        self._live: Live | None = None
-        self._groups: GenerationGroups | None = None
+        self.live: Live | None = None
+        """State in this process's memory; None before the first restore has ended."""
+        self.groups: GenerationGroups | None = None
+        """Groups of the present generation; None before the first."""
         self._store = StoreConnector(self.timeouts.rendezvous_s)
         self._thread: threading.Thread | None = None
         self._arrived = ArrivedShards()
@@ -147,11 +150,11 @@ class Worker:
         Transfers come along with steps, receipts or evaluations, or once the worker has stopped.
         """
         with self._lock:
-            steps, evaluations = self._records.take()
+            steps, evaluations = self.records.take()
             receipts = tuple(self._preservation.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
             transfers = self._preservation.take_transfers() if told else ()
-            live = self._live
+            live = self.live
             kept = self._preservation
             trainer = None if live is None else live.trainer
             prepared = (
@@ -224,7 +227,7 @@ class Worker:
     def _start(self, order: GenerationOrder) -> None:
         store = self._store.connect(order)
         groups = reconfigure(
-            self._groups,
+            self.groups,
             order.generation,
             store,
             self.place.worker,
@@ -232,9 +235,9 @@ class Worker:
             GroupTimeouts(order.step_timeout_s or self.timeouts.step_s, self.timeouts.rendezvous_s),
         )
         with self._lock:
-            self._groups = groups
-            if self._live is not None:  # no roll-forward of its generation can come any more
-                self._live = self._live.without_trainer()
+            self.groups = groups
+            if self.live is not None:  # no roll-forward of its generation can come any more
+                self.live = self.live.without_trainer()
             self._report = replace(
                 self._report,
                 generation=order.generation,
@@ -255,7 +258,7 @@ class Worker:
 
     def request_stop(self, *, checkpoint: bool) -> None:
         """Stop after the step in flight, together with all other workers."""
-        live = self._live
+        live = self.live
         if live is not None and live.trainer is not None:
             live.trainer.voter.request_stop(checkpoint=checkpoint)
 
@@ -268,7 +271,7 @@ class Worker:
         with self._lock:
             self._over = max(self._over, generation or 0)
         with self._beginning:
-            groups = self._groups
+            groups = self.groups
             is_later = generation is not None and self._report.generation > generation
         if groups is not None and not is_later:
             groups.interrupt()
@@ -291,7 +294,7 @@ class Worker:
 
     def _roll(self, generation: int, step: int, result: Any) -> str:
         """Apply the prepared step; return the reason if it is not applied, else an empty string."""
-        live = self._live
+        live = self.live
         trainer = None if live is None else live.trainer
         if (
             live is None
@@ -363,11 +366,11 @@ class Worker:
         state = filled.state
         restored = time.perf_counter()
         with self._lock:
-            replaced = self._live
-            self._live = None
+            replaced = self.live
+            self.live = None
             self._arrived.clear()
             if self.place.worker in order.plan.workers:
-                self._live = Live(
+                self.live = Live(
                     self.place.worker,
                     order.generation,
                     order.layout,
@@ -410,7 +413,7 @@ class Worker:
 
         It is the live state, and shards that arrived in an earlier, interrupted restore.
         """
-        live = self._live
+        live = self.live
         arrived = self._arrived.usable_in(order)
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
@@ -435,8 +438,8 @@ class Worker:
         )
         trainer: Trainer = kind(self._setup, generation, self._hooks)
         with self._lock:
-            assert self._live is not None
-            self._live.trainer = trainer
+            assert self.live is not None
+            self.live.trainer = trainer
         self._set(order.generation, Phase.TRAINING)
         return TrainingLoop(order, trainer, self._resources).run()
 

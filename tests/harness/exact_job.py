@@ -209,9 +209,9 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
             assert time.monotonic() < deadline, report
             losses += [record.loss for record in report.steps]
             time.sleep(0.02)
-        assert worker._live is not None
+        assert worker.live is not None
         return Reference(
-            tuple(losses), {name: t.clone() for name, t in worker._live.state.items()}, layout
+            tuple(losses), {name: t.clone() for name, t in worker.live.state.items()}, layout
         )
     finally:
         worker.close()

@@ -53,7 +53,7 @@ def biases_after(job: Job, given: GenerationOrder, node: Path) -> dict[str, torc
         worker.begin(given)
         report, _, receipts = follow(worker, Phase.FINISHED)
         assert report.step == given.end_step
-        live = worker._live
+        live = worker.live
         assert live is not None
         state = {
             name: tensor.clone()

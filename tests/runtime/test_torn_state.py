@@ -87,8 +87,8 @@ class Scene:
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        assert self.worker._live is not None
-        return self.worker._live.state
+        assert self.worker.live is not None
+        return self.worker.live.state
 
     def differing(self) -> list[str]:
         return [
@@ -140,11 +140,11 @@ def test_a_roll_forward_that_is_late_never_changes_what_the_next_generation_hold
     """
     report, vote = halted_in_the_vote(scene, hooks)
     copied, waiting = threading.Event(), threading.Event()
-    live = scene.worker._live
+    live = scene.worker.live
     assert live is not None
     assert live.trainer is not None
     wait = lambda: waiting.set() or copied.wait(DEADLINE_S)  # type: ignore[func-returns-value]  # noqa: E731
-    live.trainer._hooks = replace(live.trainer._hooks, before_update=wait)  # type: ignore[arg-type]
+    live.trainer.hooks = replace(live.trainer.hooks, before_update=wait)  # type: ignore[arg-type]
     late = threading.Thread(target=scene.worker.roll_forward, args=(1, vote))
     late.start()
     assert waiting.wait(DEADLINE_S)
@@ -232,7 +232,7 @@ def test_a_vote_that_not_all_members_cast_does_not_commit(
     """
 
     def ended_before_its_vote() -> None:
-        scene.worker._groups.alive.zero_()  # type: ignore[union-attr]
+        scene.worker.groups.alive.zero_()  # type: ignore[union-attr]
 
     hooks["gradient_sync", STRUCK] = ended_before_its_vote
     scene.worker.begin(scene.order(1))

@@ -174,7 +174,7 @@ def test_an_interrupt_ends_the_step_of_a_worker_that_waits_for_nobody() -> None:
     before = copy_of(trainer)
 
     def interrupting(step: int, sequences: range) -> Any:
-        trainer._groups.interrupt()
+        trainer.groups.interrupt()
         return rows(step, sequences)
 
     with pytest.raises(Interrupted):

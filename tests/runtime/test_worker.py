@@ -175,7 +175,7 @@ def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, sto
     worker._report = replace(worker._report, phase=Phase.TRAINING)
     worker._preservation._transfers.add(StateTransfer("s3", "a/0", 1, 5, 700, 2.0))
     assert worker.report().transfers == ()
-    worker._records.add_step(StepRecord(6, 1.0, 1.0, 64, 1.0, 1, 10.0))
+    worker.records.add_step(StepRecord(6, 1.0, 1.0, 64, 1.0, 1, 10.0))
     assert [transfer.num_bytes for transfer in worker.report().transfers] == [700]
     assert worker.report().transfers == ()
     layout = order(job, store, 1, 0).layout
@@ -356,9 +356,9 @@ def test_an_interrupt_ends_its_generation_and_those_before_and_no_later_one(work
     assert worker.report().generation == 0, "it was over before it came"
     worker.begin(replace(order(job, store, 2, 0), participants=(ME, "other/0")))
     worker.interrupt(1)
-    assert not worker._groups.interrupted
+    assert not worker.groups.interrupted
     worker.interrupt(2)
-    assert worker._groups.interrupted
+    assert worker.groups.interrupted
 
 
 def test_what_an_older_generation_kept_is_not_told_as_the_new_ones(worker, job, store, monkeypatch):

@@ -114,7 +114,7 @@ class SpmdTrainer(Trainer):
             inputs = batch(
                 self.step, range(number * size, (number + 1) * size)
             )  # whole: every rank reads its part
-            self._groups.check()
+            self.groups.check()
             self._enter("forward")
             part = self._executor.run(leaves, inputs)
             self._enter("backward")
