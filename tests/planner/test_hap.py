@@ -5,6 +5,7 @@ said where there is none.
 import functools
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,8 +55,10 @@ def asked(
     **wishes: Any,
 ) -> Request:
     spec, of = spec or llama(), with_nics(fleet(*types), FAST_NICS)
-    decoder = partial(llama_decoder, spec, 128, "fp32") if spec.model_type == "llama" else None
-    cost = CostModel(of, Workload(spec, 128, "fp32", decoder=decoder), Measurements(profile()))
+    workload = Workload(spec, 128, "fp32")
+    if spec.model_type == "llama":
+        workload = replace(workload, decoder=partial(llama_decoder, spec, 128, "fp32"))
+    cost = CostModel(of, workload, Measurements(profile()))
     return Request(of, spec, cost, batch, 128, **wishes)
 
 
