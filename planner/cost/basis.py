@@ -14,11 +14,6 @@ from planner.spmd.decoder import Decoder
 from planner.zones import EC2_ZONES, ZoneTable
 
 
-def _no_graph(microbatch: int) -> Decoder | None:
-    """Return None: no graph is known at any microbatch size."""
-    return None
-
-
 @dataclass(frozen=True)
 class Workload:
     """Model that a job trains, and how.
@@ -33,7 +28,7 @@ class Workload:
     precision: str = "bf16"
     recompute: Recompute = "none"
     formats: Mapping[str, ComputeFormat] = field(default_factory=dict)
-    decoder: Callable[[int], Decoder | None] = _no_graph
+    decoder: Callable[[int], Decoder | None] | None = None
 
 
 @dataclass(frozen=True)

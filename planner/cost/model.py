@@ -209,8 +209,9 @@ class CostModel:
     def decoder(self, microbatch: int) -> Decoder | None:
         """Return the model's graph for a microbatch, for SPMD programs; None if none is known."""
         known = self._caches.decoders
+        make = self.workload.decoder
         if microbatch not in known:
-            known[microbatch] = self.workload.decoder(microbatch)
+            known[microbatch] = None if make is None else make(microbatch)
         return known[microbatch]
 
     def predict(self, plan: Plan) -> Prediction:
