@@ -62,25 +62,68 @@ class Estimator:
         # plain floats: single entries of arrays cost ten times as much to read
         self._time_sums: list[list[float]] = tables.sums.time_sums.tolist()
         self._forward_sums: list[list[float]] = tables.sums.forward_sums.tolist()
-        self._boundaries: list[list[float]] = tables.boundaries.tolist()
-        self._crossings: list[float] = tables.crossings.tolist()
-        self._groups: list[int] = tables.groups_a_node.tolist()
+        self._near: list[list[float]] = tables.boundaries.tolist()
+        self._apart: list[list[float]] = tables.apart_s.tolist()
+        self._groups: list[tuple[int, int, int]] = []
+        for row in range(len(tables.rows)):
+            kind = tables.kind(row)
+            gpus = tables.resources[kind.resource].node_type.num_gpus
+            self._groups.append((kind.resource, gpus, kind.tp_degree))
         self._ways: dict[Shape, Way] = {}
 
-    def _transfers(self, rows: tuple[int, ...]) -> list[float]:
-        """Return seconds of each boundary, both ways together.
+    def transfers(self, rows: tuple[int, ...], sharing: Sequence[int] = ()) -> list[float]:
+        """Return seconds of each boundary, both ways together, if no other shares its NICs.
 
-        Equal neighbours fill one node after the other, as `place` does.
+        sharing: groups of as many pipelines lie side by side on a stage's node (empty: of one).
         """
-        out = []
-        inside = 1
-        for one, other in itertools.pairwise(rows):
-            inside = inside % self._groups[one] + 1 if one == other else 1
-            out.append(
-                self._crossings[one]
-                if one == other and inside == 1
-                else self._boundaries[one][other]
-            )
+        nodes = self._nodes(rows, sharing)
+        places = zip(itertools.pairwise(rows), itertools.pairwise(nodes))
+        return [self._alone_s(*pair, here != there) for pair, (here, there) in places]
+
+    def _alone_s(self, one: int, other: int, is_apart: bool) -> float:
+        apart_s = self._apart[one][other]
+        return apart_s if is_apart and math.isfinite(apart_s) else self._near[one][other]
+
+    def _nodes(self, rows: tuple[int, ...], sharing: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """Return the node of each stage: its resource, and which of the pipeline's nodes of it.
+
+        Stages of a node type fill one node after the other, as `place` does.
+        """
+        taken: dict[int, int] = {}  # GPUs of the latest node of each resource
+        latest: dict[int, int] = {}
+        nodes = []
+        for row, groups in itertools.zip_longest(rows, sharing, fillvalue=1):
+            resource, gpus, degree = self._groups[row]
+            if taken.setdefault(resource, 0) + groups * degree > gpus:
+                taken[resource] = 0
+                latest[resource] = latest.get(resource, 0) + 1
+            taken[resource] += groups * degree
+            nodes.append((resource, latest.get(resource, 0)))
+        return nodes
+
+    def _shared(self, rows: tuple[int, ...], send: list[float], period_s: float) -> list[float]:
+        """Return seconds of each boundary, with those of a node's other stages on the same NIC.
+
+        They meet for the share of the time that the others use it (`BoundaryCosts`), at worst all
+        at once. Transfers of one stage follow each other.
+        """
+        nodes = self._nodes(rows)
+        used: dict[tuple[int, int], float] = {}
+        of_stage = [0.0] * len(rows)
+        for at, both_s in enumerate(send):
+            if nodes[at] != nodes[at + 1]:
+                for stage in (at, at + 1):
+                    used[nodes[stage]] = used.get(nodes[stage], 0.0) + both_s / 2
+                    of_stage[stage] += both_s / 2
+        if all(used.get(node, 0.0) <= mine for node, mine in zip(nodes, of_stage)):
+            return send
+        out = list(send)
+        for at, both_s in enumerate(send):
+            if nodes[at] == nodes[at + 1]:
+                continue
+            others_s = max(used[nodes[stage]] - of_stage[stage] for stage in (at, at + 1))
+            free = 1.0 - others_s / period_s
+            out[at] = min(both_s / max(free, 1e-9), both_s + 2 * others_s)
         return out
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
@@ -113,7 +156,7 @@ class Estimator:
         return known
 
     def _new_way(self, shape: Shape) -> Way:
-        send = self._transfers(shape.rows)
+        send = self.transfers(shape.rows)
         half = self.tables.stage_overhead_s / 2
         share = self.tables.boundary_share
         time = self._time_sums
@@ -121,6 +164,8 @@ class Estimator:
         stages = list(zip(shape.rows, shape.starts, shape.ends))
         forward = [begun[r][e] - begun[r][s] + half for r, s, e in stages]
         backward = [time[r][e] - time[r][s] - f + 2 * half for (r, s, e), f in zip(stages, forward)]
+        work = [f + b for f, b in zip(forward, backward)]
+        send = self._shared(shape.rows, send, max(work))
         tolls = [
             (a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])
         ]  # half of each of its two boundaries
@@ -129,7 +174,8 @@ class Estimator:
         period = max(busy)
         numbers = self._numbers(shape, send)
         if self.tables.transfers == "none":
-            period = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
+            cycles = period_s(work, send, numbers)
+            period = max(cycles, *tolls)  # what a stage sends, either way, follows each other
         return Way(
             sum(forward) + sum(backward) + sum(tolls), period, busy, hidden, backward, numbers
         )

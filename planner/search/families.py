@@ -14,7 +14,7 @@ import bisect
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,9 @@ from planner.search import limits
 from planner.search.closed_form import Families, families, ranked
 from planner.search.cut import Balancer, Cut
 from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits, steady_s
+from planner.search.orders import Orders, neighbours, supply_of
 from planner.search.problem import Request
+from planner.search.shared_nodes import SharedNodes
 from planner.search.side_by_side import SideBySide, Sync
 from planner.search.stage_sums import Floats
 from planner.search.tables import Tables
@@ -110,6 +112,7 @@ def _proposed_of(
         parts = holders if side_by_side else max(1, int(every.number.max(initial=1)))
         options = DraftOptions(
             side_by_side,
+            parts=parts,
             mixed_sizes=request.mixed_microbatch,
             keep=limits.DRAFTS * (4 if holders > 1 else 1),
             beside=every,
@@ -134,12 +137,14 @@ class DraftOptions:
     """Options of a drafter.
 
     side_by_side: the same stages of all pipelines lie side by side; else each pipeline is on nodes
-    of its own, and only then may different families train beside each other. mixed_sizes: pipelines
-    may differ in their microbatch. keep: maximum number of drafts. beside: families that may train
+    of its own, and only then may different families train beside each other. parts: of pipelines
+    that lie side by side on nodes of their own. mixed_sizes: pipelines may differ in their
+    microbatch. keep: maximum number of drafts. beside: families that may train
     beside each other (None: the drafter's).
     """
 
     side_by_side: bool = False
+    parts: int = 1
     mixed_sizes: bool = True
     keep: int = limits.DRAFTS
     beside: Families | None = None
@@ -169,12 +174,16 @@ class Drafter:
         self.together = options.side_by_side
         self.mixed_sizes = options.mixed_sizes
         self.keep = options.keep
+        self._usable = frozenset(tables.kind(row).resource for row in every.rows[every.rows >= 0])
         self._after: dict[tuple[int, Shape], float] = {}
+        parts = options.parts if self.together else None
+        self._shared = SharedNodes(self.estimator, parts)
 
     def proposals(self, is_late: Callable[[], bool] = lambda: False) -> list[Proposal]:
         """Return the best proposals, fastest first; `is_late` ends the search for more."""
         some = self.families
         found = list[Proposal]()
+        in_pattern = list[_Cut]()
         quickest = ranked(self.tables, self.tables.batch, some, self.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
             if found and is_late():
@@ -189,7 +198,11 @@ class Drafter:
             arranged = [list(self._arranged(some, f, self.tables.batch)) for f in first]
             best = self._quickest(arranged)
             once = self._best_regrouped(best)
-            found += self._proposed([*best, *once, *self._best_regrouped(once)])
+            cuts = [*best, *once, *self._best_regrouped(once)]
+            in_pattern += cuts
+            found += self._proposed(cuts)
+        if not (found and is_late()):
+            found += self._proposed(self._in_any_order(in_pattern))
         if not self.together and not (found and is_late()):
             found += self._proposed(self._divided())
         best_of = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
@@ -200,11 +213,13 @@ class Drafter:
         found = (self._proposal(cut.each()) for cut in first)
         return [proposal for proposal in found if proposal is not None]
 
-    def _quickest(self, arranged: Sequence[Sequence[_Arranged]]) -> list[_Cut]:
+    def _quickest(
+        self, arranged: Sequence[Sequence[_Arranged]], most: int = limits.SHORTLIST
+    ) -> list[_Cut]:
         """Return the best cut of each list, fastest first.
 
-        A closed form ranks the pipelines of a list; what is known of links and sync ranks those
-        that come first.
+        A closed form ranks the pipelines of a list; what is known of links and sync ranks the
+        `most` that come first.
         """
         best: dict[int, _Cut] = {}
         every = [(key, each) for key, some in enumerate(arranged) for each in some]
@@ -216,11 +231,11 @@ class Drafter:
             for i in np.argsort(cut_s, kind="stable")[: np.isfinite(cut_s).sum()].tolist():
                 key, each = every[i]
                 seen[key] += 1
-                if seen[key] > limits.SHORTLIST:
+                if seen[key] > most:
                     continue
                 shapes = tuple(cut.shape for cut in cuts[i])
-                most_s = best[key].seconds if key in best else np.inf
-                if (seconds := self._about_s(each, shapes, most_s)) < most_s:
+                least_s = best[key].seconds if key in best else np.inf
+                if (seconds := self._about_s(each, shapes, least_s)) < least_s:
                     best[key] = _Cut(seconds, each, shapes)
         return sorted(best.values(), key=lambda cut: cut.seconds)
 
@@ -270,6 +285,8 @@ class Drafter:
         if draft is None or not draft_fits(self.estimator, draft):
             return None
         seconds = max(self.estimator.pipeline_s(*pipeline) for pipeline in set(draft.pipelines))
+        for shape, microbatches in set(draft.pipelines):
+            seconds = max(seconds, microbatches * self._shared.sent_s(len(shapes), shape.rows))
         return Proposal(seconds + self._after_s(len(shapes), set(shapes)), draft, self.together)
 
     def _after_s(self, number: int, shapes: Iterable[Shape]) -> float:
@@ -331,6 +348,31 @@ class Drafter:
                     ((*rows[share][1:], rows[share][0]), n) for share, n in shares.items()
                 )
                 yield _Arranged(number, turned, sequences)
+
+    def _in_any_order(self, cuts: Sequence[_Cut]) -> list[_Cut]:
+        """Return the best cuts of equal pipelines whose stages follow each other in any order.
+
+        They are climbed to from the best orders and from `cuts`, by one stage at a time.
+        """
+        numbers = sorted(set(self.families.number.tolist()))
+        orders = self._quickest([[each] for each in _ordered(self.tables, numbers, self._usable)])
+        equal = [cut for cut in cuts if len(cut.arranged.pipelines) == 1]
+        now = _best_of_each_number([*orders, *equal])
+        found = [*orders]
+        seen = {each.arranged.pipelines for each in now}
+        while now:
+            further = list[_Cut]()
+            for cut in now:
+                changed = list[_Arranged]()
+                for each in _changed(self.tables, cut.arranged, self._usable):
+                    if each.pipelines not in seen:
+                        seen.add(each.pipelines)
+                        changed.append(each)
+                best = self._quickest([changed], limits.CLIMBED)
+                further += [each for each in best if each.seconds < cut.seconds]
+            found += further
+            now = further
+        return sorted(found, key=lambda cut: cut.seconds)
 
     def _divided(self) -> list[_Cut]:
         """Return cuts of two or more families beside each other.
@@ -412,6 +454,10 @@ class Drafter:
         """
         numbers = [(shape, n) for shape, (_, n) in zip(shapes, arranged.pipelines, strict=True)]
         seconds = steady_s(self.estimator, numbers, arranged.sequences)
+        each = arranged.sequences / arranged.number
+        for shape in shapes:
+            microbatches = each / self.estimator.microbatch(shape)
+            seconds = max(seconds, microbatches * self._shared.sent_s(arranged.number, shape.rows))
         return seconds + self._after_s(arranged.number, shapes) if seconds < most_s else seconds
 
     def _cut(self, arranged: list[_Arranged], ahead: bool) -> tuple[Floats, list[list[Cut]]]:
@@ -434,6 +480,38 @@ class Drafter:
         return np.maximum.reduceat(seconds, begins[:-1]), [
             cuts[i:j] for i, j in itertools.pairwise(begins.tolist())
         ]
+
+
+def _ordered(
+    tables: Tables, numbers: Iterable[int], usable: Collection[int]
+) -> Iterator[_Arranged]:
+    """Yield equal pipelines with the best orders of stages, of each number and microbatch."""
+    spent = 0
+    for number, size in itertools.product(numbers, tables.sizes):
+        if number * size > tables.batch or tables.batch % size:
+            continue
+        orders = Orders(tables, supply_of(tables, number, usable), size)
+        spent += orders.work
+        if spent > limits.ORDERED:
+            return
+        for order in orders.found():
+            yield _Arranged(number, ((order.rows, number),), tables.batch)
+
+
+def _changed(tables: Tables, arranged: _Arranged, usable: Collection[int]) -> Iterator[_Arranged]:
+    """Yield equal pipelines that differ from these in one stage, or in the places of two."""
+    ((rows, number),) = arranged.pipelines
+    for other in neighbours(tables, rows, supply_of(tables, number, usable)):
+        yield replace(arranged, pipelines=((other, number),))
+
+
+def _best_of_each_number(cuts: Sequence[_Cut]) -> list[_Cut]:
+    """Return the cuts with the least seconds, one of each number of pipelines and depth."""
+    best = dict[tuple[int, int], _Cut]()
+    for cut in sorted(cuts, key=lambda cut: cut.seconds):
+        ((rows, number),) = cut.arranged.pipelines
+        best.setdefault((number, len(rows)), cut)
+    return [*best.values()][: limits.CLIMBS]
 
 
 def _steps(most: int) -> list[int]:

@@ -18,6 +18,10 @@ class Nodes:
         self._free = [list(range(num_gpus)) for _ in names]
         self._by_free = {num_gpus: list(range(len(names) - 1, -1, -1))}
 
+    def close(self) -> None:
+        """Take no more workers of the nodes that are partly taken."""
+        self._by_free = {self._num_gpus: self._by_free.get(self._num_gpus, [])}
+
     def take(
         self, degree: int, last: int | None, wanted: int
     ) -> tuple[int, tuple[str, ...]] | None:
@@ -75,7 +79,7 @@ def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool
     then the other stages: stage by stage, or pipeline by pipeline.
     """
     shapes = [shape for shape, _ in draft.pipelines]
-    order: list[tuple[int, int]] = []
+    orders: list[list[tuple[int, int]]] = []
     together: set[tuple[int, int]] = set()
     for part in parted(len(shapes), parts):
         last = {i: len(shapes[i].rows) - 1 for i in part}
@@ -85,8 +89,8 @@ def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool
         if by_stage:
             inner.sort(key=lambda at: (at[1], at[0]))
             together.update(inner)
-        order += [*ends, *inner]
-    placed = _filled(tables, shapes, order, together=together)
+        orders.append([*ends, *inner])
+    placed = _parts_filled(tables, shapes, orders, together)
     return None if placed is None else plan_on(tables, draft, placed)
 
 
@@ -108,12 +112,26 @@ def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
     """
     shapes = [shape for shape, _ in draft.pipelines]
     several = parted(len(shapes), parts)
-    order: list[tuple[int, int]] = []
+    orders: list[list[tuple[int, int]]] = []
     for part in several:
         stages = range(len(shapes[part[0]].rows))
-        order += [(i, s) for s, i in itertools.product(stages, part)]
-    placed = _filled(tables, shapes, order, together=frozenset(order))
+        orders.append([(i, s) for s, i in itertools.product(stages, part)])
+    every = frozenset(itertools.chain.from_iterable(orders))
+    placed = _parts_filled(tables, shapes, orders, every)
     return None if placed is None else plan_on(tables, draft, placed)
+
+
+def _parts_filled(
+    tables: Tables,
+    shapes: Sequence[Shape],
+    orders: Sequence[Sequence[tuple[int, int]]],
+    together: Collection[tuple[int, int]],
+) -> list[list[tuple[str, ...]]] | None:
+    """Return the workers of `_filled`, each part on nodes of its own if they are enough."""
+    order = [at for part in orders for at in part]
+    begins = {part[0] for part in orders[1:]}
+    apart = _filled(tables, shapes, order, together=together, anew=begins) if begins else None
+    return apart or _filled(tables, shapes, order, together=together)
 
 
 def _filled(
@@ -122,12 +140,13 @@ def _filled(
     order: Iterable[tuple[int, int]],
     *,
     together: Collection[tuple[int, int]] = frozenset(),
+    anew: Collection[tuple[int, int]] = frozenset(),
 ) -> list[list[tuple[str, ...]]] | None:
     """Return the workers of each stage of each pipeline; None if nodes have no room.
 
     order: (pipeline, stage) in the order of placement. together: stages that fill one node of their
     type after the other; with any other stage a pipeline continues on the node of its latest one of
-    that type.
+    that type. anew: stages from which on no node is used that was used before.
     """
     nodes = [Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
     last = dict[tuple[int, int], int]()
@@ -137,6 +156,10 @@ def _filled(
             wanted[i, kind.resource] += kind.tp_degree
     placed: list[list[tuple[str, ...]]] = [[()] * len(shape.rows) for shape in shapes]
     for i, s in order:
+        if (i, s) in anew:
+            last.clear()
+            for each in nodes:
+                each.close()
         kind = tables.kind(shapes[i].rows[s])
         resource = kind.resource
         degree = kind.tp_degree

@@ -54,7 +54,7 @@ class SideBySide:
         self._parts = parts
         self._rates: dict[tuple[int, int], tuple[float, float, int]] = {}
         self._holders = request.min_node_disjoint_holders
-        self._tied_rates: dict[tuple[int, int], tuple[float, float]] = {}
+        self._tied_rates: dict[tuple[int, int, int], tuple[float, float]] = {}
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
         _, first, kind = np.unique(
             [row.kind for row in tables.rows], return_index=True, return_inverse=True
@@ -94,53 +94,79 @@ class SideBySide:
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """Return the seconds of `after_kinds_s` for `number` pipelines of one shape.
 
-        The gradient of a tied embedding is summed over first and last stages, after all others.
+        The gradient of a tied embedding is summed over first and last stages, once their other
+        gradients are; other nodes go on beside it.
         """
-        summed = list[float]()
+        tables = self._tables
         before = [0.0, *itertools.accumulate(timing.way(shape).backward_s)]
-        latest = updated = 0.0
-        kinds = [self._like[row] for row in shape.rows]
         tied_s = self._tied_s(number, shape)
-        for row, start, end in zip(shape.rows, shape.starts, shape.ends):
-            num_bytes = self._tables.sums.stage_sync_bytes(row, start, end)
-            if tied_s and end == self._tables.num_layers:
-                num_bytes -= self._tables.rows[row].tied_sync_bytes
-            summed.append(self._rate(number, self._like[row])[1] * num_bytes)
+        updated = 0.0
+        carried: dict[tuple[int, int], float] = {}
+        stages = list(zip(shape.rows, shape.starts, shape.ends, self._nodes(number, shape)))
+        for at in range(len(stages) - 1, -1, -1):
+            row, start, end, node = stages[at]
+            num_bytes = tables.sums.stage_sync_bytes(row, start, end)
             updated = max(updated, self._update[row] * num_bytes)
-        for i, kind in enumerate(kinds):
-            carried, _, stages = self._rate(number, kind)
-            for last in range(i, min(i + stages, len(kinds))):
-                if kinds[last] != kind:
-                    break
-                carried += summed[last]
-                latest = max(latest, carried - before[last])
-        return latest + tied_s + updated
+            if tied_s and (start == 0 or end == tables.num_layers):
+                num_bytes -= tables.rows[row].tied_sync_bytes
+            latency, byte_s, _ = self._rate(number, self._like[row])
+            begin = max(carried.get(node, -math.inf), -before[at])
+            carried[node] = begin + latency + byte_s * num_bytes
+        latest = max(0.0, *carried.values())
+        if tied_s:
+            begin = max(0.0, carried[stages[0][3]], carried[stages[-1][3]])
+            latest = max(latest, begin + tied_s)
+        return latest + updated
+
+    def _nodes(self, number: int, shape: Shape) -> list[tuple[int, int]]:
+        """Return a number for the node of each stage: its resource, and which of them.
+
+        The stages of a resource fill one node after the other. A stage whose sums stay inside its
+        nodes shares no NIC, and counts as a node of its own.
+        """
+        filled: dict[int, float] = {}
+        out = []
+        for row in shape.rows:
+            resource = self._tables.kind(row).resource
+            share = 1.0 / max(1, self._rate(number, self._like[row])[2])
+            before = filled.get(resource, 0.0)
+            if before % 1.0 + share > 1.0 + 1e-9:
+                before = float(math.ceil(before))
+            filled[resource] = before + share
+            out.append((resource, int(before + 1e-9)))
+        return out
 
     def _tied_s(self, number: int, shape: Shape) -> float:
         """Return the seconds of the sum of a tied embedding; 0 if the stages sum none."""
         if len(shape.rows) == 1 or not self._tables.is_tied:
             return 0.0
-        sums = []
-        for row in (shape.rows[0], shape.rows[-1]):
-            latency, byte_s = self._tied_rate(number, self._like[row])
-            sums.append(latency + byte_s * self._tables.rows[row].tied_sync_bytes)
-        return max(sums)
+        first = self._like[shape.rows[0]]
+        last = self._like[shape.rows[-1]]
+        latency, byte_s = self._tied_rate(number, first, last)
+        held = min(self._tables.rows[row].tied_sync_bytes for row in (first, last))
+        return latency + byte_s * held
 
-    def _tied_rate(self, number: int, row: int) -> tuple[float, float]:
-        """Return latency and seconds a byte of a ring over both ends of `number` pipelines.
+    def _tied_rate(self, number: int, first: int, last: int) -> tuple[float, float]:
+        """Return latency and seconds a byte of the rings over both ends of `number` pipelines.
 
-        The ends fill one node after the other, as `place_ends_first` lets them.
+        The ends fill one node after the other, as `place_ends_first` lets them. Each ring sums what
+        a worker of the end with more workers holds.
         """
-        if (number, row) not in self._tied_rates:
-            kind = self._tables.kinds[self._tables.rows[row].kind]
-            node_type = self._tables.resources[kind.resource].node_type
-            held = int(self._tables.groups_a_node[row])
-            parts = parted(number, min(number, self._holders))
+        if (number, first, last) not in self._tied_rates:
             members: list[tuple[str, NodeType]] = []
-            for part, mine in enumerate(parts):
-                members += [(f"{part}-{i // held}", node_type) for i in range(2 * len(mine))]
-            self._tied_rates[number, row] = ring_rate(self._cost, members, float(kind.tp_degree))
-        return self._tied_rates[number, row]
+            kinds = [self._tables.kind(row) for row in (first, last)]
+            for part, mine in enumerate(parted(number, min(number, self._holders))):
+                filled: dict[int, float] = {}
+                for row, kind in zip((first, last), kinds, strict=True):
+                    node_type = self._tables.resources[kind.resource].node_type
+                    for _ in mine:
+                        at = filled.get(kind.resource, 0.0)
+                        filled[kind.resource] = at + 1.0 / int(self._tables.groups_a_node[row])
+                        name = f"{part}-{kind.resource}-{int(at + 1e-9)}"
+                        members.append((name, node_type))
+            rings = float(max(kind.tp_degree for kind in kinds))
+            self._tied_rates[number, first, last] = ring_rate(self._cost, members, rings)
+        return self._tied_rates[number, first, last]
 
     def _rate(self, number: int, row: int) -> tuple[float, float, int]:
         """Return latency, seconds a byte, and stages a node for stages of one row.
@@ -164,6 +190,8 @@ class SideBySide:
             side = max(sizes)
             whole = held % side == 0 or side % held == 0  # else stages begin anywhere in a node
             stages = max(1, held // side) if whole else 1 + math.ceil((held - 1) / side)
+            if len(dict(members)) == 1:
+                stages = 1  # no NIC carries them
             self._rates[number, row] = (
                 *ring_rate(self._cost, members, float(kind.tp_degree)),
                 stages,

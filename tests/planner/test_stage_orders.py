@@ -1,0 +1,91 @@
+"""Orders of stages beside every order there is, and placements of parts on nodes of their own."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.cluster import node_of
+from planner.search import limits
+from planner.search.cost_tables import tables_of
+from planner.search.cut import Balancer
+from planner.search.draft import Draft, Shape
+from planner.search.orders import Orders, neighbours, rows_of, supply_of
+from planner.search.place import place_by_stage
+from planner.search.tables import Tables
+from tests.planner.cases import fleet, model, request
+
+few = st.lists(
+    st.tuples(st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 2), st.sampled_from((1, 2))),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda t: t[0],
+)
+
+
+def every_order(tables: Tables, supply: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """Return each sequence of rows that the supply can form, by enumeration."""
+    out = []
+    for depth in range(1, min(tables.num_blocks, sum(supply)) + 1):
+        for rows in itertools.product(rows_of(tables, supply, size), repeat=depth):
+            used = [0] * len(supply)
+            for row in rows:
+                used[tables.kind(row).resource] += tables.kind(row).tp_degree
+            if all(mine <= most for mine, most in zip(used, supply, strict=True)):
+                out.append(rows)
+    return out
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(types=few, blocks=st.integers(2, 5), size=st.sampled_from((1, 2)))
+def test_no_order_has_a_much_smaller_bottleneck(types: list, blocks: int, size: int) -> None:
+    """For each type of the last stage, and each number of stages at most."""
+    tables = tables_of(request(fleet(*types), 8, model(blocks), prove=False))
+    supply = supply_of(tables, 1, range(len(tables.resources)))
+    balancer = Balancer(tables)
+
+    def bottlenecks(orders: list[tuple[int, ...]]) -> dict[tuple[int, int], float]:
+        best: dict[tuple[int, int], float] = {}
+        for rows, cut in zip(orders, balancer.cut_each(orders), strict=True):
+            for depth in range(len(rows), blocks + 1):
+                key = tables.kind(rows[-1]).resource, depth
+                best[key] = min(best.get(key, math.inf), cut.bottleneck_s)
+        return best
+
+    found = bottlenecks([order.rows for order in Orders(tables, supply, size).found()])
+    widest = max(Orders(tables, supply, size).levels)
+    for key, least_s in bottlenecks(every_order(tables, supply, size)).items():
+        if least_s * limits.LEVEL**2 <= widest:  # beyond the levels none is looked for
+            assert found.get(key, math.inf) <= least_s * limits.LEVEL**2
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(types=few, draw=st.data())
+def test_neighbours_stay_within_the_supply(types: list, draw: st.DataObject) -> None:
+    tables = tables_of(request(fleet(*types), 8, model(4), prove=False))
+    supply = supply_of(tables, 1, range(len(tables.resources)))
+    allowed = set(every_order(tables, supply, 1))
+    rows = draw.draw(st.sampled_from(sorted(allowed)))
+    found = neighbours(tables, rows, supply)
+    assert set(found) <= allowed - {rows}
+    assert all(abs(len(each) - len(rows)) <= 1 for each in found)
+    one_off = {each for each in allowed if len(each) == len(rows) and differ(each, rows) == 1}
+    assert one_off <= set(found)
+
+
+def differ(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("nodes", "is_apart"), [(2, True), (1, False)])
+def test_each_part_begins_a_node_if_there_are_enough(nodes: int, is_apart: bool) -> None:
+    """Two pipelines of three GPUs on nodes of four: one node each, where there are two."""
+    tables = tables_of(request(fleet(("A100", nodes, 8)), 8, model(6), prove=False))
+    row = tables.row_by_use[tables.resources[0].node_type, 1, 1]
+    shape = Shape((row,) * 3, (3, 5, 8))
+    plan = place_by_stage(tables, Draft(((shape, 4), (shape, 4))), 2)
+    assert plan is not None
+    first, second = ({node_of(w) for w in pipeline.workers} for pipeline in plan.pipelines)
+    assert first.isdisjoint(second) == is_apart
