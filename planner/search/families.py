@@ -104,6 +104,10 @@ def _proposed_of(
     """Return the best drafts of some families; any of `every` may train beside each other."""
     holders = request.min_node_disjoint_holders
     found = list[Proposal]()
+    used = near_equal.rows[near_equal.rows >= 0]
+    usable = frozenset(tables.kind(row).resource for row in used)
+    numbers = sorted(set(near_equal.number.tolist()))
+    orders = tuple(_ordered(tables, numbers, usable))
     for side_by_side in (True, False):
         if found and request.is_late:
             break
@@ -116,6 +120,7 @@ def _proposed_of(
             mixed_sizes=request.mixed_microbatch,
             keep=limits.DRAFTS * (4 if holders > 1 else 1),
             beside=every,
+            orders=orders,
         )
         sync = SideBySide(request, tables, parts)
         drafter = Drafter(tables, some, sync, known, options)
@@ -139,8 +144,8 @@ class DraftOptions:
     side_by_side: the same stages of all pipelines lie side by side; else each pipeline is on nodes
     of its own, and only then may different families train beside each other. parts: of pipelines
     that lie side by side on nodes of their own. mixed_sizes: pipelines may differ in their
-    microbatch. keep: maximum number of drafts. beside: families that may train
-    beside each other (None: the drafter's).
+    microbatch. keep: maximum number of drafts. beside: families that may train beside each other
+    (None: the drafter's). orders: equal pipelines whose stages follow each other in any order.
     """
 
     side_by_side: bool = False
@@ -148,6 +153,7 @@ class DraftOptions:
     mixed_sizes: bool = True
     keep: int = limits.DRAFTS
     beside: Families | None = None
+    orders: tuple[_Arranged, ...] = ()
 
 
 class Drafter:
@@ -172,6 +178,7 @@ class Drafter:
         self.families = every
         self.beside = options.beside or every
         self.together = options.side_by_side
+        self._orders = options.orders
         self.mixed_sizes = options.mixed_sizes
         self.keep = options.keep
         self._usable = frozenset(tables.kind(row).resource for row in every.rows[every.rows >= 0])
@@ -354,19 +361,21 @@ class Drafter:
 
         They are climbed to from the best orders and from `cuts`, by one stage at a time.
         """
-        numbers = sorted(set(self.families.number.tolist()))
-        orders = self._quickest([[each] for each in _ordered(self.tables, numbers, self._usable)])
+        numbers = set(self.families.number.tolist())
+        orders = self._quickest([[each] for each in self._orders if each.number in numbers])
         equal = [cut for cut in cuts if len(cut.arranged.pipelines) == 1]
         now = _best_of_each_number([*orders, *equal])
         found = [*orders]
         seen = {each.arranged.pipelines for each in now}
-        while now:
+        spent = 0
+        while now and spent < limits.CLIMBED_STAGES:
             further = list[_Cut]()
             for cut in now:
                 changed = list[_Arranged]()
                 for each in _changed(self.tables, cut.arranged, self._usable):
                     if each.pipelines not in seen:
                         seen.add(each.pipelines)
+                        spent += len(each.pipelines[0][0])
                         changed.append(each)
                 best = self._quickest([changed], limits.CLIMBED)
                 further += [each for each in best if each.seconds < cut.seconds]

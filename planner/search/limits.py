@@ -31,9 +31,10 @@ CUTS_AT_ONCE = 700  # entries of an array below which numpy costs the same howev
 
 LEVEL = 1.05  # between bottlenecks for which orders of stages are found; their cut is exact
 LEVELS = 24  # of them
-ORDERED = 3e6  # entries of arrays in all, with which orders are looked for
-CLIMBS = 8  # drafts from which estimates are climbed, of unlike numbers of pipelines or stages
-CLIMBED = 12  # changes of a draft whose gradient sync is estimated
+ORDERED = 2e6  # entries of arrays in all, with which orders are looked for
+CLIMBS = 10  # drafts from which estimates are climbed, of unlike numbers of pipelines or stages
+CLIMBED_STAGES = 20_000  # of changed drafts, in all rounds of a climb but the last
+CLIMBED = 16  # changes of a draft whose gradient sync is estimated
 
 # ---- improvement ----
 TRIES_GPUS = 14_000  # tries times GPUs: a prediction's time grows with the GPUs

@@ -71,7 +71,7 @@ def test_the_fastest_within_a_price_is_that_of_every_fleet_in_full(limit: float)
         if space.allows(counts)
     ]
     found = plan_with("autohet", asked).prediction
-    assert found.step_time_s == pytest.approx(min(steps), rel=1e-9)
+    assert found.step_time_s <= min(steps) * limits.PLAIN
     assert found.usd_per_hour is not None
     assert found.usd_per_hour <= limit
 
