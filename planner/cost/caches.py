@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from planner.cluster import NodeType
 from planner.cost.boundaries import WaysByLikeness
 from planner.cost.layer_cost_model import CostsByUse
 from planner.cost.layer_times import ModelsByFormat
@@ -16,10 +17,12 @@ from planner.spmd.decoder import Decoder
 class CostCaches:
     """Caches of a cost model.
 
-    A model that differs from another one shares those that the difference does not affect.
+    A model that differs from another one shares those that the difference does not affect. nodes: a
+    node type of each GPU type, by which `layer_times` costs all-reduces.
     """
 
     layer_times: ModelsByFormat = field(default_factory=dict)
+    nodes: dict[str, NodeType] = field(default_factory=dict)
     layer_costs: CostsByUse = field(default_factory=dict)
     memory_terms: TermsByUse = field(default_factory=dict)
     synced: Synced = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
+from planner.cluster import NodeType
 from planner.cost.basis import CostBasis, Measurements
 from planner.cost.even_layers import LayerTimes
 from planner.cost.layers import LayerTimeModel
@@ -17,15 +18,26 @@ ModelsByFormat = dict[str, LayerTimeModel]
 class LayerTimesByFormat:
     """Layer times of one workload on one fleet's links, in any format.
 
-    known: cache of the models of layer times, which may be shared by fleets.
+    known: cache of the models of layer times, which may be shared by the parts of a fleet. nodes: a
+    node type of each GPU type, shared with `known`: a part that lacks a type must not decide what
+    all-reduces of that type cost.
     """
 
-    def __init__(self, basis: CostBasis, measurements: Measurements, known: ModelsByFormat) -> None:
+    def __init__(
+        self,
+        basis: CostBasis,
+        measurements: Measurements,
+        known: ModelsByFormat,
+        nodes: dict[str, NodeType],
+    ) -> None:
         self._basis = basis
         self._workload = basis.workload
         self._profile = measurements.profile or default_profile()
         self._model = measurements.model or basis.workload.spec.name
         self._known = known
+        self._nodes = nodes
+        for kind in basis.fleet.node_types:
+            nodes.setdefault(kind.gpu_type, kind)
 
     def times(
         self,
@@ -77,8 +89,7 @@ class LayerTimesByFormat:
 
         Source: Shoeybi et al., Megatron-LM, 2019, section 3.
         """
-        kinds = self._basis.fleet.node_types
-        kind = next((each for each in kinds if each.gpu_type == gpu_type), None)
+        kind = self._nodes.get(gpu_type)
         if tp_degree == 1 or kind is None:
             return 0.0
         members = [("node", kind)] * tp_degree

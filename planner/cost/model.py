@@ -88,7 +88,9 @@ class CostModel:
             parameters.scales_gradients,
         )
         self._basis = CostBasis(self.fleet, workload, parameters, self.links, self.stage_formats)
-        self.layer_times = LayerTimesByFormat(self._basis, self.measurements, caches.layer_times)
+        self.layer_times = LayerTimesByFormat(
+            self._basis, self.measurements, caches.layer_times, caches.nodes
+        )
         self.worker_memory = WorkerMemory(self._basis, caches.memory_terms)
         self.dispatch = DispatchCosts(
             self._basis, self.layer_times.load_spread, self.choices.expert_dispatch

@@ -408,3 +408,22 @@ def test_the_same_model_on_another_fleet_predicts_as_a_new_one_and_an_unknown_ty
     assert shared.predict(plan).step_time_s > 0
     with pytest.raises(ConfigError, match="node type 'other'"):
         shared.on(Fleet(0, (Node("other-0", node_type("other")),)))
+
+
+def test_layer_times_do_not_depend_on_the_fleet_that_asks_first():
+    """A part of the fleet that lacks a type must not decide what all-reduces of that type cost."""
+
+    def cost_of(of):
+        measured = Measurements(cases.profile(degrees=(1,)))
+        return CostModel(of, Workload(cases.model(), 128, "fp32"), measured, CostParameters())
+
+    whole = cases.fleet(("A100", 1, 4), ("A10G", 1, 4))
+    asked_first = cost_of(whole)
+    part = asked_first.on(Fleet(0, whole.nodes[1:]))
+    part.layer_times.times("A10G", "fp32", 2, 1, "none")
+    found, alone = (
+        each.layer_times.model_in("fp32").even.block_communication_s("A100", 2, 1)
+        for each in (asked_first, cost_of(whole))
+    )
+    assert alone.sum() > 0
+    assert found.tolist() == alone.tolist()
