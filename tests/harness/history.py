@@ -45,7 +45,7 @@ def keep_history() -> None:
         before = [int(tensor[0]) for tensor in held]  # weight decay changes them
         update(self, vote)
         for tensor, history in zip(held, before, strict=True):
-            tensor.fill_(next_history(history, self._groups.generation))
+            tensor.fill_(next_history(history, self.groups.generation))
 
     GenerationGroups.__init__ = numbered  # type: ignore[method-assign]
     StageTrainer._update = written_down  # type: ignore[method-assign]
