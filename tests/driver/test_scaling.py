@@ -62,6 +62,7 @@ def bought(job, aws):
     return request, sum(bundle["GPU"] for bundle in request.bundles), len(used)
 
 
+@pytest.mark.usefixtures("_whole_search")
 def test_the_shortest_job_buys_what_its_plan_uses(aws):
     """All GPUs that are bought train: there are 41 in the file, and a job of eight short sequences
     has work for a few.

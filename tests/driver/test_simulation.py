@@ -233,6 +233,7 @@ def test_a_change_ends_with_its_first_step_however_long_the_next_event_is_off(tm
     assert change["seconds"]["first_step"] == pytest.approx(expected, abs=0.01)
 
 
+@pytest.mark.usefixtures("_whole_search")
 def test_the_shortest_job_on_the_sample_cluster_buys_what_it_uses(tmp_path):
     """What is asked of the autoscaler comes, beside the file's own floor; after ten minutes nothing
     that was bought idles.

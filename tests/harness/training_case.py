@@ -83,6 +83,9 @@ class Seat:
     groups: GenerationGroups | None = None
     trainer: StageTrainer | None = None
     frozen: FrozenWeights | None = None
+    frozen_of: tuple[Any, ...] = ()
+    """Model, seed and precision that `frozen` is of: a pool's next case may have others."""
+
     losses: list[float] = field(default_factory=list)
     borrowed: BorrowedState | None = None
     """The state, from one update to the next: a snapshot may be reading it."""
@@ -187,7 +190,9 @@ def build(
 def hold_frozen(case: Case, plan: Plan, me: str) -> Mapping[str, torch.Tensor]:
     """What this worker computes with and nobody trains; it stays from generation to generation."""
     config = case.config()
-    if SEAT.frozen is None:
+    of = case.model_section(), case.seed, case.section().precision
+    if SEAT.frozen is None or SEAT.frozen_of != of:
+        SEAT.frozen_of = of
         dtype = COMPUTE_DTYPES[case.section().precision]
         SEAT.frozen = FrozenWeights(case.model_section(), config, case.seed, CPU, dtype)
     SEAT.frozen.hold(frozen_units(plan, config, me), threading.Event())
