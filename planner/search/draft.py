@@ -76,7 +76,10 @@ class Estimator:
 
         sharing: groups of as many pipelines lie side by side on a stage's node (empty: of one).
         """
-        nodes = self._nodes(rows, sharing)
+        return self._alone(rows, self._nodes(rows, sharing))
+
+    def _alone(self, rows: tuple[int, ...], nodes: Sequence[tuple[int, int]]) -> list[float]:
+        """Return seconds of each boundary of `transfers`, by the node of each stage."""
         places = zip(itertools.pairwise(rows), itertools.pairwise(nodes))
         return [self._alone_s(*pair, here != there) for pair, (here, there) in places]
 
@@ -101,13 +104,14 @@ class Estimator:
             nodes.append((resource, latest.get(resource, 0)))
         return nodes
 
-    def _shared(self, rows: tuple[int, ...], send: list[float], period_s: float) -> list[float]:
+    def _transfers(self, rows: tuple[int, ...], period_s: float) -> list[float]:
         """Return seconds of each boundary, with those of a node's other stages on the same NIC.
 
         They meet for the share of the time that the others use it (`BoundaryCosts`), at worst all
         at once. Transfers of one stage follow each other.
         """
         nodes = self._nodes(rows)
+        send = self._alone(rows, nodes)
         used: dict[tuple[int, int], float] = {}
         of_stage = [0.0] * len(rows)
         for at, both_s in enumerate(send):
@@ -156,7 +160,6 @@ class Estimator:
         return known
 
     def _new_way(self, shape: Shape) -> Way:
-        send = self.transfers(shape.rows)
         half = self.tables.stage_overhead_s / 2
         share = self.tables.boundary_share
         time = self._time_sums
@@ -165,7 +168,7 @@ class Estimator:
         forward = [begun[r][e] - begun[r][s] + half for r, s, e in stages]
         backward = [time[r][e] - time[r][s] - f + 2 * half for (r, s, e), f in zip(stages, forward)]
         work = [f + b for f, b in zip(forward, backward)]
-        send = self._shared(shape.rows, send, max(work))
+        send = self._transfers(shape.rows, max(work))
         tolls = [
             (a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])
         ]  # half of each of its two boundaries

@@ -104,10 +104,8 @@ def _proposed_of(
     """Return the best drafts of some families; any of `every` may train beside each other."""
     holders = request.min_node_disjoint_holders
     found = list[Proposal]()
-    used = near_equal.rows[near_equal.rows >= 0]
-    usable = frozenset(tables.kind(row).resource for row in used)
     numbers = sorted(set(near_equal.number.tolist()))
-    orders = tuple(_ordered(tables, numbers, usable))
+    orders = tuple(_ordered(tables, numbers, _resources_in(tables, near_equal)))
     for side_by_side in (True, False):
         if found and request.is_late:
             break
@@ -126,6 +124,11 @@ def _proposed_of(
         drafter = Drafter(tables, some, sync, known, options)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
+
+
+def _resources_in(tables: Tables, some: Families) -> frozenset[int]:
+    """Return the resources that some of the families use."""
+    return frozenset(tables.kind(row).resource for row in some.rows[some.rows >= 0])
 
 
 def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
@@ -181,7 +184,7 @@ class Drafter:
         self._orders = options.orders
         self.mixed_sizes = options.mixed_sizes
         self.keep = options.keep
-        self._usable = frozenset(tables.kind(row).resource for row in every.rows[every.rows >= 0])
+        self._usable = _resources_in(tables, every)
         self._after: dict[tuple[int, Shape], float] = {}
         parts = options.parts if self.together else None
         self._shared = SharedNodes(self.estimator, parts)
@@ -503,8 +506,8 @@ def _ordered(
         spent += orders.work
         if spent > limits.ORDERED:
             return
-        for order in orders.found():
-            yield _Arranged(number, ((order.rows, number),), tables.batch)
+        for rows in orders.found():
+            yield _Arranged(number, ((rows, number),), tables.batch)
 
 
 def _changed(tables: Tables, arranged: _Arranged, usable: Collection[int]) -> Iterator[_Arranged]:

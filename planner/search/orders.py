@@ -11,7 +11,6 @@ levels some percent apart, since the cut that follows is exact.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,6 @@ from numpy.typing import NDArray
 from planner.search import limits
 from planner.search.stage_sums import Floats, Ints
 from planner.search.tables import Tables
-
-
-@dataclass(frozen=True)
-class Order:
-    """Rows of a pipeline's stages from the first to the last, and a limit of its bottleneck."""
-
-    rows: tuple[int, ...]
-    bottleneck_s: float
 
 
 def supply_of(tables: Tables, number: int, usable: Collection[int]) -> tuple[int, ...]:
@@ -100,6 +91,7 @@ class Orders:
         self._degree = [kind.tp_degree for kind in kinds]
         self._deepest = min(tables.deepest, tables.num_blocks, sum(supply))
         self.levels = self._levels()
+        self._known_starts: dict[tuple[int, int], Ints] = {}
         self._shape = (len(self.levels), *(gpus + 1 for gpus in supply))
 
     @property
@@ -107,9 +99,10 @@ class Orders:
         """Number of array entries that `found` computes."""
         return int(np.prod(self._shape)) * len(self.rows) * self._deepest
 
-    def found(self) -> Iterator[Order]:
+    def found(self) -> Iterator[tuple[int, ...]]:
         """Yield the best orders for each type of the last stage and each number of stages.
 
+        An order is the row of each stage, the first stage first.
         There are others with another type of the first stage, as far as the best order of fewer
         stages leaves it layers. An order with more stages is left out unless its bottleneck is
         less.
@@ -135,6 +128,12 @@ class Orders:
         return self.tables.stage_overhead_s + 2 * self.tables.boundary_share * toll_s
 
     def _starts(self, row: int, after: int) -> Ints:
+        """Return what `_new_starts` does, cached: all types of the last stage ask for the same."""
+        if (row, after) not in self._known_starts:
+            self._known_starts[row, after] = self._new_starts(self.rows[row], after)
+        return self._known_starts[row, after]
+
+    def _new_starts(self, row: int, after: int) -> Ints:
         """Return (levels, num_layers + 2) the earliest start of a stage that ends at each layer.
 
         num_layers + 1 if there is none. after: stages after it, which set the microbatches that it
@@ -157,12 +156,12 @@ class Orders:
         nothing = np.full((len(self.levels), 1), layers + 1)
         return np.concatenate([start, nothing], axis=1)
 
-    def _ending_with(self, last: int) -> Iterator[Order]:
+    def _ending_with(self, last: int) -> Iterator[tuple[int, ...]]:
         """Yield the best orders whose last stage is on resource `last`."""
         layers = self.tables.num_layers
         start = np.full(self._shape, layers + 1, dtype=np.int64)
         start.reshape(len(self.levels), -1)[:, 0] = layers  # no GPU is used, no layer reached
-        level = np.arange(len(self.levels)).reshape(-1, *(1 for _ in self.supply))
+        levels = np.arange(len(self.levels)).reshape(-1, *(1 for _ in self.supply))
         type_of = np.array([*self._resource, -1])
         chosen = [np.full(self._shape, -1, dtype=np.int64)]
         most = dict.fromkeys(self._resource, len(self.levels))
@@ -175,7 +174,7 @@ class Orders:
                 if after == 0 and resource != last:
                     continue
                 source, target = self._moved(row)
-                reached = self._starts(self.rows[row], after)[level, start[source]]
+                reached = self._starts(row, after)[levels, start[source]]
                 following = chosen[-1][source]
                 unlike = np.where(following == row, 0, 1 + (type_of[following] != resource))
                 value = 4 * reached + unlike
@@ -188,10 +187,10 @@ class Orders:
             chosen.append(np.where(start <= layers, row_of, -1))
             for row, reached_whole in whole.items():
                 first = self._resource[row]
-                order = self._first_order(reached_whole[: most[first]], row, chosen)
-                if order is not None:
-                    most[first] = int(np.searchsorted(self.levels, order.bottleneck_s))
-                    yield order
+                level = _first_true(reached_whole[: most[first]])
+                if level is not None:
+                    most[first] = level
+                    yield self._order(level, reached_whole[level], row, chosen)
 
     def _moved(self, row: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return the states before and after a stage of this row is added."""
@@ -201,22 +200,24 @@ class Orders:
         target[1 + self._resource[row]] = slice(self._degree[row], None)
         return tuple(source), tuple(target)
 
-    def _first_order(
-        self, whole: NDArray[np.bool_], row: int, chosen: Sequence[Ints]
-    ) -> Order | None:
-        """Return the order with the least bottleneck that begins with `row` and is whole.
+    def _order(
+        self, level: int, whole: NDArray[np.bool_], row: int, chosen: Sequence[Ints]
+    ) -> tuple[int, ...]:
+        """Return the order that begins with `row` and is whole at a level of bottlenecks.
 
-        Of several it has the fewest GPUs. whole: (levels, ...) True for whole pipelines. chosen:
+        Of several it has the fewest GPUs. whole: True for the states of whole pipelines. chosen:
         row of the first stage of each state, by number of stages.
         """
-        at_level = whole.reshape(len(whole), -1).any(axis=1) if len(whole) else np.zeros(0)
-        if not at_level.any():
-            return None
-        level = int(at_level.argmax())
-        states = np.argwhere(whole[level])
+        states = np.argwhere(whole)
         used = states[states.sum(axis=1).argmin()].tolist()
         rows = [row]
         for by_state in chosen[-2:0:-1]:
             used[self._resource[rows[-1]]] -= self._degree[rows[-1]]
             rows.append(int(by_state[(level, *used)]))
-        return Order(tuple(self.rows[each] for each in rows), float(self.levels[level]))
+        return tuple(self.rows[each] for each in rows)
+
+
+def _first_true(several: NDArray[np.bool_]) -> int | None:
+    """Return the first index at which an array of (n, ...) has a True; None if it has none."""
+    found = np.flatnonzero(several.any(axis=tuple(range(1, several.ndim))))
+    return int(found[0]) if len(found) else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,19 @@ def run(pool: Any, case: Case) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
     states = [state for _, state in answers]
     check_holders(case, plan, states)
     return answers[0][0], states
+
+
+def check_follows(pool: Any, case: Case, plain: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The losses are within 1% of those of a plan in one format, and not its very losses.
+
+    Returns loss, exponent and whether weights changed, by step, of both.
+    """
+    results, _ = run(pool, case)
+    expected, _ = run(pool, replace(case, plan=plain))
+    losses = [loss for loss, _, _ in results]
+    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
+    assert losses != [loss for loss, _, _ in expected]
+    return results, expected
 
 
 def in_formats(document: dict[str, Any], *formats: str | None) -> dict[str, Any]:
@@ -158,24 +172,16 @@ def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool, steps: int)
     }
     schedule = {"steps": steps, "learning_rate": 1e-3, "warmup_steps": min(5, steps // 2)}
     case = Case(QWEN3, mixed, {**BF16, **schedule}, steps)
-    results, _ = run(pool, case)
-    expected, _ = run(pool, replace(case, plan=plain))
+    results, expected = check_follows(pool, case, plain)
     assert all(exponent is not None for _, exponent, _ in results)
     assert all(exponent is None for _, exponent, _ in expected)
-    losses = [loss for loss, _, _ in results]
-    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
-    assert losses != [loss for loss, _, _ in expected]
 
 
 def test_stages_in_fp8_follow_bf16(pool: Any) -> None:
     """Also cut by tensor parallelism; all holders of a layer keep equal bits."""
     plain = plan_document(*ASYMMETRIC["TP 2 beside TP 1"])
     case = Case({**LLAMA, "intermediate_size": 64}, in_formats(plain, "fp8", None), BF16, 3)
-    results, _ = run(pool, case)
-    expected, _ = run(pool, replace(case, plan=plain))
-    losses = [loss for loss, _, _ in results]
-    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
-    assert losses != [loss for loss, _, _ in expected]
+    check_follows(pool, case, plain)
 
 
 @pytest.mark.parametrize("formats", [("fp16", None), (None, "fp16")])
@@ -230,11 +236,7 @@ def test_adapters_on_stages_of_two_formats_follow_bf16(pool: Any, steps: int) ->
     schedule = {**BF16, "steps": steps, "learning_rate": 1e-3, "warmup_steps": 2}
     mixed = in_formats(CUTS_ACROSS, "fp16", None, "bf16")
     case = with_adapters(Case(QWEN3, mixed, schedule, steps))
-    results, _ = run(pool, case)
-    expected, _ = run(pool, replace(case, plan=CUTS_ACROSS))
-    losses = [loss for loss, _, _ in results]
-    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
-    assert losses != [loss for loss, _, _ in expected]
+    check_follows(pool, case, CUTS_ACROSS)
 
 
 def test_adapters_on_stages_in_fp8_follow_bf16(pool: Any) -> None:
@@ -242,11 +244,7 @@ def test_adapters_on_stages_in_fp8_follow_bf16(pool: Any) -> None:
     plain = plan_document(*ASYMMETRIC["TP 2 beside TP 1"])
     model = {**LLAMA, "intermediate_size": 64}
     case = with_adapters(Case(model, in_formats(plain, "fp8", None), BF16, 3))
-    results, _ = run(pool, case)
-    expected, _ = run(pool, replace(case, plan=plain))
-    losses = [loss for loss, _, _ in results]
-    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
-    assert losses != [loss for loss, _, _ in expected]
+    check_follows(pool, case, plain)
 
 
 @pytest.mark.parametrize("formats", [("fp16", None), (None, "fp16")])
