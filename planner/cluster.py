@@ -129,6 +129,15 @@ class Fleet:
         """Node types of the nodes, in order of appearance."""
         return tuple(dict.fromkeys(node.node_type for node in self.nodes))
 
+    @cached_property
+    def gpu_node_types(self) -> tuple[NodeType, ...]:
+        """Node types with GPUs, in order of appearance."""
+        return tuple(kind for kind in self.node_types if kind.num_gpus)
+
+    def node_types_of(self, workers: Sequence[str]) -> tuple[NodeType, ...]:
+        """Return the node type of each worker."""
+        return tuple(self.node_of(worker).node_type for worker in workers)
+
     def node_of(self, worker: str) -> Node:
         """The node of a worker; ConfigError where the fleet has no such worker."""
         if worker not in self._node_by_worker:

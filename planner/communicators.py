@@ -49,7 +49,9 @@ def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
         ranks = enumerate(stage.workers)
         return tuple(worker for rank, worker in ranks if unit in stage.share(rank).units(units))
     first = unit * stage.tp_degree // units
-    return stage.workers[first : max(first + 1, (unit + 1) * stage.tp_degree // units)]
+    end = (unit + 1) * stage.tp_degree // units
+    # with more units than workers, `end` may be `first`: one worker then holds several units
+    return stage.workers[first : max(first + 1, end)]
 
 
 def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[Members]:
@@ -63,10 +65,11 @@ def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[
     key_value_units: number of slices of keys and values, if these are cut into fewer than a stage
     has workers (`planner.model_spec.LayerSpec`).
     """
-    slices = max((stage.num_parts for stage in plan.stages), default=1)
+    slices = plan.num_parts
     first = [pipeline.stages[0] for pipeline in plan.pipelines]
     last = [pipeline.stages[-1] for pipeline in plan.pipelines]
     blocks = _stages_by_block(plan)
+
     found: Counter[Members] = Counter()
     if tied:
         _count_slices(found, first + last, slices)
@@ -76,7 +79,12 @@ def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[
         for stages in blocks:
             for unit in range(key_value_units):
                 found[_holders(stages, unit, key_value_units)] += 1
-    return Counter({members: count for members, count in found.items() if len(members) > 1})
+
+    shared: Counter[Members] = Counter()
+    for members, count in found.items():
+        if len(members) > 1:
+            shared[members] = count
+    return shared
 
 
 def _stages_by_block(plan: Plan) -> list[list[Stage]]:
@@ -117,20 +125,28 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
     """
     workers = sorted(set().union(*weights))
     bit = {worker: 1 << index for index, worker in enumerate(workers)}
+
+    # groups are bit sets, since merging compares many pairs of them
     mask_by_set = dict[Members, int]()
+    size = dict[int, float]()
     for members in sorted(weights):
-        mask_by_set[members] = sum(bit[worker] for worker in members)
-    size = {mask: float(weights[members]) for members, mask in mask_by_set.items()}
+        mask = sum(bit[worker] for worker in members)
+        mask_by_set[members] = mask
+        size[mask] = float(weights[members])
+
     counts = _groups_by_worker(size, len(workers))
     while most is not None and counts and max(counts) > most:
         worst = counts.index(max(counts))
-        first, second = _cheapest_pair(sorted(mask for mask in size if mask >> worst & 1), size)
+        groups_of_worst = sorted(mask for mask in size if mask >> worst & 1)
+        first, second = _cheapest_pair(groups_of_worst, size)
         union = first | second
+        # the union may be a group already: its bytes count too
         size[union] = size.pop(first) + size.pop(second) + size.get(union, 0.0)
         for held, mask in mask_by_set.items():
             if mask in (first, second):
                 mask_by_set[held] = union
         counts = _groups_by_worker(size, len(workers))
+
     groups = dict[Members, Members]()
     for held, mask in mask_by_set.items():
         groups[held] = tuple(worker for worker in workers if mask & bit[worker])
@@ -154,7 +170,8 @@ def num_border_groups(plan: Plan) -> int:
     received and sent over the same communicator would send only after receiving what may come
     later: four stages with eight microbatches deadlock that way.
     """
-    return 4 if any(len(pipeline.stages) > 2 for pipeline in plan.pipelines) else 2
+    has_inner_stage = any(len(pipeline.stages) > 2 for pipeline in plan.pipelines)
+    return 4 if has_inner_stage else 2
 
 
 def max_sync_groups(plan: Plan) -> int:
@@ -177,13 +194,13 @@ def communicators_by_worker(plan: Plan, *, tied: bool, key_value_units: int = 0)
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)
     counts = dict.fromkeys(plan.workers, 1 + num_border_groups(plan))
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
+    for stage in plan.stages:
+        if stage.tp_degree > 1:
             for worker in stage.workers:
-                counts[worker] += stage.tp_degree > 1
-    groups = sync_groups(
-        plan, tied=tied, most=max_sync_groups(plan), key_value_units=key_value_units
-    )
+                counts[worker] += 1
+
+    most = max_sync_groups(plan)
+    groups = sync_groups(plan, tied=tied, most=most, key_value_units=key_value_units)
     for group in set(groups.values()):
         for worker in group:
             counts[worker] += 1
@@ -203,20 +220,20 @@ def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, 
     most = max_sync_groups(plan)
     before = 1 + num_border_groups(plan)
     cuts = sorted({stage.first_layer for stage in plan.stages})
-    cut = any(stage.tp_degree > 1 for stage in plan.stages)
+    has_groups = any(stage.tp_degree > 1 for stage in plan.stages)
     counts = {}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            # of what no rank cuts there is one set more for each run of layers that lies on the
-            # same stages everywhere
-            runs = (
-                bisect.bisect_left(cuts, stage.end_layer)
-                - bisect.bisect_right(cuts, stage.first_layer)
-                + 1
-            )
-            for worker in stage.workers:
-                wanted = num_sets.get(worker, 0) + (runs if cut else 0)
-                counts[worker] = before + (stage.tp_degree > 1) + min(most, wanted)
+    for stage in plan.stages:
+        # Uncut tensors have one more set for each run of layers between the same cuts, which lies
+        # on the same stages of every pipeline.
+        uncut_sets = 0
+        if has_groups:
+            cuts_at_start = bisect.bisect_right(cuts, stage.first_layer)
+            cuts_before_end = bisect.bisect_left(cuts, stage.end_layer)
+            uncut_sets = cuts_before_end - cuts_at_start + 1
+        own_group = int(stage.tp_degree > 1)
+        for worker in stage.workers:
+            wanted = num_sets.get(worker, 0) + uncut_sets
+            counts[worker] = before + own_group + min(most, wanted)
     return counts
 
 
@@ -231,10 +248,14 @@ def _cheapest_pair(groups: Sequence[int], size: Mapping[int, float]) -> tuple[in
         first, second = pair
         union = (first | second).bit_count()
         added_to_first = (union - first.bit_count()) * size[first]
-        return added_to_first + (union - second.bit_count()) * size[second]
+        added_to_second = (union - second.bit_count()) * size[second]
+        return added_to_first + added_to_second
 
     return min(itertools.combinations(groups, 2), key=added)
 
 
 def _stage_of(stages: Sequence[Stage], layer: int) -> Stage:
-    return next(stage for stage in stages if stage.first_layer <= layer < stage.end_layer)
+    for stage in stages:
+        if stage.first_layer <= layer < stage.end_layer:
+            return stage
+    raise AssertionError(f"no stage holds block {layer}")

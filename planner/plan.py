@@ -203,6 +203,11 @@ class Plan:
         return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
 
     @property
+    def num_parts(self) -> int:
+        """Maximum number of parts into which a stage cuts its tensors; 1 without stages."""
+        return max((stage.num_parts for stage in self.stages), default=1)
+
+    @property
     def offloads(self) -> bool:
         """True if masters and moments are in host memory."""
         return any(stage.offload_optimizer for stage in self.stages)

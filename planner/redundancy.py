@@ -13,7 +13,7 @@ from planner.cluster import Fleet, node_of
 from planner.communicators import workers_of_unit
 from planner.errors import InfeasibleError
 from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Plan, Stage
+from planner.plan import Pipeline, Plan, Stage
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -31,7 +31,9 @@ class Shard:
     parts: int
 
     def __str__(self) -> str:
-        return self.layer if self.parts == 1 else f"{self.layer} ({self.part + 1}/{self.parts})"
+        if self.parts == 1:
+            return self.layer
+        return f"{self.layer} ({self.part + 1}/{self.parts})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +74,22 @@ class RedundancyReport:
 
 
 def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
-    """Counts the live holders of each shard. Shards are cut as by the stage with the most parts."""
+    """Count the live holders of each shard. Shards are cut as by the stage with the most parts."""
     holders = holders_by_shard(plan, fleet, num_layers)
     nodes = dict.fromkeys(fleet.node_of(worker).name for worker in plan.workers)
     lost = dict[str, tuple[Shard, ...]]()
     for node in nodes:
         lost[node] = tuple(shard for shard, held in holders.items() if held == {node})
+
     sharded = _shared_out(plan)
-    weakest = min(
-        (1 if shard.layer in sharded else len(held) for shard, held in holders.items()), default=0
-    )
+    counts = []
+    for shard, held in holders.items():
+        # any lost holder of sharded optimizer state takes a part of it
+        counts.append(1 if shard.layer in sharded else len(held))
+
     layers = dict.fromkeys(shard.layer for shard in holders)
-    return RedundancyReport(lost, weakest, tuple(layer for layer in layers if layer in sharded))
+    sharded_in_order = tuple(layer for layer in layers if layer in sharded)
+    return RedundancyReport(lost, min(counts, default=0), sharded_in_order)
 
 
 def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
@@ -97,14 +103,17 @@ def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
     runs = []
     for start in sorted({stage.first_layer for stage in plan.stages}):
         runs.append([_stage_at(pipeline.stages, start) for pipeline in plan.pipelines])
+    # embedding and head
     runs.append([pipeline.stages[0] for pipeline in plan.pipelines])
     runs.append([pipeline.stages[-1] for pipeline in plan.pipelines])
-    parts = max(stage.num_parts for stage in plan.stages)
+
+    parts = plan.num_parts
     nodes = {stage: _nodes_of(stage.workers, fleet) for stage in plan.stages}
     fewest = len(fleet.nodes)
     for stages in runs:
         if all(len(nodes[stage]) == 1 or _is_whole(stage) for stage in stages):
-            fewest = min(fewest, len(set().union(*(nodes[stage] for stage in stages))))
+            holders = set().union(*(nodes[stage] for stage in stages))
+            fewest = min(fewest, len(holders))
         else:
             fewest = min(fewest, _fewest_of_parts(stages, parts, fleet))
     return fewest
@@ -127,7 +136,10 @@ def _nodes_of(workers: Iterable[str], fleet: Fleet) -> set[str]:
 
 def _stage_at(stages: Sequence[Stage], layer: int) -> Stage:
     """Return the last stage that begins at a layer or before it, and holds a block if any does."""
-    return next((s for s in stages if s.first_layer <= layer < s.end_layer), stages[-1])
+    for stage in stages:
+        if stage.first_layer <= layer < stage.end_layer:
+            return stage
+    return stages[-1]
 
 
 def _is_whole(stage: Stage) -> bool:
@@ -139,30 +151,39 @@ def _workers_of_part(stage: Stage, part: int, parts: int) -> tuple[str, ...]:
 
 
 def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[Shard, set[str]]:
-    """Shard -> names of the nodes that hold it.
+    """Return the names of the nodes that hold each shard.
 
-    Without a fleet the names of the workers name their nodes.
+    Shards are in the order of the model's layers. Without a fleet the names of the workers name
+    their nodes.
     """
-    parts = max((stage.num_parts for stage in plan.stages), default=1)
+    parts = plan.num_parts
     found: dict[Shard, set[str]] = {}
     for pipeline in plan.pipelines:
-        for index, stage in enumerate(pipeline.stages):
-            for layer in layers_of(stage, index, len(pipeline.stages)):
-                for part in range(parts):
-                    held = _workers_of_part(stage, part, parts)
-                    found.setdefault(Shard(layer, part, parts), set()).update(
-                        node_of(worker) if fleet is None else fleet.node_of(worker).name
-                        for worker in held
-                    )
-    return dict(
-        sorted(found.items(), key=lambda item: (_rank(item[0].layer, num_layers), item[0].part))
-    )
+        for stage, layers in stages_with_layers(pipeline):
+            for part in range(parts):
+                workers = _workers_of_part(stage, part, parts)
+                nodes = set(map(node_of, workers)) if fleet is None else _nodes_of(workers, fleet)
+                for layer in layers:
+                    found.setdefault(Shard(layer, part, parts), set()).update(nodes)
+
+    ordered = sorted(found, key=lambda shard: (_rank(shard.layer, num_layers), shard.part))
+    return {shard: found[shard] for shard in ordered}
 
 
 def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
-    """Names of the layers of a stage."""
+    """Return the names of the layers of a stage, the `index`-th of its pipeline."""
     names = [str(layer) for layer in range(stage.first_layer, stage.end_layer)]
-    return ([EMBEDDING] if index == 0 else []) + names + ([HEAD] if index == num_stages - 1 else [])
+    if index == 0:
+        names.insert(0, EMBEDDING)
+    if index == num_stages - 1:
+        names.append(HEAD)
+    return names
+
+
+def stages_with_layers(pipeline: Pipeline) -> list[tuple[Stage, list[str]]]:
+    """Return the stages of a pipeline, each with the names of its layers."""
+    num_stages = len(pipeline.stages)
+    return [(stage, layers_of(stage, i, num_stages)) for i, stage in enumerate(pipeline.stages)]
 
 
 def layer_named(spec: ModelSpec, name: str) -> LayerSpec:
@@ -175,25 +196,30 @@ def layer_named(spec: ModelSpec, name: str) -> LayerSpec:
 
 
 def sharded_layers(plan: Plan) -> frozenset[str]:
-    """Names of the layers whose optimizer state is shared out over their holders: one stage that
-    holds the layer says so.
+    """Return the names of the layers whose optimizer state is sharded over their holders.
+
+    It is if one stage that holds the layer says so.
     """
     found: set[str] = set()
     for pipeline in plan.pipelines:
-        for index, stage in enumerate(pipeline.stages):
+        for stage, layers in stages_with_layers(pipeline):
             if stage.shard_optimizer:
-                found.update(layers_of(stage, index, len(pipeline.stages)))
+                found.update(layers)
     return frozenset(found)
 
 
 def _shared_out(plan: Plan) -> frozenset[str]:
     """Return `sharded_layers`; empty for a single pipeline, whose layers have one holder each."""
-    return sharded_layers(plan) if len(plan.pipelines) > 1 else frozenset()
+    if len(plan.pipelines) == 1:
+        return frozenset()
+    return sharded_layers(plan)
 
 
 def require_disjoint_holders(plan: Plan, fleet: Fleet | None, num_layers: int, wanted: int) -> None:
-    """InfeasibleError unless every shard lies on `wanted` nodes; it names the shard with the
-    fewest.
+    """Check that every shard lies on `wanted` nodes.
+
+    Raises:
+        InfeasibleError: a shard lies on fewer; it names the first such shard.
     """
     sharded = _shared_out(plan)
     for shard, held in holders_by_shard(plan, fleet, num_layers).items():
@@ -210,15 +236,24 @@ def require_disjoint_holders(plan: Plan, fleet: Fleet | None, num_layers: int, w
 
 
 def _rank(layer: str, num_layers: int) -> int:
-    return {EMBEDDING: -1, HEAD: num_layers}.get(layer, int(layer) if layer.isdigit() else 0)
+    if layer == EMBEDDING:
+        return -1
+    if layer == HEAD:
+        return num_layers
+    return int(layer) if layer.isdigit() else 0
 
 
 def _spans(layers: Iterable[str]) -> list[str]:
-    """0, 1, 2, 5 -> 0-2, 5."""
-    out: list[list[str]] = []
+    """Return layers with runs of consecutive blocks as one: 0, 1, 2, 5 -> 0-2, 5."""
+    runs: list[list[str]] = []
     for layer in layers:
-        if out and layer.isdigit() and out[-1][-1].isdigit() and int(layer) == int(out[-1][-1]) + 1:
-            out[-1].append(layer)
+        if runs and _follows(runs[-1][-1], layer):
+            runs[-1].append(layer)
         else:
-            out.append([layer])
-    return [span[0] if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in out]
+            runs.append([layer])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def _follows(before: str, layer: str) -> bool:
+    are_blocks = before.isdigit() and layer.isdigit()
+    return are_blocks and int(layer) == int(before) + 1

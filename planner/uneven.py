@@ -17,7 +17,7 @@ from planner.cost.model import CostModel
 from planner.cost.uneven import UnevenGroup, gain, uneven_group
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import ModelSpec
-from planner.plan import Plan, Stage
+from planner.plan import Pipeline, Plan, Stage
 from planner.search import limits
 from planner.search.autohet import drafted, improved
 from planner.search.bound import Proof
@@ -52,18 +52,19 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
     groups = uneven_groups(request)
     if not groups:
         return _proved(request, search_with_memory(request, known))
+    known_even = [plan for plan in known if not uneven_stages(plan)]
     even = None
     refused = InfeasibleError("")
     try:
-        even = search_with_memory(
-            replace(request, prove=False), [plan for plan in known if not uneven_stages(plan)]
-        )
+        even = search_with_memory(replace(request, prove=False), known_even)
     except InfeasibleError as error:
         refused = error
+
     asked = replace(request, uneven=groups)
     if even is not None and request.is_late:
         skipped = Rejected("stages of uneven shares", TIME_IS_OVER)
         return _proved(request, replace(even, rejected=(*even.rejected, skipped)))
+
     found = _found(asked, even, known)
     if found is None and even is None:
         raise refused
@@ -82,23 +83,40 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
     """
     if not request.cost.parameters.uneven_shares:
         return ()
-    spec = request.spec
     sizes = microbatch_sizes(request)
-    most = min(spec.max_tp_degree, request.max_tp_degree or spec.max_tp_degree)
-    types = [kind for kind in request.cost.fleet.node_types if kind.num_gpus]
-    may_mix = _may_mix(request.cost)
-    mixes: list[tuple[NodeType, ...]] = [
-        (kind,) * 3 for kind in types if kind.num_gpus & (kind.num_gpus - 1)
-    ]
-    for one, other in itertools.combinations(types, 2):
-        if may_mix and _joined(one, other):
-            numbers = itertools.product(range(1, one.num_gpus + 1), range(1, other.num_gpus + 1))
-            mixes += [(one,) * i + (other,) * j for i, j in numbers if i + j <= limits.UNEVEN_GPUS]
     size = sizes[len(sizes) // 2]
-    fitting = [mix for mix in mixes if request.min_tp_degree <= len(mix) <= most]
-    groups = [uneven_group(request.cost, mix, size) for mix in fitting]
-    found = [group for group in groups if group is not None]
-    return tuple(each for each in found if gain(request.cost, each, size) >= limits.MIN_SPEEDUP)
+    found = []
+    for mix in _candidate_mixes(request):
+        group = uneven_group(request.cost, mix, size)
+        if group is not None and gain(request.cost, group, size) >= limits.MIN_SPEEDUP:
+            found.append(group)
+    return tuple(found)
+
+
+def _candidate_mixes(request: Request) -> list[tuple[NodeType, ...]]:
+    """Return the node types of each candidate's GPUs, one entry per GPU."""
+    types = request.cost.fleet.gpu_node_types
+    mixes: list[tuple[NodeType, ...]] = []
+    for kind in types:
+        is_power_of_two = kind.num_gpus & (kind.num_gpus - 1) == 0
+        if not is_power_of_two:
+            mixes.append((kind,) * 3)
+
+    if _may_mix(request.cost):
+        for one, other in itertools.combinations(types, 2):
+            if _joined(one, other):
+                mixes += _mixes_of(one, other)
+
+    most = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
+    return [mix for mix in mixes if request.min_tp_degree <= len(mix) <= most]
+
+
+def _mixes_of(one: NodeType, other: NodeType) -> Iterator[tuple[NodeType, ...]]:
+    """Yield every mix of GPUs of two nodes that is small enough to be tried."""
+    for num_ones in range(1, one.num_gpus + 1):
+        for num_others in range(1, other.num_gpus + 1):
+            if num_ones + num_others <= limits.UNEVEN_GPUS:
+                yield (one,) * num_ones + (other,) * num_others
 
 
 def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
@@ -111,10 +129,9 @@ def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
     """
     for index, pipeline in enumerate(plan.pipelines):
         for number, stage in enumerate(pipeline.stages):
-            end = stage.first_layer + stage.num_layers
-            if not any(block.has_experts for block in spec.blocks[stage.first_layer : end]):
-                continue
-            if stage.expert_dispatch == "all_to_all":
+            blocks = spec.blocks[stage.first_layer : stage.end_layer]
+            routes_tokens = any(block.has_experts for block in blocks)
+            if not routes_tokens or stage.expert_dispatch == "all_to_all":
                 continue
             types = sorted({fleet.gpu_type(worker) for worker in stage.workers})
             if len(types) > 1:
@@ -138,11 +155,12 @@ def _joined(one: NodeType, other: NodeType) -> bool:
 
     That must also hold while all GPUs of their nodes communicate at the same time.
     """
-    inside = max(kind.intra_node_bytes_per_s for kind in (one, other))
-    return (
-        one.gpu_type != other.gpu_type
-        and min(kind.inter_node_bytes_per_s / kind.num_gpus for kind in (one, other)) >= inside
-    )
+    if one.gpu_type == other.gpu_type:
+        return False
+    fastest_inside = max(one.intra_node_bytes_per_s, other.intra_node_bytes_per_s)
+    link_of_one = one.inter_node_bytes_per_s / one.num_gpus
+    link_of_other = other.inter_node_bytes_per_s / other.num_gpus
+    return min(link_of_one, link_of_other) >= fastest_inside
 
 
 def uneven_stages(plan: Plan) -> list[Stage]:
@@ -151,15 +169,19 @@ def uneven_stages(plan: Plan) -> list[Stage]:
 
 
 def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answer | None:
-    """The best plan that may have uneven stages, searched from the best ones without; None where
-    none fits.
+    """Return the best plan that may have uneven stages; None if none fits.
+
+    The search begins with the best plans of even stages.
     """
-    begin = [*known] if even is None else [even.plan, *even.candidates[: limits.WALKS], *known]
+    begin = list(known)
+    if even is not None:
+        begin = [even.plan, *even.candidates[: limits.WALKS], *known]
     for cost in _costs(request, even):
         asked = replace(request, cost=cost, prove=False)
         try:
             moves = Moves(tables_of(asked), random.Random(0), request.mixed_microbatch)
-            found = improved(drafted(asked, [*begin, *plans_with_group(moves, begin)]))
+            starts = [*begin, *plans_with_group(moves, begin)]
+            found = improved(drafted(asked, starts))
         except InfeasibleError:
             continue
         plan = fewest_shared(request.cost, found.plan)
@@ -174,58 +196,95 @@ def _costs(request: Request, even: Answer | None) -> list[CostModel]:
     """
     if even is not None:
         return [cost_like(request.cost, even.plan)]
-    fixed = request.cost.choices.is_fixed
-    return [request.cost] if fixed else [request.cost.assuming(each) for each in levels(request)]
+    if request.cost.choices.is_fixed:
+        return [request.cost]
+    return [request.cost.assuming(each) for each in levels(request)]
 
 
 def plans_with_group(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans with the GPUs of one uneven group as a stage, where most of them were and as a
-    pipeline of their own; those that drafts say are quickest.
+    """Return plans that have the GPUs of one uneven group as a stage, the quickest by drafts.
+
+    The group replaces the stages that most of its GPUs were in, or is a pipeline of its own.
     """
-    made: set[Plan] = set()
+    found: set[Plan] = set()
     for plan in plans:
         for group in _members(moves.tables):
-            made.update(_with_group(moves, plan, group))
-    return sorted(made, key=lambda plan: (_draft_s(moves, plan), plan.to_json()))[: limits.DRAFTS]
+            found.update(_with_group(moves, plan, group))
+    # the document breaks ties, as a set has no order
+    quickest_first = sorted(found, key=lambda plan: (_draft_s(moves, plan), plan.to_json()))
+    return quickest_first[: limits.DRAFTS]
 
 
 def _members(tables: Tables) -> Iterator[GpuGroup]:
-    """GPUs of the first nodes of each uneven group's types."""
+    """Yield GPUs of the first nodes of each uneven group's types."""
     names = {resource.node_type: resource.node_names for resource in tables.resources}
-    for group in dict.fromkeys(kind.group for kind in tables.kinds if kind.group):
-        for nodes in itertools.islice(
-            itertools.product(*(names[kind] for kind in group.nodes)), limits.SHORTLIST
-        ):
-            numbers = [group.kinds.count(kind) for kind in group.nodes]
+    groups = dict.fromkeys(kind.group for kind in tables.kinds if kind.group)
+    for group in groups:
+        choices = itertools.product(*(names[kind] for kind in group.nodes))
+        for nodes in itertools.islice(choices, limits.SHORTLIST):
             gpus: list[str] = []
-            for node, number in zip(nodes, numbers, strict=True):
+            for node, kind in zip(nodes, group.nodes, strict=True):
+                number = group.kinds.count(kind)
                 gpus += [f"{node}/{gpu}" for gpu in range(number)]
             yield tuple(gpus)
 
 
 def _with_group(moves: Moves, plan: Plan, group: GpuGroup) -> Iterator[Plan]:
+    """Yield the plan with a group as a stage of the pipeline that has most of its GPUs.
+
+    Stages that lose a GPU to the group are dropped, in other pipelines too.
+    """
     taken = set(group)
-    left = [
-        [of for of in groups_of(pipeline) if taken.isdisjoint(of)] for pipeline in plan.pipelines
-    ]
-    hit = [len(taken.intersection(pipeline.workers)) for pipeline in plan.pipelines]
-    taker = hit.index(max(hit))
+    left: list[list[GpuGroup]] = []
+    hits: list[int] = []
+    for pipeline in plan.pipelines:
+        left.append([each for each in groups_of(pipeline) if taken.isdisjoint(each)])
+        hits.append(len(taken.intersection(pipeline.workers)))
+
+    taker = hits.index(max(hits))
     giver = plan.pipelines[taker]
     mine = left[taker]
-    place = next((i for i, of in enumerate(groups_of(giver)) if not taken.isdisjoint(of)), 0)
-    pairs = list(zip(plan.pipelines, left, strict=True))
-    others = [pair for i, pair in enumerate(pairs) if i != taker and pair[1]]
-    for changed in ([[*mine[:place], group, *mine[place:]]], [mine, [group]]):
-        for size in moves.tables.sizes if moves.mixed_sizes else [giver.microbatch_sequences]:
-            made = [moves.cut(groups, size) for groups in changed if groups]
-            made += [
-                p if groups == groups_of(p) else moves.cut(groups, p.microbatch_sequences)
-                for p, groups in others
-            ]
-            whole = [pipeline for pipeline in made if pipeline is not None]
-            shared = moves.shared(plan, whole) if len(whole) == len(made) else None
+    place = 0
+    for index, each in enumerate(groups_of(giver)):
+        if not taken.isdisjoint(each):
+            place = index
+            break
+
+    others: list[tuple[Pipeline, list[GpuGroup]]] = []
+    for index, pipeline in enumerate(plan.pipelines):
+        if index != taker and left[index]:
+            others.append((pipeline, left[index]))
+
+    sizes = moves.tables.sizes if moves.mixed_sizes else [giver.microbatch_sequences]
+    as_stage = [[*mine[:place], group, *mine[place:]]]
+    as_pipeline = [mine, [group]]
+    for changed in (as_stage, as_pipeline):
+        for size in sizes:
+            found = _cut_again(moves, changed, size, others)
+            shared = None if found is None else moves.shared(plan, found)
             if shared is not None:
                 yield shared
+
+
+def _cut_again(
+    moves: Moves,
+    changed: Sequence[list[GpuGroup]],
+    size: int,
+    others: Sequence[tuple[Pipeline, list[GpuGroup]]],
+) -> list[Pipeline] | None:
+    """Return pipelines over `changed` groups and over what is left of the others.
+
+    None if the model does not fit the groups of one of them.
+    """
+    found = []
+    for groups in changed:
+        if groups:
+            found.append(moves.cut(groups, size))
+    for pipeline, groups in others:
+        is_whole = groups == groups_of(pipeline)
+        found.append(pipeline if is_whole else moves.cut(groups, pipeline.microbatch_sequences))
+    fitting = [pipeline for pipeline in found if pipeline is not None]
+    return fitting if len(fitting) == len(found) else None
 
 
 def _draft_s(moves: Moves, plan: Plan) -> float:
@@ -233,21 +292,22 @@ def _draft_s(moves: Moves, plan: Plan) -> float:
 
     It is infinite if no pipeline has a shape in the tables.
     """
-    shapes = [(moves.shape(pipeline), pipeline.num_microbatches) for pipeline in plan.pipelines]
-    return max(
-        (moves.estimator.pipeline_s(shape, count) for shape, count in shapes if shape),
-        default=math.inf,
-    )
+    seconds = []
+    for pipeline in plan.pipelines:
+        shape = moves.shape(pipeline)
+        if shape:
+            seconds.append(moves.estimator.pipeline_s(shape, pipeline.num_microbatches))
+    return max(seconds, default=math.inf)
 
 
 def _chosen(even: Answer | None, found: Answer | None) -> Answer:
-    """The plan with uneven stages where it is clearly faster; either says so of the other."""
-    stages = uneven_stages(found.plan) if found is not None else []
-    if even is None:
-        assert found is not None
-        return replace(found, choice="no plan of even stages fits") if stages else found
+    """Return the plan with uneven stages if it is clearly faster, with a reason either way."""
     if found is None:
+        assert even is not None
         return even
+    stages = uneven_stages(found.plan)
+    if even is None:
+        return replace(found, choice="no plan of even stages fits") if stages else found
     if not stages:
         return min(even, found, key=lambda each: each.prediction.step_time_s)
     even_s = even.prediction.step_time_s
@@ -257,7 +317,8 @@ def _chosen(even: Answer | None, found: Answer | None) -> Answer:
             f"{found_s:.4g} s a step, not {limits.MIN_SPEEDUP - 1:.0%} faster than even ones with"
             f" {even_s:.4g} s"
         )
-        return replace(even, rejected=(*even.rejected, Rejected("stages of uneven shares", why)))
+        slower = Rejected("stages of uneven shares", why)
+        return replace(even, rejected=(*even.rejected, slower))
     why = (
         f"with even stages alone the step would be {even_s / found_s - 1:.1%} longer"
         f" ({even_s:.4g} s)"
@@ -268,14 +329,16 @@ def _chosen(even: Answer | None, found: Answer | None) -> Answer:
 def sentence(stages: Sequence[Stage]) -> str:
     """Describe the stages that have uneven shares."""
     first = stages[0]
-    held = ", ".join(
-        f"{share} to {worker}" for worker, share in zip(first.workers, first.tp_shares, strict=True)
-    )
-    more = f", and {len(stages) - 1} more stages have uneven shares" if len(stages) > 1 else ""
-    return (
+    shares = []
+    for worker, share in zip(first.workers, first.tp_shares, strict=True):
+        shares.append(f"{share} to {worker}")
+    text = (
         f"layers {first.first_layer} to {first.end_layer - 1} are cut into {first.num_parts} parts,"
-        f" {held}{more}"
+        f" {', '.join(shares)}"
     )
+    if len(stages) > 1:
+        text += f", and {len(stages) - 1} more stages have uneven shares"
+    return text
 
 
 def _proved(request: Request, answer: Answer) -> Answer:
@@ -301,18 +364,21 @@ def is_bounded(request: Request, plan: Plan) -> bool:
     On one node the rows of the tables are the least time of any shares. For groups over several
     nodes there are no such rows.
     """
-    spec = request.spec
     groups = {group.kinds for group in request.uneven}
-    node_of = request.fleet.node_of
-    nodes = [list(map(node_of, stage.workers)) for stage in uneven_stages(plan)]
-    if not groups and not nodes:
+    stages = uneven_stages(plan)
+    if not groups and not stages:
         return True  # the fleet has no GPUs for such stages
-    cut = (
-        spec.key_value_units == 0 or spec.key_value_units >= spec.max_tp_degree
-    )  # else it matters which part is whose
-    inside = (
-        cut
-        and all(len(set(kinds)) == 1 for kinds in groups)
-        and all(len({node.name for node in each}) == 1 for each in nodes)
-    )
-    return inside and all(tuple(node.node_type for node in each) in groups for each in nodes)
+
+    # if keys and values are cut into fewer parts, it matters which rank has which part
+    units = request.spec.key_value_units
+    cuts_alike = units == 0 or units >= request.spec.max_tp_degree
+    if not cuts_alike or any(len(set(kinds)) > 1 for kinds in groups):
+        return False
+
+    for stage in stages:
+        nodes = [request.fleet.node_of(worker) for worker in stage.workers]
+        is_on_one_node = len({node.name for node in nodes}) == 1
+        kinds = tuple(node.node_type for node in nodes)
+        if not is_on_one_node or kinds not in groups:
+            return False
+    return True

@@ -5,7 +5,7 @@ worth a move.
 from autohet.driver.control.states import Quiescing
 from autohet.driver.planning.proposals import Planning, PlanProposal
 from planner.cluster import Fleet
-from planner.replan import repair
+from planner.repair import repair
 from tests.driver.test_controller import causes, make, run, trained
 
 

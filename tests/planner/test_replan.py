@@ -12,7 +12,8 @@ import pytest
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
-from planner.replan import MigrationCost, holders_of, migration_s, recut, repair, replan
+from planner.repair import recut, repair
+from planner.replan import MigrationCost, holders_of, migration_s, replan
 from planner.search.cost_tables import tables_of
 from planner.search.moves import Moves
 from planner.strategies import Request, plan_with
