@@ -24,6 +24,9 @@ from planner.cluster import Node, NodeType
 
 Choose = Callable[[Sequence[Node]], Setup | None]
 RECONSIDER = "reconsider"
+RANK_BY_KIND = {"death": 0, "notice": 1, "arrival": 2}
+"""Order of a trace's events at one moment. To reconsider the fleet comes after all of them."""
+RECONSIDER_RANK = 9
 GATHER_S = 2.0
 """Seconds within which arrivals are handled together."""
 
@@ -70,7 +73,7 @@ class RestartingTrainer:
             at, _, kind, node, node_type, gone_s = heapq.heappop(queue)
             again = self._take(at, kind, node, node_type, gone_s)
             if again is not None:
-                heapq.heappush(queue, (again, 9, RECONSIDER, "", "", math.inf))
+                heapq.heappush(queue, (again, RECONSIDER_RANK, RECONSIDER, "", "", math.inf))
         self._advance(end_s)
         if self._idle_since is not None:
             self.waited_s += end_s - self._idle_since
@@ -82,41 +85,52 @@ class RestartingTrainer:
         """Handle one event; return the time at which to reconsider the fleet, if any."""
         self._advance(at)
         used = self._setup is not None and node in self._setup.nodes
+        if kind == RECONSIDER:
+            return self._consider(at)
+
         if kind == "arrival":
             self._alive[node] = Node(node, self.kinds[node_type])
             return at + GATHER_S
-        elif kind == "notice":
+
+        if kind == "notice":
             self._leaving[node] = gone_s
-            if (
-                used
-                and self.habits.on_notice
-                and (left_at := self._checkpoint(at, gone_s)) is not None
-            ):
-                self._restart(left_at, "notice", [node], 0)
+            if used and self.habits.on_notice:
+                left_at = self._checkpoint(at, gone_s)
+                if left_at is not None:
+                    self._restart(left_at, "notice", [node], 0)
         elif kind == "death":
             self._alive.pop(node, None)
             self._leaving.pop(node, None)
             if used:
-                self._restart(at + self.costs.detect_s, "death", [node], self._lose(at))
-        return self._consider(at) if kind == RECONSIDER else None
+                lost = self._go_back()
+                self._restart(at + self.costs.detect_s, "death", [node], lost)
+        return None
 
     def _consider(self, at: float) -> float | None:
         """Restart onto a larger fleet if it earns more within the horizon."""
         if self._setup is None:
-            self._restart(at, "start" if not self.spans else "arrival", [], 0)
+            cause = "arrival" if self.spans else "start"
+            self._restart(at, cause, [], 0)
             return None
-        if at < self.spans[-1].begin_s:
-            return self.spans[-1].begin_s + 1e-3
+
+        # It is restarting already: look again once it trains.
+        begin_s = self.spans[-1].begin_s
+        if at < begin_s:
+            return begin_s + 1e-3
+
         better = self.choose(self._usable(at))
         if better is None or better.nodes == self._setup.nodes:
             return None
         move_s = self._setup.snapshot_s + self._setup.upload_s + self._restart_s(better)
-        now = self._every(self._setup)[1]
-        then = self._every(better)[1]
-        if (self.habits.horizon_s - move_s) / then > 1.01 * self.habits.horizon_s / now:
+        _, step_s = self._every(self._setup)
+        _, better_step_s = self._every(better)
+        steps_if_moved = (self.habits.horizon_s - move_s) / better_step_s
+        # A gain below 1% is no reason to restart.
+        if steps_if_moved > 1.01 * self.habits.horizon_s / step_s:
             left_at = self._checkpoint(at, math.inf)
             if left_at is not None:
-                self._restart(left_at, "arrival", sorted(better.nodes - self._setup.nodes), 0)
+                new_nodes = sorted(better.nodes - self._setup.nodes)
+                self._restart(left_at, "arrival", new_nodes, 0)
         return None
 
     def _usable(self, at: float) -> list[Node]:
@@ -138,20 +152,22 @@ class RestartingTrainer:
                 setup.upload_s,
                 every,
             )
-            without = (
-                setup.step_s * self.costs.snapshot_overhead
-            )  # it makes no snapshot after each step
+            # It makes no snapshot after each step, but one for each checkpoint.
+            without = setup.step_s * self.costs.snapshot_overhead
             return step_s - without + setup.snapshot_s / every
 
-        least = max(1, math.ceil(setup.upload_s / setup.step_s))
         if self.habits.every_steps is not None:
             return self.habits.every_steps, mean_step_s(self.habits.every_steps)
+
+        # One upload ends before the next begins.
+        least = max(1, math.ceil(setup.upload_s / setup.step_s))
         cost_s = least * (mean_step_s(least) - setup.step_s)
         interval_s = math.sqrt(2 * cost_s * self.mean_time_between_departures_s)
         every = max(least, round(interval_s / setup.step_s))
         return every, mean_step_s(every)
 
     def _restart_s(self, setup: Setup) -> float:
+        # The first start of all has no state to read.
         restore_s = setup.restore_s if self._committed or self.spans else 0.0
         return self.costs.restart_s(len(setup.plan.workers)) + restore_s + setup.searched_s
 
@@ -160,9 +176,12 @@ class RestartingTrainer:
         if self._setup is None or not self.spans:
             return
         span = self.spans[-1]
-        every = self._every(self._setup)[0]
-        span.num_steps = max(0, int((at - span.begin_s) / span.step_s))
-        written = int((at - span.begin_s - self._setup.upload_s) / span.step_s)
+        every, _ = self._every(self._setup)
+        trained_s = at - span.begin_s
+        span.num_steps = max(0, int(trained_s / span.step_s))
+
+        # Steps whose checkpoint would have been uploaded by now, had there been one.
+        written = int((trained_s - self._setup.upload_s) / span.step_s)
         newest = (span.first_step + written) // every * every
         self._committed = max(self._committed, min(newest, span.first_step + span.num_steps))
 
@@ -177,47 +196,46 @@ class RestartingTrainer:
             return at
         step_ends_at = span.begin_s + (span.num_steps + 1) * span.step_s
         done_at = step_ends_at + self._setup.snapshot_s + self._setup.upload_s
-        if done_at > min(
-            [gone_s, *(self._leaving[name] for name in self._setup.nodes & self._leaving.keys())]
-        ):
+        deadlines = [gone_s]
+        deadlines += [self._leaving[name] for name in self._setup.nodes & self._leaving.keys()]
+        if done_at > min(deadlines):
             return None
         span.num_steps += 1
         self._committed = span.first_step + span.num_steps
         return done_at
 
-    def _lose(self, at: float) -> int:
+    def _go_back(self) -> int:
         """Go back to the newest checkpoint; return the number of steps lost since then."""
         lost = 0
         for span in self.spans:
-            kept = max(0, min(span.num_steps, self._committed - span.first_step))
-            lost = lost + span.num_steps - kept
+            num_committed = self._committed - span.first_step
+            kept = max(0, min(span.num_steps, num_committed))
+            lost += span.num_steps - kept
             span.num_steps = kept
         return lost
 
     def _restart(self, at: float, cause: str, nodes: Collection[str], lost: int) -> None:
         before = self._setup
-        self._setup = self.choose(self._usable(at))
+        setup = self.choose(self._usable(at))
+        self._setup = setup
         self.steps_lost += lost
         if before is not None:
             self._idle_since = at
-        if self._setup is None:
+        if setup is None:
             return
         if self._idle_since is not None:
-            self.waited_s = self.waited_s + max(0.0, at - self._idle_since)
+            self.waited_s += max(0.0, at - self._idle_since)
             self._idle_since = None
-        _, step_s = self._every(self._setup)
-        begin_s = at + self._restart_s(self._setup)
-        setup = self._setup
+
+        _, step_s = self._every(setup)
+        begin_s = at + self._restart_s(setup)
+        generation = len(self.spans) + 1
         first_step = self._committed
-        self.spans.append(
-            TrainedSpan(len(self.spans) + 1, first_step, begin_s, step_s, len(setup.plan.workers))
-        )
+        num_gpus = len(setup.plan.workers)
+        self.spans.append(TrainedSpan(generation, first_step, begin_s, step_s, num_gpus))
         if cause != "start":
-            self.changes.append(
-                _Restart(cause, nodes, before, setup, lost, first_step).to_document(
-                    begin_s - at, self.costs, step_s
-                )
-            )
+            restart = _Restart(cause, nodes, before, setup, lost, first_step)
+            self.changes.append(restart.to_document(begin_s - at, self.costs, step_s))
 
 
 @dataclass(frozen=True)
@@ -240,8 +258,9 @@ class _Restart:
             "replan": self.after.searched_s,
             "rebuild": rebuild,
             "restore": self.after.restore_s,
+            "first_step": costs.first_step_s + step_s,
+            "total": detect + total_s + step_s,
         }
-        parts |= {"first_step": costs.first_step_s + step_s, "total": detect + total_s + step_s}
         return {
             "cause": self.cause,
             "nodes": list(self.nodes),
@@ -266,41 +285,58 @@ def _moments(
 
     A node is there once it has booted, unless a notice or its end came before.
     """
-    ends = {
-        event.node: event.time_s for event in reversed(trace) if event.kind in ("death", "notice")
-    }
+    # Second of the first notice or death of each node.
+    ends: dict[str, float] = {}
+    for event in trace:
+        if event.kind in ("death", "notice"):
+            ends.setdefault(event.node, event.time_s)
+
     ready_s = costs.boot_s + costs.install_s
     found: list[tuple[float, int, str, str, str, float]] = []
     for event in trace:
-        at = event.time_s + ready_s if event.kind == "arrival" else event.time_s
-        if event.kind == "arrival" and ends.get(event.node, math.inf) <= at:
-            continue
-        rank = {"death": 0, "notice": 1, "arrival": 2}[event.kind]
+        at = event.time_s
+        if event.kind == "arrival":
+            at += ready_s
+            if ends.get(event.node, math.inf) <= at:
+                continue
+        rank = RANK_BY_KIND[event.kind]
         found.append((at, rank, event.kind, event.node, event.node_type, event.gone_s))
     return found
 
 
 def departures(trace: Sequence[TraceEvent], kinds: Collection[str], end_s: float) -> int:
-    return sum(
-        event.kind == "death" and event.node_type in kinds and event.time_s < end_s
-        for event in trace
-    )
+    """Return the number of nodes of these types that die before `end_s`."""
+    number = 0
+    for event in trace:
+        is_death = event.kind == "death" and event.node_type in kinds
+        if is_death and event.time_s < end_s:
+            number += 1
+    return number
 
 
 def paid_usd(
     trace: Sequence[TraceEvent], caps: dict[str, float], prices: PriceHistory, end_s: float
 ) -> float:
     """Return the dollars until `end_s` for living nodes, at most `caps` of each type."""
+    moments = []
+    for event in trace:
+        if event.kind == "arrival":
+            moments.append((event.time_s, event.node_type, 1))
+        elif event.kind == "death":
+            moments.append((event.time_s, event.node_type, -1))
+    moments.sort()
+    moments.append((end_s, "", 0))
+
     alive: Counter[str] = Counter()
     total = 0.0
     since = 0.0
-    moments = []
-    for event in trace:
-        if event.kind in ("arrival", "death"):
-            moments.append((event.time_s, event.node_type, 1 if event.kind == "arrival" else -1))
-    for at, node_type, change in [*sorted(moments), (end_s, "", 0)]:
+    for at, node_type, change in moments:
         until = min(at, end_s)
-        paid = [(kind, min(alive[kind], cap)) for kind, cap in caps.items() if alive[kind]]
-        total += sum(number * prices.usd(kind, since, until) for kind, number in paid)
-        since, alive[node_type] = max(since, until), alive[node_type] + change
+        amounts = []
+        for kind, cap in caps.items():
+            if alive[kind]:
+                amounts.append(min(alive[kind], cap) * prices.usd(kind, since, until))
+        total += sum(amounts)
+        since = max(since, until)
+        alive[node_type] += change
     return total

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import accumulate
 
 from transformers import PreTrainedConfig
 
@@ -36,16 +35,22 @@ class CoarseLayouts:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
-        together: dict[Hashable, list[ParameterSpec]] = {}
-        specs = family_of(config).parameter_specs(config)
-        self._trained = frozenset(name for name, spec in specs.items() if spec.trainable)
-        for spec in (specs[name] for name in specs if name in self._trained):
-            together.setdefault(_key(spec), []).append(spec)
-        bundles = [_bundle(specs) for specs in together.values()]
-        self._tensors = {bundle.tensor.name: bundle.tensor for bundle in bundles}
-        names = zip(together.values(), bundles, strict=True)
-        self._bundle_of = {spec.name: bundle for specs, bundle in names for spec in specs}
+        self._tensors: dict[str, TensorSpec] = {}
+        self._bundle_of: dict[str, _Bundle] = {}
+        """Bundle of each trained parameter, by the parameter's name."""
         self._known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
+        """Shards of (first layer, number of layers, share of the tensors)."""
+
+        together: dict[Hashable, list[ParameterSpec]] = {}
+        for spec in family_of(config).parameter_specs(config).values():
+            if spec.trainable:
+                together.setdefault(_key(spec), []).append(spec)
+
+        for specs in together.values():
+            bundle = _bundle(specs)
+            self._tensors[bundle.tensor.name] = bundle.tensor
+            for spec in specs:
+                self._bundle_of[spec.name] = bundle
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +64,10 @@ class CoarseLayouts:
                 for rank, worker in enumerate(stage.workers):
                     share = stage.share(rank)
                     held[worker] = self._shards(stage.first_layer, stage.num_layers, share)
-        return Layout(self._tensors, {worker: held[worker] for worker in plan.workers})
+
+        # A layout lists its workers in the order of the plan, as the real one does.
+        in_order = {worker: held[worker] for worker in plan.workers}
+        return Layout(self._tensors, in_order)
 
     def _shards(self, first_layer: int, num_layers: int, share: TensorShare) -> frozenset[ShardId]:
         part = (first_layer, num_layers, share)
@@ -67,8 +75,9 @@ class CoarseLayouts:
             names = stage_parameter_names(self._config, first_layer, num_layers)
             shards: set[ShardId] = set()
             for name in names:
-                if name in self._trained:
-                    bundle = self._bundle_of[name]
+                # Frozen parameters are in no bundle: they are no training state.
+                bundle = self._bundle_of.get(name)
+                if bundle is not None:
                     units = local_units(bundle.like, share)
                     shards.update(ShardId(bundle.tensor.name, unit) for unit in units)
             self._known[part] = frozenset(shards)
@@ -80,21 +89,23 @@ def _key(spec: ParameterSpec) -> Hashable:
 
     Embedding and head have keys of their own, since a tied one is held twice.
     """
-    return (
-        (spec.layer, spec.split_dim is None, spec.num_units, spec.groups)
-        if spec.layer >= 0
-        else spec.name
-    )
+    if spec.layer < 0:
+        return spec.name
+    is_whole = spec.split_dim is None
+    return (spec.layer, is_whole, spec.num_units, spec.groups)
 
 
 def _bundle(specs: list[ParameterSpec]) -> _Bundle:
     like = specs[0]
-    sizes = [
-        len(STATE_KINDS) * sum(unit_elements(spec, unit) for spec in specs)
-        for unit in range(like.num_units)
-    ]
+    # Offset of each unit's first element, and the end of the last one.
+    offsets = [0]
+    for unit in range(like.num_units):
+        num_elements = sum(unit_elements(spec, unit) for spec in specs)
+        offsets.append(offsets[-1] + len(STATE_KINDS) * num_elements)
+
+    shape = (offsets[-1],)
     if like.split_dim is None:
-        return _Bundle(TensorSpec(like.name, (sum(sizes),), "float32"), like)
-    return _Bundle(
-        TensorSpec(like.name, (sum(sizes),), "float32", 0, (0, *accumulate(sizes))), like
-    )
+        tensor = TensorSpec(like.name, shape, "float32")
+    else:
+        tensor = TensorSpec(like.name, shape, "float32", 0, tuple(offsets))
+    return _Bundle(tensor, like)

@@ -23,14 +23,20 @@ def compare(
     in steps that count) and `tokens_per_useful_s` (tokens per second of that time by the GPUs in
     use). usd_ratio is against the baseline with the cheapest tokens.
     """
-    honest = [
-        baseline for baseline in baselines if baseline["policy"] != "s3_only" and baseline["tokens"]
-    ]
+    honest = []
+    for baseline in baselines:
+        if baseline["policy"] != "s3_only" and baseline["tokens"]:
+            honest.append(baseline)
     if not honest or not ours["tokens"]:
         return None
-    best = max(honest, key=lambda baseline: float(baseline["tokens"]))
+
+    best = max(honest, key=_tokens)
     cheapest = min(honest, key=lambda baseline: float(baseline["usd_per_million_tokens"]))
     by_name = {baseline["policy"]: baseline for baseline in honest}
+    ratio_by_baseline = {}
+    for name, baseline in by_name.items():
+        ratio_by_baseline[name] = ours["tokens"] / baseline["tokens"]
+
     found = {
         "simulated": True,
         "best_baseline": best["policy"],
@@ -44,12 +50,16 @@ def compare(
         "usd_per_million_tokens_ratio": (
             cheapest["usd_per_million_tokens"] / ours["usd_per_million_tokens"]
         ),
-        "tokens_ratio_by_baseline": {
-            name: ours["tokens"] / baseline["tokens"] for name, baseline in by_name.items()
-        },
+        "tokens_ratio_by_baseline": ratio_by_baseline,
+        "why": None,
     }
-    found["why"] = _why(ours, best, found["factors"]) if found["tokens_ratio"] < ENOUGH else None
+    if found["tokens_ratio"] < ENOUGH:
+        found["why"] = _why(ours, best, found["factors"])
     return found
+
+
+def _tokens(result: Mapping[str, Any]) -> float:
+    return float(result["tokens"])
 
 
 def _parts(ours: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -58,23 +68,26 @@ def _parts(ours: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) ->
     `recovery`: gain of local recovery over restarts with the same plans. `plans`: gain of AutoHet's
     plans on all GPUs over symmetric grids of one type, both with restarts.
     """
-    parts = {}
     mixed = by_name.get("checkpoint_restart")
+    if mixed is None:
+        return {}
+
+    parts = {"recovery": ours["tokens"] / mixed["tokens"]}
     one_type = [baseline for name, baseline in by_name.items() if name.startswith("homogeneous")]
-    if mixed is not None:
-        parts["recovery"] = ours["tokens"] / mixed["tokens"]
-    if mixed is not None and one_type:
-        parts["plans"] = mixed["tokens"] / max(float(baseline["tokens"]) for baseline in one_type)
+    if one_type:
+        parts["plans"] = mixed["tokens"] / max(_tokens(baseline) for baseline in one_type)
     return parts
 
 
 def _why(ours: Mapping[str, Any], best: Mapping[str, Any], factors: Mapping[str, float]) -> str:
-    lost = 1 - best["useful_share"]
-    changes = sum(best["changes_by_cause"].values())
+    their_lost_share = 1 - best["useful_share"]
+    our_lost_share = 1 - ours["useful_share"]
+    restarts = sum(best["changes_by_cause"].values())
+    changes = sum(ours["changes_by_cause"].values())
     return (
-        f"{best['policy']} spends {lost:.1%} of the time outside steps that count ({changes}"
-        f" restarts, {best['steps_lost']} steps lost), AutoHet {1 - ours['useful_share']:.1%}"
-        f" ({sum(ours['changes_by_cause'].values())} changes): that is the most that recovery can"
+        f"{best['policy']} spends {their_lost_share:.1%} of the time outside steps that count"
+        f" ({restarts} restarts, {best['steps_lost']} steps lost), AutoHet {our_lost_share:.1%}"
+        f" ({changes} changes): that is the most that recovery can"
         f" win, {factors['useful_share']:.3f}x; in that time AutoHet does"
         f" {factors['tokens_per_useful_s']:.3f}x the tokens a second"
     )

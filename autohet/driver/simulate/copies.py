@@ -34,30 +34,30 @@ class SimulatedCopies:
         """
         if generation is None or generation.phase is Phase.BUILDING:
             return
-        order = generation.order
-        every = max(1, order.replicate_every_steps)
-        arrived = generation.step - max(1, math.ceil(generation.push_s / generation.step_s)) + 1
-        if arrived < order.start_step:
+        step = _newest_copied_step(generation)
+        if step is None:
             return
-        step = arrived - (arrived - order.start_step) % every
+
         found = []
-        for worker, own in generation.orders.items():
-            targets = {target.peers[0]: target.shards for target in own.replication_targets}
-            for peer, shards in targets.items():
-                source = Source("memory", peer, worker, step, own.generation)
-                found.append(Holding(source, frozenset(shards)))
-            if targets:  # the nodes' own snapshots of that round complete it
-                source = Source("memory", node_of(worker), worker, step, own.generation)
-                held = own.layout.shards_by_worker.get(worker, frozenset())
+        for worker, order in generation.orders.items():
+            for target in order.replication_targets:
+                source = Source("memory", target.peers[0], worker, step, order.generation)
+                found.append(Holding(source, frozenset(target.shards)))
+
+            if order.replication_targets:
+                # The other nodes hold a part only; the node's own snapshot of that round
+                # completes it.
+                source = Source("memory", node_of(worker), worker, step, order.generation)
+                held = order.layout.shards_by_worker.get(worker, frozenset())
                 found.append(Holding(source, held))
         self._replace("memory", found)
 
     def keep_checkpoint(self, step: int, generation: int, layout: Any) -> None:
         """Record the copies on disk of a committed checkpoint."""
-        found = [
-            Holding(Source("disk", node_of(worker), worker, step, generation), shards)
-            for worker, shards in layout.shards_by_worker.items()
-        ]
+        found = []
+        for worker, shards in layout.shards_by_worker.items():
+            source = Source("disk", node_of(worker), worker, step, generation)
+            found.append(Holding(source, shards))
         self._replace("disk", found)
 
     def _replace(self, kind: str, found: list[Holding]) -> None:
@@ -66,3 +66,15 @@ class SimulatedCopies:
 
     def forget(self, node: str) -> None:
         self._holdings = [copy for copy in self._holdings if copy.source.node != node]
+
+
+def _newest_copied_step(generation: SimulatedGeneration) -> int | None:
+    """Return the step of the newest round of copies that has arrived; None if none has."""
+    first_step = generation.order.start_step
+    steps_on_the_way = max(1, math.ceil(generation.push_s / generation.step_s))
+    arrived = generation.step - steps_on_the_way + 1
+    if arrived < first_step:
+        return None
+
+    every = max(1, generation.order.replicate_every_steps)
+    return arrived - (arrived - first_step) % every

@@ -63,9 +63,12 @@ class SimulatedGeneration:
         They are the ends of uploads, the step after which all stand, and the first step of a
         change, which ends it.
         """
-        awaited = self.stop or self.step == self.order.start_step
-        moments = [self.step_ends_at] if self.phase is Phase.TRAINING and awaited else []
-        return moments + [at for at, _ in self.uploads if at > now]
+        moments = []
+        is_awaited = self.stop or self.step == self.order.start_step
+        if self.phase is Phase.TRAINING and is_awaited:
+            moments.append(self.step_ends_at)
+        moments += [ends_at for ends_at, _ in self.uploads if ends_at > now]
+        return moments
 
     def make_steps(self, moment: float, job: SimulatedJob) -> bool:
         """Make the steps that end until `moment`, all at once; return True if any was made.
@@ -74,32 +77,43 @@ class SimulatedGeneration:
         """
         if self.phase is not Phase.TRAINING or self.step_ends_at > moment:
             return False
-        number = 1 if self.stop else 1 + int((moment - self.step_ends_at) / self.step_s)
+        number = 1
+        if not self.stop:
+            number += int((moment - self.step_ends_at) / self.step_s)
         first = self.step
-        ended_at = self.step_ends_at
+        first_ended_at = self.step_ends_at
         self.step += number
         self.step_ends_at += number * self.step_s
-        for step in sorted({first, self.step - 1}):
-            at = ended_at + (step - first) * self.step_s
-            self.records.append(
-                StepRecord(
-                    step, 0.0, 0.0, job.tokens_by_step, self.step_s, self.order.generation, at
-                )
-            )
-        last = self.step // job.every_steps
-        due = range(max(first // job.every_steps, last - MOST_UPLOADS) + 1, last + 1)
-        for checkpoint in due:
-            step = checkpoint * job.every_steps
-            begun_at = ended_at + (step - 1 - first) * self.step_s
-            self.uploads.append((begun_at + self.upload_s, step))
         self.span.num_steps = self.step - self.order.start_step
+
+        self._record_steps(first, first_ended_at, job.tokens_by_step)
+        self._begin_uploads(first, first_ended_at, job.every_steps)
         if self.stop:
             self.phase = Phase.STOPPED
-            if self.upload and self.step % job.every_steps:
-                self.uploads.append((ended_at + self.upload_s, self.step))
+            is_regular_checkpoint = self.step % job.every_steps == 0
+            if self.upload and not is_regular_checkpoint:
+                self.uploads.append((first_ended_at + self.upload_s, self.step))
         return True
+
+    def _record_steps(self, first: int, first_ended_at: float, tokens: int) -> None:
+        """Record the step `first` and the last one, which is the same if only one was made."""
+        for step in sorted({first, self.step - 1}):
+            ended_at = first_ended_at + (step - first) * self.step_s
+            generation = self.order.generation
+            record = StepRecord(step, 0.0, 0.0, tokens, self.step_s, generation, ended_at)
+            self.records.append(record)
+
+    def _begin_uploads(self, first: int, first_ended_at: float, every_steps: int) -> None:
+        """Begin to upload the newest checkpoints that are due since the step `first`."""
+        last_due = self.step // every_steps
+        first_due = max(first // every_steps, last_due - MOST_UPLOADS) + 1
+        for checkpoint in range(first_due, last_due + 1):
+            step = checkpoint * every_steps
+            # The state of `step` is there when the step before it has ended.
+            begun_at = first_ended_at + (step - 1 - first) * self.step_s
+            self.uploads.append((begun_at + self.upload_s, step))
 
     def drop_news(self, now: float) -> None:
         """Drop the records and finished uploads that the controller has seen."""
         self.records = []
-        self.uploads = [upload for upload in self.uploads if upload[0] > now]
+        self.uploads = [(ends_at, step) for ends_at, step in self.uploads if ends_at > now]

@@ -42,24 +42,30 @@ class SimulatedMachines:
 
     def due(self) -> list[float]:
         """Return the times at which machines arrive, join, are warned, die and are missed."""
-        moments = [self._trace[0].time_s] if self._trace else []
+        moments = []
+        if self._trace:
+            moments.append(self._trace[0].time_s)
         moments += self._booting.values()
-        moments += [died + self._costs.detect_s for died in self.dead.values()]
+        moments += [self._missed_at(name) for name in self.dead]
         return moments
 
+    def _missed_at(self, name: str) -> float:
+        """Return the second at which Ray notices that a dead node is dead."""
+        return self.dead[name] + self._costs.detect_s
+
     def notices(self) -> dict[str, Notice]:
-        return {name: notice for name, notice in self._notices.items() if name in self.nodes}
+        return dict(self._notices)
 
     def is_reachable(self, name: str) -> bool:
         return name in self.nodes and name not in self.dead
 
     def slowest_network(self, names: Collection[str]) -> float:
         """Return the lowest network speed of these nodes, in bytes per second."""
-        return min(
-            self.nodes[name].node.node_type.inter_node_bytes_per_s
-            for name in names
-            if name in self.nodes
-        )
+        speeds = []
+        for name in names:
+            if name in self.nodes:
+                speeds.append(self.nodes[name].node.node_type.inter_node_bytes_per_s)
+        return min(speeds)
 
     def update_prices(self) -> None:
         """Set the current prices of node types, also of living nodes, if any has changed.
@@ -72,7 +78,8 @@ class SimulatedMachines:
         self._kinds = self._prices.at(self._kinds, now)
         for name, view in self.nodes.items():
             kind = self._kinds[view.node.node_type.name]
-            self.nodes[name] = replace(view, node=replace(view.node, node_type=kind))
+            node = replace(view.node, node_type=kind)
+            self.nodes[name] = replace(view, node=node)
         self._prices_change_at = self._prices.next_change_s(now)
 
     def run_trace(self) -> list[str]:
@@ -82,17 +89,22 @@ class SimulatedMachines:
             event = self._trace.popleft()
             self._clock.note_change()
             if event.kind == "arrival":
-                self.bill.machines[event.node] = self._kinds[event.node_type], event.time_s
-                boot_s = self._costs.boot_s + self._costs.install_s
-                self._booting[event.node] = event.time_s + boot_s
+                self._boot(event)
             elif event.kind == "notice":
                 self._warn(event)
             elif event.kind == "death" and self._die(event):
                 died.append(event.node)
         return died
 
+    def _boot(self, event: TraceEvent) -> None:
+        """Start a machine; it is paid for from now on, though it joins only once it has booted."""
+        self.bill.machines[event.node] = (self._kinds[event.node_type], event.time_s)
+        boot_s = self._costs.boot_s + self._costs.install_s
+        self._booting[event.node] = event.time_s + boot_s
+
     def _warn(self, event: TraceEvent) -> None:
-        self._booting.pop(event.node, None)  # it goes before it was of use
+        # A machine that is warned while it boots would leave before it is of use: it never joins.
+        self._booting.pop(event.node, None)
         if event.node in self.nodes:
             now = self._clock.now
             self._notices[event.node] = Notice(event.node, "trace", now, event.gone_s)
@@ -108,16 +120,22 @@ class SimulatedMachines:
 
     def join_booted(self) -> None:
         """Take the machines that have booted and installed up to now into use."""
-        for name in [name for name, at in self._booting.items() if at <= self._clock.now]:
+        now = self._clock.now
+        booted = [name for name, ready_at in self._booting.items() if ready_at <= now]
+        for name in booted:
             joined_at = self._booting.pop(name)
             self._clock.note_change()
-            node = Node(name, self._kinds[self.bill.machines[name][0].name])
-            self.nodes[name] = NodeView(node, joined_at, AgentEndpoint(name, "simulated", 1, ""))
+
+            # The bill has the type at the price of the machine's start; take today's.
+            started_as, _ = self.bill.machines[name]
+            node = Node(name, self._kinds[started_as.name])
+            endpoint = AgentEndpoint(name, "simulated", 1, "")
+            self.nodes[name] = NodeView(node, joined_at, endpoint)
 
     def pop_noticed_deaths(self) -> dict[str, float]:
         """Return the second of death of each node that Ray notices by now to be dead."""
-        detect_s = self._costs.detect_s
-        noticed = [name for name, died in self.dead.items() if died + detect_s <= self._clock.now]
+        now = self._clock.now
+        noticed = [name for name in self.dead if self._missed_at(name) <= now]
         return {name: self.dead.pop(name) for name in noticed}
 
     def forget(self, name: str) -> None:

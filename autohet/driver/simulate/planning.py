@@ -86,31 +86,40 @@ class SearchCache:
 
         It is scaled by the sum of the nodes' speeds.
         """
-        here = self._total(counts)
-        near = [
-            (abs(self._total(of) - here), step_s * self._total(of) / here)
-            for of, step_s in self.searched.items()
-        ]
-        distance, step_s = min(near, default=(float("inf"), 0.0))
-        return step_s if distance <= NEAR * here else None
+        here = self._total_speed(counts)
+        candidates = []
+        for searched, step_s in self.searched.items():
+            there = self._total_speed(searched)
+            candidates.append((abs(there - here), step_s * there / here))
+        if not candidates:
+            return None
 
-    def _total(self, counts: KindCounts) -> float:
+        # Of two fleets that are equally near, the lower expectation counts: it demands more.
+        distance, expected_s = min(candidates)
+        if distance > NEAR * here:
+            return None
+        return expected_s
+
+    def _total_speed(self, counts: KindCounts) -> float:
+        """Return the sum of the nodes' speeds, in blocks a second."""
         return sum(self.speed[kind] * number for kind, number in counts)
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     """Return the same plan on nodes of other names."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = [_renamed_stage(stage, names) for stage in pipeline.stages]
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    return replace(plan, pipelines=tuple(pipelines))
 
-    def stage(of: Stage) -> Stage:
-        workers = [worker.rpartition("/") for worker in of.workers]
-        return replace(of, workers=tuple(f"{names[node]}/{gpu}" for node, _, gpu in workers))
 
-    return replace(
-        plan,
-        pipelines=tuple(
-            replace(p, stages=tuple(stage(of) for of in p.stages)) for p in plan.pipelines
-        ),
-    )
+def _renamed_stage(stage: Stage, names: Mapping[str, str]) -> Stage:
+    workers = []
+    for worker in stage.workers:
+        node, _, gpu = worker.rpartition("/")
+        workers.append(f"{names[node]}/{gpu}")
+    return replace(stage, workers=tuple(workers))
 
 
 class RememberedPlanning(Planning):
@@ -143,10 +152,12 @@ class RememberedPlanning(Planning):
 
     def kind_of(self, node: Node) -> PricedKind:
         kind = node.node_type
-        return kind.name, kind.slowdown, kind.usd_per_hour if self._by_price else None
+        price = kind.usd_per_hour if self._by_price else None
+        return kind.name, kind.slowdown, price
 
     def counts_of(self, fleet: Fleet) -> KindCounts:
-        return tuple(sorted(Counter(map(self.kind_of, fleet.nodes)).items()))
+        numbers = Counter(self.kind_of(node) for node in fleet.nodes)
+        return tuple(sorted(numbers.items()))
 
     def make_cost(self, fleet: Fleet, *, one_format: bool = False) -> CostModel:
         """Same as `Planning.make_cost`, but computes nothing again for known node types."""
@@ -157,7 +168,7 @@ class RememberedPlanning(Planning):
             if self.memory.cost is not None:
                 return self.memory.cost.on(planned)
         except ConfigError:
-            pass  # a node type that is new
+            pass  # The fleet has a node type that the remembered model was not made for.
         self.memory.cost = super().make_cost(fleet)
         return self.memory.cost
 
@@ -174,9 +185,8 @@ class RememberedPlanning(Planning):
         The driver is busy for the stated search time.
         """
         self._busy(self.costs.search_seconds(len(fleet.workers), waiting=True))
-        return self.answer(
-            fleet, None if current is None else current.plan, redundant=redundant, thorough=thorough
-        )
+        plan = None if current is None else current.plan
+        return self.answer(fleet, plan, redundant=redundant, thorough=thorough)
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Same as `Planning.search`; its result is available after the stated search time."""
@@ -199,36 +209,52 @@ class RememberedPlanning(Planning):
         """
         if redundant:
             self._require_nodes(fleet)
-        self._kinds.update({node.name: self.kind_of(node) for node in fleet.nodes})
+        for node in fleet.nodes:
+            self._kinds[node.name] = self.kind_of(node)
         names = self._counted_names(fleet, current)
-        counted = Fleet(
-            0,
-            tuple(
-                sorted(
-                    (Node(names[n.name], n.node_type) for n in fleet.nodes), key=lambda n: n.name
-                )
-            ),
-        )
-        plan = None if current is None else renamed(current, names)
-        equal = tuple((node.name, self.kind_of(node)) for node in counted.nodes)
-        key = (equal, plan, redundant, thorough)
-        if key not in self.memory.answers:
-            begun = time.process_time()
-            try:
-                self.memory.answers[key] = self._ask(counted, plan, redundant, thorough)
-            except ConfigError as error:
-                self.memory.answers[key] = str(error)
-            self.memory.search_cpu_s += time.process_time() - begun
-        found = self.memory.answers[key]
-        if isinstance(found, str):
-            raise InfeasibleError(found)
-        back = {counted_name: name for name, counted_name in names.items()}
-        plan = renamed(found.plan, back)
+        found = self._remembered(fleet, current, names, redundant, thorough)
+
+        own_names = {counted_name: name for name, counted_name in names.items()}
+        plan = renamed(found.plan, own_names)
         self.predictions[plan] = found.prediction
         cost = self.make_cost(fleet)
         return PlanProposal(
             plan, found.prediction, cost, (), found.stay, found.reason, found.searched
         )
+
+    def _remembered(
+        self,
+        fleet: Fleet,
+        current: Plan | None,
+        names: Mapping[str, str],
+        redundant: bool,
+        thorough: bool | None,
+    ) -> Remembered:
+        """Return the planner's answer in counted names, which is asked for once only.
+
+        Raises:
+            InfeasibleError: no plan exists for this fleet.
+        """
+        nodes = [Node(names[node.name], node.node_type) for node in fleet.nodes]
+        counted = Fleet(0, tuple(sorted(nodes, key=lambda node: node.name)))
+        plan = None if current is None else renamed(current, names)
+
+        # The nodes' types differ with every change of price; their kinds only where it matters.
+        kinds = tuple((node.name, self.kind_of(node)) for node in counted.nodes)
+        key = (kinds, plan, redundant, thorough)
+        if key not in self.memory.answers:
+            begun = time.process_time()
+            try:
+                self.memory.answers[key] = self._ask(counted, plan, redundant, thorough)
+            except ConfigError as error:
+                # A search that finds nothing takes as long: remember the refusal, too.
+                self.memory.answers[key] = str(error)
+            self.memory.search_cpu_s += time.process_time() - begun
+
+        found = self.memory.answers[key]
+        if isinstance(found, str):
+            raise InfeasibleError(found)
+        return found
 
     def fastest(self, fleet: Fleet, current: Plan | None) -> PlanProposal:
         """Return the fastest known plan of the fleet, for a trainer that loads all its state again.
@@ -238,29 +264,29 @@ class RememberedPlanning(Planning):
         Raises:
             ConfigError: no plan exists for this fleet.
         """
-        known = None if self.counts_of(fleet) in self.memory.plans else current
-        if known is not None and not any(worker in fleet.workers for worker in known.workers):
-            known = None
-        return self.answer(fleet, known)
+        if current is None or self.counts_of(fleet) in self.memory.plans:
+            return self.answer(fleet, None)
+
+        # Replanning needs a worker of the present plan that still lives.
+        still_lives = any(worker in fleet.workers for worker in current.workers)
+        return self.answer(fleet, current if still_lives else None)
 
     def _ask(
         self, fleet: Fleet, current: Plan | None, redundant: bool, thorough: bool | None
     ) -> Remembered:
-        clock = time.process_time  # a search ends alike whatever else the machine does
-        request = replace(self.request(fleet, self.make_cost(fleet)), clock=clock)
+        # A search's time limit counts the CPU's seconds: its result must not depend on what else
+        # the machine does.
+        request = replace(self.request(fleet, self.make_cost(fleet)), clock=time.process_time)
         if not redundant:
             request = replace(request, min_node_disjoint_holders=1)
         counts = self.counts_of(fleet)
         self._note_speeds(request)
         if current is None:
             return self._first(request, counts)
-        small = len(fleet.workers) <= 64
-        whole = thorough or (thorough is None and small)
-        if (
-            not whole
-            or counts not in self.memory.plans
-            or self._is_fast(counts, self.memory.plans[counts][0])
-        ):
+
+        is_small = len(fleet.workers) <= 64
+        whole = thorough or (thorough is None and is_small)
+        if not whole or self._may_repair(counts):
             try:
                 found = self._replanned(current, request, counts, thorough=False)
             except InfeasibleError:  # no repair fits
@@ -272,12 +298,22 @@ class RememberedPlanning(Planning):
         self.memory.num_searches += 1
         return self._replanned(current, request, counts, thorough=True)
 
+    def _may_repair(self, counts: KindCounts) -> bool:
+        """Return true unless the fleet's fastest known plan is slow compared with near fleets."""
+        if counts not in self.memory.plans:
+            return True
+        step_s, _ = self.memory.plans[counts]
+        return self._is_fast(counts, step_s)
+
     def _is_fast(self, counts: KindCounts, step_s: float) -> bool:
         """Return true if a fleet was searched, or has a plan as fast as a near one lets expect."""
-        expected_s = None if self._by_price else self.memory.expected_s(counts)
-        return counts in self.memory.searched or (
-            expected_s is not None and step_s <= AS_FAST * expected_s
-        )
+        if counts in self.memory.searched:
+            return True
+        # A job that decides by price may want a slower plan: near fleets' step times say nothing.
+        if self._by_price:
+            return False
+        expected_s = self.memory.expected_s(counts)
+        return expected_s is not None and step_s <= AS_FAST * expected_s
 
     def _first(self, request: Request, counts: KindCounts) -> Remembered:
         """Return the plan if nothing runs yet: a remembered plan of this fleet, or a whole search.
@@ -286,7 +322,8 @@ class RememberedPlanning(Planning):
         tokens.
         """
         if counts in self.memory.plans and self.job.parallelism.objective == "time":
-            plan = self._placed(self.memory.plans[counts][1], request)
+            _, fastest = self.memory.plans[counts]
+            plan = self._placed(fastest, request)
             return Remembered(plan, request.cost.predict(plan), False, "", True)
         self.memory.num_searches += 1
         answer = plan_with(self.job.parallelism.strategy, request)
@@ -296,20 +333,20 @@ class RememberedPlanning(Planning):
     def _replanned(
         self, current: Plan, request: Request, counts: KindCounts, *, thorough: bool
     ) -> Remembered:
-        known = (
-            []
-            if counts not in self.memory.plans
-            else [self._placed(self.memory.plans[counts][1], request)]
-        )
-        alive = set(request.fleet.workers)
-        holders = holders_of(current, self.inputs.spec.num_layers)
-        held = {worker: part for worker, part in holders.items() if worker in alive}
+        known = []
+        if counts in self.memory.plans:
+            alive = set(request.fleet.workers)
+            holders = holders_of(current, self.inputs.spec.num_layers)
+            held = {worker: part for worker, part in holders.items() if worker in alive}
+            _, fastest = self.memory.plans[counts]
+            known.append(align(self._placed(fastest, request), request, held))
+
         decision = replan(
             current,
             request,
             migration=MigrationCost(fixed_s=self.move_s, horizon_s=self.horizon_s),
             thorough=thorough,
-            known=[align(plan, request, held) for plan in known],
+            known=known,
         )
         answer = decision.answer
         self.memory.keep(counts, answer.prediction, answer.plan, searched=thorough)
@@ -327,18 +364,20 @@ class RememberedPlanning(Planning):
         The present plan's nodes come first, in its order and also those that are gone, then the
         others.
         """
-        planned = (
-            () if current is None else dict.fromkeys(node_of(worker) for worker in current.workers)
-        )
+        own_names = []
+        if current is not None:
+            own_names += [node_of(worker) for worker in current.workers]
+        own_names += sorted(node.name for node in fleet.nodes)
+
         names: dict[str, str] = {}
         used: Counter[PricedKind] = Counter()
-        for name in dict.fromkeys((*planned, *sorted(node.name for node in fleet.nodes))):
-            kind = self._kinds[name]
-            names[name] = (
-                f"{kind[0]}@{kind[1]:g}{'' if kind[2] is None else f'@{kind[2]!r}'}-{used[kind]:05d}"  # noqa: E501
-            )
-            self._kinds[names[name]] = self.memory.kinds[names[name]] = kind
+        for own_name in dict.fromkeys(own_names):
+            kind = self._kinds[own_name]
+            counted_name = f"{_text_of(kind)}-{used[kind]:05d}"
             used[kind] += 1
+            names[own_name] = counted_name
+            self._kinds[counted_name] = kind
+            self.memory.kinds[counted_name] = kind
         return names
 
     def _placed(self, plan: Plan, request: Request) -> Plan:
@@ -346,6 +385,7 @@ class RememberedPlanning(Planning):
         of_kind: dict[PricedKind, list[str]] = {}
         for node in request.fleet.nodes:
             of_kind.setdefault(self.kind_of(node), []).append(node.name)
+
         names: dict[str, str] = {}
         used: Counter[PricedKind] = Counter()
         for name in sorted({node_of(worker) for worker in plan.workers}):
@@ -357,10 +397,20 @@ class RememberedPlanning(Planning):
     def _note_speeds(self, request: Request) -> None:
         """Record each node's blocks a second, its GPUs alone, one sequence at a time."""
         for node in request.fleet.nodes:
-            if self.kind_of(node) not in self.memory.speed:
+            kind = self.kind_of(node)
+            if kind not in self.memory.speed:
                 costs = request.cost.layers.costs(node.node_type, 1, 1)
-                seconds = max(float((costs.forward_s + costs.backward_s).sum()), 1e-30)
-                self.memory.speed[self.kind_of(node)] = node.node_type.num_gpus / seconds
+                seconds = float((costs.forward_s + costs.backward_s).sum())
+                # The floor avoids a division by zero where a profile says that layers take no time.
+                self.memory.speed[kind] = node.node_type.num_gpus / max(seconds, 1e-30)
+
+
+def _text_of(kind: PricedKind) -> str:
+    """Return a text that differs for kinds that are not equal."""
+    name, slowdown, usd_per_hour = kind
+    if usd_per_hour is None:
+        return f"{name}@{slowdown:g}"
+    return f"{name}@{slowdown:g}@{usd_per_hour!r}"
 
 
 class _Later:

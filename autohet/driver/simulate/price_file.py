@@ -52,13 +52,13 @@ def read_prices(
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read prices '{path}': {getattr(error, 'strerror', None) or error}"
-        ) from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read prices '{path}': {why}") from None
+
     if text.lstrip()[:1] in ("{", "["):
-        instances = {
-            kind.name: _instance(_entry(document, kind.name)) for kind in cluster.node_types
-        }
+        instances = {}
+        for kind in cluster.node_types:
+            instances[kind.name] = _instance(_entry(document, kind.name))
         return _from_history(_by_place(text, path), path, cluster, instances, begin)
     if begin is not None:
         raise ConfigError(
@@ -71,10 +71,11 @@ def read_prices(
 
 def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) -> dict[str, str]:
     """Return the source of each node type's price; the text says so if the price is constant."""
-    return {
-        kind.name: recorded.sources.get(kind.name) or _constant(kind, _entry(document, kind.name))
-        for kind in cluster.node_types
-    }
+    found = {}
+    for kind in cluster.node_types:
+        recorded_source = recorded.sources.get(kind.name)
+        found[kind.name] = recorded_source or _constant(kind, _entry(document, kind.name))
+    return found
 
 
 def _constant(kind: NodeType, entry: Mapping[str, Any]) -> str:
@@ -105,11 +106,12 @@ def _by_place(text: str, path: str | Path) -> ByPlace:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"prices '{path}' are no JSON: {error}") from None
     pages = document if isinstance(document, list) else [document]
-    if not all(isinstance(page, Mapping) and isinstance(page.get(HISTORY), list) for page in pages):
-        raise ConfigError(
-            f"prices '{path}' have no list {HISTORY}, as `aws ec2 describe-spot-price-history`"
-            " prints it"
-        )
+    for page in pages:
+        if not (isinstance(page, Mapping) and isinstance(page.get(HISTORY), list)):
+            raise ConfigError(
+                f"prices '{path}' have no list {HISTORY}, as `aws ec2 describe-spot-price-history`"
+                " prints it"
+            )
     found: dict[tuple[str, str], list[PricePoint]] = {}
     for point in sorted(price_points(pages), key=lambda point: point.since):
         found.setdefault((point.instance_type, point.zone), []).append(point)
@@ -131,11 +133,13 @@ def _from_history(
                 found[kind.name] = points
     if not found:
         known = ", ".join(sorted({instance for instance, _ in by_place})) or "none"
+        spot_names = [kind.name for kind in cluster.node_types if kind.spot]
+        wanted = ", ".join(instances[name] or "no instance type" for name in spot_names)
         raise ConfigError(
             f"prices '{path}' have nothing for any spot node type of the cluster: they are of"
-            f" {known}, the cluster's spot nodes of"
-            f" {', '.join(instances[k.name] or 'no instance type' for k in cluster.node_types if k.spot) or 'none'}"  # noqa: E501
+            f" {known}, the cluster's spot nodes of {wanted or 'none'}"
         )
+
     first = max(points[0].since for points in found.values())
     last = max(points[-1].since for points in found.values())
     if begin is None:
@@ -147,10 +151,15 @@ def _from_history(
             f"--prices-from is {begin.isoformat()}; prices '{path}' are of {first.isoformat()} to"
             f" {last.isoformat()}"
         )
-    rows: list[tuple[float, str, float]] = []
+    rows: list[PriceRow] = []
+    sources = {}
     for name, points in found.items():
-        rows += [((p.since - begin).total_seconds(), name, p.usd_per_hour) for p in points]
-    return RecordedPrices(rows, {name: _said(points, begin) for name, points in found.items()})
+        sources[name] = _said(points, begin)
+        for point in points:
+            # A point before the beginning has a negative second: its price holds from 0 on.
+            time_s = (point.since - begin).total_seconds()
+            rows.append((time_s, name, point.usd_per_hour))
+    return RecordedPrices(rows, sources)
 
 
 def _said(points: Sequence[PricePoint], begin: datetime) -> str:
@@ -167,9 +176,9 @@ def _points_of(
     if not zones or kind.zone in zones:
         return by_place.get((instance, kind.zone), ())
     if kind.zone or len(zones) > 1:
-        where = (
-            f"is in {kind.zone}" if kind.zone else "names no zone: set the label 'autohet.io/zone'"
-        )
+        where = "names no zone: set the label 'autohet.io/zone'"
+        if kind.zone:
+            where = f"is in {kind.zone}"
         raise ConfigError(
             f"prices '{path}' have {instance} in {', '.join(zones)}; node type '{kind.name}'"
             f" {where}"
@@ -201,13 +210,9 @@ def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[PriceRow]:
                 f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster"
                 f" has {', '.join(sorted(names))}"
             )
-        found.append(
-            (
-                _number(row, "time_s", number, path),
-                row["node_type"],
-                _number(row, "usd_per_hour", number, path),
-            )
-        )
+        time_s = _number(row, "time_s", number, path)
+        usd_per_hour = _number(row, "usd_per_hour", number, path)
+        found.append((time_s, row["node_type"], usd_per_hour))
     return found
 
 

@@ -25,31 +25,48 @@ class PriceHistory:
 
     def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[PriceRow] = ()) -> None:
         self._steps: dict[str, list[tuple[float, float]]] = {}
-        self._given = {of for _, of, _ in rows}
+        """Price changes of each type, in order of time: (second, dollars an hour from then on)."""
+        self._given: set[str] = set()
+        """Types that have rows."""
+
+        later_steps: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+        for time_s, node_type, usd in rows:
+            self._given.add(node_type)
+            if node_type in later_steps:
+                later_steps[node_type].append((time_s, usd))
+
         for name, kind in kinds.items():
-            later = sorted((time_s, usd) for time_s, of, usd in rows if of == name)
-            self._steps[name] = [(-math.inf, kind.usd_per_hour or 0.0), *later]
+            at_first = (-math.inf, kind.usd_per_hour or 0.0)
+            self._steps[name] = [at_first, *sorted(later_steps[name])]
 
     def usd_per_hour(self, node_type: str, time_s: float) -> float:
         steps = self._steps[node_type]
-        return steps[bisect_right(steps, (time_s, math.inf)) - 1][1]
+        # No price is infinite, so a change at `time_s` itself is left of this key and counts.
+        following = bisect_right(steps, (time_s, math.inf))
+        _, usd = steps[following - 1]
+        return usd
 
     def usd(self, node_type: str, begin_s: float, end_s: float) -> float:
         """Return the dollars for one node from `begin_s` to `end_s`."""
         steps = self._steps[node_type]
-        ends = [time_s for time_s, _ in steps[1:]] + [math.inf]
-        hours = (
-            max(0.0, min(end, end_s) - max(begin, begin_s)) / 3600.0
-            for (begin, _), end in zip(steps, ends, strict=True)
-        )
-        return sum(hour * usd for hour, (_, usd) in zip(hours, steps, strict=True) if hour)
+        ends = [time_s for time_s, _ in steps[1:]]
+        ends.append(math.inf)
+
+        amounts = []
+        for (begin, usd_per_hour), end in zip(steps, ends, strict=True):
+            seconds = min(end, end_s) - max(begin, begin_s)
+            if seconds > 0.0:
+                amounts.append(seconds / 3600.0 * usd_per_hour)
+        return sum(amounts)
 
     def next_change_s(self, time_s: float) -> float:
         """Return the time of the first price change after `time_s`; infinite if there is none."""
-        return min(
-            (at for steps in self._steps.values() for at, _ in steps if at > time_s),
-            default=math.inf,
-        )
+        change_s = math.inf
+        for steps in self._steps.values():
+            following = bisect_right(steps, (time_s, math.inf))
+            if following < len(steps):
+                change_s = min(change_s, steps[following][0])
+        return change_s
 
     def at(self, kinds: Mapping[str, NodeType], time_s: float) -> dict[str, NodeType]:
         """Return these node types at their prices of `time_s`."""
@@ -57,7 +74,11 @@ class PriceHistory:
 
     def cheapest(self, kinds: Mapping[str, NodeType], end_s: float) -> dict[str, NodeType]:
         """Return these node types at their lowest prices from 0 until `end_s`."""
-        return self._priced(kinds, lambda name: min(usd for _, usd in self.steps(name, end_s)))
+
+        def lowest(name: str) -> float:
+            return min(usd for _, usd in self.steps(name, end_s))
+
+        return self._priced(kinds, lowest)
 
     def _priced(
         self, kinds: Mapping[str, NodeType], usd_per_hour: Callable[[str], float]
@@ -66,9 +87,11 @@ class PriceHistory:
 
         Other types keep the cluster file's price, also if it is None.
         """
-        priced = [name for name in kinds if name in self._given]
-        given = {name: replace(kinds[name], usd_per_hour=usd_per_hour(name)) for name in priced}
-        return {**kinds, **given}
+        priced = dict(kinds)
+        for name, kind in kinds.items():
+            if name in self._given:
+                priced[name] = replace(kind, usd_per_hour=usd_per_hour(name))
+        return priced
 
     def steps(self, node_type: str, end_s: float) -> list[tuple[float, float]]:
         """Return (second, dollars an hour from then on) at each change from 0 until `end_s`."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autohet.driver.simulate.spot_trace import TraceEvent
+from autohet.driver.simulate.spot_trace import TraceEvent, in_order
 from autohet.driver.sky.command import SkyCluster, SkyJob
 from autohet.driver.sky.supervisor import POLL_S, Limits, Record, Seen, decide_round
 from planner.cluster import NodeType
@@ -95,19 +95,25 @@ class RegionWalk:
         stays: list[Stay] = []
         moves: list[Move] = []
         while now_s < self.end_s:
-            trains = gpus.at(now_s, record.region) >= self.gpus_needed
-            cluster, job = (_UP, _RUNNING) if trains else (None, None)
-            decision = decide_round(record, Seen(now_s, cluster, job, False, 0), regions, limits)
-            following = decision.record
+            seen = Seen(now_s, None, None, False, 0)
+            if gpus.at(now_s, record.region) >= self.gpus_needed:
+                seen = Seen(now_s, _UP, _RUNNING, False, 0)
+            decision = decide_round(record, seen, regions, limits)
             if decision.action == "give_up":
                 break
+
+            following = decision.record
             if decision.action == "move":
                 stays.append(Stay(record.region, began_s, now_s))
-                moves.append(self._move(now_s, record.region, following.region))
-                began_s = now_s + moves[-1].copy_s
+                move = self._move(now_s, record.region, following.region)
+                moves.append(move)
+                began_s = now_s + move.copy_s
             record = following
+            # The supervisor copies the checkpoint before it looks again.
             now_s = max(now_s + POLL_S, began_s)
-        stays.append(Stay(record.region, began_s, max(began_s, min(now_s, self.end_s))))
+
+        left_s = max(began_s, min(now_s, self.end_s))
+        stays.append(Stay(record.region, began_s, left_s))
         return stays, moves
 
     def _move(self, at_s: float, source: str, target: str) -> Move:
@@ -127,8 +133,7 @@ class RegionWalk:
             mine = only(self.trace, region_by_type, stay.region)
             for life in _lives(mine):
                 found += [event for event in _within(life, stay) if event.time_s < self.end_s]
-        rank = {"arrival": 0, "notice": 1, "death": 2}
-        return sorted(found, key=lambda event: (event.time_s, rank[event.kind], event.node))
+        return list(in_order(found))
 
 
 class _Gpus:
@@ -149,10 +154,13 @@ class _Gpus:
     def at(self, now_s: float, region: str) -> int:
         while self._next < len(self._events) and self._events[self._next].time_s <= now_s:
             event = self._events[self._next]
-            sign = 1 if event.kind == "arrival" else -1
-            gpus = sign * self._kinds[event.node_type].num_gpus
-            self._count[self._region_by_type[event.node_type]] += gpus
             self._next += 1
+            num_gpus = self._kinds[event.node_type].num_gpus
+            region_of_event = self._region_by_type[event.node_type]
+            if event.kind == "arrival":
+                self._count[region_of_event] += num_gpus
+            else:
+                self._count[region_of_event] -= num_gpus
         return self._count[region]
 
 
@@ -180,12 +188,13 @@ def _within(life: Sequence[TraceEvent], stay: Stay) -> list[TraceEvent]:
     to_s = min(died_s, stay.to_s)
     if from_s >= to_s:
         return []
+
     found = [TraceEvent(from_s, "arrival", first.node, first.node_type)]
     if died_s <= stay.to_s:
         for event in life[1:]:
-            at_s = max(from_s, event.time_s)
-            found.append(TraceEvent(at_s, event.kind, event.node, event.node_type, event.gone_s))
+            found.append(replace(event, time_s=max(from_s, event.time_s)))
     elif stay.to_s < math.inf:
+        # The supervisor moves away and ends the nodes of this region.
         found.append(TraceEvent(stay.to_s, "death", first.node, first.node_type, stay.to_s))
     return found
 

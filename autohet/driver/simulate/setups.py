@@ -50,7 +50,8 @@ def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             names = layers_of(stage, index, len(pipeline.stages))
-            whole = sum(layer_named(spec, name).parameters for name in names) * each
+            num_parameters = sum(layer_named(spec, name).parameters for name in names)
+            whole = num_parameters * each
             for rank, worker in enumerate(stage.workers):
                 found[worker] = whole * stage.share(rank).fraction
     return found
@@ -66,12 +67,14 @@ def make_setup(
 ) -> Setup:
     by_worker = state_bytes_by_worker(plan, spec)
     by_node: dict[str, float] = {}
-    for worker, count in by_worker.items():
-        by_node[node_of(worker)] = by_node.get(node_of(worker), 0.0) + count
-    model_bytes = sum(by_worker[w] for w in plan.pipelines[0].workers)
-    network = min(
-        node.node_type.inter_node_bytes_per_s for node in fleet.nodes if node.name in by_node
-    )
+    for worker, num_bytes in by_worker.items():
+        node = node_of(worker)
+        by_node[node] = by_node.get(node, 0.0) + num_bytes
+
+    # Each pipeline holds the whole state once.
+    model_bytes = sum(by_worker[worker] for worker in plan.pipelines[0].workers)
+    used = [node.node_type for node in fleet.nodes if node.name in by_node]
+    network = min(kind.inter_node_bytes_per_s for kind in used)
     return Setup(
         plan=plan,
         nodes=frozenset(by_node),
@@ -100,7 +103,7 @@ class MixedSetups:
     def setup(self, nodes: Sequence[Node]) -> Setup | None:
         """Return the setup on these nodes; None if no plan fits the fleet."""
         fleet = Fleet(0, tuple(nodes))
-        if sum(len(node.workers) for node in nodes) < self._planning.job.elastic.min_workers:
+        if len(fleet.workers) < self._planning.job.elastic.min_workers:
             return None
         try:
             found = self._planning.fastest(fleet, self._last)
@@ -129,20 +132,33 @@ class SymmetricSetups:
         self.fixed = fixed
 
     def setup(self, nodes: Iterable[Node]) -> Setup | None:
-        kinds = {
-            node.name: node.node_type for node in nodes if node.node_type.name == self.kind.name
-        }
+        kinds = {}
+        for node in nodes:
+            if node.node_type.name == self.kind.name:
+                kinds[node.name] = node.node_type
         names = sorted(kinds)
         number = len(names) if self.fixed is None else self.fixed
-        kind = kinds[names[0]] if names else self.kind  # at the price of then
-        if number > len(names) or (found := grid(self._planning, kind, number)) is None:
+        if number > len(names):
             return None
-        plan, prediction, used = found
-        stand_in = {f"grid-{index:05d}": name for index, name in enumerate(names[:used])}
-        fleet = Fleet(0, tuple(Node(name, kind) for name in names[:used]))
-        return make_setup(
-            renamed(plan, stand_in), prediction, fleet, self._planning.inputs.spec, self._costs, 0.0
-        )
+
+        # The living nodes have the price of this moment, which `self.kind` has not.
+        kind = kinds[names[0]] if names else self.kind
+        found = grid(self._planning, kind, number)
+        if found is None:
+            return None
+
+        plan, prediction, num_used = found
+        used = names[:num_used]
+        name_by_stand_in = dict(zip(_stand_ins(num_used), used, strict=True))
+        plan = renamed(plan, name_by_stand_in)
+        fleet = Fleet(0, tuple(Node(name, kind) for name in used))
+        spec = self._planning.inputs.spec
+        return make_setup(plan, prediction, fleet, spec, self._costs, 0.0)
+
+
+def _stand_ins(number: int) -> list[str]:
+    """Return the names of the nodes in a remembered grid."""
+    return [f"grid-{index:05d}" for index in range(number)]
 
 
 def grid(
@@ -165,10 +181,10 @@ def _grid_of(
 ) -> tuple[Plan, Prediction, int] | None:
     key = (planning.kind_of(Node("", kind)), count)
     if key not in planning.memory.grids:
-        fleet = Fleet(0, tuple(Node(f"grid-{index:05d}", kind) for index in range(count)))
-        request = replace(
-            planning.request(fleet, planning.make_cost(fleet)), min_node_disjoint_holders=1
-        )
+        fleet = Fleet(0, tuple(Node(name, kind) for name in _stand_ins(count)))
+        request = planning.request(fleet, planning.make_cost(fleet))
+        # A trainer that restarts from storage needs no second holder of its state.
+        request = replace(request, min_node_disjoint_holders=1)
         try:
             answer = plan_with(SYMMETRIC, request)
             planning.memory.grids[key] = (answer.plan, answer.prediction, count)

@@ -48,6 +48,8 @@ POLICIES = ("local_first", "s3_only", "sky", "one_region")
 """`sky` and `one_region` need a trace of several regions."""
 BASELINES = ("checkpoint_restart", "homogeneous_elastic", "homogeneous_fixed", "on_demand")
 DAY_S = 86400.0
+REGION_FIELDS = ("region", "tokens", "usd_in_all", "useful_share")
+"""Fields of each region alone in the document of `one_region`."""
 MOST_FIXED = 8
 """Number of sizes of a fixed subset that are tried for each type; the best is reported."""
 WHAT = {
@@ -99,9 +101,8 @@ class Scenario:
         """
         cluster = without_incapable_nodes(self.cluster, self.job)
         kinds = {kind.name for kind in cluster.node_types}
-        return replace(
-            self, cluster=cluster, trace=[event for event in self.trace if event.node_type in kinds]
-        )
+        trace = [event for event in self.trace if event.node_type in kinds]
+        return replace(self, cluster=cluster, trace=trace)
 
 
 @dataclass(frozen=True)
@@ -182,35 +183,36 @@ class TraceSimulation:
             end_s=scenario.end_s,
         )
         stays, moves = walk.stays()
-        found = self._local_first(walk.events(stays), progress) | {"policy": "sky"}
+        found = self._local_first(walk.events(stays), progress)
+        found["policy"] = "sky"
+
         copies_usd = sum(move.usd for move in moves)
         found["usd_by_use"] = {**found["usd_by_use"], "between_regions": copies_usd}
-        return found | {
-            "usd_in_all": found["usd_in_all"] + copies_usd,
-            "moves": [asdict(move) for move in moves],
-            "seconds_by_region": stay_seconds(stays),
-        }
+        found["usd_in_all"] += copies_usd
+        found["moves"] = [asdict(move) for move in moves]
+        found["seconds_by_region"] = stay_seconds(stays)
+        return found
 
     def _one_region(self) -> dict[str, Any]:
         """Simulate each region alone; return the one with most tokens, chosen in hindsight."""
         region_by_type = regions_of(self.scenario.kinds)
         found = []
+        regions = []
         for region in dict.fromkeys(region_by_type.values()):
             mine = only(self.scenario.trace, region_by_type, region)
-            alone = self._local_first(mine, None) | {"policy": "one_region", "region": region}
+            alone = self._local_first(mine, None)
+            alone["policy"] = "one_region"
+            alone["region"] = region
             found.append(alone)
-        best = max(found, key=lambda result: float(result["tokens"]))
-        regions = [
-            {name: result[name] for name in ("region", "tokens", "usd_in_all", "useful_share")}
-            for result in found
-        ]
-        return best | {"regions": regions}
+            regions.append({name: alone[name] for name in REGION_FIELDS})
+        return _most_tokens(found) | {"regions": regions}
 
     def _local_first(
         self, trace: Sequence[TraceEvent], progress: Callable[[float], None] | None
     ) -> dict[str, Any]:
         scenario = self.scenario
         job = self.job
+        # Planning and workforce need each other: planning gets the workforce once it exists.
         holder: list[SimulatedWorkforce] = []
         planning = RememberedPlanning(
             self.inputs,
@@ -220,40 +222,49 @@ class TraceSimulation:
             busy=lambda seconds: holder[0].busy(seconds),
             wake=lambda moment: holder[0].wake_at(moment),
         )
+        simulated_job = SimulatedJob(
+            every_steps=job.checkpoint.every_steps,
+            settle_s=job.elastic.arrivals_debounce_s + 0.05,
+            replication_share=job.checkpoint.replicate_bandwidth_share,
+            end_s=scenario.end_s,
+        )
+        pace = _pace(planning)
         workforce = SimulatedWorkforce(
-            scenario.kinds,
-            trace,
-            _pace(planning),
-            scenario.costs,
-            self.prices,
-            SimulatedJob(
-                every_steps=job.checkpoint.every_steps,
-                settle_s=job.elastic.arrivals_debounce_s + 0.05,
-                replication_share=job.checkpoint.replicate_bandwidth_share,
-                end_s=scenario.end_s,
-            ),
+            scenario.kinds, trace, pace, scenario.costs, self.prices, simulated_job
         )
         holder.append(workforce)
+
+        # A job that the whole cluster cannot train is the user's to fix: this raises its error.
+        # At the lowest prices, since a limit of dollars an hour may be met only for some time.
         kinds = self.prices.cheapest(scenario.kinds, scenario.end_s)
-        whole = replace(scenario.cluster, node_types=tuple(kinds.values())).fleet()
-        planning.answer(
-            whole, None
-        )  # a job that the whole cluster cannot train is the user's to fix
+        whole = replace(scenario.cluster, node_types=tuple(kinds.values()))
+        planning.answer(whole.fleet(), None)
+
         config = load_config(job.model)
-        book = OrderBuilder(
-            job, config, layouts=CoarseLayouts(config), zones=scenario.cluster.zones
-        )
-        controller = Controller(job, workforce, planning, book, EventLog(None))
-        told = 0.0
-        while workforce.now < scenario.end_s and controller.ended is None:
-            controller.tick()
-            if isinstance(controller.state, Training) and controller.state.leaving is not None:
-                workforce.wake_at(controller.state.leaving.until)
-            if progress is not None and workforce.now - told > scenario.end_s / 200:
-                told = workforce.now
-                progress(min(1.0, told / scenario.end_s))
+        layouts = CoarseLayouts(config)
+        orders = OrderBuilder(job, config, layouts=layouts, zones=scenario.cluster.zones)
+        controller = Controller(job, workforce, planning, orders, EventLog(None))
+        self._run_controller(controller, workforce, progress)
         workforce.machines.bill.settle(workforce.now)
         return self._autohet_document(controller, workforce)
+
+    def _run_controller(
+        self,
+        controller: Controller,
+        workforce: SimulatedWorkforce,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        """Let the controller tick until the trace or the job ends."""
+        end_s = self.scenario.end_s
+        reported_at = 0.0
+        while workforce.now < end_s and controller.ended is None:
+            controller.tick()
+            state = controller.state
+            if isinstance(state, Training) and state.leaving is not None:
+                workforce.wake_at(state.leaving.until)
+            if progress is not None and workforce.now - reported_at > end_s / 200:
+                reported_at = workforce.now
+                progress(min(1.0, reported_at / end_s))
 
     def _autohet_document(
         self, controller: Controller, workforce: SimulatedWorkforce
@@ -262,48 +273,50 @@ class TraceSimulation:
         changes = [each.to_document() for each in ledger.changes if each.cause != "start"]
         records = controller.events.records
         decisions = [each["reason"] for each in records if each["kind"] == "decision"]
+        bill = workforce.machines.bill
+        spans = workforce.workers.spans
         run = _PolicyRun(
             "local_first",
             workforce.now,
-            workforce.workers.spans,
+            spans,
             changes,
-            workforce.machines.bill.usd,
+            bill.usd,
             steps_lost=sum(change["steps_lost"] for change in changes),
             decisions=decisions,
             ended=None if controller.ended is None else controller.ended.reason,
         )
-        return self._document(run) | {
-            **usd_document(
-                workforce.machines.bill.usd,
-                zone_bill(records, workforce.workers.spans),
-                workforce.workers.s3_requests,
-                self.scenario.costs,
-            ),
-            "gpu_hours_after_ten_minutes": round(workforce.machines.bill.paid_gpu_s / 3600, 3),
-            "idle_gpu_hours_after_ten_minutes": round(workforce.machines.bill.idle_gpu_s / 3600, 3),
-        }
+        document = self._document(run)
+        zones = zone_bill(records, spans)
+        requests = workforce.workers.s3_requests
+        document |= usd_document(bill.usd, zones, requests, self.scenario.costs)
+        document["gpu_hours_after_ten_minutes"] = round(bill.paid_gpu_s / 3600, 3)
+        document["idle_gpu_hours_after_ten_minutes"] = round(bill.idle_gpu_s / 3600, 3)
+        return document
 
     # baselines
     # ------------------------------------------------------------------------------
 
     def _baseline(self, name: str) -> dict[str, Any]:
         planning = RememberedPlanning(self.inputs, self.memory, self.scenario.costs)
-        spot = [kind for kind in self.scenario.cluster.node_types if kind.num_gpus]
-        names = [kind.name for kind in spot]
+        with_gpus = [kind for kind in self.scenario.cluster.node_types if kind.num_gpus]
         if name in ("s3_only", "checkpoint_restart"):
-            every = self.job.checkpoint.every_steps if name == "s3_only" else None
+            options = _BaselineOptions()
+            if name == "s3_only":
+                every_steps = self.job.checkpoint.every_steps
+                options = _BaselineOptions(on_notice=False, every_steps=every_steps)
             choose = MixedSetups(planning, self.scenario.costs).setup
-            options = _BaselineOptions(on_notice=name != "s3_only", every_steps=every)
+            names = [kind.name for kind in with_gpus]
             return self._trained(name, choose, names, options)
+
         found: list[dict[str, Any]] = []
-        for kind in spot:
+        for kind in with_gpus:
             if name == "homogeneous_elastic":
                 choose = SymmetricSetups(planning, self.scenario.costs, kind).setup
                 options = _BaselineOptions(facts={"type": kind.name})
                 found.append(self._trained(name, choose, [kind.name], options))
             elif name == "homogeneous_fixed":
-                sizes = _sizes(self.scenario.trace, kind.name)
-                found += [self._fixed(planning, kind, number) for number in sizes]
+                for number in _sizes(self.scenario.trace, kind.name):
+                    found.append(self._fixed(planning, kind, number))
             else:
                 result = self._on_demand(planning, kind)
                 if result is not None:
@@ -316,16 +329,13 @@ class TraceSimulation:
                 "steps": 0,
                 "tokens": 0,
             }
-        return max(found, key=lambda result: float(result["tokens"]))
+        return _most_tokens(found)
 
     def _fixed(self, planning: RememberedPlanning, kind: NodeType, number: int) -> dict[str, Any]:
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
-        return self._trained(
-            "homogeneous_fixed",
-            choose,
-            [kind.name],
-            _BaselineOptions(cap=float(number), facts={"type": kind.name, "nodes": number}),
-        )
+        facts = {"type": kind.name, "nodes": number}
+        options = _BaselineOptions(cap=float(number), facts=facts)
+        return self._trained("homogeneous_fixed", choose, [kind.name], options)
 
     def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> dict[str, Any] | None:
         """Simulate on-demand nodes of one type, as many as the trace's spot bill buys.
@@ -336,28 +346,25 @@ class TraceSimulation:
         usd_per_hour = on_demand_usd_per_hour(kind)
         if usd_per_hour is None:
             return None
-        every_type = {name: float("inf") for name in self.scenario.kinds}
-        budget = paid_usd(self.scenario.trace, every_type, self.prices, self.scenario.end_s)
-        number = max(1, int(budget / usd_per_hour / (self.scenario.end_s / 3600)))
+        end_s = self.scenario.end_s
+        caps = dict.fromkeys(self.scenario.kinds, float("inf"))
+        budget_usd = paid_usd(self.scenario.trace, caps, self.prices, end_s)
+        number = max(1, int(budget_usd / usd_per_hour / (end_s / 3600)))
         while grid(planning, kind, number) is None and number < 1024:
             number += 1
-        trace = [
-            TraceEvent(0.0, "arrival", f"{kind.name}-{index}", kind.name) for index in range(number)
-        ]
+
+        trace = []
+        for index in range(number):
+            trace.append(TraceEvent(0.0, "arrival", f"{kind.name}-{index}", kind.name))
+        facts = {"type": kind.name, "nodes": number, "usd_per_hour": usd_per_hour}
+        options = _BaselineOptions(trace=trace, facts=facts)
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
-        found = self._trained(
-            "on_demand",
-            choose,
-            [kind.name],
-            _BaselineOptions(
-                trace=trace,
-                facts={"type": kind.name, "nodes": number, "usd_per_hour": usd_per_hour},
-            ),
-        )
-        found["usd"] = number * usd_per_hour * self.scenario.end_s / 3600
-        found["usd_per_million_tokens"] = (
-            found["usd"] / found["tokens"] * 1e6 if found["tokens"] else None
-        )
+        found = self._trained("on_demand", choose, [kind.name], options)
+
+        # The document has the spot prices of these nodes: replace them.
+        usd = number * usd_per_hour * end_s / 3600
+        found["usd"] = usd
+        found["usd_per_million_tokens"] = _usd_per_million(usd, found["tokens"])
         return found
 
     def _trained(
@@ -371,22 +378,22 @@ class TraceSimulation:
         scenario = self.scenario
         trace = scenario.trace if options.trace is None else options.trace
         mine = [event for event in trace if event.node_type in types]
-        habits = RestartPolicy(
-            options.on_notice, options.every_steps, self.job.parallelism.horizon_s or MOST_S
-        )
+        horizon_s = self.job.parallelism.horizon_s or MOST_S
+        policy = RestartPolicy(options.on_notice, options.every_steps, horizon_s)
         between_s = scenario.end_s / max(1, departures(mine, types, scenario.end_s))
         trainer = RestartingTrainer(
-            choose, habits, scenario.costs, scenario.kinds, between_s, self.prices
+            choose, policy, scenario.costs, scenario.kinds, between_s, self.prices
         )
         trainer.run(mine, scenario.end_s)
-        usd = paid_usd(mine, dict.fromkeys(types, options.cap), self.prices, scenario.end_s)
+
+        caps = dict.fromkeys(types, options.cap)
+        usd = paid_usd(mine, caps, self.prices, scenario.end_s)
         spans = trainer.spans
         run = _PolicyRun(name, scenario.end_s, spans, trainer.changes, usd, trainer.steps_lost)
-        return self._document(run) | {
-            "what": WHAT[name],
-            "waited_s": round(trainer.waited_s, 1),
-            **options.facts,
-        }
+        document = self._document(run)
+        document["what"] = WHAT[name]
+        document["waited_s"] = round(trainer.waited_s, 1)
+        return document | dict(options.facts)
 
     # documents
     # ------------------------------------------------------------------------------
@@ -416,7 +423,7 @@ class TraceSimulation:
             "seconds_by_part": {name: round(value, 3) for name, value in parts.items()},
             "bytes_by_tier": dict(tiers),
             "usd": run.usd,
-            "usd_per_million_tokens": run.usd / tokens * 1e6 if tokens else None,
+            "usd_per_million_tokens": _usd_per_million(run.usd, tokens),
             "stated": asdict(self.scenario.costs),
             "reconfigurations": run.changes,
             "stretches": [asdict(span) for span in run.spans if span.num_steps],
@@ -429,6 +436,17 @@ def simulate(
 ) -> dict[str, Any]:
     """Return the document of one policy alone."""
     return TraceSimulation(scenario).run(policy, progress)
+
+
+def _most_tokens(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the result with most tokens, the first one of equals."""
+    return max(results, key=lambda result: float(result["tokens"]))
+
+
+def _usd_per_million(usd: float, tokens: int) -> float | None:
+    if not tokens:
+        return None
+    return usd / tokens * 1e6
 
 
 def _endless(job: Job) -> Job:
@@ -456,9 +474,12 @@ def _sizes(trace: Sequence[TraceEvent], node_type: str) -> list[int]:
     sizes = sorted(seen - {0})
     if len(sizes) <= MOST_FIXED:
         return sizes
-    return sorted(
-        {sizes[round(index * (len(sizes) - 1) / (MOST_FIXED - 1))] for index in range(MOST_FIXED)}
-    )
+
+    spread = set()
+    for index in range(MOST_FIXED):
+        position = round(index * (len(sizes) - 1) / (MOST_FIXED - 1))
+        spread.add(sizes[position])
+    return sorted(spread)
 
 
 def on_demand_usd_per_hour(kind: NodeType) -> float | None:
@@ -466,9 +487,13 @@ def on_demand_usd_per_hour(kind: NodeType) -> float | None:
 
     None if the catalogue has no price.
     """
-    alike = [each for each in instance_types().values() if each.gpu_type == kind.gpu_type]
-    prices = [each.usd_per_hour / each.num_gpus for each in alike if each.usd_per_hour]
-    return min(prices) * kind.num_gpus if prices else None
+    prices = []
+    for instance in instance_types().values():
+        if instance.gpu_type == kind.gpu_type and instance.usd_per_hour:
+            prices.append(instance.usd_per_hour / instance.num_gpus)
+    if not prices:
+        return None
+    return min(prices) * kind.num_gpus
 
 
 def horizon(trace: Sequence[TraceEvent], hours: float | None) -> float:
@@ -481,6 +506,9 @@ def horizon(trace: Sequence[TraceEvent], hours: float | None) -> float:
     """
     if not trace:
         raise ConfigError("the trace has no event")
-    if hours is not None and not hours > 0:
+    if hours is None:
+        return trace[-1].time_s + 3600.0
+    # Not `hours <= 0`, which is false for NaN.
+    if not hours > 0:
         raise ConfigError(f"--hours is {hours:g}; it must be above 0")
-    return hours * 3600.0 if hours is not None else trace[-1].time_s + 3600.0
+    return hours * 3600.0

@@ -33,7 +33,10 @@ class S3Requests:
         """Count the requests of a generation's checkpoint: each worker's part, and the manifest."""
         for order in orders.values():
             num_bytes = checkpoint_bytes(order)
-            self.puts += math.ceil(num_bytes / PART_BYTES) + 2 * (num_bytes > PART_BYTES)
+            self.puts += math.ceil(num_bytes / PART_BYTES)
+            if num_bytes > PART_BYTES:
+                # A multipart upload has a request to begin it and one to complete it.
+                self.puts += 2
         self.puts += 1
 
     def count_restore(self, num_bytes: int) -> None:
@@ -53,14 +56,17 @@ def zone_bill(events: Iterable[Mapping[str, Any]], spans: Sequence[TrainedSpan])
         if event["kind"] != "plan":
             continue
         bill.take(event)
+        # Taken out, so that a generation's steps count once whatever number of events it has.
         number = steps.pop(event["generation"], 0)
         bill.take_many(number, _rounds(event.get("replication"), number))
     return bill
 
 
 def _rounds(replication: Mapping[str, Any] | None, steps: int) -> int:
-    every = (replication or {}).get("every_steps", 0)
-    return steps // every if every else 0
+    every: int = (replication or {}).get("every_steps", 0)
+    if not every:
+        return 0
+    return steps // every
 
 
 def usd_document(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -19,6 +20,8 @@ from planner.errors import ConfigError
 COUNTS = ("time_s", "node_type", "num_nodes")
 EVENTS = ("time_s", "event", "node")
 EventKind = Literal["arrival", "notice", "death"]
+RANK_BY_KIND: Mapping[EventKind, int] = {"arrival": 0, "notice": 1, "death": 2}
+"""Order of the events of one moment: a node that arrives and dies at once arrives first."""
 
 
 @dataclass(frozen=True, order=True)
@@ -52,9 +55,9 @@ def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[Tra
             rows = list(reader)
             columns = tuple(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"cannot read trace '{path}': {getattr(error, 'strerror', None) or error}"
-        ) from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read trace '{path}': {why}") from None
+
     kinds = {kind.name: kind for kind in cluster.node_types}
     if columns == COUNTS:
         return _from_counts(_counted(rows, str(path), kinds), notice_s)
@@ -94,7 +97,9 @@ def _counted(
     for number, row in enumerate(rows, 1):
         where = f"row {number} of trace '{path}'"
         kind = _type_of(row["node_type"], kinds, where)
-        count = int(row["num_nodes"]) if (row["num_nodes"] or "").strip().isdigit() else -1
+        count = -1
+        if (row["num_nodes"] or "").strip().isdigit():
+            count = int(row["num_nodes"])
         if not 0 <= count <= kind.max_nodes:
             raise ConfigError(
                 f"'num_nodes' of {where} is {row['num_nodes']!r}; '{kind.name}' has 0 to"
@@ -108,55 +113,61 @@ def _from_counts(
     counts: Mapping[tuple[float, str], int], notice_s: float
 ) -> tuple[TraceEvent, ...]:
     alive: dict[str, list[str]] = {}
-    started: dict[str, int] = {}
+    num_started: Counter[str] = Counter()
     found: list[TraceEvent] = []
     born: dict[str, float] = {}
     for (time_s, kind), count in counts.items():
         names = alive.setdefault(kind, [])
         while len(names) < count:
-            name = f"{kind}-{started.get(kind, 0)}"
-            started[kind] = started.get(kind, 0) + 1
+            name = f"{kind}-{num_started[kind]}"
+            num_started[kind] += 1
             names.append(name)
             born[name] = time_s
             found.append(TraceEvent(time_s, "arrival", name, kind))
+
         while len(names) > count:
             name = names.pop()
             if notice_s > 0:
-                found.append(
-                    TraceEvent(max(born[name], time_s - notice_s), "notice", name, kind, time_s)
-                )
+                noticed_s = max(born[name], time_s - notice_s)
+                found.append(TraceEvent(noticed_s, "notice", name, kind, time_s))
             found.append(TraceEvent(time_s, "death", name, kind, time_s))
-    return _ordered(found)
+    return in_order(found)
 
 
 def _from_events(
     rows: list[dict[str, str]], path: str, kinds: Mapping[str, NodeType], notice_s: float
 ) -> tuple[TraceEvent, ...]:
-    found: list[TraceEvent] = []
-    alive: dict[str, str] = {}
-    numbered = [
-        (_time(row, f"row {number} of trace '{path}'"), number, row)
-        for number, row in enumerate(rows, 1)
-    ]
-    for time_s, number, row in sorted(numbered, key=lambda item: item[:2]):
+    timed = []
+    for number, row in enumerate(rows, 1):
         where = f"row {number} of trace '{path}'"
+        timed.append((_time(row, where), where, row))
+    # The sort is stable: rows of one moment keep the order of the file.
+    timed.sort(key=lambda item: item[0])
+
+    found: list[TraceEvent] = []
+    # Node type of each node that is alive.
+    type_by_node: dict[str, str] = {}
+    for time_s, where, row in timed:
         event = row["event"]
         name = row["node"]
         if event not in ("arrival", "notice", "death"):
             raise ConfigError(
                 f"'event' of {where} is {event!r}; it must be notice, death or arrival"
             )
-        if (event == "arrival") == (name in alive):
-            raise ConfigError(
-                f"{where}: node '{name}'"
-                f" {'is there already' if event == 'arrival' else 'is not there'} at {time_s:g} s"
-            )
+        if event == "arrival" and name in type_by_node:
+            raise ConfigError(f"{where}: node '{name}' is there already at {time_s:g} s")
+        if event != "arrival" and name not in type_by_node:
+            raise ConfigError(f"{where}: node '{name}' is not there at {time_s:g} s")
+
         if event == "arrival":
-            alive[name] = _type_of(name.rpartition("-")[0], kinds, where).name
-        kind = alive[name] if event != "death" else alive.pop(name)
+            type_name, _, _ = name.rpartition("-")
+            type_by_node[name] = _type_of(type_name, kinds, where).name
+        kind = type_by_node[name]
+        if event == "death":
+            del type_by_node[name]
         gone_s = time_s + notice_s if event == "notice" else time_s
         found.append(TraceEvent(time_s, cast(EventKind, event), name, kind, gone_s))
-    return _ordered(_with_ends(found))
+    return in_order(_with_ends(found))
 
 
 def _with_ends(events: Iterable[TraceEvent]) -> list[TraceEvent]:
@@ -165,15 +176,28 @@ def _with_ends(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     for index, event in enumerate(found):
         if event.kind != "notice":
             continue
-        later = (each for each in found[index + 1 :] if each.node == event.node)
-        end = next((each for each in later if each.kind in ("death", "arrival")), None)
-        gone_s = end.time_s if end is not None and end.kind == "death" else event.gone_s
-        found[index] = TraceEvent(event.time_s, "notice", event.node, event.node_type, gone_s)
-        if end is None or end.kind != "death":
+        death = _death_of(event.node, found[index + 1 :])
+        gone_s = event.gone_s if death is None else death.time_s
+        found[index] = replace(event, gone_s=gone_s)
+        if death is None:
             found.append(TraceEvent(gone_s, "death", event.node, event.node_type, gone_s))
     return found
 
 
-def _ordered(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
-    rank = {"arrival": 0, "notice": 1, "death": 2}
-    return tuple(sorted(events, key=lambda event: (event.time_s, rank[event.kind], event.node)))
+def _death_of(node: str, later: Iterable[TraceEvent]) -> TraceEvent | None:
+    """Return the node's death; None if the name arrives anew before, or there is none."""
+    for event in later:
+        if event.node == node and event.kind == "arrival":
+            return None
+        if event.node == node and event.kind == "death":
+            return event
+    return None
+
+
+def in_order(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
+    """Return the events in order of time; those of one moment by kind, then by node."""
+
+    def key(event: TraceEvent) -> tuple[float, int, str]:
+        return event.time_s, RANK_BY_KIND[event.kind], event.node
+
+    return tuple(sorted(events, key=key))

@@ -14,7 +14,13 @@ from autohet.driver.simulate.machines import SimulatedMachines
 from autohet.driver.simulate.order_bytes import push_s, upload_s
 from autohet.driver.simulate.spending import S3Requests
 from autohet.driver.simulate.trained_span import TrainedSpan
-from autohet.runtime.messages import GenerationOrder, Phase, RestoreRecord, WorkerReport
+from autohet.runtime.messages import (
+    GenerationOrder,
+    Phase,
+    RestoreRecord,
+    StepRecord,
+    WorkerReport,
+)
 from planner.cluster import node_of
 from planner.plan import Plan
 
@@ -56,7 +62,8 @@ class SimulatedWorkers:
     def hire(self, workers: Sequence[str]) -> None:
         start_s = self._costs.process_start_s + self._costs.data_s
         for worker in workers:
-            if worker not in self._live and node_of(worker) in self._machines.nodes:
+            is_new = worker not in self._live
+            if is_new and node_of(worker) in self._machines.nodes:
                 self.losses.pop(worker, None)
                 self._live[worker] = (None, 0)
                 self._starts[worker] = self._clock.now + start_s
@@ -67,38 +74,48 @@ class SimulatedWorkers:
             self._starts.pop(worker, None)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        # The copies of the present generation are those that it has made until this moment.
         self._copies.keep_newest_round(self.generation)
-        order = next(iter(orders.values()))
-        transfers = order.transfers
-        restore_s = 0.0 if transfers is None else transfers.makespan_s
+
+        order = _any_order(orders)
+        restore_s = 0.0
+        bytes_by_tier: dict[str, int] = {}
+        if order.transfers is not None:
+            restore_s = order.transfers.makespan_s
+            bytes_by_tier = dict(order.transfers.bytes_by_tier)
+
         rebuilt_at = self._clock.now + self._costs.rebuild_s + self._costs.nccl_s(len(orders))
         self._drop_steps_from(order.start_step)
-        generation = self._prepare(orders, rebuilt_at + restore_s)
-        self.spans.append(generation.span)
-        self.generation = generation
-        tiers = {} if transfers is None else dict(transfers.bytes_by_tier)
-        self.s3_requests.count_restore(tiers.get("s3", 0))
-        self._restored = (order.plan.workers[0], RestoreRecord(tiers, 0.0, restore_s))
+        self.generation = self._prepare(orders, rebuilt_at + restore_s)
+        self.spans.append(self.generation.span)
+
+        self.s3_requests.count_restore(bytes_by_tier.get("s3", 0))
+        # One worker reports the restore of all, so that the driver counts its bytes once.
+        self._restored = (order.plan.workers[0], RestoreRecord(bytes_by_tier, 0.0, restore_s))
         self._copies.inventories = None
         self._clock.note_change()
+        # A member may have died unnoticed between the decision and this moment.
         self.halt_on(self._machines.dead)
 
     def _prepare(
         self, orders: Mapping[str, GenerationOrder], ready_at: float
     ) -> SimulatedGeneration:
-        order = next(iter(orders.values()))
+        order = _any_order(orders)
         members = order.plan.workers
         uploading_s = upload_s(orders, self._costs.s3_bytes_per_s)
         pushing_s = push_s(orders)
-        rounds_every = max(1, order.replicate_every_steps)
+
         undisturbed_s, sync_s = self._pace(order.plan)
+        network_bytes_per_s = self._machines.slowest_network([node_of(each) for each in members])
+        rounds_every = max(1, order.replicate_every_steps)
+        copies = PushedCopies(pushing_s / rounds_every, self._job.replication_share)
         step_s = self._costs.disturbed_step_s(
             undisturbed_s,
             sync_s,
-            self._machines.slowest_network([node_of(worker) for worker in members]),
+            network_bytes_per_s,
             uploading_s,
             self._job.every_steps,
-            PushedCopies(pushing_s / rounds_every, self._job.replication_share),
+            copies,
         )
         span = TrainedSpan(
             order.generation,
@@ -123,7 +140,8 @@ class SimulatedWorkers:
     def _drop_steps_from(self, step: int) -> None:
         """Remove the steps from this one on, which are lost."""
         for span in self.spans:
-            span.num_steps = max(0, min(span.num_steps, step - span.first_step))
+            num_before = step - span.first_step
+            span.num_steps = max(0, min(span.num_steps, num_before))
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         if self.generation is not None:
@@ -153,8 +171,9 @@ class SimulatedWorkers:
     def due(self) -> list[float]:
         """Return the times at which processes are up, and the generation is built."""
         moments = [at for at in self._starts.values() if at > self._clock.now]
-        if self.generation is not None and self.generation.phase is Phase.BUILDING:
-            moments.append(self.generation.ready_at)
+        generation = self.generation
+        if generation is not None and generation.phase is Phase.BUILDING:
+            moments.append(generation.ready_at)
         return moments
 
     def make_steps(self, moment: float) -> None:
@@ -165,6 +184,7 @@ class SimulatedWorkers:
         ended_at = generation.step_ends_at
         if generation.make_steps(moment, self._job):
             if generation.phase is Phase.STOPPED:
+                # The workers stood from the step's end on, before the moment that is looked at.
                 self._clock.changed_at = ended_at
             self._note_state(generation)
 
@@ -175,9 +195,8 @@ class SimulatedWorkers:
             return
         if generation.ready_at <= self._clock.now:
             generation.phase = Phase.TRAINING
-            generation.step_ends_at = (
-                generation.ready_at + self._costs.first_step_s + generation.step_s
-            )
+            first_step_begins_at = generation.ready_at + self._costs.first_step_s
+            generation.step_ends_at = first_step_begins_at + generation.step_s
             self._clock.note_change()
             self._note_state(generation)
 
@@ -196,7 +215,8 @@ class SimulatedWorkers:
 
     def lose(self, node: str, died: float) -> None:
         """Lose the processes of a node that has died or was released."""
-        for worker in [worker for worker in self._live if node_of(worker) == node]:
+        lost = [worker for worker in self._live if node_of(worker) == node]
+        for worker in lost:
             del self._live[worker]
             self._starts.pop(worker, None)
             self.losses[worker] = Loss(worker, "its node died", self._clock.now, died)
@@ -207,11 +227,10 @@ class SimulatedWorkers:
     def take_reports(self) -> dict[str, WorkerReport]:
         """Return the reports of all processes that are up; news is reported once."""
         now = self._clock.now
-        reports = {
-            worker: self._report(worker)
-            for worker in self._live
-            if self._starts.get(worker, 0.0) <= now
-        }
+        reports = {}
+        for worker in self._live:
+            if self._starts.get(worker, 0.0) <= now:
+                reports[worker] = self._report(worker)
         if self.generation is not None:
             self.generation.drop_news(now)
         return reports
@@ -221,13 +240,23 @@ class SimulatedWorkers:
         generation = self.generation
         if generation is None or worker not in generation.orders:
             return WorkerReport(worker, 1, 0, Phase.IDLE, step, live_generation)
+
         number = generation.order.generation
         phase = generation.phase
-        done: list[int] = []
+        receipts = []
         if worker in generation.members:
-            done = [s for at, s in generation.uploads if at <= self._clock.now]
+            uploaded = [step for ends_at, step in generation.uploads if ends_at <= self._clock.now]
+            # A newer checkpoint replaces the older ones, so the newest receipt is enough.
+            receipts = [(number, newest, ("simulated",)) for newest in uploaded[-1:]]
         elif phase not in (Phase.BUILDING, Phase.HALTED):
+            # It only gave its state to the new members, and is done once these are built.
             phase = Phase.RELEASED
+
+        # All members make the same steps: one of them reports these for all.
+        records: list[StepRecord] = []
+        if worker == generation.first_member:
+            records = generation.records
+
         restore = None
         if self._restored is not None and self._restored[0] == worker:
             restore = self._restored[1]
@@ -238,7 +267,12 @@ class SimulatedWorkers:
             phase,
             step,
             live_generation,
-            steps=tuple(generation.records) if worker == generation.first_member else (),
-            receipts=tuple((number, s, ("simulated",)) for s in done[-1:]),
+            steps=tuple(records),
+            receipts=tuple(receipts),
             restore=restore,
         )
+
+
+def _any_order(orders: Mapping[str, GenerationOrder]) -> GenerationOrder:
+    """Return one order of a generation, for the fields that all its orders share."""
+    return next(iter(orders.values()))

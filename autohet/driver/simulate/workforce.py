@@ -51,6 +51,7 @@ class SimulatedWorkforce:
         self.autoscaler = NoAutoscaler()
         self._end_s = job.end_s
         self._looks_s = (1e-3, NOTICES_GATHER_S, job.settle_s, job.settle_s + 2.0)
+        """Seconds after a change at which the controller's own waits for more changes end."""
         self._checkpoint = CheckpointState()
 
     @property
@@ -81,7 +82,8 @@ class SimulatedWorkforce:
         """Pass the seconds for which the driver is busy, while all else continues."""
         end = min(self.now + seconds, self._end_s)
         while self.now < end:
-            self._pass_to(min([end, *(moment for moment in self._due() if moment > self.now)]))
+            moments = [moment for moment in self._due() if moment > self.now]
+            self._pass_to(min([end, *moments]))
 
     def _due(self) -> list[float]:
         """Return the times of the events that are due without an action of the controller."""
@@ -97,19 +99,30 @@ class SimulatedWorkforce:
         moments = self._due() + self.clock.pending_wakes()
         if self.workers.generation is not None:
             moments += self.workers.generation.due(now)
-        looks = [self.clock.changed_at + look for look in self._looks_s]
-        looks = [at for at in looks if at > now]
-        if not (self.workers.is_training and (moments or looks)):
-            looks.append(now + CALM_TICK_S)
-        return max(now + 1e-3, min([*moments, *looks]))
+
+        for look_s in self._looks_s:
+            look_at = self.clock.changed_at + look_s
+            if look_at > now:
+                moments.append(look_at)
+
+        # While it trains nothing changes without an event; else the controller may wait for
+        # something that has no moment of its own.
+        if not self.workers.is_training or not moments:
+            moments.append(now + CALM_TICK_S)
+
+        # The clock must advance, or an event that stays due would be looked at for ever.
+        return max(now + 1e-3, min(moments))
 
     def _pass_to(self, moment: float) -> None:
         """Advance the clock to `moment`: make the steps that end until then, and the events due."""
         machines = self.machines
         workers = self.workers
         workers.make_steps(moment)
-        used = 0 if workers.generation is None else len(workers.generation.members)
-        machines.bill.count_gpus(self.now, moment, used)
+        num_used = 0
+        if workers.generation is not None:
+            num_used = len(workers.generation.members)
+        machines.bill.count_gpus(self.now, moment, num_used)
+
         self.clock.now = moment
         machines.update_prices()
         workers.finish_building()
