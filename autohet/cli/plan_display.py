@@ -5,7 +5,7 @@ A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ Document = Mapping[str, Any]
 def show(document: Document, fleet: Fleet, console: Console | None = None) -> None:
     """Print one answer, the comparison of several, or a front; assumptions come last."""
     console = console or PlainConsole()
-    results = document.get("results", [document] if document.get("plan") else [])
+    alone = [document] if document.get("plan") else []
+    results = document.get("results", alone)
     if "front" in document and "plan" not in document:
         console.print(front_table(document["front"], fleet))
         if document.get("choice"):
@@ -52,8 +53,14 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
             _print_result(console, result, fleet)
     else:
         _print_answer(console, document, fleet)
-    without_rule = [note for result in results for note in result.get("notes", ())]
-    for note in [*without_rule, *_rates(results), *_notes(results), *_assumed(document)]:
+
+    notes: list[str] = []
+    for result in results:
+        notes += result.get("notes", ())
+    notes += _rates(results)
+    notes += _notes(results)
+    notes += _assumed(document)
+    for note in notes:
         console.print(Text(note, style="dim"))
     _print_training(console, document.get("training"))
 
@@ -67,13 +74,12 @@ ACTIVATION_MEMORY = {
 def _print_training(console: Console, training: Document | None) -> None:
     if training is None:
         return
-    if sentence := ACTIVATION_MEMORY.get(training["activation_memory"]):
+    sentence = ACTIVATION_MEMORY.get(training["activation_memory"])
+    if sentence is not None:
         console.print(Text(sentence, style="dim"))
     if not training["can_run"]:
-        console.print(
-            Text(f"autohet train cannot run this model: {training['reason']}", style="red"),
-            soft_wrap=True,
-        )
+        refusal = f"autohet train cannot run this model: {training['reason']}"
+        console.print(Text(refusal, style="red"), soft_wrap=True)
 
 
 def name_of(result: Document) -> str:
@@ -86,9 +92,8 @@ def _print_result(console: Console, result: Document, fleet: Fleet) -> None:
         _print_plan(console, result, fleet)
     if not result["feasible"]:
         what = "does not fit" if result.get("plan") else "no plan"
-        console.print(
-            Text(f"{what}: {result.get('reason', 'not feasible')}", style="red"), soft_wrap=True
-        )
+        reason = result.get("reason", "not feasible")
+        console.print(Text(f"{what}: {reason}", style="red"), soft_wrap=True)
     for sentence in result.get("host_memory", {}).get("sentences", ()):
         console.print(Text(sentence, style="yellow"), soft_wrap=True)
 
@@ -100,9 +105,8 @@ def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
     for line in _facts(document):
         console.print(Text(line))
     for item in document.get("idle", ()):
-        console.print(
-            Text(f"idle: {', '.join(_short(item['workers']))}: {item['why']}", style="dim")
-        )
+        workers = ", ".join(_short(item["workers"]))
+        console.print(Text(f"idle: {workers}: {item['why']}", style="dim"))
     if document.get("front"):
         console.print(front_table(document["front"], fleet))
 
@@ -113,26 +117,25 @@ def _rates(results: Sequence[Document]) -> list[str]:
     for result in results:
         for gpu, rate in result.get("rates", {}).items():
             lines.append(f"{gpu}, {rate['precision']}: {rate['basis']} ({rate['source']})")
+    # Plans compared share types, in one order of appearance.
     return list(dict.fromkeys(lines))
 
 
 def _notes(results: Sequence[Document]) -> list[str]:
     """Return notes on block times that were not measured, so that no guess looks like one."""
-    found = dict.fromkeys(
-        note for r in results if r.get("predicted") for note in r["predicted"].get("estimated", ())
-    )
+    estimated: list[str] = []
+    for result in results:
+        if result.get("predicted"):
+            estimated += result["predicted"].get("estimated", ())
+    found = list(dict.fromkeys(estimated))
+
+    # Times of blocks are most of a step; what else is estimated is only counted.
     blocks = [note for note in found if note.startswith("block")]
-    rest = len(found) - len(blocks)
     shown = [f"not measured: {note}" for note in blocks[:MOST_NOTES]]
-    hidden = rest + len(blocks) - len(shown)
-    return [
-        *shown,
-        *(
-            [f"{hidden} more estimates are listed under predicted.estimated of --json"]
-            if shown and hidden
-            else []
-        ),
-    ]
+    hidden = len(found) - len(shown)
+    if shown and hidden:
+        shown.append(f"{hidden} more estimates are listed under predicted.estimated of --json")
+    return shown
 
 
 def _assumed(document: Document) -> list[str]:
@@ -150,10 +153,9 @@ def _assumed(document: Document) -> list[str]:
     found = document.get("calibration")
     if found:
         error = f"{found['mean_error_before']:.1%} to {found['mean_error_after']:.1%}"
-        moved = (
-            f"{name} {v['default']:.3g} -> {v['fitted']:.3g}"
-            for name, v in found["parameters"].items()
-        )
+        moved = []
+        for name, value in found["parameters"].items():
+            moved.append(f"{name} {value['default']:.3g} -> {value['fitted']:.3g}")
         lines.append(f"calibrated on {found['runs']} runs, mean error {error}: {', '.join(moved)}")
     return lines
 
@@ -182,47 +184,52 @@ def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
 
     A narrow terminal gets fewer columns.
     """
-    times = [r["predicted"]["step_time_s"] for r in results if r["feasible"]]
-    best = min(times, default=None)
+    times = [result["predicted"]["step_time_s"] for result in results if result["feasible"]]
+    # Without a feasible plan no ratio is shown.
+    best = min(times, default=1.0)
     table = _table("Plans compared, costed by one model")
-    shown = [(name, least <= width) for name, least in _COLUMNS]
-    for name in (name for name, is_shown in shown if is_shown):
+    names = [name for name, least_width in _COLUMNS if least_width <= width]
+    for name in names:
         justify: Literal["left", "right"] = "left" if name in ("strategy", "plan") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
+
     for result in results:
         if result.get("predicted"):
-            cells = _comparison_row(result, best or 1.0)
-            table.add_row(
-                *(cell for cell, (_, is_shown) in zip(cells, shown, strict=True) if is_shown)
-            )
+            cells = _comparison_row(result, best)
+            table.add_row(*[cells[name] for name in names])
         else:
             table.add_row(Path(name_of(result)).name, Text("no plan", style="red"))
     return table
 
 
-def _comparison_row(result: Document, best: float) -> list[Text | str]:
+def _comparison_row(result: Document, best: float) -> dict[str, Text | str]:
+    """Return the cells of a plan by column."""
     predicted = result["predicted"]
-    search = result.get("search") or {}
     plan = Plan.from_document(result["plan"])
-    ratio = predicted["step_time_s"] / best
-    shown = f"{ratio:.3f}" if result["feasible"] else "no fit"
-    if not result["feasible"]:
-        style = "red"
-    else:
-        style = "bold green" if ratio < 1 + 1e-9 else ""
+    search = result.get("search") or {}
     gap = search.get("gap")
-    return [
-        Path(name_of(result)).name,
-        seconds(predicted["step_time_s"]),
-        Text(shown, style=style),
-        f"{predicted['tokens_per_s']:,.0f}",
-        money(predicted["usd_per_hour"]),
-        money(predicted["usd_per_million_tokens"], 3),
-        shape_of(plan),
-        str(len(plan.workers)),
-        "" if gap is None else f"{gap:.1%}",
-        seconds(search["seconds"]) if search.get("seconds") is not None else "",
-    ]
+    searched_s = search.get("seconds")
+    return {
+        "strategy": Path(name_of(result)).name,
+        "step": seconds(predicted["step_time_s"]),
+        "ratio": _ratio(result, best),
+        "tok/s": f"{predicted['tokens_per_s']:,.0f}",
+        "$/h": money(predicted["usd_per_hour"]),
+        "$/Mtok": money(predicted["usd_per_million_tokens"], 3),
+        "plan": shape_of(plan),
+        "GPUs": str(len(plan.workers)),
+        "gap": "" if gap is None else f"{gap:.1%}",
+        "search": "" if searched_s is None else seconds(searched_s),
+    }
+
+
+def _ratio(result: Document, best: float) -> Text:
+    if not result["feasible"]:
+        return Text("no fit", style="red")
+    ratio = result["predicted"]["step_time_s"] / best
+    # The best plan's ratio is 1, but for rounding.
+    is_best = ratio < 1 + 1e-9
+    return Text(f"{ratio:.3f}", style="bold green" if is_best else "")
 
 
 def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
@@ -233,22 +240,30 @@ def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
     for member in front:
         plan = Plan.from_document(member["plan"])
         predicted = member["predicted"]
-        degrees = sorted({stage.tp_degree for p in plan.pipelines for stage in p.stages})
+        num_by_gpu = gpus_of(plan, fleet)
+        degrees: set[int] = set()
+        for pipeline in plan.pipelines:
+            degrees.update(stage.tp_degree for stage in pipeline.stages)
         table.add_row(
             seconds(predicted["step_time_s"]),
             f"{predicted['tokens_per_s']:,.0f}",
             money(predicted["usd_per_hour"]),
             money(predicted["usd_per_million_tokens"], 3),
-            ", ".join(f"{count} {gpu}" for gpu, count in gpus_of(plan, fleet).items()),
+            ", ".join(f"{number} {gpu}" for gpu, number in num_by_gpu.items()),
             shape_of(plan),
-            "/".join(map(str, degrees)),
+            _slashed(sorted(degrees)),
         )
     return table
 
 
 def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     """Count GPUs in use by type."""
-    return dict(sorted(Counter(fleet.gpu_type(worker) for worker in plan.workers).items()))
+    numbers = Counter(fleet.gpu_type(worker) for worker in plan.workers)
+    return dict(sorted(numbers.items()))
+
+
+def _slashed(numbers: Iterable[int]) -> str:
+    return "/".join(str(number) for number in numbers)
 
 
 def _facts(document: Document) -> list[str]:
@@ -261,9 +276,14 @@ def _facts(document: Document) -> list[str]:
             f", {predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M"
             " tokens"
         )
-    breakdown = predicted["breakdown_s"].items()
-    pieces = [f"{name.replace('_', ' ')} {seconds(s)}" for name, s in breakdown if s > 1e-6]
+
+    pieces = []
+    for name, part_s in predicted["breakdown_s"].items():
+        # Parts that the plan does not have are zero, or rounding.
+        if part_s > 1e-6:
+            pieces.append(f"{name.replace('_', ' ')} {seconds(part_s)}")
     lines = [line, f"of the step: {', '.join(pieces)}"]
+
     for each in predicted.get("transfers") or ():
         one, other = each["zones"]
         lines.append(
@@ -276,33 +296,36 @@ def _facts(document: Document) -> list[str]:
         lines.append(search["proof"])
     if document.get("robustness"):
         lines.append(document["robustness"]["sentence"])
-    return [*lines, *document.get("explanation", {}).get("sentences", ())]
+    lines += document.get("explanation", {}).get("sentences", ())
+    return lines
 
 
 def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
     plan = Plan.from_document(document["plan"])
     colours = colours_of(fleet)
-    layers = plan.pipelines[0].stages[-1].end_layer if plan.pipelines else 1
-    width = max(20, min(console.width - 30, max(layers * 4, 48)))
-    for count, pipeline in grouped(plan, fleet)[:MOST_BARS]:
+    kinds = grouped(plan, fleet)
+    num_layers = plan.pipelines[0].stages[-1].end_layer if plan.pipelines else 1
+    # Room for a label in each segment, and 30 columns for what stands beside a bar.
+    wanted_width = max(num_layers * 4, 48)
+    width = max(20, min(console.width - 30, wanted_width))
+    for count, pipeline in kinds[:MOST_BARS]:
         text = Text(f"{count:>3} x ")
         text.append_text(bar(pipeline, fleet, width, colours))
         text.append(f"  {pipeline.num_microbatches} x {pipeline.microbatch_sequences} seq")
         console.print(text, no_wrap=True, overflow="crop")
         for line in stage_lines(pipeline, fleet):
             console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
+
     if plan.spmd is not None:
         names = ", ".join(_short(plan.workers))
         for axis, units in plan.spmd.units:
-            console.print(
-                Text(f"      {axis}: {'/'.join(map(str, units))} on {names}", style="dim")
-            )
+            console.print(Text(f"      {axis}: {_slashed(units)} on {names}", style="dim"))
     for entry in document.get("program", ()):
-        console.print(
-            Text(f"      {entry['tensor']} {entry['shape']}: {'; '.join(entry['instructions'])}"),
-            soft_wrap=True,
-        )
-    hidden = len(grouped(plan, fleet)) - MOST_BARS
+        instructions = "; ".join(entry["instructions"])
+        line = f"      {entry['tensor']} {entry['shape']}: {instructions}"
+        console.print(Text(line), soft_wrap=True)
+
+    hidden = len(kinds) - MOST_BARS
     if hidden > 0:
         console.print(Text(f"    and {hidden} more kinds of pipeline", style="dim"))
     console.print(_legend(plan, fleet, colours))
@@ -310,25 +333,36 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
 
 def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
     """Count pipelines that look the same together, in plan order."""
-    found: dict[tuple[object, ...], tuple[int, Pipeline]] = {}
+    numbers: Counter[Hashable] = Counter()
+    first_by_look: dict[Hashable, Pipeline] = {}
     for pipeline in plan.pipelines:
-        stages = tuple(
-            (s.num_layers, s.tp_shares or s.tp_degree, fleet.gpu_type(s.workers[0]))
-            for s in pipeline.stages
-        )
-        memory = tuple(
-            (s.recompute, s.shard_optimizer, s.compute, s.expert_dispatch) for s in pipeline.stages
-        )
-        key = (stages, memory, pipeline.num_microbatches, pipeline.microbatch_sequences)
-        found[key] = (found[key][0] + 1 if key in found else 1, found.get(key, (0, pipeline))[1])
-    return list(found.values())
+        look = _look_of(pipeline, fleet)
+        numbers[look] += 1
+        first_by_look.setdefault(look, pipeline)
+    return [(numbers[look], pipeline) for look, pipeline in first_by_look.items()]
+
+
+def _look_of(pipeline: Pipeline, fleet: Fleet) -> Hashable:
+    """Return all that a pipeline's bar and its lines show: equal for those that look the same."""
+    stages = []
+    for stage in pipeline.stages:
+        gpu_type = fleet.gpu_type(stage.workers[0])
+        size = (stage.num_layers, stage.tp_shares or stage.tp_degree, gpu_type)
+        measures = (stage.recompute, stage.shard_optimizer, stage.compute, stage.expert_dispatch)
+        stages.append((size, measures))
+    return tuple(stages), pipeline.num_microbatches, pipeline.microbatch_sequences
 
 
 def stage_lines(pipeline: Pipeline, fleet: Fleet) -> list[str]:
     """Describe a bar's colours and marks in words; count equal neighbours together."""
+    lines = []
     words = [stage_words(stage, fleet) for stage in pipeline.stages]
-    counted = [(len(list(equal)), said) for said, equal in itertools.groupby(words)]
-    return [said if count == 1 else f"{count} x {said}" for count, said in counted]
+    for line, equal in itertools.groupby(words):
+        count = len(list(equal))
+        if count > 1:
+            line = f"{count} x {line}"
+        lines.append(line)
+    return lines
 
 
 def stage_words(stage: Stage, fleet: Fleet) -> str:
@@ -336,9 +370,10 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
     noun = "block" if stage.num_layers == 1 else "blocks"
     parts = [f"{stage.num_layers} {noun} on {fleet.gpu_type(stage.workers[0])}"]
     if stage.tp_shares:
-        parts.append(f"TP {'+'.join(map(str, stage.tp_shares))}")
+        parts.append(f"TP {_added(stage.tp_shares)}")
     elif stage.tp_degree > 1:
-        parts.append(f"{'TP' if stage.spmd is None else 'one program on'} {stage.tp_degree}")
+        kind = "TP" if stage.spmd is None else "one program on"
+        parts.append(f"{kind} {stage.tp_degree}")
     if stage.compute is not None:
         parts.append(f"computes in {stage.compute}")
     if stage.expert_dispatch == "all_to_all":
@@ -348,6 +383,10 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
     if stage.shard_optimizer:
         parts.append("optimizer state shared out")
     return ", ".join(parts)
+
+
+def _added(shares: Iterable[int]) -> str:
+    return "+".join(str(share) for share in shares)
 
 
 def bar(
@@ -362,12 +401,20 @@ def bar(
     at = 0
     for number, stage in enumerate(pipeline.stages):
         end = max(at + _NARROW, round(width * stage.end_layer / total))
+        room = end - at
         label = segment_label(stage)
-        shown = label if len(label) < end - at else str(stage.num_layers)
-        style = f"bold black on {colours[fleet.gpu_type(stage.workers[0])][0]}"
-        last = number == len(pipeline.stages) - 1
-        text.append(shown[: end - at].center(end - at - (0 if last else 1)), style=style)
-        text.append("" if last else " ")
+        if len(label) >= room:
+            label = str(stage.num_layers)
+        label = label[:room]
+
+        colour, _ = colours[fleet.gpu_type(stage.workers[0])]
+        style = f"bold black on {colour}"
+        if number == len(pipeline.stages) - 1:
+            text.append(label.center(room), style=style)
+        else:
+            # The last column is a gap, so that one sees where stages of one colour meet.
+            text.append(label.center(room - 1), style=style)
+            text.append(" ")
         at = end
     return text
 
@@ -381,18 +428,24 @@ def segment_label(stage: Stage) -> str:
     marks += "z" if stage.shard_optimizer else ""
     label = str(stage.num_layers)
     if stage.tp_shares:
-        label += f" tp{'+'.join(map(str, stage.tp_shares))}"
+        label += f" tp{_added(stage.tp_shares)}"
     elif stage.tp_degree > 1:
-        label += f" {'tp' if stage.spmd is None else 'spmd'}{stage.tp_degree}"
+        kind = "tp" if stage.spmd is None else "spmd"
+        label += f" {kind}{stage.tp_degree}"
     if stage.compute is not None:
         label += f" {stage.compute}"
-    return f"{label} {marks}" if marks else label
+    if marks:
+        label += f" {marks}"
+    return label
 
 
 def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
     """Return (terminal colour, picture colour) by GPU type, in order of appearance in the fleet."""
+    colours = {}
     types = dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes)
-    return {gpu: COLOURS[i % len(COLOURS)] for i, gpu in enumerate(types)}
+    for index, gpu in enumerate(types):
+        colours[gpu] = COLOURS[index % len(COLOURS)]
+    return colours
 
 
 def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) -> Text:
@@ -408,7 +461,9 @@ def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) ->
 def shape_of(plan: Plan) -> str:
     """Return the number of pipelines and their depths, such as `4 x 1-3`."""
     depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
-    span = str(depths[0]) if len(depths) == 1 else f"{depths[0]}-{depths[-1]}"
+    span = str(depths[0])
+    if len(depths) > 1:
+        span += f"-{depths[-1]}"
     return f"{len(plan.pipelines)} x {span}"
 
 
@@ -420,8 +475,13 @@ def seconds(value: float) -> str:
 
 
 def money(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    """Format dollars; empty if the price is not known."""
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}"
 
 
 def _short(workers: Sequence[str]) -> list[str]:
-    return [*workers[:4], f"and {len(workers) - 4} more"] if len(workers) > 4 else list(workers)
+    if len(workers) <= 4:
+        return list(workers)
+    return [*workers[:4], f"and {len(workers) - 4} more"]

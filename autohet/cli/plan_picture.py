@@ -3,6 +3,7 @@
 They show plans as bars of blocks coloured by GPU type, and the Pareto front.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,17 @@ def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--picture is '{path}'; its name must end in .png or .svg")
     front = document.get("front")
-    results = [r for r in document.get("results", [document]) if r.get("plan")]
-    if not front and not results:
+    results = [result for result in document.get("results", [document]) if result.get("plan")]
+    if front:
+        figure = _front_figure(Figure, front, fleet)
+    elif results:
+        figure = _plans_figure(Figure, results, fleet)
+    else:
         raise ConfigError("there is no plan to draw")
-    figure = _front_figure(Figure, front, fleet) if front else _plans_figure(Figure, results, fleet)
+
+    # Text of an SVG stays text: it can be searched, and is small.
     try:
-        with rc_context({"svg.fonttype": "none"}):  # text stays text: searchable, and small
+        with rc_context({"svg.fonttype": "none"}):
             figure.savefig(path, dpi=150)
     except OSError as error:
         raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
@@ -58,19 +64,27 @@ def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
 
 def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) -> Any:
     """Draw one panel for each plan over a common axis of blocks; all bars are equally thick."""
-    bars = [min(len(grouped(Plan.from_document(r["plan"]), fleet)), MOST_BARS) for r in results]
-    heights = [_BAR_INCHES * n + _TITLE_INCHES for n in bars]
+    plans = [Plan.from_document(result["plan"]) for result in results]
+    heights = []
+    for plan in plans:
+        num_bars = min(len(grouped(plan, fleet)), MOST_BARS)
+        heights.append(_BAR_INCHES * num_bars + _TITLE_INCHES)
+
     figure = figure_class(figsize=(10, sum(heights) + 0.9), layout="constrained")
     axes = figure.subplots(
         len(results), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )[:, 0]
     for axis, result in zip(axes, results, strict=True):
         _draw_plan(axis, result, fleet)
-    axes[-1].set_xlabel("blocks", fontsize=8)
-    axes[-1].tick_params(axis="x", labelsize=8, length=3, labelbottom=True)
-    axes[-1].set_xlim(0, Plan.from_document(results[0]["plan"]).pipelines[0].stages[-1].end_layer)
-    axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    _draw_legend(figure, fleet, [Plan.from_document(r["plan"]) for r in results])
+
+    # The panels share one axis of blocks, which is written below the last.
+    last_axis = axes[-1]
+    num_blocks = plans[0].pipelines[0].stages[-1].end_layer
+    last_axis.set_xlabel("blocks", fontsize=8)
+    last_axis.tick_params(axis="x", labelsize=8, length=3, labelbottom=True)
+    last_axis.set_xlim(0, num_blocks)
+    last_axis.xaxis.get_major_locator().set_params(integer=True)
+    _draw_legend(figure, fleet, plans)
     return figure
 
 
@@ -78,22 +92,24 @@ def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
     plan = Plan.from_document(result["plan"])
     colours = colours_of(fleet)
     kinds = grouped(plan, fleet)
-    for row, (_, pipeline) in enumerate(kinds[:MOST_BARS]):
+    labels = []
+    for row, (count, pipeline) in enumerate(kinds[:MOST_BARS]):
         _draw_pipeline(axis, row, pipeline, fleet, colours)
-    labels = [
-        f"{count} x ({p.num_microbatches} of {p.microbatch_sequences})"
-        for count, p in kinds[:MOST_BARS]
-    ]
+        microbatches = f"{pipeline.num_microbatches} of {pipeline.microbatch_sequences}"
+        labels.append(f"{count} x ({microbatches})")
+
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(axis="x", length=0, labelbottom=False)
     for side in ("top", "right", "left", "bottom"):
         axis.spines[side].set_visible(False)
-    more = (
-        f", and {len(kinds) - MOST_BARS} more kinds of pipeline" if len(kinds) > MOST_BARS else ""
-    )
-    axis.set_title(title(result, plan, fleet) + more, loc="left", fontsize=9.5, pad=4)
+
+    text = title(result, plan, fleet)
+    hidden = len(kinds) - MOST_BARS
+    if hidden > 0:
+        text += f", and {hidden} more kinds of pipeline"
+    axis.set_title(text, loc="left", fontsize=9.5, pad=4)
 
 
 def title(result: Document, plan: Plan, fleet: Fleet) -> str:
@@ -116,7 +132,7 @@ def _draw_pipeline(
 ) -> None:
     blocks = pipeline.stages[-1].end_layer
     for stage in pipeline.stages:
-        colour = colours[fleet.gpu_type(stage.workers[0])][1]
+        _, colour = colours[fleet.gpu_type(stage.workers[0])]
         axis.barh(
             row,
             stage.num_layers,
@@ -126,9 +142,12 @@ def _draw_pipeline(
             linewidth=1.5,
             height=0.8,
         )
-        label = segment_label(stage)
+
+        # A bar holds about 100 / 1.2 characters. What has no room is shortened, or left out.
         room = stage.num_layers / blocks * 100
-        text = label if room >= 1.2 * len(label) else str(stage.num_layers)
+        text = segment_label(stage)
+        if room < 1.2 * len(text):
+            text = str(stage.num_layers)
         if room >= 1.2 * len(text):
             middle = stage.first_layer + stage.num_layers / 2
             axis.text(middle, row, text, ha="center", va="center", fontsize=8, color=ink(colour))
@@ -136,8 +155,11 @@ def _draw_pipeline(
 
 def ink(colour: str) -> str:
     """Return black or white for text on a colour (relative luminance, ITU-R BT.709)."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45 else "black"
+    red = int(colour[1:3], 16) / 255
+    green = int(colour[3:5], 16) / 255
+    blue = int(colour[5:7], 16) / 255
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "white" if luminance < 0.45 else "black"
 
 
 def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
@@ -147,13 +169,13 @@ def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
     """
     from matplotlib.patches import Patch
 
-    have: dict[str, int] = {}
-    for worker in fleet.workers:
-        have[fleet.gpu_type(worker)] = have.get(fleet.gpu_type(worker), 0) + 1
+    have = Counter(fleet.gpu_type(worker) for worker in fleet.workers)
     used = gpus_of(plans[0], fleet) if len(plans) == 1 else None
     handles = []
     for gpu, (_, colour) in colours_of(fleet).items():
-        label = gpu if used is None else f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})"
+        label = gpu
+        if used is not None:
+            label = f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})"
         handles.append(Patch(color=colour, label=label))
     handles.append(Patch(alpha=0, label="beside a bar: pipelines x (microbatches of sequences)"))
     figure.legend(
@@ -174,20 +196,21 @@ def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) ->
     The cheapest tokens are marked.
     """
     listed = listed_points(len(front))
-    figure = figure_class(figsize=(11, max(4.8, 0.25 * len(listed) + 1.2)), layout="constrained")
+    height = max(4.8, 0.25 * len(listed) + 1.2)
+    figure = figure_class(figsize=(11, height), layout="constrained")
     axis, side = figure.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
-    prices = [member["predicted"]["usd_per_hour"] for member in front]
-    rates = [member["predicted"]["tokens_per_s"] for member in front]
-    cheapest = min(range(len(front)), key=lambda i: front[i]["predicted"]["usd_per_million_tokens"])
+
+    predictions = [member["predicted"] for member in front]
+    prices = [predicted["usd_per_hour"] for predicted in predictions]
+    rates = [predicted["tokens_per_s"] for predicted in predictions]
+    usd_per_million = [predicted["usd_per_million_tokens"] for predicted in predictions]
+    cheapest = usd_per_million.index(min(usd_per_million))
+    colours = [_LINE] * len(front)
+    colours[cheapest] = _MARKED
+
     # Fastest first: between two prices one has the cheaper point's speed.
     axis.plot(prices, rates, color=_LINE, drawstyle="steps-pre", linewidth=1, alpha=0.5)
-    axis.scatter(
-        prices,
-        rates,
-        s=130,
-        zorder=3,
-        color=[_MARKED if i == cheapest else _LINE for i in range(len(front))],
-    )
+    axis.scatter(prices, rates, s=130, zorder=3, color=colours)
     for number, i in enumerate(listed, 1):
         axis.annotate(
             str(number),
@@ -198,6 +221,7 @@ def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) ->
             fontsize=7,
             zorder=4,
         )
+
     axis.set_xlabel("$ an hour", fontsize=9)
     axis.set_ylabel("tokens a second", fontsize=9)
     axis.set_ylim(bottom=0)
@@ -217,7 +241,10 @@ def listed_points(count: int) -> list[int]:
     """Return the points that get numbers: all of a few; of many, some that include both ends."""
     if count <= MOST_LISTED:
         return list(range(count))
-    return sorted({round(i * (count - 1) / (MOST_LISTED - 1)) for i in range(MOST_LISTED)})
+    listed = set()
+    for number in range(MOST_LISTED):
+        listed.add(round(number * (count - 1) / (MOST_LISTED - 1)))
+    return sorted(listed)
 
 
 def _list_points(
@@ -236,20 +263,19 @@ def _list_points(
         color=_MARKED,
         transform=axis.transAxes,
     )
-    for row, i in enumerate(listed, 2):
-        member = front[i]
+    # The first row is that of the headings.
+    for row, index in enumerate(listed, 2):
+        member = front[index]
         predicted = member["predicted"]
-        gpus = " + ".join(
-            f"{n} {gpu}" for gpu, n in gpus_of(Plan.from_document(member["plan"]), fleet).items()
-        )
+        num_by_gpu = gpus_of(Plan.from_document(member["plan"]), fleet)
         texts = (
             str(row - 1),
             seconds(predicted["step_time_s"]),
             money(predicted["usd_per_hour"]),
             money(predicted["usd_per_million_tokens"], 3),
-            gpus,
+            " + ".join(f"{number} {gpu}" for gpu, number in num_by_gpu.items()),
         )
-        colour = _MARKED if i == cheapest else "black"
+        colour = _MARKED if index == cheapest else "black"
         for text, (_, at) in zip(texts, columns, strict=True):
             axis.text(
                 at, 1 - row * height, text, fontsize=8, color=colour, transform=axis.transAxes

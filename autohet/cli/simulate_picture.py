@@ -12,6 +12,7 @@ from typing import Any
 
 from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.simulation import Scenario
+from planner.cluster import NodeType
 from planner.errors import ConfigError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -30,11 +31,12 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
     figure = Figure(figsize=(11, 11), layout="constrained")
     fleet, speed, done, price, dollars = figure.subplots(5, 1, sharex=True)
     figure.suptitle(f"SIMULATED: {document['trace']}")
-    results = [
-        result for result in (*document["results"], *document["baselines"]) if result["tokens"]
-    ]
+    every_result = [*document["results"], *document["baselines"]]
+    results = [result for result in every_result if result["tokens"]]
     _draw_fleet(fleet, scenario, results[:1])
-    tokens = scenario.job.training.global_batch_sequences * scenario.job.training.sequence_length
+
+    training = scenario.job.training
+    tokens = training.global_batch_sequences * training.sequence_length
     for index, result in enumerate(results):
         style = {
             "color": COLOURS[index % len(COLOURS)],
@@ -44,6 +46,7 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         speed.plot(*_rate(result["stretches"], tokens), **style)
         done.plot(*_total(result["stretches"], tokens), **style)
     _draw_prices(price, dollars, scenario)
+
     labels = (
         "GPUs",
         "tokens a second",
@@ -57,6 +60,8 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         axis.grid(alpha=0.3)
     done.legend(loc="upper left", fontsize="small")
     dollars.set_xlabel("hours")
+
+    # Text of an SVG stays text: it can be searched, and is small.
     try:
         with rc_context({"svg.fonttype": "none"}):
             figure.savefig(path, dpi=120)
@@ -67,30 +72,34 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
 def _draw_prices(price: Any, dollars: Any, scenario: Scenario) -> None:
     """Draw each type's price in the colour of its nodes, and the bill."""
     prices = PriceHistory(scenario.kinds, scenario.prices.rows)
-    for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
+    for kind, colour in _coloured_kinds(scenario):
         steps = prices.steps(kind.name, scenario.end_s)
-        steps.append((scenario.end_s, steps[-1][1]))
-        times = [at / 3600 for at, _ in steps]
-        usd = [usd / kind.num_gpus for _, usd in steps]
-        price.plot(
-            times,
-            usd,
-            color=COLOURS[(index + 1) % len(COLOURS)],
-            drawstyle="steps-post",
-            label=f"{kind.name} price",
-        )
+        _, last_usd = steps[-1]
+        steps.append((scenario.end_s, last_usd))
+        hours = [at / 3600 for at, _ in steps]
+        usd_per_gpu = [usd / kind.num_gpus for _, usd in steps]
+        label = f"{kind.name} price"
+        price.plot(hours, usd_per_gpu, color=colour, drawstyle="steps-post", label=label)
     price.legend(loc="lower left", fontsize="small")
     dollars.plot(*_usd_per_hour(scenario, prices), color=COLOURS[0], drawstyle="steps-post")
 
 
+def _coloured_kinds(scenario: Scenario) -> list[tuple[NodeType, str]]:
+    """Return the node types with GPUs, each with its colour in all panels."""
+    with_gpus = [kind for kind in scenario.cluster.node_types if kind.num_gpus]
+    found = []
+    for number, kind in enumerate(with_gpus, 1):
+        # The first colour is that of AutoHet's own result.
+        found.append((kind, COLOURS[number % len(COLOURS)]))
+    return found
+
+
 def _draw_fleet(axis: Any, scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> None:
-    for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
-        axis.plot(
-            *_alive(scenario, kind.name, kind.num_gpus),
-            label=f"{kind.name} alive",
-            color=COLOURS[(index + 1) % len(COLOURS)],
-            drawstyle="steps-post",
-        )
+    for kind, colour in _coloured_kinds(scenario):
+        times, gpus = _alive(scenario, kind.name, kind.num_gpus)
+        label = f"{kind.name} alive"
+        axis.plot(times, gpus, label=label, color=colour, drawstyle="steps-post")
+
     for result in results:
         times = []
         gpus = []
@@ -110,15 +119,20 @@ def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> CurvePoints:
     gpus = [0.0]
     alive = 0
     for event in scenario.trace:
-        if (
-            event.node_type == node_type
-            and event.kind != "notice"
-            and event.time_s <= scenario.end_s
-        ):
-            alive += num_gpus if event.kind == "arrival" else -num_gpus
-            times.append(event.time_s / 3600)
-            gpus.append(float(alive))
-    return [*times, scenario.end_s / 3600], [*gpus, float(alive)]
+        if event.node_type != node_type or event.time_s > scenario.end_s:
+            continue
+        if event.kind == "notice":
+            continue
+        if event.kind == "arrival":
+            alive += num_gpus
+        else:
+            alive -= num_gpus
+        times.append(event.time_s / 3600)
+        gpus.append(float(alive))
+
+    times.append(scenario.end_s / 3600)
+    gpus.append(float(alive))
+    return times, gpus
 
 
 def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
@@ -129,8 +143,12 @@ def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
     times = [0.0]
     rates = [0.0]
     for stretch in stretches:
-        times += [stretch["begin_s"] / 3600] * 2 + [_end(stretch) / 3600] * 2
-        rates += [0.0, tokens / stretch["step_s"], tokens / stretch["step_s"], 0.0]
+        begin = stretch["begin_s"] / 3600
+        end = _end(stretch) / 3600
+        rate = tokens / stretch["step_s"]
+        # Two points at each end: the curve has vertical edges.
+        times += [begin, begin, end, end]
+        rates += [0.0, rate, rate, 0.0]
     return times, rates
 
 
@@ -139,22 +157,30 @@ def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
     totals = [0.0]
     for stretch in stretches:
         times += [stretch["begin_s"] / 3600, _end(stretch) / 3600]
-        totals += [totals[-1], totals[-1] + stretch["num_steps"] * tokens / 1e6]
+        before = totals[-1]
+        after = before + stretch["num_steps"] * tokens / 1e6
+        totals += [before, after]
     return times, totals
 
 
 def _usd_per_hour(scenario: Scenario, prices: PriceHistory) -> CurvePoints:
     """Return the price of all living nodes, in dollars an hour, at each change."""
-    moments = {0.0, scenario.end_s, *(event.time_s for event in scenario.trace)}
-    moments |= {at for kind in scenario.kinds for at, _ in prices.steps(kind, scenario.end_s)}
+    moments = {0.0, scenario.end_s}
+    moments.update(event.time_s for event in scenario.trace)
+    for kind in scenario.kinds:
+        moments.update(at for at, _ in prices.steps(kind, scenario.end_s))
+
     changes = deque(event for event in scenario.trace if event.kind != "notice")
     alive: Counter[str] = Counter()
     times = []
     totals = []
-    for at in sorted(at for at in moments if at <= scenario.end_s):
+    for at in sorted(moments):
+        if at > scenario.end_s:
+            break
         while changes and changes[0].time_s <= at:
             event = changes.popleft()
             alive[event.node_type] += 1 if event.kind == "arrival" else -1
+        amounts = [number * prices.usd_per_hour(kind, at) for kind, number in alive.items()]
         times.append(at / 3600)
-        totals.append(sum(number * prices.usd_per_hour(kind, at) for kind, number in alive.items()))
+        totals.append(sum(amounts))
     return times, totals

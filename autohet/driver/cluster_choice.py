@@ -23,8 +23,10 @@ def find_document(job: Job, cluster_path: str | None, address: str | None) -> di
     if cluster_path:
         return read_document(cluster_path)
     document = launched_from()
-    if document is not None or ray_cluster.is_named(address) or ray_cluster.runs_here():
+    if document is not None:
         return document
+    if ray_cluster.is_named(address) or ray_cluster.runs_here():
+        return None
     document = local_document(job.training.device)
     logger.info("%s", announcement(document))
     return document

@@ -24,15 +24,20 @@ def filesystem_of(storage: Storage) -> tuple[pyarrow.fs.FileSystem, str]:
     if isinstance(address, DirectoryAddress):
         path = Path(address.path).absolute().as_posix()
         return pyarrow.fs.LocalFileSystem(), path
-    from recovery.storage.s3 import S3Storage  # boto3 takes 0.3 s to import
+
+    # Only here, since boto3 takes 0.3 s to import.
+    from recovery.storage.s3 import S3Storage
 
     assert isinstance(storage, S3Storage)
     facts = storage.facts()
     endpoint = urlsplit(facts.endpoint)
-    of_aws = (endpoint.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    is_aws = (endpoint.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
     filesystem = pyarrow.fs.S3FileSystem(
         region=facts.region or facts.signing_region,
         scheme=endpoint.scheme,
-        endpoint_override=None if of_aws else endpoint.netloc,
+        endpoint_override=None if is_aws else endpoint.netloc,
     )
-    return filesystem, "/".join(part for part in (address.bucket, address.prefix) if part)
+    path = address.bucket
+    if address.prefix:
+        path += f"/{address.prefix}"
+    return filesystem, path

@@ -35,18 +35,17 @@ class RunCopies:
         started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.record = RunRecord(job.checkpoint_storage, f"runs/{started}-{secrets.token_hex(3)}")
         self._events = events
-        self._start = (
-            0
-            if events is None or not events.exists()
-            else begin_of_run(events, goes_on=is_restart())
-        )
+        self._start = 0
+        if events is not None and events.exists():
+            self._start = begin_of_run(events, goes_on=is_restart())
         self._log: ProcessLog | None = None
         self._copies: StoredCopies | None = None
 
     def begin(self) -> None:
         self._log = ProcessLog("driver", self.record)
         logger = logging.getLogger("autohet")
-        if logger.level == logging.NOTSET:  # else the decisions would not be in it
+        if logger.level == logging.NOTSET:
+            # The default level lets no decision through to the log.
             logger.setLevel(logging.INFO)
         logger.addHandler(self._log)
         if self._events is not None:
@@ -79,10 +78,18 @@ def steps_told(path: Path | None) -> ToldSteps:
         events = last_run(read_events(path))
     except ConfigError:
         return NOTHING_TOLD
-    first = next((event["step"] for event in events if event["kind"] == "started"), 0)
-    steps = {int(event["step"]) for event in events if event["kind"] == "step"}
-    committed = [int(event["step"]) for event in events if event["kind"] == "checkpoint"]
-    return ToldSteps(int(first), frozenset(steps), max(committed, default=None))
+
+    first: int | None = None
+    steps = set()
+    committed = []
+    for event in events:
+        if event["kind"] == "started" and first is None:
+            first = int(event["step"])
+        elif event["kind"] == "step":
+            steps.add(int(event["step"]))
+        elif event["kind"] == "checkpoint":
+            committed.append(int(event["step"]))
+    return ToldSteps(first or 0, frozenset(steps), max(committed, default=None))
 
 
 def begin_of_run(events: Path, *, goes_on: bool) -> int:
@@ -94,7 +101,9 @@ def begin_of_run(events: Path, *, goes_on: bool) -> int:
     content = events.read_bytes()
     if not goes_on:
         return len(content)
-    position = begin = 0
+    # Bytes, not parsed lines: the last line of a killed driver may be half of one.
+    position = 0
+    begin = 0
     for line in content.splitlines(keepends=True):
         if b'"kind": "started"' in line and b'"restart": true' not in line:
             begin = position

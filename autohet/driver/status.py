@@ -23,13 +23,19 @@ def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
     `age_s`: seconds since the driver published it (None: unknown). `liveness`: ended, alive or
     silent.
     """
+    age_s = None
+    is_recent = False
     published_at = status.get("published_at")
-    age_s = None if published_at is None else max(0.0, now - published_at)
+    if published_at is not None:
+        # Not below 0: the driver's clock may be ahead of this machine's.
+        age_s = max(0.0, now - published_at)
+        is_recent = age_s <= SILENT_S
+        age_s = round(age_s, 3)
+
+    liveness = "alive" if is_recent else "silent"
     if status["state"] == "ended":
         liveness = "ended"
-    else:
-        liveness = "silent" if age_s is None or age_s > SILENT_S else "alive"
-    return {**status, "age_s": None if age_s is None else round(age_s, 3), "liveness": liveness}
+    return {**status, "age_s": age_s, "liveness": liveness}
 
 
 def read_status(address: str | None) -> dict[str, dict[str, Any]]:
@@ -43,8 +49,7 @@ def read_status(address: str | None) -> dict[str, dict[str, Any]]:
     ray_cluster.connect(address)
     try:
         now = time.time()
-        return {
-            name: with_liveness(status, now) for name, status in ray_cluster.read_statuses().items()
-        }
+        statuses = ray_cluster.read_statuses()
+        return {name: with_liveness(status, now) for name, status in statuses.items()}
     finally:
         ray.shutdown()

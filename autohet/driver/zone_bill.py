@@ -47,8 +47,10 @@ class ZoneBill:
             case "step":
                 found = list(self._of_step())
             case "transfers":
-                parts = event["transfers"]
-                sent = sum(part["bytes"] for part in parts if part["tier"] == "peer")
+                sent = 0
+                for part in event["transfers"]:
+                    if part["tier"] == "peer":
+                        sent += part["bytes"]
                 found = list(self._of_copies(sent))
         self._add(found)
         return found
@@ -61,8 +63,9 @@ class ZoneBill:
 
     def _add(self, found: Iterable[Carried]) -> None:
         for each in found:
-            num_bytes, usd = self.total.get((each.zones, each.use), (0.0, 0.0))
-            self.total[each.zones, each.use] = num_bytes + each.num_bytes, usd + each.usd
+            key = (each.zones, each.use)
+            num_bytes, usd = self.total.get(key, (0.0, 0.0))
+            self.total[key] = (num_bytes + each.num_bytes, usd + each.usd)
 
     @property
     def usd(self) -> float:
@@ -71,17 +74,25 @@ class ZoneBill:
 
     def rows(self) -> list[Carried]:
         """Return the sums, dearest first."""
-        rows = [Carried(zones, use, *both) for (zones, use), both in self.total.items()]
+        rows = []
+        for (zones, use), (num_bytes, usd) in self.total.items():
+            rows.append(Carried(zones, use, num_bytes, usd))
         return sorted(rows, key=lambda row: (-row.usd, row.zones, row.use))
 
     def _of_step(self, number: int = 1) -> Iterator[Carried]:
-        for part in self._plan.get("transfers") or () if number else ():
+        if not number:
+            return
+        for part in self._plan.get("transfers") or ():
             yield _carried(part, "training", number * part["bytes_per_step"])
 
     def _of_copies(self, sent: float) -> Iterator[Carried]:
+        if not sent:
+            return
         replication = self._plan.get("replication") or {}
-        for part in replication.get("by_zones") or () if sent else ():
-            yield _carried(part, "copies", sent * part["bytes"] / replication["bytes"])
+        for part in replication.get("by_zones") or ():
+            # Only bytes in all are known: each pair of zones has the share that it has of a round.
+            num_bytes = sent * part["bytes"] / replication["bytes"]
+            yield _carried(part, "copies", num_bytes)
 
 
 def _carried(part: Mapping[str, Any], use: Use, num_bytes: float) -> Carried:

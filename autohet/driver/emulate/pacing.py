@@ -15,14 +15,16 @@ from planner.spmd.fleet import work_by_worker
 
 def paces_of(proposal: PlanProposal) -> Mapping[str, Pace]:
     """Return the seconds of one microbatch's forward and backward pass by worker of the plan."""
-    if proposal.plan.spmd is not None:
-        return {
-            worker: Pace(*seconds)
-            for worker, seconds in work_by_worker(proposal.cost, proposal.plan).items()
-        }
+    plan = proposal.plan
     paces: dict[str, Pace] = {}
-    for pipeline in proposal.plan.pipelines:
+    if plan.spmd is not None:
+        for worker, seconds in work_by_worker(proposal.cost, plan).items():
+            paces[worker] = Pace(*seconds)
+        return paces
+
+    for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
-            pace = Pace(*proposal.cost.stages.seconds(pipeline, index, rated=True))
-            paces.update(dict.fromkeys(stage.workers, pace))
+            seconds = proposal.cost.stages.seconds(pipeline, index, rated=True)
+            for worker in stage.workers:
+                paces[worker] = Pace(*seconds)
     return paces

@@ -25,10 +25,14 @@ class Script:
         if not self.left or step < self.left[0].at_step:
             return []
         event = self.left.pop(0)
-        name = event.node if event.node or event.event == "arrival" else _pick(event, seen, members)
-        processes = {
-            w: report.process_id for w, report in seen.reports.items() if seen.node_of(w) == name
-        }
+        name = event.node
+        if not name and event.event != "arrival":
+            name = _pick(event, seen, members)
+
+        processes = {}
+        for worker, report in seen.reports.items():
+            if seen.node_of(worker) == name:
+                processes[worker] = report.process_id
         return [Rehearse(event, name, name in seen.nodes, processes)]
 
 
@@ -37,7 +41,10 @@ def _pick(event: ScriptedEvent, seen: Observation, members: Collection[str]) -> 
 
     The last by name is chosen, so that a rehearsal repeats.
     """
-    trains = {seen.node_of(worker) for worker in members}
-    alike = [n for n, view in seen.nodes.items() if view.node.node_type.name == event.node_type]
-    fitting = [name for name in alike if name in trains and name not in seen.notices]
+    training = {seen.node_of(worker) for worker in members}
+    fitting = []
+    for name, view in seen.nodes.items():
+        has_type = view.node.node_type.name == event.node_type
+        if has_type and name in training and name not in seen.notices:
+            fitting.append(name)
     return max(fitting, default=None)

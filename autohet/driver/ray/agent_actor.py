@@ -22,6 +22,7 @@ from autohet.driver.control.observation import HeldPart, Prune
 from autohet.driver.ray.agent_calls import AgentReport
 from autohet.driver.sources.gpu_health import GpuWatch
 from autohet.driver.sources.node_signs import MetadataWatch
+from autohet.driver.sources.protocol import Sign
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, StateTransfer
 from autohet.runtime.preparation import Preparation
@@ -86,6 +87,7 @@ class AgentActor:
     ) -> None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
+
         node = place.node
         memory_directory = place.memory_directory
         self._log = log_as(node, record)
@@ -94,6 +96,7 @@ class AgentActor:
         claim_directories(*self._directories)
         self._store = AgentStore(memory_directory, place.disk_directory, node)
         self._store.remove_unfinished()
+
         self._server = ShardServer(self._store, place.token, host=place.host)
         self._replicator = Replicator(self._store, memory_directory, place.token)
         self._endpoint = AgentEndpoint(node, place.host, self._server.port, place.token)
@@ -102,15 +105,17 @@ class AgentActor:
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
         self._data = Preparation(job)
         self._told_at = 0.0
-        self._reports = (
-            None if driver is None else ReportSender(driver, self.report, self._is_news, LOOK_S)
-        )
+        # Last: it reports at once, from a thread of its own.
+        self._reports: ReportSender | None = None
+        if driver is not None:
+            self._reports = ReportSender(driver, self.report, self._is_news, LOOK_S)
 
     def _is_news(self, before: AgentReport | None, report: AgentReport) -> bool:
         now = time.monotonic()
-        new = before is None or report.is_news_after(before, now - self._told_at)
-        self._told_at = now if new else self._told_at
-        return new
+        is_new = before is None or report.is_news_after(before, now - self._told_at)
+        if is_new:
+            self._told_at = now
+        return is_new
 
     @ray.method(concurrency_group="life")
     def until_end(self) -> None:
@@ -122,11 +127,16 @@ class AgentActor:
         self._reports.wait()
 
     def report(self) -> AgentReport:
-        facts = None if self._metadata is None else self._metadata.facts
-        watches = [watch for watch in (self._metadata, self._gpus) if watch is not None]
-        signs = tuple(sign for watch in watches for sign in watch.signs())
+        facts = None
+        signs: list[Sign] = []
+        if self._metadata is not None:
+            facts = self._metadata.facts
+            signs += self._metadata.signs()
+        if self._gpus is not None:
+            signs += self._gpus.signs()
+        problems = self._store.problems
         return AgentReport(
-            self._node, self._endpoint, facts, signs, self._store.problems, self._data.state
+            self._node, self._endpoint, facts, tuple(signs), problems, self._data.state
         )
 
     @ray.method(concurrency_group="witness")
@@ -152,10 +162,12 @@ class AgentActor:
     ) -> StateTransfer:
         """Push shards that only this agent holds to other agents before the node leaves; blocks."""
         started = time.monotonic()
-        (generation, step) = max(((s.generation, s.step) for s, _ in parts), default=(0, 0))
+        ages = [(source.generation, source.step) for source, _ in parts]
+        generation, step = max(ages, default=(0, 0))
         endpoints = [Endpoint(peer.node, peer.host, peer.port) for peer in peers]
         sent = hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
-        return StateTransfer("peer", self._node, generation, step, sent, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return StateTransfer("peer", self._node, generation, step, sent, seconds)
 
     def prune(self, what: Prune) -> int:
         """Remove copies that newer state supersedes; return the number of files."""
@@ -184,11 +196,10 @@ class AgentActor:
         self._log.close()
 
     def _forget_snapshots(self) -> None:
-        for directory in map(Path, self._directories):
+        for name in self._directories:
+            directory = Path(name)
             shutil.rmtree(directory, ignore_errors=True)
-            for parent in (
-                directory.parent,
-                directory.parent.parent,
-            ):  # the run's, once its last node has left it
+            # The run's directories, which the last of its nodes on this machine leaves empty.
+            for parent in (directory.parent, directory.parent.parent):
                 with suppress(OSError):
                     parent.rmdir()

@@ -39,22 +39,24 @@ class AgentReport:
 
         A deadline that has only come nearer by that time is the same deadline.
         """
-        if replace(self, signs=()) != replace(before, signs=()) or len(self.signs) != len(
-            before.signs
-        ):
+        if replace(self, signs=()) != replace(before, signs=()):
             return True
-        return not all(
-            _same(old, new, passed_s) for old, new in zip(before.signs, self.signs, strict=True)
-        )
+        if len(self.signs) != len(before.signs):
+            return True
+        for old, new in zip(before.signs, self.signs, strict=True):
+            if not _is_same(old, new, passed_s):
+                return True
+        return False
 
 
-def _same(before: Sign, now: Sign, passed_s: float) -> bool:
+def _is_same(before: Sign, now: Sign, passed_s: float) -> bool:
+    """Return true if a sign has not changed, apart from the time that has passed."""
     if before.in_s is None or now.in_s is None:
         return before == now
-    return (
-        replace(before, in_s=now.in_s) == now
-        and abs(before.in_s - passed_s - now.in_s) < SAME_END_S
-    )
+    if replace(before, in_s=now.in_s) != now:
+        return False
+    expected_s = before.in_s - passed_s
+    return abs(expected_s - now.in_s) < SAME_END_S
 
 
 class AgentCalls(Protocol):
@@ -80,10 +82,9 @@ class Inventories:
 
     def __init__(self, calls: AgentCalls, timeouts: Timeouts) -> None:
         self._calls = calls
-        self._patience_s = min(timeouts.heartbeat_s, timeouts.quiesce_s / 2)
-        self._storage_patience_s = (
-            timeouts.quiesce_s / 2
-        )  # of the time after which orders are written without inventories
+        # After `quiesce_s` orders are written without inventories: half of it is left for them.
+        self._storage_patience_s = timeouts.quiesce_s / 2
+        self._patience_s = min(timeouts.heartbeat_s, self._storage_patience_s)
         self._asked: dict[Any, str] = {}
         self._asked_at = 0.0
         self._found: dict[str, Any] | None = None
@@ -92,12 +93,12 @@ class Inventories:
         """Ask every agent again, by node."""
         self._found = {}
         self._asked_at = now
-        within_s = (
-            self._patience_s / 2
-        )  # for its disk, of the time that its whole answer is waited for
-        self._asked = {
-            self._calls.ask(agent, "inventory", within_s): node for node, agent in agents.items()
-        }
+        # A slow disk must not cost the whole answer: it has half of the time.
+        disk_within_s = self._patience_s / 2
+        self._asked = {}
+        for node, agent in agents.items():
+            call = self._calls.ask(agent, "inventory", disk_within_s)
+            self._asked[call] = node
 
     def take(
         self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True
@@ -114,7 +115,9 @@ class Inventories:
         self._found.update(self._calls.take(self._asked))
         over = set(self._asked.values()) <= silent or now - self._asked_at > self._patience_s
         read = fresh or now - self._asked_at > self._storage_patience_s
-        return dict(self._found) if over and read else None
+        if not (over and read):
+            return None
+        return dict(self._found)
 
     @property
     def asked(self) -> bool:

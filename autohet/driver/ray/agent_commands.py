@@ -58,7 +58,8 @@ class AgentCommands:
             self._calls.ask(agent, "prune", what)
 
     def refuse_copies(self, node: str, agent: Any) -> None:
-        self._refusals[self._calls.ask(agent, "refuse_copies")] = node
+        call = self._calls.ask(agent, "refuse_copies")
+        self._refusals[call] = node
 
     def ask_holdings(self, agents: Mapping[str, Any], now: float) -> None:
         self._holdings.request(agents, now)
@@ -69,12 +70,13 @@ class AgentCommands:
         parts: Mapping[str, Sequence[HeldPart]],
         to: Sequence[AgentEndpoint],
     ) -> None:
+        # What an agent holds changes with each handover: the next decision asks anew.
         self._holdings.drop()
         for node in parts.keys() & agents.keys():
             logger.info("%s hands over what nodes that stay do not keep", node)
-            self._handovers[
-                self._calls.ask(agents[node], "hand_over", parts[node], to, self._transfer_s)
-            ] = node
+            agent = agents[node]
+            call = self._calls.ask(agent, "hand_over", parts[node], to, self._transfer_s)
+            self._handovers[call] = node
 
     def forget(self, node: str) -> None:
         """Forget a node that is gone."""

@@ -34,10 +34,15 @@ class RayAutoscaler:
         if tracked is None or node in observer.scripted.by_node:
             return
         node_id = tracked.ray_node.node_id
-        if node_id not in observer.drains.known:
-            drain(node_id, reason, None if deadline is None else deadline - observer.clock())
+        if node_id in observer.drains.known:
+            return
+        left_s = None
+        if deadline is not None:
+            left_s = deadline - observer.clock()
+        drain(node_id, reason, left_s)
 
     def give_back(self, node: str) -> None:
         """Give an idle node back: Ray drains it, which shows as its notice."""
-        if node in self._observer.nodes:
-            drain(self._observer.nodes[node].ray_node.node_id, "idle", None)
+        tracked = self._observer.nodes.get(node)
+        if tracked is not None:
+            drain(tracked.ray_node.node_id, "idle", None)

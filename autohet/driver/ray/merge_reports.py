@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +22,30 @@ def merge_reports(
     last words. Fields in `DRAINED_FIELDS` are concatenated over all `fresh` reports. `newest`: each
     worker's last report, `without_news` if none of it is fresh.
     """
-    said: dict[str, list[WorkerReport]] = {}
+    fresh_by_worker: dict[str, list[WorkerReport]] = {}
     for report in fresh:
-        said.setdefault(report.worker, []).append(report)
+        fresh_by_worker.setdefault(report.worker, []).append(report)
+
     reports: dict[str, WorkerReport] = {}
     for worker, last in newest.items():
-        loss = losses.get(worker)
-        words = said.get(worker, [])
-        if last is None or (loss is not None and not (words and loss.seen_at > last_round)):
+        if last is None:
             continue
-        news: dict[str, Any] = {
-            part: sum((getattr(report, part) for report in words), ()) for part in DRAINED_FIELDS
-        }
-        reports[worker] = replace(last, **news) if words else last
+        words = fresh_by_worker.get(worker, [])
+        loss = losses.get(worker)
+        if loss is not None and not (words and loss.seen_at > last_round):
+            continue
+        reports[worker] = _with_news(last, words)
     return reports
+
+
+def _with_news(last: WorkerReport, words: Sequence[WorkerReport]) -> WorkerReport:
+    """Return the last report with the news of all of a worker's fresh reports."""
+    if not words:
+        return last
+    news: dict[str, Any] = {}
+    for part in DRAINED_FIELDS:
+        entries: list[Any] = []
+        for report in words:
+            entries += getattr(report, part)
+        news[part] = tuple(entries)
+    return replace(last, **news)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import ray
 
@@ -35,8 +36,12 @@ class RayNodeAgents:
                 continue
             address = observer.agent_reports.expect(name)
             memory, disk = tracked.snapshot_directories(job.checkpoint)
-            agent = AgentActor.options(scheduling_strategy=on_node(tracked)).remote(  # type: ignore[attr-defined]
-                AgentPlace(name, tracked.ray_node.address, self._token, memory, disk),
+            place = AgentPlace(name, tracked.ray_node.address, self._token, memory, disk)
+
+            actor_class: Any = AgentActor
+            placed = actor_class.options(scheduling_strategy=on_node(tracked))
+            agent = placed.remote(
+                place,
                 job.elastic.notice_sources,
                 job,
                 forwarded_environment(),
@@ -60,11 +65,14 @@ class RayNodeAgents:
 
     def release_node(self, node: str) -> None:
         tracked = self._observer.nodes.get(node)
-        if tracked is not None and tracked.agent is not None and not tracked.released:
+        if tracked is None or tracked.agent is None:
+            return
+        if not tracked.released:
             tracked.released = True
             self._commands.refuse_copies(node, tracked.agent)
 
     def end_agent(self, node: str) -> None:
         """End the node's agent, so that a draining node has no lease left and Ray lets it go."""
-        if node in self._observer.agents:
-            ray.kill(self._observer.agents[node])
+        tracked = self._observer.nodes.get(node)
+        if tracked is not None and tracked.agent is not None:
+            ray.kill(tracked.agent)

@@ -56,15 +56,20 @@ def node_request(
     """
     types = prepared_types(document)
     limit = max_workers_of(document, types)
-    standing = {name: entry["min_workers"] for name, entry in types.items()}
-    wanted = {name: max(counts.get(name, 0), standing[name]) for name in types}
-    wanted = {name: count for name, count in wanted.items() if count}
+    wanted: dict[str, int] = {}
+    for name, entry in types.items():
+        # Ray launches `min_workers` in any case, and counts them towards a request.
+        number = max(counts.get(name, 0), entry["min_workers"])
+        if number:
+            wanted[name] = number
+
     instead: dict[str, int] = {}
     for request in _candidates(cluster, types, counts, version):
         found = launched(document, request, version=version)
         if found == wanted:
             return request
-        instead = instead or found
+        if not instead:
+            instead = found
     prices = {kind.name: kind.usd_per_hour for kind in cluster.node_types}
     raise ConfigError(_refusal(counts, (wanted, instead), limit, version, prices))
 
@@ -79,8 +84,10 @@ def _candidates(
     if not any(counts.values()):
         yield NodeRequest()
         return
+    # Version 1 knows no labels.
+    prefixes = ("ray.io/", "") if version == 2 else (None,)
     for resources in ({"GPU", "CPU"}, None):
-        for prefix in ("ray.io/", "") if version == 2 else (None,):
+        for prefix in prefixes:
             bundles: list[Mapping[str, float]] = []
             selectors: list[Mapping[str, str]] = []
             for kind in cluster.node_types:
@@ -92,9 +99,18 @@ def _candidates(
 
 
 def _shape(entry: Json, num_gpus: int, resources: set[str] | None) -> dict[str, float]:
+    """Return the resources to ask for: those named, or all that the type states for None."""
     stated = entry["resources"]
-    names = stated.keys() - NOT_ASKED_FOR if resources is None else resources & stated.keys()
-    return {"GPU": num_gpus, **{name: stated[name] for name in sorted(names) if stated[name]}}
+    if resources is None:
+        names = stated.keys() - NOT_ASKED_FOR
+    else:
+        names = resources & stated.keys()
+
+    shape: dict[str, float] = {"GPU": num_gpus}
+    for name in sorted(names):
+        if stated[name]:
+            shape[name] = stated[name]
+    return shape
 
 
 def _selector(entry: Json, prefix: str | None) -> dict[str, str]:
@@ -128,14 +144,18 @@ def _refusal(
 
 def _words(counts: Counts, prices: Mapping[str, float | None]) -> str:
     """Describe nodes by type, and their price if all have one."""
-    if not any(counts.values()):
+    present = {name: number for name, number in counts.items() if number}
+    if not present:
         return "no node"
-    each = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()) if n)
-    known = [prices.get(name) for name, n in counts.items() if n]
-    if None in known:
-        return each
-    usd = sum((prices[name] or 0.0) * n for name, n in counts.items())
-    return f"{each} ({usd:.2f} $/h)"
+
+    words = ", ".join(f"{number} {name}" for name, number in sorted(present.items()))
+    amounts = []
+    for name, number in present.items():
+        usd_per_hour = prices.get(name)
+        if usd_per_hour is None:
+            return words
+        amounts.append(usd_per_hour * number)
+    return f"{words} ({sum(amounts):.2f} $/h)"
 
 
 def launched(document: Json, request: NodeRequest, *, version: int = 2) -> dict[str, int]:
@@ -146,13 +166,16 @@ def launched(document: Json, request: NodeRequest, *, version: int = 2) -> dict[
     types = prepared_types(document)
     limit = max_workers_of(document, types)
     head = str(document.get("head_node_type"))
-    level = logging.getLogger("ray.autoscaler.v2.scheduler").level
-    logging.getLogger("ray.autoscaler.v2.scheduler").setLevel(logging.WARNING)
+
+    # The scheduler logs what it would launch; here nothing is launched.
+    scheduler_logger = logging.getLogger("ray.autoscaler.v2.scheduler")
+    level = scheduler_logger.level
+    scheduler_logger.setLevel(logging.WARNING)
     try:
         scheduled = _launched_v2 if version == 2 else _launched_v1
         return scheduled(types, head, limit, request)
     finally:
-        logging.getLogger("ray.autoscaler.v2.scheduler").setLevel(level)
+        scheduler_logger.setLevel(level)
 
 
 def _launched_v2(
@@ -167,14 +190,19 @@ def _launched_v2(
 
     configs = {}
     for name, entry in types.items():
+        most = entry["max_workers"]
+        if name == head:
+            # The head is a node of its type, but no worker.
+            most += 1
         configs[name] = NodeTypeConfig(
             name=name,
             min_worker_nodes=entry["min_workers"],
-            max_worker_nodes=entry["max_workers"] + (name == head),
+            max_worker_nodes=most,
             priority=entry.get("priority", 0),
             resources=entry["resources"],
             labels=entry.get("labels") or {},
         )
+
     instances = []
     if head in types:
         instance = pb2.Instance(
@@ -184,15 +212,15 @@ def _launched_v2(
             node_kind=pb2.NodeKind.HEAD,
         )
         instances.append(AutoscalerInstance(im_instance=instance))
-    reply = ResourceDemandScheduler().schedule(
-        SchedulingRequest(
-            disable_launch_config_check=True,
-            node_type_configs=configs,
-            max_num_nodes=limit + 1,
-            cluster_resource_constraints=_constraints(request),
-            current_instances=instances,
-        )
+
+    scheduling_request = SchedulingRequest(
+        disable_launch_config_check=True,
+        node_type_configs=configs,
+        max_num_nodes=limit + 1,
+        cluster_resource_constraints=_constraints(request),
+        current_instances=instances,
     )
+    reply = ResourceDemandScheduler().schedule(scheduling_request)
     found = Counter[str]()
     for launch in reply.to_launch:
         found[launch.instance_type] += launch.count
@@ -216,9 +244,8 @@ def _constraints(request: NodeRequest) -> list[Any]:
     made = []
     for bundle, selector in zip(request.bundles, request.selectors, strict=True):
         terms = [(name, equal, [value]) for name, value in sorted(selector.items())]
-        made.append(
-            ResourceRequestUtil.make(dict(bundle), label_selectors=[terms] if terms else None)
-        )
+        selectors = [terms] if terms else None
+        made.append(ResourceRequestUtil.make(dict(bundle), label_selectors=selectors))
     grouped = ResourceRequestUtil.group_by_count(made)
     return [demand.ClusterResourceConstraint(resource_requests=grouped)]
 
@@ -234,13 +261,15 @@ def _launched_v1(
         _default_utilization_scorer,
     )
 
-    scorer = partial(
-        _default_utilization_scorer,
-        node_availability_summary=NodeAvailabilitySummary(node_availabilities={}),
-    )
+    availability = NodeAvailabilitySummary(node_availabilities={})
+    scorer = partial(_default_utilization_scorer, node_availability_summary=availability)
+    # Ray's function changes what it is given.
     known = copy.deepcopy({name: dict(entry) for name, entry in types.items()})
-    counts = {head: 1} if head in types else {}
-    resources = [dict(known[head]["resources"])] if head in types else []
+    counts = {}
+    resources = []
+    if head in types:
+        counts[head] = 1
+        resources.append(dict(known[head]["resources"]))
     bundles: list[Any] = [dict(bundle) for bundle in request.bundles]
     _, _, found = _add_min_workers_nodes(
         resources, counts, known, limit, head, bundles, utilization_scorer=scorer
@@ -258,15 +287,18 @@ def prepared_types(document: Json) -> dict[str, dict[str, Any]]:
     limit = int(document.get("max_workers", 2))
     found = {}
     for name, entry in document["available_node_types"].items():
-        row = find_instance_type(instance_type_of(entry.get("node_config") or {}) or "")
+        instance_type = instance_type_of(entry.get("node_config") or {})
+        row = find_instance_type(instance_type or "")
         stated = dict(entry.get("resources") or {})
         if row is not None and "GPU" not in stated:
             stated["GPU"] = row.num_gpus
+        # Ray's default: no further node of the head's type, any number of the others'.
+        most = 0 if name == head else limit
         found[name] = {
             **entry,
             "resources": stated,
             "min_workers": entry.get("min_workers", 0),
-            "max_workers": entry.get("max_workers", 0 if name == head else limit),
+            "max_workers": entry.get("max_workers", most),
         }
     return found
 

@@ -24,7 +24,7 @@ from autohet.driver.ray.node_type_lookup import NodeTypeLookup
 from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.recent_failures import RecentFailures
 from autohet.driver.ray.rendezvous import Rendezvous
-from autohet.driver.ray.reports import Reports
+from autohet.driver.ray.reports import LatestReport, Reports
 from autohet.driver.ray.silence import FreezeDetector, Heard
 from autohet.driver.ray.wake_up import WakeUp
 from autohet.driver.sources.choose import make_sources
@@ -61,7 +61,8 @@ AGENT_BEAT_S = 5.0
 REFUSED_S = 600.0
 """Seconds until a refused node is checked again: its metadata may not have answered."""
 MAX_AGENT_STARTS = 3
-MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
+MAX_WORKER_STARTS = 3
+"""Starts of a worker that dies each time before its first word."""
 
 
 @dataclass
@@ -115,10 +116,12 @@ class RayObserver:
         self.drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
         lines = ray_cluster.ClusterMemory("notices", run_id)
         self.notices = NoticeMerger(make_sources(job.elastic, self.drains, self.scripted, lines))
-        self._node_types, self._prices = NodeTypeLookup(), SpotPrices()
+        self._node_types = NodeTypeLookup()
+        self._prices = SpotPrices()
         self.nodes: dict[str, TrackedNode] = {}
         """Nodes in use, by name."""
         self._names: dict[str, str] = {}
+        """Names of nodes by Ray's id; a node that has one is not taken into use again."""
         self._given_up: set[str] = set()
         """Nodes by Ray's id whose agents keep dying."""
         self._name_memory = ray_cluster.ClusterMemory("names", run_id)
@@ -133,7 +136,8 @@ class RayObserver:
         self.agent_reports = Reports(host, clock, AGENT_BEAT_S, self.wake_up)
         self.worker_reports = Reports(host, clock, self.timeouts.suspicion_s / BEATS, self.wake_up)
         self.rendezvous = Rendezvous(host)
-        self._nodes_read_at = self._merged_at = -math.inf
+        self._nodes_read_at = -math.inf
+        self._merged_at = -math.inf
         self._agent_deaths = RecentFailures(MAX_AGENT_STARTS)
         self._failed_starts = RecentFailures(MAX_WORKER_STARTS)
         calls = RayCalls()
@@ -159,28 +163,30 @@ class RayObserver:
     def observe(self) -> Observation:
         """Combine the messages received in `wait` with the state found now."""
         now = self.clock()
-        if now - self._nodes_read_at >= (CALM_NODES_S if self.is_calm() else NODES_S):
+        poll_s = CALM_NODES_S if self.is_calm() else NODES_S
+        if now - self._nodes_read_at >= poll_s:
             self._nodes_read_at = now
             self._read_nodes(now)
         if self.agent_reports.fresh():
-            self._data.judge(
-                {name: a.value.data for name, a in self.agent_reports.answers.items() if a.value},
-                now,
-            )
-            if self._data.digest is not None:
-                self.durable.record(DATA_DIGEST, self._data.digest)
+            self._judge_data(now)
         self._find_losses(now)
-        inventories = self.inventories.take(
-            now, self._freezes.silent_nodes, fresh=self.durable.fresh()
-        )
-        holdings = self.agent_commands.take(now, self._freezes.silent_nodes)
-        self.notices.look(
-            [self._watched(name, tracked) for name, tracked in self.nodes.items()], now
-        )
+
+        silent = self._freezes.silent_nodes
+        inventories = self.inventories.take(now, silent, fresh=self.durable.fresh())
+        holdings = self.agent_commands.take(now, silent)
+        watched = []
+        for name, tracked in self.nodes.items():
+            answer = self.agent_reports.answers.get(name)
+            watched.append(_watched_node(name, tracked.ray_node.node_id, answer))
+        self.notices.look(watched, now)
         nodes = {name: self._view(tracked) for name, tracked in self.nodes.items()}
         checkpoint = self.durable.state()
-        launches = None if self.launches is None else self.launches.look(now)
-        # last: news is reported once, and nothing that may fail comes between
+        launches = None
+        if self.launches is not None:
+            launches = self.launches.look(now)
+
+        # Last: news is reported once, so nothing that may fail may come between here and the
+        # observation.
         reports = self.take_reports(now)
         return Observation(
             now=now,
@@ -200,22 +206,33 @@ class RayObserver:
             prices=self._prices.of(self.spot_types),
         )
 
+    def _judge_data(self, now: float) -> None:
+        """Compare the data of all nodes that have reported, and record the digest they agree on."""
+        data = {}
+        for name, answer in self.agent_reports.answers.items():
+            if answer.value:
+                data[name] = answer.value.data
+        self._data.judge(data, now)
+        if self._data.digest is not None:
+            self.durable.record(DATA_DIGEST, self._data.digest)
+
     def is_calm(self) -> bool:
         """Return true if nothing changes: a long tick is enough.
 
         All workers train, no node leaves or is suspected, and no agent has an answer due.
         """
-        if self.agent_reports.await_words or self.worker_reports.await_words or self._freezes.asked:
+        is_suspicious = (
+            self.agent_reports.await_words or self.worker_reports.await_words or self._freezes.asked
+        )
+        if is_suspicious or self.losses or self.notices.departures:
             return False
-        if (
-            self.losses
-            or self.notices.departures
-            or self.inventories.asked
-            or self.agent_commands.waiting
-        ):
+        if self.inventories.asked or self.agent_commands.waiting:
             return False
-        values = [answer.value for answer in self.worker_reports.answers.values()]
-        return all(value is not None and value.phase is Phase.TRAINING for value in values)
+
+        for answer in self.worker_reports.answers.values():
+            if answer.value is None or answer.value.phase is not Phase.TRAINING:
+                return False
+        return True
 
     def take_reports(self, now: float) -> dict[str, WorkerReport]:
         """Return the newest report of each worker, with all its news since the last call.
@@ -228,8 +245,10 @@ class RayObserver:
             worker: answer.value for worker, answer in answers.items()
         }
         reports = merge_reports(newest, fresh, self.losses, self._merged_at)
+        # Each step, receipt and transfer counts once: the kept report must not repeat them.
         for worker in reports.keys() & {report.worker for report in fresh}:
-            answers[worker].value = answers[worker].value.without_news()
+            answer = answers[worker]
+            answer.value = answer.value.without_news()
         self._merged_at = now
         return reports
 
@@ -238,28 +257,35 @@ class RayObserver:
         report: AgentReport | None = None if answer is None else answer.value
         if report is None:
             return tracked.view
-        facts = report.facts
+
         node = tracked.view.node
-        price = (
-            None if facts is None else self._prices.usd_per_hour(facts.instance_type, facts.zone)
-        )
+        facts = report.facts
+        price = None
+        if facts is not None:
+            price = self._prices.usd_per_hour(facts.instance_type, facts.zone)
         kind = live_node_type(node.node_type, facts, tracked.ray_node.labels, price)
-        data = self._data.states.get(node.name)
         return replace(
-            tracked.view, endpoint=report.endpoint, node=replace(node, node_type=kind), data=data
+            tracked.view,
+            endpoint=report.endpoint,
+            node=replace(node, node_type=kind),
+            data=self._data.states.get(node.name),
         )
 
     @property
     def agents(self) -> dict[str, Any]:
         """Agent's actor by node."""
-        nodes = self.nodes.items()
-        return {name: tracked.agent for name, tracked in nodes if tracked.agent is not None}
+        agents = {}
+        for name, tracked in self.nodes.items():
+            if tracked.agent is not None:
+                agents[name] = tracked.agent
+        return agents
 
     def _read_nodes(self, now: float) -> None:
         alive = {node.node_id: node for node in ray_cluster.living_nodes()}
         for name, tracked in list(self.nodes.items()):
             if tracked.ray_node.node_id not in alive:
                 self._forget(name, "its node died", now)
+
         self._given_up &= alive.keys()
         self._agent_deaths.forget(self._agent_deaths.known - alive.keys())
         for node_id, node in alive.items():
@@ -280,19 +306,20 @@ class RayObserver:
             if kind is not None:
                 check_computes(self.job, kind.gpu_type)
         except ConfigError as error:
-            _, why = self._refused.get(node.node_id, (0.0, ""))
-            self._refused[node.node_id] = now, str(error)
-            if str(error) != why:
-                logger.warning("A node at %s is not used: %s", node.address, error)
+            reason = str(error)
+            _, last_reason = self._refused.get(node.node_id, (0.0, ""))
+            self._refused[node.node_id] = (now, reason)
+            if reason != last_reason:
+                logger.warning("A node at %s is not used: %s", node.address, reason)
             return
         if kind is None:
-            return  # it is asked
+            return  # The lookup asks the node itself; its answer comes in a later round.
+
         name = node.labels.get(ray_cluster.NAME_LABEL) or self._name_of(node)
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
-        self.nodes[name] = TrackedNode(
-            node, NodeView(Node(name, kind), now, agent_started=False), directory
-        )
+        view = NodeView(Node(name, kind), now, agent_started=False)
+        self.nodes[name] = TrackedNode(node, view, directory)
 
     def _name_of(self, node: RayNode) -> str:
         """Return the name that this node has had, under an earlier driver too, or an unused one.
@@ -300,12 +327,16 @@ class RayObserver:
         A new name is one that no node of this run has had.
         """
         name = self._given_names.get(node.node_id)
-        if name is None:
-            taken = {*self._names.values(), *self._given_names.values()}
-            free = (f"{node.group}-{index}" for index in range(len(taken) + 1))
-            name = next(each for each in free if each not in taken)
-            self._given_names[node.node_id] = name
-            self._name_memory.save(self._given_names)
+        if name is not None:
+            return name
+
+        taken = {*self._names.values(), *self._given_names.values()}
+        index = 0
+        while f"{node.group}-{index}" in taken:
+            index += 1
+        name = f"{node.group}-{index}"
+        self._given_names[node.node_id] = name
+        self._name_memory.save(self._given_names)
         return name
 
     def _forget(self, name: str, reason: str, now: float) -> None:
@@ -315,37 +346,42 @@ class RayObserver:
         self.agent_commands.forget(name)
         self._failed_starts.forget(tracked.view.workers)
         for worker in tracked.view.workers:
+            # It said that every start on this node failed, which the next node may do better.
             if worker in self.losses and self.losses[worker].for_good:
                 del self.losses[worker]
             if worker in self.workers:
                 self._lose(worker, reason, now)
 
     def _find_losses(self, now: float) -> None:
+        """Find workers and agents that have died, fell silent, froze, or never came up."""
         for worker, loss in self.losses.items():
             if loss.for_good and not self._failed_starts.is_excluded(worker, now):
                 self.losses[worker] = replace(loss, for_good=False)
+
         for worker, answer in self.worker_reports.answers.items():
-            if worker in self.losses:
-                continue
-            silent = (
-                answer.heard_at is not None and now - answer.heard_at > self.timeouts.heartbeat_s
-            )
-            late = answer.heard_at is None and now - answer.asked_at > self.timeouts.worker_start_s
-            if answer.error is not None:
-                if answer.heard_at is None:
-                    self._failed_starts.add(worker, now)
-                self._lose(worker, answer.error, now)
-            elif silent or late:
-                self._lose(
-                    worker,
-                    f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s",
-                    now,
-                )
+            if worker not in self.losses:
+                self._check_worker(worker, answer, now)
         for worker, reason in self._frozen(now).items():
             self._lose(worker, reason, now)
         for name, answer in list(self.agent_reports.answers.items()):
             if answer.error is not None and name in self.nodes:
                 self._lose_agent(name, answer.error, now)
+
+    def _check_worker(self, worker: str, answer: LatestReport, now: float) -> None:
+        """Lose a worker that has died, or has been silent for too long."""
+        never_heard = answer.heard_at is None
+        if answer.error is not None:
+            if never_heard:
+                self._failed_starts.add(worker, now)
+            self._lose(worker, answer.error, now)
+            return
+
+        # A new process may take longer to its first word than a running one between two.
+        limit_s = self.timeouts.worker_start_s if never_heard else self.timeouts.heartbeat_s
+        heard_at = answer.asked_at if answer.heard_at is None else answer.heard_at
+        silent_s = now - heard_at
+        if silent_s > limit_s:
+            self._lose(worker, f"said nothing for {silent_s:.1f} s", now)
 
     def _frozen(self, now: float) -> dict[str, str]:
         heard = []
@@ -378,20 +414,15 @@ class RayObserver:
         )
 
     def _lose(self, worker: str, reason: str, now: float) -> None:
+        heard_at = now
         answer = self.worker_reports.answers.get(worker)
-        heard = now if answer is None or answer.heard_at is None else answer.heard_at
+        if answer is not None and answer.heard_at is not None:
+            heard_at = answer.heard_at
         for_good = self._failed_starts.is_excluded(worker, now)
         if for_good:
             reason = f"it died in each of {MAX_WORKER_STARTS} starts: {reason}"
-        self.losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
-
-    def _watched(self, name: str, tracked: TrackedNode) -> WatchedNode:
-        answer = self.agent_reports.answers.get(name)
-        report: AgentReport | None = None if answer is None else answer.value
-        if answer is None or report is None or answer.told_at is None:
-            return WatchedNode(name, tracked.ray_node.node_id)
-        instance = None if report.facts is None else report.facts.instance_id
-        return WatchedNode(name, tracked.ray_node.node_id, instance, report.signs, answer.told_at)
+        # The first reason stays: later ones are often its consequences.
+        self.losses.setdefault(worker, Loss(worker, reason, now, heard_at, for_good))
 
     def close(self) -> None:
         """Close all that listens and polls; the actors are the workforce's to end."""
@@ -401,3 +432,11 @@ class RayObserver:
         self.notices.close()
         self._prices.close()
         self.rendezvous.close()
+
+
+def _watched_node(name: str, node_id: str, answer: LatestReport | None) -> WatchedNode:
+    report: AgentReport | None = None if answer is None else answer.value
+    if answer is None or report is None or answer.told_at is None:
+        return WatchedNode(name, node_id)
+    instance = None if report.facts is None else report.facts.instance_id
+    return WatchedNode(name, node_id, instance, report.signs, answer.told_at)

@@ -19,7 +19,9 @@ class RayCalls:
         return ref
 
     def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+        if not asked:
+            return []
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
         found = []
         for ref in ready:
             node = asked.pop(ref)
@@ -35,8 +37,13 @@ def describe_death(error: RayError) -> str:
 
     It is the first line, followed by the last one if the actor's constructor raised.
     """
-    text = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not text:
-        return type(error).__name__
-    cause = f" {text[-1][:300]}" if "creation task" in text[0] and len(text) > 1 else ""
-    return f"{type(error).__name__}: {text[0][:200]}{cause}"
+    name = type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return name
+
+    description = f"{name}: {lines[0][:200]}"
+    if "creation task" in lines[0] and len(lines) > 1:
+        # The last line is the constructor's own error; those between are its traceback.
+        description += f" {lines[-1][:300]}"
+    return description

@@ -23,10 +23,12 @@ class RecentFailures:
     @property
     def known(self) -> set[str]:
         """Nodes or workers that have failed, recently or not."""
-        return {*self._at}
+        return set(self._at)
 
     def add(self, who: str, now: float) -> None:
-        self._at[who] = [*self._recent(who, now), now][-self.limit :]
+        moments = self._recent(who, now)
+        moments.append(now)
+        self._at[who] = moments[-self.limit :]
 
     def is_excluded(self, who: str, now: float) -> bool:
         return len(self._recent(who, now)) >= self.limit

@@ -62,9 +62,13 @@ class Reports:
         wake_up.watch(self.server)
         self._addresses: dict[str, ReportAddress] = {}
         self._keys: dict[str, str] = {}
+        """Actor's key by the name in its address, which no earlier actor of the key has."""
         self._told_ends: deque[tuple[str, str]] = deque()
+        """Ends that threads of Ray's have recorded: (name, error)."""
         self._unreachable: deque[tuple[str, Callable[[], ray.ObjectRef[Any]]]] = deque()
+        """Actors that Ray could not reach, with the call that watches their end."""
         self._ends: dict[str, tuple[str, float]] = {}
+        """Error, and time at which it was read, of ends that do not count yet, by name."""
         self.unread: list[Any] = []
         """Reports received and not yet returned by `fresh`, in order."""
         self._listened_at: float | None = None
@@ -75,7 +79,8 @@ class Reports:
         Messages of an earlier actor under this key are dropped from now on.
         """
         self.remove(key)
-        address = self._addresses[key] = self.server.expect(key)
+        address = self.server.expect(key)
+        self._addresses[key] = address
         self._keys[address.name] = key
         self.answers[key] = LatestReport(asked_at=self._clock())
         return address
@@ -103,6 +108,7 @@ class Reports:
             self.wake_up.wake()
 
     def _watch_again(self) -> None:
+        # Only as many as there are now: a call that fails at once is added again.
         for _ in range(len(self._unreachable)):
             name, call = self._unreachable[0]
             if name in self._keys:
@@ -111,7 +117,8 @@ class Reports:
 
     def remove(self, key: str) -> None:
         self.answers.pop(key, None)
-        if (address := self._addresses.pop(key, None)) is not None:
+        address = self._addresses.pop(key, None)
+        if address is not None:
             self.server.forget(address.name)
             self._ends.pop(address.name, None)
             del self._keys[address.name]
@@ -122,6 +129,10 @@ class Reports:
         before = self._listened_at
         self._forgive(now)
         self._watch_again()
+
+        # A report came at some moment since the last call. The earliest is assumed, so that no
+        # deadline that a report names is taken for later than it is.
+        sent_at = now if before is None else before
         heard, news = self.server.take()
         for name, value, age_s in news:
             answer = self.answers[self._keys[name]]
@@ -131,12 +142,14 @@ class Reports:
                     f" {value.why}"
                 )
                 continue
-            sent_at = now if before is None else before  # it came since then: no deadline is later
             answer.value = value
             answer.told_at = sent_at - age_s
             self.unread.append(value)
-        for answer in (self.answers[self._keys[name]] for name in heard):
-            answer.heard_at = None if answer.value is None else now  # it is up once it has reported
+
+        for name in heard:
+            answer = self.answers[self._keys[name]]
+            # An actor is up once it has reported; heartbeats before that do not count.
+            answer.heard_at = None if answer.value is None else now
         self._take_ends(now)
 
     def _take_ends(self, now: float) -> None:
@@ -150,7 +163,8 @@ class Reports:
             if not self.server.speaks(name) or now - at >= LAST_WORDS_S:
                 ended.append(name)
         for name in ended:
-            self.answers[self._keys[name]].error, _ = self._ends.pop(name)
+            error, _ = self._ends.pop(name)
+            self.answers[self._keys[name]].error = error
 
     @property
     def await_words(self) -> bool:
@@ -159,14 +173,18 @@ class Reports:
 
     def _forgive(self, now: float) -> None:
         """Move all actors' times by the driver's own pause, so that it is no silence."""
-        slept_s = 0.0 if self._listened_at is None else now - self._listened_at - LONGEST_TICK_S
+        before = self._listened_at
         self._listened_at = now
-        if slept_s > 0:
-            for answer in self.answers.values():
-                answer.asked_at = min(now, answer.asked_at + slept_s)
-                answer.heard_at = (
-                    None if answer.heard_at is None else min(now, answer.heard_at + slept_s)
-                )
+        if before is None:
+            return
+        slept_s = now - before - LONGEST_TICK_S
+        if slept_s <= 0:
+            return
+
+        for answer in self.answers.values():
+            answer.asked_at = min(now, answer.asked_at + slept_s)
+            if answer.heard_at is not None:
+                answer.heard_at = min(now, answer.heard_at + slept_s)
 
     def fresh(self) -> list[Any]:
         """Return the reports received since the last call, in order."""

@@ -60,10 +60,14 @@ class FreezeDetector:
         self._timeouts = timeouts
         self._calls = calls
         self._awake_s = 0.0
+        """Seconds of all rounds so far, each as far as it counts (`LONGEST_TICK_S`)."""
         self._ticked_at: float | None = None
         self._asked: dict[Any, str] = {}
+        """Node of each call that has no answer yet."""
         self._asked_at: dict[str, float] = {}
+        """`_awake_s` at the last call to each node's agent."""
         self._stopped: dict[str, ProcessState] = {}
+        """State of each suspect that its agent saw stopped in its last look."""
         self.silent_nodes: frozenset[str] = frozenset()
         """Nodes that were silent in the last round, for long enough to be sure of it.
 
@@ -84,29 +88,46 @@ class FreezeDetector:
         """
         self._tick(now)
         by_node: dict[str, list[Heard]] = {}
-        for one in heard:
-            by_node.setdefault(one.node, []).append(one)
-        watched, silent = (
-            _quiet(by_node, agents, now - share * self._timeouts.suspicion_s)
-            for share in (LOOK_FROM, 1.0)
-        )
+        for worker in heard:
+            by_node.setdefault(worker.node, []).append(worker)
+        suspicion_s = self._timeouts.suspicion_s
+        watched = _quiet(by_node, agents, now - LOOK_FROM * suspicion_s)
+        silent = _quiet(by_node, agents, now - suspicion_s)
+
         lost = agents.keys() - by_node.keys()
         stopped = self._take_looks(watched, lost)
-        certain = {suspect.worker for suspects in silent.values() for suspect in suspects}
+        certain: set[str] = set()
+        for suspects in silent.values():
+            certain.update(suspect.worker for suspect in suspects)
         verdicts = {worker: why for worker, why in stopped.items() if worker in certain}
-        for node, suspects in watched.items():
-            if node not in self._asked.values() and self._unanswered_s(node) >= LOOK_PERIOD_S:
-                call = self._calls.ask(
-                    agents[node], "process_states", [w.process_id for w in suspects]
-                )
-                self._asked[call], self._asked_at[node] = node, self._awake_s
-        asked = self._asked.values()
-        self.silent_nodes = frozenset(
-            node for node in asked if self._is_silent(node, by_node.get(node, ()), now)
-        )
+
+        self._ask_agents(watched, agents)
+        self.silent_nodes = self._find_silent_nodes(by_node, now)
         for node in self.silent_nodes & silent.keys():
-            verdicts |= {w.worker: self._of_node(node, now - w.heard_at) for w in silent[node]}
+            for suspect in silent[node]:
+                silent_s = now - suspect.heard_at
+                verdicts[suspect.worker] = (
+                    f"nothing on {node} answers, its agent included: silent for {silent_s:.1f} s"
+                )
         return verdicts
+
+    def _ask_agents(self, watched: Mapping[str, list[Heard]], agents: Mapping[str, Any]) -> None:
+        """Ask the agents of suspects how these look, unless an answer is due or just came."""
+        for node, suspects in watched.items():
+            is_asked = node in self._asked.values()
+            if not is_asked and self._unanswered_s(node) >= LOOK_PERIOD_S:
+                process_ids = [suspect.process_id for suspect in suspects]
+                call = self._calls.ask(agents[node], "process_states", process_ids)
+                self._asked[call] = node
+                self._asked_at[node] = self._awake_s
+
+    def _find_silent_nodes(self, by_node: Mapping[str, list[Heard]], now: float) -> frozenset[str]:
+        """Return the nodes with a call that is unanswered, and no worker heard, for too long."""
+        found = set()
+        for node in self._asked.values():
+            if self._is_silent(node, by_node.get(node, ()), now):
+                found.add(node)
+        return frozenset(found)
 
     def _is_silent(self, node: str, workers: Iterable[Heard], now: float) -> bool:
         """Return whether a node's agent, and all of its workers, have been silent for too long."""
@@ -119,9 +140,8 @@ class FreezeDetector:
         return self._timeouts.node_silence_s - self._timeouts.suspicion_s
 
     def _tick(self, now: float) -> None:
-        self._awake_s += (
-            0.0 if self._ticked_at is None else min(now - self._ticked_at, LONGEST_TICK_S)
-        )
+        if self._ticked_at is not None:
+            self._awake_s += min(now - self._ticked_at, LONGEST_TICK_S)
         self._ticked_at = now
 
     def _unanswered_s(self, node: str) -> float:
@@ -129,8 +149,9 @@ class FreezeDetector:
 
         An agent that was never asked counts as asked LOOK_PERIOD_S ago.
         """
-        asked_at = self._asked_at.get(node)
-        return LOOK_PERIOD_S if asked_at is None else self._awake_s - asked_at
+        if node not in self._asked_at:
+            return LOOK_PERIOD_S
+        return self._awake_s - self._asked_at[node]
 
     def _take_looks(self, watched: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
         """Collect the agents' answers; a worker that speaks or runs again is no suspect any more.
@@ -138,33 +159,44 @@ class FreezeDetector:
         `lost`: nodes whose workers are all known to be dead; their agents' pending answers still
         show if these agents answer.
         """
-        waited_for = watched.keys() | lost
-        suspects = {w.worker: w for workers in watched.values() for w in workers}
-        self._asked = {call: node for call, node in self._asked.items() if node in waited_for}
-        self._asked_at = {node: at for node, at in self._asked_at.items() if node in waited_for}
-        before = {worker: look for worker, look in self._stopped.items() if worker in suspects}
-        self._stopped = dict(before)
+        self._forget_others(watched, lost)
         verdicts = {}
         for node, looks in self._calls.take(self._asked):
             for suspect in watched.get(node, ()):
                 look: ProcessState | None = looks.get(suspect.process_id)
-                if look is not None and look.stopped and look == before.get(suspect.worker):
+                last_look = self._stopped.pop(suspect.worker, None)
+                if look is None or not look.stopped:
+                    continue
+
+                # Equal looks have the same processor time: it has not run in between.
+                if look == last_look:
                     verdicts[suspect.worker] = (
                         f"its process {suspect.process_id} is stopped, as its node's agent sees"
                     )
-                if look is not None and look.stopped:
-                    self._stopped[suspect.worker] = look
-                else:
-                    self._stopped.pop(suspect.worker, None)
+                self._stopped[suspect.worker] = look
         return verdicts
 
-    def _of_node(self, node: str, silent_s: float) -> str:
-        return f"nothing on {node} answers, its agent included: silent for {silent_s:.1f} s"
+    def _forget_others(self, watched: Mapping[str, list[Heard]], lost: Set[str]) -> None:
+        """Forget calls to nodes that are waited for no more, and looks at workers that speak."""
+        waited_for = watched.keys() | lost
+        self._asked = {call: node for call, node in self._asked.items() if node in waited_for}
+        self._asked_at = {node: at for node, at in self._asked_at.items() if node in waited_for}
+
+        stopped = {}
+        for suspects in watched.values():
+            for suspect in suspects:
+                if suspect.worker in self._stopped:
+                    stopped[suspect.worker] = self._stopped[suspect.worker]
+        self._stopped = stopped
 
 
 def _quiet(
     by_node: Mapping[str, list[Heard]], agents: Mapping[str, Any], since: float
 ) -> dict[str, list[Heard]]:
     """Return the workers that have been silent since then, by node, for nodes with an agent."""
-    found = {node: [w for w in workers if w.heard_at < since] for node, workers in by_node.items()}
-    return {node: workers for node, workers in found.items() if workers and node in agents}
+    found = {}
+    for node, workers in by_node.items():
+        quiet = [worker for worker in workers if worker.heard_at < since]
+        if quiet and node in agents:
+            found[node] = quiet
+    return found

@@ -50,23 +50,28 @@ class Reader:
         self.at = end
         return taken
 
+    def _number(self, layout: struct.Struct) -> int:
+        (number,) = layout.unpack(self._take(layout.size))
+        return int(number)
+
     def byte(self) -> int:
         return self._take(1)[0]
 
     def word(self) -> int:
-        return int(WORD.unpack(self._take(WORD.size))[0])
+        return self._number(WORD)
 
     def integer(self) -> int:
-        return int(INTEGER.unpack(self._take(INTEGER.size))[0])
+        return self._number(INTEGER)
 
     def count(self) -> int:
-        number = int(LENGTH.unpack(self._take(LENGTH.size))[0])
+        number = self._number(LENGTH)
         if number > MAX_KEYS:
             raise BadMessage(f"{number} keys in a message; at most {MAX_KEYS} are taken")
         return number
 
     def data(self) -> bytes:
-        return self._take(int(LENGTH.unpack(self._take(LENGTH.size))[0]))
+        num_bytes = self._number(LENGTH)
+        return self._take(num_bytes)
 
     def key_list(self) -> list[bytes]:
         return [self.data() for _ in range(self.count())]

@@ -34,12 +34,16 @@ class Keys:
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key and answer the clients for which it was the last one missing."""
-        old = self.values.get(key)
-        change = len(value) - len(old) if old is not None else len(key) + len(value)
+        change = len(value)
+        if key in self.values:
+            change -= len(self.values[key])
+        else:
+            change += len(key)
         if self.num_bytes + change > MAX_STORED_BYTES:
             raise BadMessage(f"a generation's keys would pass {MAX_STORED_BYTES} bytes")
         self.values[key] = value
         self.num_bytes += change
+
         for client, missing in list(self.waiting.items()):
             missing.discard(key)
             if not missing:
@@ -53,9 +57,10 @@ class Keys:
 
     def delete(self, key: bytes) -> bool:
         value = self.values.pop(key, None)
-        if value is not None:
-            self.num_bytes -= len(key) + len(value)
-        return value is not None
+        if value is None:
+            return False
+        self.num_bytes -= len(key) + len(value)
+        return True
 
 
 def answer_query(client: Client, keys: Keys, reader: Reader) -> bytes:
@@ -82,7 +87,9 @@ def _ping(_: Client, __: Keys, reader: Reader) -> bytes:
 
 
 def _set(_: Client, keys: Keys, reader: Reader) -> bytes:
-    keys.set(reader.data(), reader.data())
+    key = reader.data()
+    value = reader.data()
+    keys.set(key, value)
     return b""
 
 
@@ -97,23 +104,33 @@ def _compare_set(_: Client, keys: Keys, reader: Reader) -> bytes:
     key = reader.data()
     expected = reader.data()
     desired = reader.data()
+    # As in torch: an empty expected value stands for a key that is not there, and the answer for
+    # one that is neither there nor set is the expected value.
     present = keys.values.get(key)
     if present == expected or (present is None and not expected):
         keys.set(key, desired)
-        present = desired
+        return pack_data(desired)
     return pack_data(expected if present is None else present)
 
 
 def _get(_: Client, keys: Keys, reader: Reader) -> bytes:
-    return pack_data(keys.get(reader.data()))
+    key = reader.data()
+    return pack_data(keys.get(key))
 
 
 def _multi_get(_: Client, keys: Keys, reader: Reader) -> bytes:
-    return b"".join(pack_data(keys.get(key)) for key in reader.key_list())
+    values = [keys.get(key) for key in reader.key_list()]
+    return b"".join(pack_data(value) for value in values)
 
 
 def _multi_set(_: Client, keys: Keys, reader: Reader) -> bytes:
-    pairs = [(reader.data(), reader.data()) for _ in range(reader.count())]
+    pairs: list[tuple[bytes, bytes]] = []
+    num_pairs = reader.count()
+    while len(pairs) < num_pairs:
+        key = reader.data()
+        value = reader.data()
+        pairs.append((key, value))
+    # Only now, since a message that is not whole yet may change nothing.
     for key, value in pairs:
         keys.set(key, value)
     return b""
@@ -122,8 +139,9 @@ def _multi_set(_: Client, keys: Keys, reader: Reader) -> bytes:
 def _add(_: Client, keys: Keys, reader: Reader) -> bytes:
     key = reader.data()
     amount = reader.integer()
+    present = keys.values.get(key, b"0")
     try:
-        total = int(keys.values.get(key, b"0")) + amount
+        total = int(present) + amount
         answer = INTEGER.pack(total)
     except (ValueError, struct.error):
         raise BadMessage("a sum of what is no number of 64 bits") from None
@@ -155,7 +173,9 @@ def _num_keys(_: Client, keys: Keys, __: Reader) -> bytes:
 
 
 def _delete(_: Client, keys: Keys, reader: Reader) -> bytes:
-    return INTEGER.pack(int(keys.delete(reader.data())))
+    key = reader.data()
+    was_there = keys.delete(key)
+    return INTEGER.pack(int(was_there))
 
 
 QUERIES: dict[int, Callable[[Client, Keys, Reader], bytes]] = {

@@ -37,21 +37,27 @@ def local_document(wish: str) -> dict[str, Any]:
     if wish != "cpu" and torch.cuda.is_available():
         gpu_type = device_gpu_type("cuda")
         count = torch.cuda.device_count()
-        memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
-        return launcher_document(gpu_type, count, memory, cores)
-    workers = max(1, min(MAX_CPU_WORKERS, cores // CORES_A_WORKER))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return launcher_document("CPU", workers, int(memory * MEMORY_SHARE) // workers, cores)
+        devices = [torch.cuda.get_device_properties(index) for index in range(count)]
+        memory_bytes = min(device.total_memory for device in devices)
+        return launcher_document(gpu_type, count, memory_bytes, cores)
+
+    count = max(1, min(MAX_CPU_WORKERS, cores // CORES_A_WORKER))
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = int(host_bytes * MEMORY_SHARE) // count
+    return launcher_document("CPU", count, memory_bytes, cores)
 
 
 def launcher_document(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
     """Return a launcher document of one node with `count` workers of `memory_bytes` each."""
-    alike = [kind for kind in instance_types().values() if kind.gpu_type == gpu_type]
-    links = [kind.intra_node_bytes_per_s * 8 / 1e9 for kind in alike]
+    links_gbps = []
+    for kind in instance_types().values():
+        if kind.gpu_type == gpu_type:
+            links_gbps.append(kind.intra_node_bytes_per_s * 8 / 1e9)
+
     labels = {
         "autohet.io/gpu-type": gpu_type,
         "autohet.io/gpu-memory-gib": f"{memory_bytes / 2**30:.3f}",
-        "autohet.io/intra-node-gbps": str(min(links, default=PCIE_GBPS)),
+        "autohet.io/intra-node-gbps": str(min(links_gbps, default=PCIE_GBPS)),
         "autohet.io/inter-node-gbps": "10",
         "autohet.io/usd-per-hour": "0",
     }
@@ -83,7 +89,8 @@ def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
     names, even if it names none. So the variable is removed, and the job says cpu, so that nothing
     asks CUDA.
     """
-    if document["available_node_types"][NODE_TYPE]["labels"]["autohet.io/gpu-type"] != "CPU":
+    labels = document["available_node_types"][NODE_TYPE]["labels"]
+    if labels["autohet.io/gpu-type"] != "CPU":
         return job
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     return replace(job, training=replace(job.training, device="cpu"))
@@ -95,6 +102,10 @@ def announcement(document: Mapping[str, Any]) -> str:
     count = node["resources"]["GPU"]
     gpu_type = node["labels"]["autohet.io/gpu-type"]
     plural = "s" if count > 1 else ""
-    workers = f"{count} worker{plural}"
-    of = "on its CPU" if gpu_type == "CPU" else f"for its {gpu_type} GPU{plural}"
-    return f"No Ray cluster runs here, so one is started on this machine: {workers} {of}"
+    where = f"for its {gpu_type} GPU{plural}"
+    if gpu_type == "CPU":
+        where = "on its CPU"
+    return (
+        "No Ray cluster runs here, so one is started on this machine:"
+        f" {count} worker{plural} {where}"
+    )

@@ -21,7 +21,8 @@ class WakeUp:
         self._event_poll.register(self._event, select.POLLIN)
         self._any_poll = select.epoll()
         self._any_poll.register(self._event, select.EPOLLIN)
-        self._closing = RLock()  # a signal's handler may wake while this thread wakes
+        # Not a plain lock: a signal's handler may wake while this thread wakes.
+        self._closing = RLock()
         self._closed = False
 
     def watch(self, server: ReportServer) -> None:
@@ -39,8 +40,10 @@ class WakeUp:
         If a server has input, wait up to `gather_s` longer to gather what comes along with it.
         """
         came = dict(self._any_poll.poll(max(0.0, timeout_s)))
-        if came and self._event not in came:
+        is_woken = self._event in came
+        if came and not is_woken:
             self._event_poll.poll(1000 * gather_s)
+        # Take the signal back, or the next wait would end at once. A read of no signal raises.
         if self._event_poll.poll(0):
             os.eventfd_read(self._event)
 

@@ -36,16 +36,16 @@ class RayWorkers:
         observer = self._observer
         now = observer.clock()
         for worker in workers:
-            name = node_of(worker)
-            if name not in observer.nodes:
+            tracked = observer.nodes.get(node_of(worker))
+            if tracked is None:
                 continue
             if worker in observer.workers:
                 loss = observer.losses.get(worker)
                 if loss is None or now - loss.seen_at < observer.timeouts.heartbeat_s:
                     continue
-                # an idle one that died, or one that never came up: tried again
+                # An idle worker that died, or one that never came up: try again.
                 self.dismiss([worker])
-            self._start(worker, observer.nodes[name])
+            self._start(worker, tracked)
 
     def _start(self, worker: str, tracked: TrackedNode) -> None:
         observer = self._observer
@@ -54,6 +54,7 @@ class RayWorkers:
         memory, disk = tracked.snapshot_directories(observer.job.checkpoint)
         place = WorkerPlace(worker, node.name, node.node_type.gpu_type, memory, disk)
         address = observer.worker_reports.expect(worker)
+
         actor_class: Any = WorkerActor
         placed = actor_class.options(num_gpus=1, scheduling_strategy=on_node(tracked))
         handle = placed.remote(
@@ -81,9 +82,11 @@ class RayWorkers:
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         observer = self._observer
+        # The orders were written with these inventories; the next ones need new inventories.
         observer.inventories.drop()
         for worker, order in orders.items():
-            observer.workers[worker].begin.remote(observer.rendezvous.with_secret(order))
+            handle = observer.workers[worker]
+            handle.begin.remote(observer.rendezvous.with_secret(order))
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._send(workers, lambda handle: handle.request_stop.remote(checkpoint))
@@ -97,8 +100,9 @@ class RayWorkers:
     def _send(self, workers: Sequence[str], call: Callable[[Any], Any]) -> None:
         """Make the call on the workers that have a process."""
         for worker in workers:
-            if worker in self._observer.workers:
-                call(self._observer.workers[worker])
+            handle = self._observer.workers.get(worker)
+            if handle is not None:
+                call(handle)
 
 
 def on_node(tracked: TrackedNode) -> NodeAffinitySchedulingStrategy:

@@ -34,6 +34,8 @@ An end that Ray reports is handled at once.
 BUSY_GATHER_S = 0.01
 BUSY_TICK_S = 0.05
 """Same periods in any other phase, so that a reconfiguration does not wait for its driver."""
+CLOSE_S = 5.0
+"""Seconds that the workers, and then the agents, have to close before they are killed."""
 
 
 class RayWorkforce:
@@ -63,15 +65,20 @@ class RayWorkforce:
         Rounds follow soon while anything changes, and later while all workers train.
         """
         observer = self.observer
-        gather_s, tick_s = (
-            (CALM_GATHER_S, CALM_TICK_S) if observer.is_calm() else (BUSY_GATHER_S, BUSY_TICK_S)
-        )
-        # signs of life are read in rounds alone
+        if observer.is_calm():
+            gather_s = CALM_GATHER_S
+            tick_s = CALM_TICK_S
+        else:
+            gather_s = BUSY_GATHER_S
+            tick_s = BUSY_TICK_S
+        # Heartbeats wake nobody, so rounds must not be rarer than they are.
         tick_s = min(tick_s, observer.timeouts.suspicion_s / BEATS)
-        observer.wake_up.wait(self._waited_at + tick_s - time.monotonic(), gather_s)
+
+        left_s = self._waited_at + tick_s - time.monotonic()
+        observer.wake_up.wait(left_s, gather_s)
         self._waited_at = time.monotonic()
-        for reports in (observer.agent_reports, observer.worker_reports):
-            reports.listen()
+        observer.agent_reports.listen()
+        observer.worker_reports.listen()
 
     def observe(self) -> Observation:
         """Combine the messages received in `wait` with the state found now."""
@@ -99,9 +106,10 @@ class RayWorkforce:
         """Publish the job's status, with the seconds since each worker's last sign."""
         observer = self.observer
         now = observer.clock()
-        answers = observer.worker_reports.answers
-        heard = {worker: answer.heard_at for worker, answer in answers.items()}
-        silence = {worker: round(now - at, 1) for worker, at in heard.items() if at is not None}
+        silence = {}
+        for worker, answer in observer.worker_reports.answers.items():
+            if answer.heard_at is not None:
+                silence[worker] = round(now - answer.heard_at, 1)
         ray_cluster.publish_status(observer.job.name, {**status, "silence_s": silence})
 
     def close(self, *, forget_snapshots: bool = False, at_once: bool = False) -> None:
@@ -111,15 +119,25 @@ class RayWorkforce:
         memory is dear). `at_once`: do so without a message to the actors.
         """
         observer = self.observer
-        # workers first: what they write after their agents have gone would stay
-        for handles, arguments in (
-            (observer.workers, ()),
-            (observer.agents, (forget_snapshots,)),
-        ):
-            if handles and not at_once:
-                calls = [handle.close.remote(*arguments) for handle in handles.values()]
-                ray.wait(calls, num_returns=len(calls), timeout=5)
-            for handle in handles.values():
-                ray.kill(handle)
+        workers = list(observer.workers.values())
+        agents = list(observer.agents.values())
+        # Workers first: what they write after their agents have gone would stay.
+        if not at_once:
+            _wait_for([worker.close.remote() for worker in workers])
+        _kill(workers)
+        if not at_once:
+            _wait_for([agent.close.remote(forget_snapshots) for agent in agents])
+        _kill(agents)
         observer.workers.clear()
         observer.close()
+
+
+def _wait_for(calls: Sequence[ray.ObjectRef[Any]]) -> None:
+    """Wait until the actors have answered, for `CLOSE_S` at the most."""
+    if calls:
+        ray.wait(list(calls), num_returns=len(calls), timeout=CLOSE_S)
+
+
+def _kill(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        ray.kill(handle)

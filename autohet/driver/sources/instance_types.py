@@ -40,7 +40,8 @@ def with_described_types(document: object, describe: Describe | None = None) -> 
         return document
     assert isinstance(document, Mapping)
     region = (document.get("provider") or {}).get("region")
-    described = (describe or describe_types)(sorted(set(unknown.values())), region)
+    ask = describe or describe_types
+    described = ask(sorted(set(unknown.values())), region)
     completed = copy.deepcopy(dict(document))
     for name, instance_type in unknown.items():
         facts = described.get(instance_type)
@@ -57,10 +58,16 @@ def _unknown_types(document: object) -> dict[str, str]:
     types = document.get("available_node_types")
     if not isinstance(provider, Mapping) or provider.get("type") != "aws":
         return {}
+    if not isinstance(types, Mapping):
+        return {}
+
     found = {}
-    for name, entry in types.items() if isinstance(types, Mapping) else ():
+    for name, entry in types.items():
+        # What is malformed is passed over here: the planner's reader names it.
         config = entry.get("node_config") if isinstance(entry, Mapping) else None
-        instance_type = instance_type_of(config) if isinstance(config, Mapping) else None
+        if not isinstance(config, Mapping):
+            continue
+        instance_type = instance_type_of(config)
         if instance_type is None or find_instance_type(instance_type) is not None:
             continue
         if may_have_gpus(instance_type):
@@ -72,30 +79,33 @@ def _complete(entry: dict[str, Any], name: str, facts: Mapping[str, Any]) -> Non
     """Add to a node type what EC2 says of its instance type."""
     gpus = (facts.get("GpuInfo") or {}).get("Gpus") or ()
     whole = [gpu for gpu in gpus if gpu.get("Manufacturer") == "NVIDIA" and gpu.get("Count")]
-    resources = {"CPU": facts["VCpuInfo"]["DefaultVCpus"], "GPU": 0}
+    num_gpus = 0
     labels = {"host-memory-gib": facts["MemoryInfo"]["SizeInMiB"] / 1024}
     words = "no whole NVIDIA GPU, so it is not planned on"
     if len(whole) == 1:
         (gpu,) = whole
+        num_gpus = gpu["Count"]
         memory_mib = gpu["MemoryInfo"]["SizeInMiB"]
+        memory_gib = memory_mib / 1024
         kind = identify_gpu(gpu["Name"], memory_mib << 20)
-        resources["GPU"] = gpu["Count"]
+        intra_node_gbps = _intra_node_gbps(find_gpu_type(kind))
         network_gbps = _network_gbps(facts["NetworkInfo"])
-        labels |= {
-            "gpu-type": kind,
-            "gpu-memory-gib": memory_mib / 1024,
-            "intra-node-gbps": _intra_node_gbps(find_gpu_type(kind)),
-        }
+
+        labels["gpu-type"] = kind
+        labels["gpu-memory-gib"] = memory_gib
+        labels["intra-node-gbps"] = intra_node_gbps
         if network_gbps:
             labels["inter-node-gbps"] = network_gbps
         words = (
-            f"{gpu['Count']} {kind} of {memory_mib / 1024:g} GiB, network {network_gbps:g} Gbit/s;"
-            f" assumed between its GPUs: {labels['intra-node-gbps']:g} Gbit/s; its price is not"
-            " known"
+            f"{num_gpus} {kind} of {memory_gib:g} GiB, network {network_gbps:g} Gbit/s; assumed"
+            f" between its GPUs: {intra_node_gbps:g} Gbit/s; its price is not known"
         )
+
+    # What the file says comes last: it replaces what EC2 says.
+    resources = {"CPU": facts["VCpuInfo"]["DefaultVCpus"], "GPU": num_gpus}
     entry["resources"] = {**resources, **(entry.get("resources") or {})}
-    told = {f"{LABEL_PREFIX}{label}": _as_text(value) for label, value in labels.items()}
-    entry["labels"] = {**told, **(entry.get("labels") or {})}
+    described = {f"{LABEL_PREFIX}{label}": _as_text(value) for label, value in labels.items()}
+    entry["labels"] = {**described, **(entry.get("labels") or {})}
     logger.info(
         "The catalogue lacks %s of node type '%s'; EC2 says: %s; labels replace each figure",
         facts["InstanceType"],
@@ -105,7 +115,9 @@ def _complete(entry: dict[str, Any], name: str, facts: Mapping[str, Any]) -> Non
 
 
 def _as_text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _network_gbps(network: Mapping[str, Any]) -> float:
@@ -118,10 +130,11 @@ def _intra_node_gbps(gpu: GpuType | None) -> float:
     """Return the least rate between GPUs of the catalogue's machines with this GPU."""
     if gpu is None:
         return ASSUMED_INTRA_NODE_GBPS
-    several = [row for row in instance_types().values() if row.num_gpus > 1]
-    alike = [row for row in several if find_gpu_type(row.gpu_type) == gpu]
-    rates = [row.intra_node_bytes_per_s * 8 / 1e9 for row in alike]
-    return min(rates, default=ASSUMED_INTRA_NODE_GBPS)
+    rates_gbps = []
+    for row in instance_types().values():
+        if row.num_gpus > 1 and find_gpu_type(row.gpu_type) == gpu:
+            rates_gbps.append(row.intra_node_bytes_per_s * 8 / 1e9)
+    return min(rates_gbps, default=ASSUMED_INTRA_NODE_GBPS)
 
 
 def describe_types(names: Sequence[str], region: str | None) -> dict[str, Mapping[str, Any]]:

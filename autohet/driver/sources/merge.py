@@ -46,16 +46,16 @@ def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
     first = min(heard, key=_deadline)
     if known is None:
         return first
-    if first.deadline is None and known.deadline is not None:
+    if first.deadline is None:
+        # Nothing new, or a source that knows less than the one before it.
         return known
-    same = (
-        _deadline(first) == _deadline(known)
-        or abs(_deadline(first) - _deadline(known)) < SAME_MOMENT_S
-    )
-    return known if same else replace(first, seen_at=known.seen_at)
+    if abs(first.deadline - _deadline(known)) < SAME_MOMENT_S:
+        return known
+    return replace(first, seen_at=known.seen_at)
 
 
 def _deadline(notice: Notice) -> float:
+    """Return the deadline, or infinity: a notice that names none is the least urgent."""
     return math.inf if notice.deadline is None else notice.deadline
 
 
@@ -76,26 +76,37 @@ class NoticeMerger:
 
     def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         """Poll all sources once; return the departures that are new or changed."""
-        names = {node.name for node in nodes}
-        heard: list[Notice] = []
-        for source in self.sources:
-            heard += [notice for notice in self._ask(source, nodes, now) if notice.node in names]
         ids = {node.name: node.ray_id for node in nodes}
         same = {name for name, ray_id in ids.items() if self._ids.get(name, ray_id) == ray_id}
         self._ids = ids
         before = {name: notice for name, notice in self.departures.items() if name in same}
         self.risks = {name: notice for name, notice in self.risks.items() if name in same}
+
+        risks: list[Notice] = []
+        departures_by_node: dict[str, list[Notice]] = {name: [] for name in ids}
+        for source in self.sources:
+            for notice in self._ask(source, nodes, now):
+                # A source may still name a node that is gone.
+                if notice.node not in ids:
+                    continue
+                if notice.risk:
+                    risks.append(notice)
+                else:
+                    departures_by_node[notice.node].append(notice)
+
         departures = {}
-        for name in names:
-            leaving = [notice for notice in heard if notice.node == name and not notice.risk]
-            departure = merged(before.get(name), leaving)
+        for name, heard in departures_by_node.items():
+            departure = merged(before.get(name), heard)
             if departure is not None:
                 departures[name] = departure
         self.departures = departures
-        self.risks = self._standing_risks([n for n in heard if n.risk])
-        return [
-            notice for name, notice in sorted(self.departures.items()) if notice != before.get(name)
-        ]
+        self.risks = self._standing_risks(risks)
+
+        changed = []
+        for name, departure in sorted(departures.items()):
+            if departure != before.get(name):
+                changed.append(departure)
+        return changed
 
     def _standing_risks(self, heard: Sequence[Notice]) -> dict[str, Notice]:
         found: dict[str, Notice] = {}

@@ -28,13 +28,17 @@ class RayDrains:
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         if now - self._read_at >= self._poll_s:
-            self.known = {
-                node: None if left is None else now + left for node, left in self._read().items()
-            }
+            self.known = {}
+            for ray_id, left_s in self._read().items():
+                self.known[ray_id] = None if left_s is None else now + left_s
             self._read_at = now
-        draining = [node for node in nodes if node.ray_id in self.known]
-        text = "Ray is draining it"
-        return [Notice(node.name, text, now, self.known[node.ray_id]) for node in draining]
+
+        notices = []
+        for node in nodes:
+            if node.ray_id in self.known:
+                deadline = self.known[node.ray_id]
+                notices.append(Notice(node.name, "Ray is draining it", now, deadline))
+        return notices
 
     def close(self) -> None:
         """Close the source: no-op."""
@@ -51,12 +55,16 @@ class Scripted:
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         ids = {node.name: node.ray_id for node in nodes}
         kept = {}
+        kept_ids = {}
         for name, notice in self.by_node.items():
-            if name in ids and self._ids.get(name, ids[name]) == ids[name]:
+            ray_id = ids.get(name)
+            # A notice that was written since the last look has no id yet.
+            if ray_id is not None and self._ids.get(name, ray_id) == ray_id:
                 kept[name] = notice
+                kept_ids[name] = ray_id
         self.by_node = kept
-        self._ids = {name: ids[name] for name in self.by_node}
-        return list(self.by_node.values())
+        self._ids = kept_ids
+        return list(kept.values())
 
     def close(self) -> None:
         """Close the source: no-op."""

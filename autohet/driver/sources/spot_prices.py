@@ -44,17 +44,24 @@ def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
     for page in pages:
         for entry in page.get("SpotPriceHistory", ()):
             try:
-                since = entry["Timestamp"]
-                price = float(entry["SpotPrice"])
-                since = since if isinstance(since, datetime) else datetime.fromisoformat(since)
-                since = since if since.tzinfo else since.replace(tzinfo=UTC)
-                linux = entry.get("ProductDescription", PRODUCTS[0]) in PRODUCTS
-                if 0 < price < math.inf and linux:
-                    yield PricePoint(
-                        str(entry["InstanceType"]), str(entry["AvailabilityZone"]), since, price
-                    )
+                point = _price_point(entry)
+                is_linux = entry.get("ProductDescription", PRODUCTS[0]) in PRODUCTS
             except (AttributeError, KeyError, TypeError, ValueError):
                 continue
+            if is_linux and 0 < point.usd_per_hour < math.inf:
+                yield point
+
+
+def _price_point(entry: Mapping[str, Any]) -> PricePoint:
+    """Read one entry; boto3 gives a moment as a datetime, the AWS CLI as text."""
+    since = entry["Timestamp"]
+    usd_per_hour = float(entry["SpotPrice"])
+    if not isinstance(since, datetime):
+        since = datetime.fromisoformat(since)
+    if not since.tzinfo:
+        since = since.replace(tzinfo=UTC)
+    instance_type = str(entry["InstanceType"])
+    return PricePoint(instance_type, str(entry["AvailabilityZone"]), since, usd_per_hour)
 
 
 def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
@@ -90,19 +97,17 @@ def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotT
         entry = document["available_node_types"].get(kind.name) or {}
         config = entry.get("node_config") or {}
         instance = config.get("InstanceType")
-        if (
-            kind.spot
-            and instance in instance_types()
-            and PRICE_LABEL not in (entry.get("labels") or {})
-        ):
-            named = (
-                (config.get("Placement") or {}).get("AvailabilityZone")
-                or provider.get("availability_zone")
-                or ""
-            )
-            zones = frozenset(zone.strip() for zone in named.split(",") if zone.strip())
-            region = provider.get("region") or region_of(min(zones, default=""))
-            found[kind.name] = SpotType(instance, zones, region)
+        has_own_price = PRICE_LABEL in (entry.get("labels") or {})
+        if not kind.spot or instance not in instance_types() or has_own_price:
+            continue
+
+        # Ray takes several zones between commas, for a node type and for the whole file.
+        placement = config.get("Placement") or {}
+        named = placement.get("AvailabilityZone") or provider.get("availability_zone") or ""
+        parts = [zone.strip() for zone in named.split(",")]
+        zones = frozenset(zone for zone in parts if zone)
+        region = provider.get("region") or region_of(min(zones, default=""))
+        found[kind.name] = SpotType(instance, zones, region)
     return found
 
 
@@ -134,10 +139,10 @@ class SpotPrices:
         """
         found = {}
         for name, kind in kinds.items():
-            known = self._known(kind.instance_type, kind.region).items()
             prices = {}
-            for (instance, zone), price in known:
-                if instance == kind.instance_type and zone in (kind.zones or {zone}):
+            for (instance, zone), price in self._known(kind.instance_type, kind.region).items():
+                is_possible = not kind.zones or zone in kind.zones
+                if instance == kind.instance_type and is_possible:
                     prices[zone] = price
             missing = kind.zones - prices.keys()
             if prices and not missing:
@@ -154,6 +159,7 @@ class SpotPrices:
 
     def _known(self, instance_type: str, region: str) -> Prices:
         if instance_type not in self._wanted:
+            # A new set, since the thread may be reading the old one.
             self._wanted = self._wanted | {instance_type}
             self._region = self._region or region
             if self._watch is None:
@@ -195,8 +201,8 @@ def live_node_type(
     """
     if facts is None:
         return kind
-    spot = facts.market == "spot"
-    priced = spot and usd_per_hour is not None and PRICE_LABEL not in labels
-    return replace(
-        kind, zone=facts.zone, spot=spot, usd_per_hour=usd_per_hour if priced else kind.usd_per_hour
-    )
+    is_spot = facts.market == "spot"
+    live = replace(kind, zone=facts.zone, spot=is_spot)
+    if is_spot and usd_per_hour is not None and PRICE_LABEL not in labels:
+        live = replace(live, usd_per_hour=usd_per_hour)
+    return live

@@ -38,7 +38,9 @@ AWS Health announces weeks ahead, and no job leaves a node for a day that is far
 def account_of(url: str) -> str | None:
     """Return the account id in a queue's URL (https://sqs.REGION.amazonaws.com/ACCOUNT/NAME)."""
     found = re.search(r"://[^/]+/(?:queue/)?(\d{12})/", url)
-    return found.group(1) if found else None
+    if found is None:
+        return None
+    return found.group(1)
 
 
 class QueueNotices:
@@ -64,7 +66,9 @@ class QueueNotices:
         self._make = make_client or sqs_client
         self._client: Any = None
         self._by_instance: dict[str, dict[bool, InstanceEvent]] = {}
+        """Newest event of each instance by its sort: a risk, or an end."""
         self._make_ec2 = make_ec2 or ec2_client
+        # Ids of events and messages, oldest first: dictionaries keep the order, sets do not.
         self._seen: dict[str, None] = {}
         self._unreadable: dict[str, None] = {}
         self._watch = Watch("the queue of EC2's events", self._take, poll_s)
@@ -79,8 +83,10 @@ class QueueNotices:
         for node in nodes:
             if node.instance_id is None:
                 continue
-            for event in tuple(self._by_instance.get(node.instance_id, {}).values()):
-                if now - ahead - event.moment < STALE_S + (event.in_s or 0.0):
+            # The thread replaces an instance's events and never changes them.
+            for event in self._by_instance.get(node.instance_id, {}).values():
+                age_s = now - ahead - event.moment
+                if age_s < STALE_S + (event.in_s or 0.0):
                     notices.append(_notice(node.name, event, now, ahead))
         return notices
 
@@ -109,6 +115,7 @@ class QueueNotices:
             for event in found:
                 for each in self._of_each_instance(event):
                     self._remember(each)
+            # Last: if anything before fails, the message comes again.
             self._client.delete_message(QueueUrl=self._url, ReceiptHandle=message["ReceiptHandle"])
         return len(messages)
 
@@ -118,8 +125,7 @@ class QueueNotices:
         if key not in self._unreadable:
             logger.warning("A message in the queue of notices stays there, %s", error)
             self._unreadable[key] = None
-        while len(self._unreadable) > MOST_REMEMBERED:
-            del self._unreadable[next(iter(self._unreadable))]
+        _drop_oldest(self._unreadable, MOST_REMEMBERED)
 
     def _of_each_instance(self, event: InstanceEvent) -> list[InstanceEvent]:
         """Split the event of a whole capacity reservation into one for each of its instances."""
@@ -129,13 +135,16 @@ class QueueNotices:
         pages = ec2.get_paginator("describe_instances").paginate(
             Filters=[{"Name": "capacity-reservation-id", "Values": [event.reservation]}]
         )
-        reservations = [each for page in pages for each in page["Reservations"]]
-        instances = [one for each in reservations for one in each["Instances"]]
-        own = [one for one in instances if one.get("CapacityReservationId") == event.reservation]
-        found = [one["InstanceId"] for one in own]
-        return [
-            replace(event, event_id=f"{event.event_id}/{one}", instance_id=one) for one in found
-        ]
+        events = []
+        for page in pages:
+            for launch in page["Reservations"]:
+                for instance in launch["Instances"]:
+                    if instance.get("CapacityReservationId") != event.reservation:
+                        continue
+                    instance_id = instance["InstanceId"]
+                    event_id = f"{event.event_id}/{instance_id}"
+                    events.append(replace(event, event_id=event_id, instance_id=instance_id))
+        return events
 
     def _remember(self, event: InstanceEvent) -> None:
         """Keep the newest event of each sort for each instance.
@@ -145,15 +154,21 @@ class QueueNotices:
         if event.event_id in self._seen:
             return
         self._seen[event.event_id] = None
-        known = dict(self._by_instance.get(event.instance_id, {}))
+        known = self._by_instance.get(event.instance_id, {})
         if event.risk not in known or known[event.risk].moment <= event.moment:
             self._by_instance[event.instance_id] = {**known, event.risk: event}
-        for kept, most in ((self._seen, MOST_SEEN), (self._by_instance, MOST_REMEMBERED)):
-            while len(kept) > most:
-                del kept[next(iter(kept))]
+
+        _drop_oldest(self._seen, MOST_SEEN)
+        _drop_oldest(self._by_instance, MOST_REMEMBERED)
 
     def close(self) -> None:
         self._watch.close(LONG_POLL_S + 3.0)
+
+
+def _drop_oldest(entries: dict[str, Any], most: int) -> None:
+    while len(entries) > most:
+        oldest = next(iter(entries))
+        del entries[oldest]
 
 
 def _notice(node: str, event: InstanceEvent, now: float, ahead: float) -> Notice:
@@ -161,10 +176,14 @@ def _notice(node: str, event: InstanceEvent, now: float, ahead: float) -> Notice
 
     `ahead`: seconds by which this clock is ahead of the events' clock.
     """
-    deadline = None if event.in_s is None else event.moment + event.in_s + ahead
-    far = deadline is not None and deadline - now > FAR_S
     text = f"EventBridge: {event.text}"
-    return Notice(node, text, now, None if far else deadline, event.risk or far)
+    if event.in_s is None:
+        return Notice(node, text, now, None, event.risk)
+
+    deadline = event.moment + event.in_s + ahead
+    if deadline - now > FAR_S:
+        return Notice(node, text, now, None, risk=True)
+    return Notice(node, text, now, deadline, event.risk)
 
 
 def sqs_client(url: str) -> Any:
@@ -183,7 +202,9 @@ def ec2_client(url: str) -> Any:
 
 def _region_of(url: str) -> str | None:
     region = re.search(r"//sqs\.([a-z0-9-]+)\.", url)
-    return region.group(1) if region else None
+    if region is None:
+        return None
+    return region.group(1)
 
 
 def _date_of(answer: Mapping[str, Any]) -> float:
