@@ -180,8 +180,8 @@ def _derive_graph(job: Job, microbatch: int) -> _DecoderDocument:
     dtype = COMPUTE_DTYPES[training.precision]
     try:
         config = load_config(job.model)
-        if not family_of(config).has_programs:
-            return _DecoderDocument(f"none is tested for model_type '{config.model_type}'")
+        if family_of(config).has_experts:
+            return _DecoderDocument("which experts see a token is known only as it is computed")
         found = captured_decoder(config, microbatch, training.sequence_length, dtype)
     except ConfigError as error:
         return _DecoderDocument(str(error))

@@ -298,6 +298,16 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+CHANGE_IN_PLACE = ("gemma2", "gemma3_text", "vaultgemma")
+"""Models whose modules change tensors in place, which no rule of SPMD programs covers."""
+CAPTURED = [
+    name
+    for name, config in TINY.items()
+    if config["model_type"] not in (*MIXTURES, *CHANGE_IN_PLACE)
+]
+"""Models of whose graph SPMD programs are planned and trained."""
+
+
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
     return load_config(
         SimpleNamespace(config={**TINY[name], **changes}, pretrained=None, revision=None)

@@ -54,6 +54,9 @@ class Case:
     back_end: str = "gloo"
     """Or "deferred": CUDA's semantics (`tests.harness.deferred_group`)."""
 
+    dropout: bool = True
+    """False: the model's config has none, whatever `model` says."""
+
     vocabulary_multiple: int = 1
     dataset: str = ""
     """Directory of a built data set; empty: random tokens."""
@@ -67,6 +70,7 @@ class Case:
     def model_section(self) -> ModelSection:
         return ModelSection(
             config=dict(self.model),
+            dropout=self.dropout,
             vocabulary_multiple=self.vocabulary_multiple,
             adapter=self.adapter,
         )

@@ -231,8 +231,6 @@ class Family:
 
     Every parity test runs for it.
     """
-    has_programs: bool = False
-    """True if SPMD programs may train it: its training on several workers is tested."""
     check: Callable[[PreTrainedConfig], None] = lambda _: None
     """Check of the config's values; raises ConfigError."""
     expert_names: ExpertNames | None = None

@@ -19,23 +19,8 @@ from autohet.runtime.spmd.language_model import (
 )
 from planner.errors import ConfigError
 from planner.spmd.graph import Graph
-from tests.harness.tiny_models import TINY, random_parameters
+from tests.harness.tiny_models import CAPTURED, CHANGE_IN_PLACE, TINY, random_parameters
 
-CAPTURED = [
-    "cohere2",
-    "glm4",
-    "gpt2",
-    "granite",
-    "llama",
-    "llama-grouped",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "starcoder2",
-]
 SEQUENCES, LENGTH = 2, 8
 
 
@@ -72,6 +57,12 @@ def test_copies_of_a_block_make_the_graph_of_the_whole_model(name: str) -> None:
     assert planned.graph.notes == captured.graph.notes
     assert planned.split_dims == split_dims_of(config)
     assert set(captured.parameters) == set(planned.split_dims)
+
+
+@pytest.mark.parametrize("name", CHANGE_IN_PLACE)
+def test_a_model_that_changes_tensors_in_place_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"operator '\w+_' .* changes its inputs"):
+        captured_decoder(config_of(name), SEQUENCES, LENGTH, torch.bfloat16)
 
 
 def test_only_one_block_of_each_kind_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

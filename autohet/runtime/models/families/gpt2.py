@@ -42,7 +42,6 @@ FAMILY = Family(
     },
     packed={"attn.c_attn": lambda config: (int(config.n_embd),) * 3},
     key_value_projections=(),
-    has_programs=True,
     attention="attn",
     dropouts={
         "attn_pdrop": (ATTENTION,),

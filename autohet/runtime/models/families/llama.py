@@ -6,5 +6,4 @@ from autohet.runtime.models.family import Family
 FAMILY = Family(
     "llama",
     config_keys=DECODER_KEYS | {"attention_bias", "mlp_bias"},
-    has_programs=True,
 )

@@ -6,5 +6,4 @@ from autohet.runtime.models.family import Family
 FAMILY = Family(
     "mistral",
     config_keys=DECODER_KEYS | {"sliding_window"},
-    has_programs=True,
 )

@@ -6,5 +6,4 @@ from autohet.runtime.models.family import Family
 FAMILY = Family(
     "qwen2",
     config_keys=DECODER_KEYS | WINDOW_KEYS,
-    has_programs=True,
 )

@@ -6,5 +6,4 @@ from autohet.runtime.models.family import Family
 FAMILY = Family(
     "qwen3",
     config_keys=DECODER_KEYS | WINDOW_KEYS | {"attention_bias"},
-    has_programs=True,
 )
