@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NoReturn
 
@@ -37,6 +37,8 @@ MAY_PASS = 75
 The parent starts it again, or ends with 1.
 """
 
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask for an end."""
 _restarts: int | None = None
 """Number of restarts before this child; None in a process that is no child."""
 _left = 0
@@ -80,10 +82,13 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
     asked: list[int] = []
     while True:
         _began_at = time.monotonic()
+        # A signal that comes before the parent has its handlers would end it and leave the child.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         child = os.fork()
         if child == 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             _end(work)
-        code = _follow(child, asked)
+        code = _follow(child, asked, unblocked)
         if asked or (code >= 0 and code != MAY_PASS):
             return _shown(code)
         _restarts += 1
@@ -129,10 +134,10 @@ def _end(work: Callable[[], int]) -> NoReturn:
         os._exit(code)
 
 
-def _follow(child: int, asked: list[int]) -> int:
+def _follow(child: int, asked: list[int], unblocked: Collection[int]) -> int:
     """Wait for the child; return its exit code, or minus the signal that killed it.
 
-    `asked` collects the signals that ask for an end.
+    asked: collects the signals that ask for an end. unblocked: signal mask once they are handled.
     """
 
     def on_term(number: int, _: object) -> None:
@@ -144,6 +149,7 @@ def _follow(child: int, asked: list[int]) -> int:
         signal.SIGTERM: signal.signal(signal.SIGTERM, on_term),
         signal.SIGINT: signal.signal(signal.SIGINT, lambda number, _: asked.append(number)),
     }
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     try:
         _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status)

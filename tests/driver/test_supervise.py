@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_a_driver_knows_who_watches_it_and_that_it_goes_on_with_another_s_run(
 
 def test_who_is_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
     assert supervise(tmp_path, "print('ready', flush=True); time.sleep(60)", term=True) == (143, 1)
+
+
+def test_sigterm_right_after_the_start_leaves_no_driver_behind(tmp_path: Path) -> None:
+    """It comes before the parent could wait for its child."""
+    at_once = "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))"
+    program = PROGRAM.replace("sys.exit(", f"{at_once}\nsys.exit(").format(body="time.sleep(120)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "starts")], stdout=subprocess.PIPE
+    )
+    try:
+        process.communicate(timeout=60)  # the child holds the pipe as long as it lives
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 def test_sigterm_reaches_the_driver_which_ends_in_order(tmp_path: Path) -> None:
