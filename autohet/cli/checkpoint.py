@@ -55,63 +55,74 @@ def add_parser(subparsers: Any) -> None:
         "checkpoint", help="list, verify, copy or export checkpoints", description=__doc__
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, summary in (
-        ("list", "committed checkpoints, oldest first"),
-        ("verify", "read every shard and compare checksums (all checkpoints, or one)"),
-        (
-            "export",
-            "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads; of an"
-            " adapter, a directory that peft loads",
-        ),
-        (
-            "copy",
-            "copy one checkpoint and the job's history to another storage, checking each shard; run"
-            " it while no driver uses either",
-        ),
-        ("check", "walk the whole path that checkpoints take in a storage; leaves nothing there"),
-    ):
-        action = actions.add_parser(name, help=summary, description=summary)
-        action.add_argument(
-            "--storage",
-            required=True,
-            metavar="URI",
-            help="s3://bucket/prefix, file:// or a directory",
-        )
-        action.add_argument(
-            "--json", action="store_true", help="one JSON document on standard output"
-        )
-        if name in ("verify", "export", "copy"):
-            default = "all" if name == "verify" else "the newest"
-            action.add_argument(
-                "--step",
-                type=int,
-                metavar="N",
-                help=f"the step of one checkpoint (default: {default})",
-            )
-        if name == "copy":
-            action.add_argument(
-                "--to", required=True, metavar="URI", help="the storage that gets the copy"
-            )
-        if name == "export":
-            action.add_argument(
-                "--out", required=True, metavar="DIR", help="a new or empty directory"
-            )
-            action.add_argument(
-                "--dtype",
-                default="float32",
-                metavar="DTYPE",
-                help="float32 (default), bfloat16 or float16",
-            )
-            action.add_argument(
-                "--merge",
-                action="store_true",
-                help="of an adapter: write the whole model, its updates added to the base",
-            )
-            action.add_argument(
-                "--base",
-                metavar="DIR",
-                help="with --merge: where the base lies (default: where the run read it)",
-            )
+    _add_action(actions, "list", "committed checkpoints, oldest first")
+    verify = _add_action(
+        actions, "verify", "read every shard and compare checksums (all checkpoints, or one)"
+    )
+    export = _add_action(
+        actions,
+        "export",
+        "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads; of an"
+        " adapter, a directory that peft loads",
+    )
+    copy = _add_action(
+        actions,
+        "copy",
+        "copy one checkpoint and the job's history to another storage, checking each shard; run it"
+        " while no driver uses either",
+    )
+    _add_action(
+        actions,
+        "check",
+        "walk the whole path that checkpoints take in a storage; leaves nothing there",
+    )
+    _add_step(verify, default="all")
+    _add_step(export, default="the newest")
+    _add_step(copy, default="the newest")
+    copy.add_argument("--to", required=True, metavar="URI", help="the storage that gets the copy")
+    _add_export_options(export)
+
+
+def _add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add an action with the options that all of them have."""
+    action: argparse.ArgumentParser = actions.add_parser(name, help=summary, description=summary)
+    action.add_argument(
+        "--storage",
+        required=True,
+        metavar="URI",
+        help="s3://bucket/prefix, file:// or a directory",
+    )
+    action.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    return action
+
+
+def _add_step(action: argparse.ArgumentParser, default: str) -> None:
+    action.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help=f"the step of one checkpoint (default: {default})",
+    )
+
+
+def _add_export_options(export: argparse.ArgumentParser) -> None:
+    export.add_argument("--out", required=True, metavar="DIR", help="a new or empty directory")
+    export.add_argument(
+        "--dtype",
+        default="float32",
+        metavar="DTYPE",
+        help="float32 (default), bfloat16 or float16",
+    )
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        help="of an adapter: write the whole model, its updates added to the base",
+    )
+    export.add_argument(
+        "--base",
+        metavar="DIR",
+        help="with --merge: where the base lies (default: where the run read it)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,8 +162,9 @@ class _Result:
 
 
 def _open(uri: str, option: str = "--storage") -> Any:
+    # Here and not above, since torch takes a second to import: not for --help.
     from recovery.storage.address import DirectoryAddress, parse_address
-    from recovery.storage.open import open_storage  # torch takes a second to import: not for --help
+    from recovery.storage.open import open_storage
 
     address = parse_address(uri)
     if isinstance(address, DirectoryAddress) and Path(address.path).is_file():
@@ -175,7 +187,8 @@ def _list(args: argparse.Namespace) -> _Result:
     for info in list_checkpoints(storage):
         try:
             rows.append(_row(info, open_checkpoint(storage, info.step)))
-        except CheckpointMissing:  # retention removed it since it was listed
+        except CheckpointMissing:
+            # Retention removed it since it was listed.
             continue
         except ManifestInvalid as error:
             damaged.append({"step": info.step, "uri": info.uri, "problem": str(error)})
@@ -211,7 +224,7 @@ def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
     shown = [name for name, (_, least) in _COLUMNS.items() if least <= console.width]
     table = Table(box=SIMPLE_HEAD)
     for name in shown:
-        justify = _COLUMNS[name][0]
+        justify, _ = _COLUMNS[name]
         table.add_column(
             name,
             justify=justify,
@@ -221,7 +234,7 @@ def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
         )
     for row in rows:
         cells = _cells(row)
-        table.add_row(*(cells[name] for name in shown))
+        table.add_row(*[cells[name] for name in shown])
     console.print(table)
 
 
@@ -242,18 +255,25 @@ def _verify(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint.commit import list_checkpoints
 
     storage = _open(args.storage)
-    steps = (
-        [args.step] if args.step is not None else [info.step for info in list_checkpoints(storage)]
-    )
+    steps = [args.step]
+    if args.step is None:
+        steps = [info.step for info in list_checkpoints(storage)]
     if not steps:
         raise CheckpointMissing(storage.uri, None)
-    found = {step: _verified(args, storage, step) for step in steps}
-    reports = [report for report in found.values() if report is not None]
+
+    reports = []
+    removed = []
+    for step in steps:
+        report = _verified(args, storage, step)
+        if report is None:
+            removed.append(step)
+        else:
+            reports.append(report)
     ok = all(report.ok for report in reports)
     document = {
         "ok": ok,
         "checkpoints": [{**asdict(report), "ok": report.ok} for report in reports],
-        "removed": [step for step, report in found.items() if report is None],
+        "removed": removed,
     }
     return _Result(document, lambda console: _show_reports(console, reports), ok)
 

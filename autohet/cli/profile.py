@@ -98,16 +98,22 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Measurement] = []
     too_large: list[OutOfMemory] = []
     for degree in degrees:
-        found: Iterable[Any] = (
-            measure_layers(request) if degree == 1 else measure_tensor_parallel(request, degree)
-        )
+        found: Iterable[Any]
+        if degree == 1:
+            found = measure_layers(request)
+        else:
+            found = measure_tensor_parallel(request, degree)
         for item in found:
             _report(item)
-            (too_large if isinstance(item, OutOfMemory) else rows).append(item)
+            if isinstance(item, OutOfMemory):
+                too_large.append(item)
+            else:
+                rows.append(item)
     if not rows:
         raise ConfigError(
             "nothing was measured: not even the smallest microbatch fits on this device"
         )
+
     spread = _load_spread(job, request)
     rows = _with_load_spread(rows, request.config, spread)
     loads = _largest_rank_loads(request.config, spread)
@@ -146,11 +152,14 @@ def _largest_rank_loads(config: Any, spread: float | None) -> dict[str, float]:
     experts = num_experts(config)
     if spread is None or experts is None:
         return {}
-    degrees = [each for each in (2, 4, 8) if each <= family_of(config).max_tp_degree(config)]
+    most = family_of(config).max_tp_degree(config)
+    degrees = [degree for degree in (2, 4, 8) if degree <= most]
     loads = largest_rank_loads(experts, spread, degrees)
+    load_by_degree = {}
     for degree, load in zip(degrees, loads, strict=True):
         print(f"TP {degree}: the rank with most tokens has {load:.2f} of the mean", file=sys.stderr)
-    return {str(degree): load for degree, load in zip(degrees, loads, strict=True)}
+        load_by_degree[str(degree)] = load
+    return load_by_degree
 
 
 def _with_load_spread(
@@ -175,16 +184,19 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
     from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
 
+    has_cuda = torch.cuda.is_available()
     device = args.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
+        device = "cuda" if has_cuda else "cpu"
+    if device == "cuda" and not has_cuda:
         raise ConfigError("--device is cuda, but this machine has no CUDA device")
+
     section: Any = job.model
     config = load_config(section)
     count = torch.cuda.device_count() if device == "cuda" else 1
     limit = family_of(config).max_tp_degree(config)
-    degrees = args.tp_degrees or tuple(d for d in (1, 2, 4, 8) if d <= min(count, limit))
+    most = min(count, limit)
+    degrees = args.tp_degrees or tuple(degree for degree in (1, 2, 4, 8) if degree <= most)
     for degree in degrees:
         if limit % degree or (device == "cuda" and degree > count):
             raise ConfigError(
@@ -223,9 +235,9 @@ def measured_format(job: Job, gpu_type: str) -> str:
 
 def _report(item: Any) -> None:
     if isinstance(item, Measurement):
-        text = (
-            f"forward {item.forward_s * 1e3:.3f} ms, backward {(item.backward_s or 0) * 1e3:.3f} ms"
-        )
+        forward_ms = item.forward_s * 1e3
+        backward_ms = (item.backward_s or 0) * 1e3
+        text = f"forward {forward_ms:.3f} ms, backward {backward_ms:.3f} ms"
     else:
         text = "does not fit"
     print(
@@ -254,7 +266,9 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
                 "bytes_per_s": link.bytes_per_s,
             }
         )
-    lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
+    lines = [",".join(rows[0])]
+    for row in rows:
+        lines.append(",".join(str(value) for value in row.values()))
     try:
         Path(args.links_out).write_text("\n".join(lines) + "\n")
     except OSError as error:
@@ -280,16 +294,14 @@ def _finish(
     loads: dict[str, float],
 ) -> None:
     if args.json:
+        spreads = [row.expert_load_spread for row in rows if row.expert_load_spread is not None]
         document = {
             "profile": args.out,
             "gpu_type": gpu_type,
             "measurements": len(rows),
             "out_of_memory": [_case_document(case) for case in too_large],
             "links": links,
-            "expert_load_spread": max(
-                (r.expert_load_spread for r in rows if r.expert_load_spread is not None),
-                default=None,
-            ),
+            "expert_load_spread": max(spreads, default=None),
             "largest_rank_load_by_tp_degree": loads,
         }
         json.dump(document, sys.stdout)

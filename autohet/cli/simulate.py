@@ -102,15 +102,25 @@ def run(arguments: argparse.Namespace) -> int:
     from autohet.driver.simulate.simulation import BASELINES, POLICIES, TraceSimulation
 
     policies = _names(arguments.policies, "--policies", POLICIES)
-    wanted = {"all": ",".join(BASELINES), "none": ""}.get(arguments.baselines, arguments.baselines)
-    baselines = _names(wanted, "--baselines", BASELINES) if wanted else []
+    if arguments.baselines == "all":
+        baselines = list(BASELINES)
+    elif arguments.baselines in ("none", ""):
+        baselines = []
+    else:
+        baselines = _names(arguments.baselines, "--baselines", BASELINES)
+
     described = read_cluster_yaml(arguments.cluster)
     given = _scenario(arguments, described)
     simulation = TraceSimulation(given)
     scenario = simulation.scenario
     results = [simulation.run(policy, _progress(policy)) for policy in policies]
     others = [simulation.run(name) for name in baselines]
+
+    prices = {}
     sources = price_sources(scenario.cluster, described, scenario.prices)
+    for name, source in sources.items():
+        steps = simulation.prices.steps(name, scenario.end_s)
+        prices[name] = {"source": source, "usd_per_hour": steps}
     document = {
         "simulated": True,
         "trace": arguments.trace,
@@ -120,10 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         "baselines": others,
         "comparison": compare(results[0], others),
         "costs": scenario.costs.to_document(),
-        "prices": {
-            name: {"source": source, "usd_per_hour": simulation.prices.steps(name, scenario.end_s)}
-            for name, source in sources.items()
-        },
+        "prices": prices,
         "simulator": {
             "searches": simulation.memory.num_searches,
             "fleets": len(simulation.memory.plans),
@@ -155,15 +162,16 @@ def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
         raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
     if arguments.prices_from and not arguments.prices:
         raise ConfigError("--prices-from needs --prices")
+
     known = with_described_types(described)
     cluster = cluster_from_document(known, f"cluster '{arguments.cluster}'")
     trace = read_trace(arguments.trace, cluster, arguments.notice_s)
     prices = RecordedPrices()
     if arguments.prices:
-        prices = read_prices(arguments.prices, cluster, described, _moment(arguments.prices_from))
-    return Scenario(
-        Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours), prices=prices
-    )
+        begin = _moment(arguments.prices_from)
+        prices = read_prices(arguments.prices, cluster, described, begin)
+    job = Job.from_yaml(arguments.job)
+    return Scenario(job, cluster, trace, horizon(trace, arguments.hours), prices=prices)
 
 
 def _moment(given: str | None) -> datetime | None:
@@ -185,14 +193,16 @@ def _names(given: str, option: str, known: tuple[str, ...]) -> list[str]:
 
 def _progress(policy: str) -> Any:
     """Print a line for each tenth of the work to standard error."""
-    said = [-1]
+    last_tenth = -1
 
-    def tell(share: float) -> None:
-        if int(share * 10) > said[0]:
-            said[0] = int(share * 10)
+    def report(share: float) -> None:
+        nonlocal last_tenth
+        tenth = int(share * 10)
+        if tenth > last_tenth:
+            last_tenth = tenth
             print(f"simulate: {policy} {share:.0%}", file=sys.stderr, flush=True)
 
-    return tell
+    return report
 
 
 def show(document: dict[str, Any]) -> None:
@@ -202,14 +212,16 @@ def show(document: dict[str, Any]) -> None:
 
     from autohet.runtime.process.terminal import PlainConsole
 
-    results = document["results"] + [found for found in document["baselines"] if found["tokens"]]
-    hours = document["seconds"] / 3600
+    trained = [found for found in document["baselines"] if found["tokens"]]
+    results = document["results"] + trained
     table = Table(box=SIMPLE_HEAD)
     table.add_column("")
     for result in results:
         table.add_column(result["policy"], justify="right")
     for name, text in ROWS:
-        table.add_row(name, *(text(result) for result in results))
+        table.add_row(name, *[text(result) for result in results])
+
+    hours = document["seconds"] / 3600
     console = PlainConsole()
     console.print(
         f"SIMULATED: {hours:.1f} hours of {document['trace']}",
@@ -221,34 +233,38 @@ def show(document: dict[str, Any]) -> None:
     for name, price in document["prices"].items():
         console.print(_price(name, price), soft_wrap=True, highlight=False)
     if document["comparison"] is not None:
-        console.print(
-            _sentence(document["results"][0]["policy"], document["comparison"]),
-            soft_wrap=True,
-            highlight=False,
-        )
+        sentence = _sentence(document["results"][0]["policy"], document["comparison"])
+        console.print(sentence, soft_wrap=True, highlight=False)
     for result in results:
-        if result["ended"]:
-            console.print(
-                f"{result['policy']} ended early: {result['ended']}", style="red", soft_wrap=True
-            )
-        elif not result["steps"]:
-            why = (
-                result["decisions"]
-                or ["there were never the nodes that the job needs (elastic.min_workers)"]
-            )[-1]
-            console.print(f"{result['policy']} made no step: {why}", style="red", soft_wrap=True)
+        problem = _problem(result)
+        if problem is not None:
+            console.print(f"{result['policy']} {problem}", style="red", soft_wrap=True)
+
+
+def _problem(result: dict[str, Any]) -> str | None:
+    """Say why a policy's job ended early or made no step, if it did."""
+    if result["ended"]:
+        return f"ended early: {result['ended']}"
+    if result["steps"]:
+        return None
+    if result["decisions"]:
+        return f"made no step: {result['decisions'][-1]}"
+    return "made no step: there were never the nodes that the job needs (elastic.min_workers)"
 
 
 def _price(name: str, price: dict[str, Any]) -> str:
     values = [usd for _, usd in price["usd_per_hour"]]
-    spread = f"{min(values):g} to {max(values):g}" if len(values) > 1 else f"{values[0]:g}"
+    spread = f"{values[0]:g}"
+    if len(values) > 1:
+        spread = f"{min(values):g} to {max(values):g}"
     return f"price of {name}: {spread} $/h, {price['source']}"
 
 
 def _sentence(policy: str, comparison: dict[str, Any]) -> str:
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {ratio:.2f}x" for name, ratio in comparison["parts"].items()
-    )
+    factors = []
+    for name, ratio in comparison["parts"].items():
+        factors.append(f"{name.replace('_', ' ')} {ratio:.2f}x")
+    parts = ", ".join(factors)
     why = f" Why not more: {comparison['why']}." if comparison["why"] else ""
     best = comparison["best_baseline"]
     cheapest = comparison["cheapest_baseline"]
@@ -260,10 +276,9 @@ def _sentence(policy: str, comparison: dict[str, Any]) -> str:
 
 
 def _causes(result: dict[str, Any]) -> str:
-    return (
-        ", ".join(f"{count} {cause}" for cause, count in sorted(result["changes_by_cause"].items()))
-        or "none"
-    )
+    counts = sorted(result["changes_by_cause"].items())
+    causes = ", ".join(f"{count} {cause}" for cause, count in counts)
+    return causes or "none"
 
 
 def _moved(result: dict[str, Any]) -> str:
@@ -279,7 +294,16 @@ def _part(name: str) -> Any:
 def _use(result: dict[str, Any], use: str) -> str:
     """Return the dollars of a run for one use; baselines have only those of nodes."""
     dollars = result.get("usd_by_use")
-    return "-" if dollars is None else f"{dollars[use]:,.2f}"
+    if dollars is None:
+        return "-"
+    return f"{dollars[use]:,.2f}"
+
+
+def _usd_per_million(result: dict[str, Any]) -> str:
+    usd = result["usd_per_million_tokens"]
+    if usd is None:
+        return "-"
+    return f"{usd:.3f}"
 
 
 ROWS: tuple[tuple[str, Any], ...] = (
@@ -295,10 +319,5 @@ ROWS: tuple[tuple[str, Any], ...] = (
     ("dollars, for every node alive", lambda r: f"{r['usd']:,.2f}"),
     ("dollars for data between zones", lambda r: _use(r, "between_zones")),
     ("dollars for requests to S3", lambda r: _use(r, "s3_requests")),
-    (
-        "dollars a million tokens",
-        lambda r: (
-            "-" if r["usd_per_million_tokens"] is None else f"{r['usd_per_million_tokens']:.3f}"
-        ),
-    ),
+    ("dollars a million tokens", _usd_per_million),
 )

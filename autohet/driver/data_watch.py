@@ -35,7 +35,10 @@ class DataWatch:
     @property
     def digest(self) -> str | None:
         """Digest of the run's data; None until a node has it."""
-        return None if self._reference is None else self._reference[1].digest
+        if self._reference is None:
+            return None
+        _, state = self._reference
+        return state.digest
 
     def judge(self, states: Mapping[str, DataState], now: float) -> None:
         """Set an `error` sentence on each node whose data differs from the run's.
@@ -47,8 +50,11 @@ class DataWatch:
                 self._reference = (name, state)
                 if state.summary:
                     logger.info("Data of this run, on %s: %s", name, state.summary)
-        unready = {name: state for name, state in states.items() if not state.ready}
-        preparing = {name: state for name, state in unready.items() if state.error is None}
+
+        preparing = {}
+        for name, state in states.items():
+            if not state.ready and state.error is None:
+                preparing[name] = state
         self._tell(preparing, now)
         self.states = {name: self._compared(state) for name, state in states.items()}
 
@@ -93,11 +99,8 @@ class DataWatch:
             return
         self._told_at = now
         for name, state in sorted(preparing.items()):
-            logger.info(
-                "Preparing the data on %s: %s",
-                name,
-                describe_preparation(state, now - self._since[name]),
-            )
+            progress = describe_preparation(state, now - self._since[name])
+            logger.info("Preparing the data on %s: %s", name, progress)
 
 
 def describe_preparation(state: DataState, seconds: float) -> str:
@@ -105,7 +108,8 @@ def describe_preparation(state: DataState, seconds: float) -> str:
     if not state.total_bytes:
         return "looking at its files"
     done = state.done_bytes / state.total_bytes
-    left = (
-        f", about {seconds * (1 - done) / done:.0f} s left" if 0 < done < 1 and seconds > 0 else ""
-    )
+    left = ""
+    if 0 < done < 1 and seconds > 0:
+        left_s = seconds * (1 - done) / done
+        left = f", about {left_s:.0f} s left"
     return f"{100 * done:.0f}% of {state.total_bytes / 1e6:.1f} MB{left}"

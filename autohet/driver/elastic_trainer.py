@@ -23,8 +23,9 @@ from ray.train.v2.api.result import Result
 
 from autohet.driver.callbacks import Callback
 from autohet.driver.callbacks.trackers import REWARDS
+from autohet.driver.job_run import Outcome
 from autohet.driver.result_files import filesystem_of
-from autohet.driver.run import Outcome, train
+from autohet.driver.run import train
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import list_checkpoints
@@ -88,7 +89,8 @@ class ElasticTrainer:
             logging.getLogger("autohet").setLevel(self._log_level)
         history = History()
         folder = Path("runs", self.job.name)
-        with suppress(StorageUriError):  # `train` refuses it
+        # `train` refuses an address that cannot be read, with the same error as any other entry.
+        with suppress(StorageUriError):
             address = parse_address(self.job.checkpoint_storage)
             if isinstance(address, DirectoryAddress):
                 folder = Path(address.path)
@@ -106,6 +108,11 @@ class ElasticTrainer:
         return result
 
 
+STEP_FIELDS = ("step", "loss", "gradient_norm", "tokens", "seconds", "generation", "time")
+LATER_FIELDS = ("learning_rate", "epoch")
+"""Fields that the events of older runs lack."""
+
+
 def SILENT(*_: object) -> None:
     """Ignore a tick: no-op, since the log and the callbacks report progress."""
 
@@ -119,17 +126,7 @@ class History:
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == "step":
-            seconds = event["seconds"]
-            speed = event["tokens"] / seconds if seconds else None
-            names = ("step", "loss", "gradient_norm", "tokens", "seconds", "generation", "time")
-            later = ("learning_rate", "epoch")
-            self._rows[event["step"]] = {
-                **{name: event[name] for name in names},
-                **{name: event.get(name) for name in later},
-                "tokens_per_s": speed,
-                **{name: event[name] for name in REWARDS if name in event},
-            }
-
+            self._rows[event["step"]] = _row_of(event)
         elif event["kind"] == "evaluation":
             self._evaluations[event["step"] - 1] = event["evaluation_loss"]
 
@@ -141,11 +138,26 @@ class History:
 
         A step has `evaluation_loss` if the state after it was evaluated.
         """
-        return [{**self._rows[step], **self._evaluation_of(step)} for step in sorted(self._rows)]
+        rows = []
+        for step, row in sorted(self._rows.items()):
+            row = dict(row)
+            if step in self._evaluations:
+                row["evaluation_loss"] = self._evaluations[step]
+            rows.append(row)
+        return rows
 
-    def _evaluation_of(self, step: int) -> dict[str, float]:
-        found = self._evaluations.get(step)
-        return {} if found is None else {"evaluation_loss": found}
+
+def _row_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a `step` event."""
+    row = {name: event[name] for name in STEP_FIELDS}
+    for name in LATER_FIELDS:
+        row[name] = event.get(name)
+    seconds = event["seconds"]
+    row["tokens_per_s"] = event["tokens"] / seconds if seconds else None
+    for name in REWARDS:
+        if name in event:
+            row[name] = event[name]
+    return row
 
 
 def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
@@ -156,7 +168,9 @@ def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
     """
     if isinstance(job, Job):
         return Job.from_document(job.to_document())
-    return Job.from_document(job) if isinstance(job, Mapping) else Job.from_yaml(job)
+    if isinstance(job, Mapping):
+        return Job.from_document(job)
+    return Job.from_yaml(job)
 
 
 def configured(job: Job, config: RunConfig | None) -> Job:
@@ -172,13 +186,24 @@ def configured(job: Job, config: RunConfig | None) -> Job:
             f"run_config is a {type(config).__module__}.{type(config).__name__}; give a"
             " ray.train.RunConfig of Ray Train v2 (RAY_TRAIN_V2_ENABLED must not be 0)"
         )
+    # RunConfig fills in all that is left out.
     failure = config.failure_config
     checkpoints = config.checkpoint_config
-    assert failure is not None  # RunConfig fills them all in
+    assert failure is not None
     assert checkpoints is not None
     assert config.name is not None
     assert config.storage_path is not None
     _refuse(config, failure, checkpoints)
+
+    name = config.name
+    if job.name and GENERATED_NAME.fullmatch(config.name):
+        # The user gave no name to RunConfig: that of the job counts.
+        name = job.name
+    job = replace(job, name=name)
+    if config.storage_path != DEFAULT_STORAGE_PATH or job.checkpoint.storage is None:
+        storage = f"{os.fspath(config.storage_path).rstrip('/')}/{name}"
+        job = replace(job, checkpoint=replace(job.checkpoint, storage=storage))
+
     keep = checkpoints.num_to_keep or job.checkpoint.keep
     best = job.checkpoint.keep_best
     if checkpoints.checkpoint_score_attribute is not None:
@@ -187,16 +212,8 @@ def configured(job: Job, config: RunConfig | None) -> Job:
         best = checkpoints.num_to_keep
     if keep is None and best is None:
         keep = "all"
-    name = job.name if job.name and GENERATED_NAME.fullmatch(config.name) else config.name
-    job = replace(job, name=name)
-    if config.storage_path != DEFAULT_STORAGE_PATH or job.checkpoint.storage is None:
-        job = replace(
-            job,
-            checkpoint=replace(
-                job.checkpoint, storage=f"{os.fspath(config.storage_path).rstrip('/')}/{name}"
-            ),
-        )
     job = replace(job, checkpoint=replace(job.checkpoint, keep=keep, keep_best=best))
+
     if failure.max_failures != 0:
         bound = ANY_NUMBER if failure.max_failures < 0 else failure.max_failures
         job = replace(job, elastic=replace(job.elastic, max_failures_in_a_row=bound))
@@ -218,7 +235,7 @@ _UNSUPPORTED_FAILURE_FIELDS = {
 def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointConfig) -> None:
     """Raise an error for unsupported fields, which would otherwise be ignored silently."""
     defaults = FailureConfig()
-    pairs = {
+    pairs: dict[str, tuple[Any, Any, str]] = {
         "storage_filesystem": (
             config.storage_filesystem,
             None,
@@ -237,11 +254,10 @@ def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointCo
             {},
             "give the runtime environment to the job (ray job submit, ray.init)",
         ),
-        **{
-            f"failure_config.{name}": (getattr(failure, name), getattr(defaults, name), why)
-            for name, why in _UNSUPPORTED_FAILURE_FIELDS.items()
-        },
     }
+    for name, why in _UNSUPPORTED_FAILURE_FIELDS.items():
+        field = (getattr(failure, name), getattr(defaults, name), why)
+        pairs[f"failure_config.{name}"] = field
     _refuse_scores(checkpoints)
     for name, (given, default, why) in pairs.items():
         if given != default:
@@ -276,28 +292,35 @@ def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -
 
     Its checkpoints are those that the storage still has.
     """
-    by_step = {
-        row["step"] + 1: dict(row) for row in rows
-    }  # a checkpoint is named by how many steps it is after
+    # A checkpoint's step is the number of steps before it.
+    rows_by_checkpoint = {row["step"] + 1: dict(row) for row in rows}
     storage = open_storage(job.checkpoint_storage)
     try:
-        uris = {info.step: info.uri for info in list_checkpoints(storage)}
+        found = list_checkpoints(storage)
         filesystem, path = filesystem_of(storage)
-        paths = {step: path + uri.removeprefix(storage.uri) for step, uri in uris.items()}
+        checkpoints = {}
+        for info in found:
+            place = path + info.uri.removeprefix(storage.uri)
+            checkpoints[info.step] = ray.train.Checkpoint(place, filesystem)
     finally:
         storage.close()
-    checkpoints = {step: ray.train.Checkpoint(place, filesystem) for step, place in paths.items()}
-    totals = {name: outcome.summary[name] for name in ("steps_lost", "generations")}
-    last = dict(rows[-1]) if rows else {"step": max(checkpoints, default=0) - 1}
+
+    metrics: dict[str, Any] = {"step": max(checkpoints, default=0) - 1}
+    if rows:
+        metrics = dict(rows[-1])
+    for name in ("steps_lost", "generations"):
+        metrics[name] = outcome.summary[name]
+
+    with_metrics = []
+    for step, checkpoint in sorted(checkpoints.items()):
+        with_metrics.append((checkpoint, rows_by_checkpoint.get(step, {})))
     result = Result(
-        metrics=last | totals,
+        metrics=metrics,
         checkpoint=checkpoints[max(checkpoints)] if checkpoints else None,
         error=None,
         path=path,
         metrics_dataframe=pandas.DataFrame(rows) if rows else None,
-        best_checkpoints=[
-            (checkpoint, by_step.get(step, {})) for step, checkpoint in sorted(checkpoints.items())
-        ],
+        best_checkpoints=with_metrics,
         _storage_filesystem=filesystem,
     )
     if not outcome.ok:

@@ -19,12 +19,17 @@ from rich.text import Text
 
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Observation
+from autohet.driver.history.change import Change
 from autohet.driver.history.events import failing_note
 from autohet.driver.planning.proposals import PlanProposal
 from autohet.runtime.process.terminal import PlainConsole, visible
 
 LINE_PERIOD_S = 5.0
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+EMULATED = (
+    "EMULATED GPUs: nodes are processes of this machine, paced to the speed of the types that they"
+    " pose as"
+)
 
 
 class View:
@@ -33,11 +38,9 @@ class View:
     def __init__(self, *, emulated: bool, console: Console | None = None) -> None:
         self.console = console or PlainConsole(stderr=True)
         self._emulated = emulated
-        self._live = (
-            Live(console=self.console, refresh_per_second=4, transient=True)
-            if self.console.is_terminal
-            else None
-        )
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=4, transient=True)
         self._line_at = 0.0
         self._line_news: tuple[object, ...] = ()
 
@@ -59,10 +62,12 @@ class View:
         if self._live is not None:
             self._live.update(self._render(controller, seen))
             return
+        now = time.monotonic()
         state = controller.state
-        news = (controller.memory.ledger.committed_steps, type(state), getattr(state, "reason", ""))
-        if time.monotonic() - self._line_at >= LINE_PERIOD_S and news != self._line_news:
-            self._line_at = time.monotonic()
+        steps = controller.memory.ledger.committed_steps
+        news = (steps, type(state), getattr(state, "reason", ""))
+        if now - self._line_at >= LINE_PERIOD_S and news != self._line_news:
+            self._line_at = now
             self._line_news = news
             line = status_line(controller.status(), seen)
             print(visible(line), file=sys.stderr, flush=True)
@@ -70,55 +75,54 @@ class View:
     def _render(self, controller: Controller, seen: Observation) -> RenderableType:
         status = controller.status()
         parts: list[RenderableType] = [Text(status_line(status, seen), style="bold")]
-        if controller.memory.proposal is not None:
-            parts.append(
-                plan_table(
-                    controller.memory.proposal,
-                    controller.memory.ledger.measured_step_s(controller.memory.generation),
-                )
-            )
+        memory = controller.memory
+        if memory.proposal is not None:
+            measured_s = memory.ledger.measured_step_s(memory.generation)
+            parts.append(plan_table(memory.proposal, measured_s))
             parts += [Text(line) for line in utilisation_lines(status["gpu_types"])]
-        if controller.memory.ledger.changes:
-            last = controller.memory.ledger.changes[-1]
-            counts = last.bytes_by_tier().items()
-            tiers = ", ".join(f"{tier} {megabytes(count)}" for tier, count in counts if count)
-            parts.append(
-                Text(
-                    f"last change: {last.cause}; {last.steps_lost} steps lost;"
-                    f" {tiers or 'nothing moved'}; {last.seconds()['total']:.1f} s"
-                )
-            )
+        if memory.ledger.changes:
+            parts.append(Text(_change_line(memory.ledger.changes[-1])))
         if self._emulated:
-            parts.append(
-                Text(
-                    "EMULATED GPUs: nodes are processes of this machine, paced to the speed of the"
-                    " types that they pose as",
-                    style="dim",
-                )
-            )
+            parts.append(Text(EMULATED, style="dim"))
         return Group(*parts)
+
+
+def _change_line(change: Change) -> str:
+    """Describe a reconfiguration: its cause, what it cost, and the bytes that it moved."""
+    moved = []
+    for tier, num_bytes in change.bytes_by_tier().items():
+        if num_bytes:
+            moved.append(f"{tier} {megabytes(num_bytes)}")
+    return (
+        f"last change: {change.cause}; {change.steps_lost} steps lost;"
+        f" {', '.join(moved) or 'nothing moved'}; {change.seconds()['total']:.1f} s"
+    )
 
 
 def status_line(status: Mapping[str, Any], seen: Observation) -> str:
     """Return a line with step, loss, tokens per second, fleet and state."""
-    fleet = Counter(
-        view.node.node_type.gpu_type for view in seen.nodes.values() for _ in view.workers
-    )
-    shown = (
-        " + ".join(f"{count} {gpu_type}" for gpu_type, count in sorted(fleet.items())) or "no GPUs"
-    )
+    num_by_type: Counter[str] = Counter()
+    for view in seen.nodes.values():
+        num_by_type.update([view.node.node_type.gpu_type] * len(view.workers))
+    gpus = [f"{number} {gpu_type}" for gpu_type, number in sorted(num_by_type.items())]
+    fleet = " + ".join(gpus) or "no GPUs"
+
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     speed = "-" if not status["tokens_per_s"] else f"{status['tokens_per_s']:,.0f}"
-    state = status["state"]
-    reason = status["reason"]
-    if reason.startswith(state):
-        doing = reason
-    else:
-        doing = f"{state} ({reason})" if reason else state
     return (
         f"step {status['step']}/{status['steps']}  loss {loss}{_optimizer_note(status)}"
-        f"  {speed} tokens/s  {shown}  {doing}{failing_note(status)}"
+        f"  {speed} tokens/s  {fleet}  {_doing(status)}{failing_note(status)}"
     )
+
+
+def _doing(status: Mapping[str, Any]) -> str:
+    state = str(status["state"])
+    reason = str(status["reason"])
+    if reason.startswith(state):
+        return reason
+    if reason:
+        return f"{state} ({reason})"
+    return state
 
 
 def _optimizer_note(status: Mapping[str, Any]) -> str:
@@ -128,7 +132,10 @@ def _optimizer_note(status: Mapping[str, Any]) -> str:
         "learning_rate": "lr {:.3g}",
         "epoch": "epoch {:.2f}",
     }
-    known = [text.format(status[key]) for key, text in formats.items() if status[key] is not None]
+    known = []
+    for key, text in formats.items():
+        if status[key] is not None:
+            known.append(text.format(status[key]))
     if status["evaluation_loss"] is not None:
         known.append(f"eval {status['evaluation_loss']:.4f} @{status['evaluation_step']}")
     return "".join(f"  {each}" for each in known)
@@ -159,20 +166,23 @@ def plan_table(proposal: PlanProposal, measured_s: float | None = None) -> Table
     )
     for column in ("pipeline", "microbatches", "stages: layers on workers (GPU type)"):
         table.add_column(column)
-    types = sorted({proposal.cost.fleet.gpu_type(worker) for worker in proposal.plan.workers})
-    colour = {gpu_type: COLOURS[index % len(COLOURS)] for index, gpu_type in enumerate(types)}
+
+    fleet = proposal.cost.fleet
+    types = sorted({fleet.gpu_type(worker) for worker in proposal.plan.workers})
+    colours = {}
+    for index, gpu_type in enumerate(types):
+        colours[gpu_type] = COLOURS[index % len(COLOURS)]
+
     for index, pipeline in enumerate(proposal.plan.pipelines):
         text = Text()
         for stage in pipeline.stages:
-            gpu_type = proposal.cost.fleet.gpu_type(stage.workers[0])
+            gpu_type = fleet.gpu_type(stage.workers[0])
             last = stage.first_layer + stage.num_layers - 1
-            text.append(
-                f"[{stage.first_layer}-{last}] {'+'.join(stage.workers)} ({gpu_type})  ",
-                style=colour[gpu_type],
-            )
-        table.add_row(
-            str(index), f"{pipeline.num_microbatches} x {pipeline.microbatch_sequences}", text
-        )
+            workers = "+".join(stage.workers)
+            label = f"[{stage.first_layer}-{last}] {workers} ({gpu_type})  "
+            text.append(label, style=colours[gpu_type])
+        microbatches = f"{pipeline.num_microbatches} x {pipeline.microbatch_sequences}"
+        table.add_row(str(index), microbatches, text)
     return table
 
 

@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autohet.driver.control.states import Training
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
+from autohet.driver.job_run import JobRun, Machines
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workers
-from autohet.driver.run import JobRun, Machines
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
     GenerationOrder,

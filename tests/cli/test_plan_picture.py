@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from autohet.cli.plan import answer_document
+from autohet.cli.plan_answers import answer_document
 from autohet.cli.plan_picture import MOST_LISTED, _front_figure, draw, ink, listed_points
 from planner.errors import ConfigError
 from planner.strategies import plan_with

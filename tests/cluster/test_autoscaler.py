@@ -16,10 +16,10 @@ import ray
 import yaml
 from ray.autoscaler.sdk import request_resources
 
+from autohet.driver.job_run import JobRun
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.drain import drain
 from autohet.driver.ray.scaling import fleet_request
-from autohet.driver.run import JobRun
 from planner.cluster import cluster_from_document
 from tests.harness.autoscaling_cluster import at_most, autoscaling_cluster
 from tests.harness.local_fleet import (

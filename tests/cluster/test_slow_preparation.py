@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver import run
+from autohet.driver import job_run
 from autohet.driver.ray.workers import RayWorkers
 from tests.harness.local_fleet import local_fleet, make_job, run_job
 
@@ -40,7 +40,7 @@ def test_preparation_may_take_longer_than_a_workers_start(
         RayWorkers, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
     )
     monkeypatch.setattr(
-        run, "check_data", lambda *arguments, **keys: None
+        job_run, "check_data", lambda *arguments, **keys: None
     )  # as for nodes on other machines
     data = {"cache": str(tmp_path / "cache")}
     job = make_job(

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import autohet
 from autohet.driver import elastic_trainer
 from autohet.driver.elastic_trainer import ANY_NUMBER, History
-from autohet.driver.run import Outcome
+from autohet.driver.job_run import Outcome
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from autohet.driver import run as run_module
+from autohet.driver.job_run import Machines
 from planner.errors import ConfigError
 from recovery.storage.errors import StorageUnreachable
 from tests.harness.fake_job import fake_job
@@ -36,5 +37,5 @@ def test_what_a_run_has_begun_ends_when_it_cannot_start(
     copies: Any = SimpleNamespace(record={}, begin=called("begin"))
     files = run_module.RunFiles(Mock(), copies)
     with pytest.raises(ConfigError, match="no answer"):
-        run_module.train_with(fake_job(), run_module.Machines(), files, lambda *_: None)
+        run_module.train_with(fake_job(), Machines(), files, lambda *_: None)
     assert calls[-1] == ("close", {"at_once": True})

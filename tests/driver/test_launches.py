@@ -13,6 +13,7 @@ import ray
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
 
 from autohet.driver.control.observation import Launches
+from autohet.driver.job_run import JobRun
 from autohet.driver.planning.buyer import refusal_words
 from autohet.driver.ray import launches
 from autohet.driver.ray.launches import (
@@ -25,7 +26,6 @@ from autohet.driver.ray.launches import (
     read_monitor_log,
 )
 from autohet.driver.ray.scaling import fleet_request
-from autohet.driver.run import JobRun
 from planner.cluster import cluster_from_document
 from tests.driver.test_buying import REASON
 from tests.driver.test_scaling import shortest_job

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from autohet.driver import patience, run, supervise
+from autohet.driver import patience, preparation, run, supervise
+from autohet.driver.job_run import Machines, make_durable
 from autohet.driver.patience import with_patience
-from autohet.driver.run import make_durable, train, train_on
+from autohet.driver.ray.scaling import FleetRequest
+from autohet.driver.run import train, train_on
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from recovery.storage.errors import StorageError, StorageFailing, StorageThrottled
@@ -35,7 +37,7 @@ ENTRIES: dict[str, Callable[[Job, Path], Any]] = {
         events_path=events,
         show=show,
     ),
-    "train_on": lambda job, events: train_on(job, run.Machines(), events, show),
+    "train_on": lambda job, events: train_on(job, Machines(), events, show),
 }
 
 
@@ -59,8 +61,8 @@ def test_a_refused_second_driver_touches_nothing_of_the_first_one_s_run(
     events.write_text(begun + '{"time": 2.0, "ge')  # the first is in the middle of a line
     (directory / "report.html").write_text("the first one's")
     asked: list[str] = []
-    monkeypatch.setattr(run.FleetRequest, "ask", lambda request: asked.append("ask"))
-    monkeypatch.setattr(run.FleetRequest, "withdraw", lambda request: asked.append("withdraw"))
+    monkeypatch.setattr(FleetRequest, "ask", lambda request: asked.append("ask"))
+    monkeypatch.setattr(FleetRequest, "withdraw", lambda request: asked.append("withdraw"))
     monkeypatch.setattr(run, "connection", lambda *_: asked.append("connected"))
     first = make_durable(job)
     first.take_lease()
@@ -122,7 +124,7 @@ def test_the_storage_of_a_restart_may_be_read_only_for_a_while(
             os.unlink(storage)
 
     monkeypatch.setattr(patience.time, "sleep", sleep)
-    prepared = with_patience(lambda: run._prepare(job, str(cluster), None, None), 60.0)
+    prepared = with_patience(lambda: preparation.prepare(job, str(cluster), None, None), 60.0)
     assert prepared.found is None
     assert len(waits) == 3
 
@@ -149,7 +151,7 @@ def test_a_restart_does_not_begin_anew_in_an_empty_storage(
     monkeypatch.setattr(patience, "RETRY_S", 0.01)
 
     def prepare() -> None:
-        run._prepare(job, str(cluster), None, events)
+        preparation.prepare(job, str(cluster), None, events)
 
     prepare()  # the job is started anew, by its user
     monkeypatch.setattr(supervise, "_restarts", 1)
@@ -196,8 +198,8 @@ def test_a_file_system_that_is_read_only_for_20_s_is_waited_for_in_a_restart_alo
     def remount(how: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{how}", str(storage)], check=True)
 
-    def prepare() -> run._Prepared:
-        return run._prepare(job, str(cluster), None, None)
+    def prepare() -> preparation.PreparedJob:
+        return preparation.prepare(job, str(cluster), None, None)
 
     with mounted(storage, "-t", "tmpfs", "tmpfs"):
         remount("ro")

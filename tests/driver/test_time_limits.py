@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import pytest
 
-from autohet.driver import run
+from autohet.driver import preparation, run
 from autohet.driver.submission import JOB_CONFIG
 from autohet.runtime.job.elastic import ElasticSection, Timeouts
 from tests.harness.fake_job import fake_job
@@ -39,12 +39,9 @@ def begin(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     def connection(*_: object) -> None:
         raise ReachesRay
 
-    for name, stand_in in {
-        "find_document": lambda *_: None,
-        "check_inputs": lambda *_, **__: (None, None),
-        "connection": connection,
-    }.items():
-        monkeypatch.setattr(run, name, stand_in)
+    monkeypatch.setattr(preparation, "find_document", lambda *_: None)
+    monkeypatch.setattr(preparation, "check_inputs", lambda *_, **__: (None, None))
+    monkeypatch.setattr(run, "connection", connection)
     with caplog.at_level(logging.INFO, "autohet"), pytest.raises(ReachesRay):
         run.train(
             fake_job(steps=5, elastic={"step_timeout_s": 77}),

@@ -19,10 +19,11 @@ import torch
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Waiting
 from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.job_run import JobRun, Outcome
 from autohet.driver.planning.proposals import make_planning
 from autohet.driver.ray.drain import drain
 from autohet.driver.ray.workers import RayWorkers
-from autohet.driver.run import JobRun, Outcome, node_directories
+from autohet.driver.run_directories import node_directories
 from autohet.runtime.job import Job
 from autohet.runtime.models import family_of, load_config
 from planner.cluster import cluster_from_document

@@ -22,8 +22,9 @@ from autohet.driver.control.states import Training
 from autohet.driver.emulate.demo import reference_losses
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
+from autohet.driver.job_run import JobRun, Machines, Outcome
 from autohet.driver.ray.cluster import NAME_LABEL
-from autohet.driver.run import JobRun, Machines, Outcome, node_directories
+from autohet.driver.run_directories import node_directories
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
 from tests.harness.host_memory import memory_directory

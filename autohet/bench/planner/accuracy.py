@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autohet.cli.plan import read_runs
+from autohet.cli.plan_inputs import read_runs
 from autohet.runtime.job import Job
 from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.planning import planning_inputs

@@ -20,8 +20,9 @@ import torch
 
 from autohet.driver.emulate.chat_demo import ExportedAdapter, chat_job, export_best, write_chat
 from autohet.driver.emulate.fleet import read_document
+from autohet.driver.job_run import Machines, Outcome
 from autohet.driver.planning.proposals import PlanProposal, make_planning
-from autohet.driver.run import Machines, Outcome, Show, connection, train_on
+from autohet.driver.run import Show, connection, train_on
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
@@ -81,21 +82,15 @@ class Demonstration:
 
     @property
     def max_abs_loss_difference(self) -> float:
-        return float(
-            max(
-                abs(a - b)
-                for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True)
-            )
-        )
+        return max(abs(loss - reference) for loss, reference in self._loss_pairs())
 
     @property
     def max_relative_loss_difference(self) -> float:
-        return float(
-            max(
-                abs(a - b) / b
-                for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True)
-            )
-        )
+        return max(abs(loss - reference) / reference for loss, reference in self._loss_pairs())
+
+    def _loss_pairs(self) -> list[tuple[float, float]]:
+        """Return (loss of the run, loss of the reference) of each step."""
+        return list(zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
 
     def to_document(self) -> dict[str, Any]:
         """Return the run's summary and the results that it was compared with."""
@@ -163,12 +158,14 @@ def _run_symmetric(
 ) -> SymmetricRun:
     """Compare the job's plan with the symmetric one, and measure that one's step time."""
     symmetric_job = _symmetric(job, directory)
-    plans = [make_planning(each).propose(cluster.fleet(), None) for each in (job, symmetric_job)]
-    tell("plans", plans)
+    chosen = make_planning(job).propose(cluster.fleet(), None)
+    symmetric = make_planning(symmetric_job).propose(cluster.fleet(), None)
+    tell("plans", [chosen, symmetric])
+
     events = directory / "symmetric-events.jsonl"
     outcome = train_on(symmetric_job, machines, events, show)
     tell("symmetric", outcome)
-    return SymmetricRun(plans[1], outcome.summary["plans"][0]["measured_step_s"])
+    return SymmetricRun(symmetric, outcome.summary["plans"][0]["measured_step_s"])
 
 
 def _symmetric(job: Job, directory: Path) -> Job:
@@ -193,11 +190,13 @@ def reference_losses(job: Job, steps: int) -> list[float]:
     dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
     names = list(family_of(config).parameter_specs(config))
     first = first_weights(job.model, config, names, job.training.seed)
-    has_adapter = job.model.adapter is not None
-    model = peft_reference_model(config, dict(first)) if has_adapter else None
-    batches = Batches(
-        dataset, job.training.seed, job.training.global_batch_sequences, torch.device("cpu")
-    )
+    if job.model.adapter is not None:
+        model = peft_reference_model(config, dict(first))
+    else:
+        model = reference_model(config, first)
+
+    training = job.training
+    cpu = torch.device("cpu")
+    batches = Batches(dataset, training.seed, training.global_batch_sequences, cpu)
     begins = batches.begins if dataset.facts.isolated else None
-    trained = model or reference_model(config, first)
-    return list(train_reference(trained, job.training, batches, steps, begins=begins))
+    return list(train_reference(model, training, batches, steps, begins=begins))

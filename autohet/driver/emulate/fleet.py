@@ -67,18 +67,19 @@ class EmulatedFleet:
 
         Returns the address for `ray.init`.
         """
+        head_arguments = {
+            "num_cpus": 2,
+            "num_gpus": 0,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+            **self.head_arguments,
+        }
         with _environment(HEALTH_CHECKS), _groups_of_their_own():
-            self._cluster = LocalCluster(
-                initialize_head=True,
-                head_node_args={
-                    "num_cpus": 2,
-                    "num_gpus": 0,
-                    "object_store_memory": OBJECT_STORE_BYTES,
-                    "include_dashboard": False,
-                    **self.head_arguments,
-                },
-            )
-        for name, count in (first_nodes(self.document) if counts is None else counts).items():
+            self._cluster = LocalCluster(initialize_head=True, head_node_args=head_arguments)
+
+        if counts is None:
+            counts = first_nodes(self.document)
+        for name, count in counts.items():
             for _ in range(count):
                 self.add(name, wait=False)
         self._cluster.wait_for_nodes(timeout=60)
@@ -107,14 +108,16 @@ class EmulatedFleet:
         self._counts[node_type] = index + 1
         name = name or f"{node_type}-{index}"
         resources = entry.get("resources", {})
-        labels = {
-            **{k: v for k, v in entry.get("labels", {}).items() if not k.startswith("ray.io/")},
-            NAME_LABEL: name,
-        }
-        with (
-            _environment({**(environment or {}), NODE_TYPE_NAME_ENV: node_type}),
-            _groups_of_their_own(),
-        ):
+
+        # Ray sets the labels of its own prefix, and refuses them from others.
+        labels = {}
+        for key, value in entry.get("labels", {}).items():
+            if not key.startswith("ray.io/"):
+                labels[key] = value
+        labels[NAME_LABEL] = name
+
+        variables = {**(environment or {}), NODE_TYPE_NAME_ENV: node_type}
+        with _environment(variables), _groups_of_their_own():
             ray_node = self._cluster.add_node(
                 wait=wait,
                 num_cpus=resources.get("CPU", 1),
@@ -134,7 +137,8 @@ class EmulatedFleet:
 
     def _erase(self, name: str) -> None:
         """Erase the machine's host memory and disk, and directories that held nothing else."""
-        for directory in map(Path, self.directories(name)):
+        for path in self.directories(name):
+            directory = Path(path)
             shutil.rmtree(directory, ignore_errors=True)
             for parent in (directory.parent, directory.parent.parent):
                 with suppress(OSError):
@@ -142,7 +146,8 @@ class EmulatedFleet:
 
     def freeze(self, process_id: int) -> None:
         """Freeze a worker's process, so that it stops answering without ending."""
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        # It may have ended meanwhile.
+        with suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGSTOP)
 
     def doom(self, name: str, at: float) -> None:
@@ -151,8 +156,10 @@ class EmulatedFleet:
 
     def reap(self, now: float) -> list[str]:
         """Kill the machines whose scheduled end has come; return their names."""
-        ends = [(name, node.doomed_at) for name, node in self.nodes.items()]
-        due = [name for name, end in ends if end is not None and now >= end]
+        due = []
+        for name, node in self.nodes.items():
+            if node.doomed_at is not None and now >= node.doomed_at:
+                due.append(name)
         for name in due:
             self.kill(name)
         return due
@@ -215,4 +222,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for key, value in before.items():
-            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

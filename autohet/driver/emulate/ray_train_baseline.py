@@ -113,7 +113,8 @@ def _run(
     training.start()
     deadline = time.monotonic() + DEADLINE_S
     _until(lambda: _newest(directory) >= WARM_STEPS, deadline, "the first steps")
-    struck = time.monotonic()  # which all processes of one machine share
+    # All processes of one machine share this clock, so the workers' times compare with it.
+    struck = time.monotonic()
     _take_a_node(fleet, cause)
     _until(lambda: _found(directory, struck) is not None, deadline, f"a step after the {cause}")
     (directory / "stop").touch()
@@ -146,21 +147,19 @@ def _train(settings: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    directory, config = Path(settings["directory"]), dict(settings["model"])
-    model = prepare_model(
-        AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config.pop("model_type"), **config), trust_remote_code=False
-        )
-    )
+    directory = Path(settings["directory"])
+    fields = dict(settings["model"])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = prepare_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     optimizer = torch.optim.AdamW(model.parameters())
     first = _resume(model, optimizer)
-    log = (directory / f"steps-{get_context().get_world_rank()}-{time.time_ns()}").open(
-        "a", buffering=1
-    )
+
+    # Written line by line: a worker that is killed leaves all its steps.
+    name = f"steps-{get_context().get_world_rank()}-{time.time_ns()}"
+    log = (directory / name).open("a", buffering=1)
     for step in range(first, 100_000):
-        tokens = torch.randint(
-            0, config["vocab_size"], (2, 65), generator=torch.Generator().manual_seed(step)
-        )
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, fields["vocab_size"], (2, 65), generator=generator)
         model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -201,13 +200,15 @@ def _save(model: Any, optimizer: Any, step: int) -> None:
 
 def _records(directory: Path) -> list[tuple[float, int, str]]:
     """Return (time, step, process) of every step of every worker, by time."""
-    lines = [
-        line.split() for path in directory.glob("steps-*") for line in path.read_text().splitlines()
-    ]
-    return sorted(
-        (float(at), int(step), process)
-        for step, at, process in (line for line in lines if len(line) == 3)
-    )
+    records = []
+    for path in directory.glob("steps-*"):
+        for line in path.read_text().splitlines():
+            parts = line.split()
+            # The last line of a killed worker may be cut off.
+            if len(parts) == 3:
+                step, at, process = parts
+                records.append((float(at), int(step), process))
+    return sorted(records)
 
 
 def _newest(directory: Path) -> int:
@@ -220,18 +221,28 @@ def _found(directory: Path, struck: float) -> BaselineResult | None:
     None until a few steps have followed it.
     """
     records = _records(directory)
-    after = [record for record in records if record[0] >= struck - 1.0]
-    gaps = [(b[0] - a[0], a, b) for a, b in pairwise(after)]
+    recent = [record for record in records if record[0] >= struck - 1.0]
+    gaps = []
+    for one, following in pairwise(recent):
+        gaps.append((following[0] - one[0], one, following))
     if not gaps:
         return None
-    total, last, first = max(gaps)
-    later = {process for at, _, process in after if at >= first[0]}
-    steps_later = {step for at, step, _ in after if at >= first[0]}
-    before = {process for at, _, process in records if at <= last[0]}
-    if later == before or len(steps_later) < STEPS_AFTER:
-        return None  # a pause, with the same workers after it
-    done = max(step for at, step, _ in records if at <= last[0])
-    return BaselineResult(total, max(0, done + 1 - first[1]), len(before & later), NUM_NODES - 1)
+
+    total_s, last, first = max(gaps)
+    before = [record for record in records if record[0] <= last[0]]
+    after = [record for record in recent if record[0] >= first[0]]
+    workers_before = {process for _, _, process in before}
+    workers_after = {process for _, _, process in after}
+    steps_after = {step for _, step, _ in after}
+    # The same workers on both sides: a pause, and not yet the change.
+    if workers_after == workers_before or len(steps_after) < STEPS_AFTER:
+        return None
+
+    done = max(step for _, step, _ in before)
+    _, first_step, _ = first
+    steps_lost = max(0, done + 1 - first_step)
+    num_kept = len(workers_before & workers_after)
+    return BaselineResult(total_s, steps_lost, num_kept, NUM_NODES - 1)
 
 
 def _until(condition: Any, deadline: float, what: str) -> None:

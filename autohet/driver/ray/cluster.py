@@ -117,14 +117,12 @@ def living_nodes() -> list[RayNode]:
         gpus = int(entry.get("Resources", {}).get("GPU", 0))
         if entry["Alive"] and gpus > 0:
             labels = dict(entry.get("Labels") or {})
-            node = RayNode(
-                entry["NodeID"],
-                entry["NodeManagerAddress"],
-                labels.get(GROUP_LABEL, ""),
-                gpus,
-                labels,
-            )
-            found.append(node if node.group else replace(node, group=node.gpu_type or "node"))
+            group = labels.get(GROUP_LABEL, "")
+            node = RayNode(entry["NodeID"], entry["NodeManagerAddress"], group, gpus, labels)
+            if not group:
+                # The autoscaler sets the label; nodes that were started by hand have none.
+                node = replace(node, group=node.gpu_type or "node")
+            found.append(node)
     return sorted(found, key=lambda node: node.node_id)
 
 
@@ -156,11 +154,10 @@ def draining_nodes() -> dict[str, float | None]:
     None: the drain has no deadline.
     """
     now_ms = time.time() * 1000
-    drains = ray_state.get_draining_nodes()
-    return {
-        node_id: None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000
-        for node_id, deadline_ms in drains.items()
-    }
+    left_s: dict[str, float | None] = {}
+    for node_id, deadline_ms in ray_state.get_draining_nodes().items():
+        left_s[node_id] = None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000
+    return left_s
 
 
 def directory_name(node: RayNode) -> str:
@@ -170,7 +167,9 @@ def directory_name(node: RayNode) -> str:
     label comes first, for people.
     """
     name = node.labels.get(NAME_LABEL)
-    return node.node_id[:16] if name is None else f"{name}-{node.node_id[:8]}"
+    if name is None:
+        return node.node_id[:16]
+    return f"{name}-{node.node_id[:8]}"
 
 
 def node_type_of(
@@ -185,22 +184,22 @@ def node_type_of(
     """
     prefixes = ("autohet.io/", "ray.io/accelerator-type")
     labels = {key: value for key, value in node.labels.items() if key.startswith(prefixes)}
-    known = (
-        None
-        if cluster is None
-        else next((kind for kind in cluster.node_types if kind.name == node.group), None)
-    )
+    known: NodeType | None = None
+    if cluster is not None:
+        kinds = {kind.name: kind for kind in cluster.node_types}
+        known = kinds.get(node.group)
     try:
         found = node_type_from_labels(node.group, labels, node.num_gpus, instance_type)
     except ConfigError:
         if known is None:
             raise
         return known
-    if known is None or known.host_memory_bytes is None or "autohet.io/host-memory-gib" in labels:
+    if "autohet.io/host-memory-gib" in labels:
         return found
-    return replace(
-        found, host_memory_bytes=known.host_memory_bytes
-    )  # a pod has less than its machine
+    if known is None or known.host_memory_bytes is None:
+        return found
+    # The file's figure counts, since a pod has less memory than its machine.
+    return replace(found, host_memory_bytes=known.host_memory_bytes)
 
 
 class ClusterMemory:
@@ -213,7 +212,9 @@ class ClusterMemory:
         """Return the document saved last; {} if there is none, or it cannot be read."""
         try:
             found = internal_kv._internal_kv_get(self._key)
-            return {} if found is None else dict(json.loads(found))
+            if found is None:
+                return {}
+            return dict(json.loads(found))
         except Exception:
             logger.warning("%s cannot be read", self._key.decode(), exc_info=True)
             return {}

@@ -166,13 +166,13 @@ class ReportServer:
         try:
             while True:
                 self._greet(self.listener.accept()[0])
-        except OSError as error:  # there is no more, or it is gone already
+        except OSError as error:
+            # There is no further connection, or it has gone already, or there is a shortage.
             was_short = self._is_short
             self._is_short = error.errno in SHORTAGES
             if self._is_short:
-                self._poll.unregister(
-                    self.listener
-                )  # else whoever waits for news is woken over and over
+                # The connection stays in the queue: it would wake the driver over and over.
+                self._poll.unregister(self.listener)
                 self._short_until = time.monotonic() + SHORT_S
             if self._is_short and not was_short:
                 logger.warning(
@@ -185,7 +185,8 @@ class ReportServer:
         accepted.setblocking(False)
         connection = ReportConnection(accepted, secrets.token_bytes(NONCE_BYTES))
         self._poll.register(accepted, select.EPOLLIN | select.EPOLLRDHUP)
-        self._connections[accepted.fileno()] = self._strangers[connection] = connection
+        self._connections[accepted.fileno()] = connection
+        self._strangers[connection] = connection
         if len(self._strangers) > MOST_STRANGERS:
             self._end(next(iter(self._strangers)))
         accepted.send(connection.nonce)
@@ -202,15 +203,16 @@ class ReportServer:
             over = self._receive(connection, ends)
             if len(connection.data) == before and not over:
                 return
-            if connection.data == BEAT and connection.name is not None:  # nearly always
+            if connection.data == BEAT and connection.name is not None:
+                # Nearly always: a process without news sends nothing else.
                 connection.data.clear()
             else:
                 self._take_frames(connection, news)
+
             if over:
                 self._end(connection)
-            elif (
-                connection.name is not None
-            ):  # whatever came is a sign of life, also a part of long news
+            elif connection.name is not None:
+                # Whatever came is a sign of life, also a part of long news.
                 heard.add(connection.name)
         except OSError:
             self._end(connection)
@@ -225,25 +227,35 @@ class ReportServer:
                 data = connection.socket.recv(READ_BYTES)
             except BlockingIOError:
                 return False
-            except OSError:  # a reset, behind what has come
+            except OSError:
+                # A reset; what came before it has been received.
+                return True
+            if not data:
                 return True
             connection.data += data
-            if not data or (len(data) < READ_BYTES and not ends):
-                return not data
+            # A short read has emptied the buffer; an ended connection has its end still to be read.
+            if len(data) < READ_BYTES and not ends:
+                return False
         return False
 
     def _take_frames(self, connection: ReportConnection, news: list[News]) -> None:
         answer = 0
-        while (frame := self._next_frame(connection)) is not None:
+        frame = self._next_frame(connection)
+        while frame is not None:
             number, payload, speaker = frame
             if connection.name is None:
                 self._know(connection, payload.decode(), speaker)
             elif number > speaker.number:
+                # A lower number is a message that came over an earlier connection already.
                 speaker.number = number
                 news.append(_read_news(connection.name, payload))
-            answer = speaker.number if number else answer
+            if number:
+                answer = speaker.number
+            frame = self._next_frame(connection)
+
         if answer:
-            with suppress(BlockingIOError):  # the next one stands for this one, too
+            # If it is not sent now, the next answer stands for this one, too.
+            with suppress(BlockingIOError):
                 connection.socket.send(NUMBER.pack(answer))
 
     def _next_frame(self, connection: ReportConnection) -> tuple[int, bytes, ExpectedSender] | None:
@@ -254,16 +266,19 @@ class ReportServer:
         if len(data) < FRAME.size:
             return None
         length, number, mac = FRAME.unpack_from(data)
-        if length > (MOST_GREETING_BYTES if connection.name is None else MOST_NEWS_BYTES):
+        most_bytes = MOST_GREETING_BYTES if connection.name is None else MOST_NEWS_BYTES
+        if length > most_bytes:
             raise BadFrame(f"{length} bytes are too many for {connection.name or 'a name'}")
-        if len(data) < FRAME.size + length:
+        end = FRAME.size + length
+        if len(data) < end:
             return None
-        payload = bytes(data[FRAME.size : FRAME.size + length])
-        del data[: FRAME.size + length]
+        payload = bytes(data[FRAME.size : end])
+        del data[:end]
+
+        # The nonce and the place in the connection keep a recorded frame from being sent again.
         speaker = self._speaker(connection, payload)
-        if not hmac.compare_digest(
-            mac, frame_mac(speaker.key, connection.nonce, connection.place, number, payload)
-        ):
+        expected = frame_mac(speaker.key, connection.nonce, connection.place, number, payload)
+        if not hmac.compare_digest(mac, expected):
             raise BadFrame(
                 f"a wrong MAC in place {connection.place} of {connection.name or payload!r}"
             )
@@ -273,7 +288,9 @@ class ReportServer:
     def _speaker(self, connection: ReportConnection, payload: bytes) -> ExpectedSender:
         name = payload.decode(errors="replace") if connection.name is None else connection.name
         speaker = self._speakers.get(name)
-        if speaker is None:  # of a node that was cut off and has come back, say: it tries for ever
+        if speaker is None:
+            # Of a node that was cut off and has come back, for instance: it tries for ever, and is
+            # not worth a warning each time.
             raise ConnectionAbortedError(f"nobody of the name {name!r} is expected")
         return speaker
 

@@ -33,9 +33,8 @@ ANY_PRICE = (
     ", for the fastest plan at any price; parallelism.objective: cost asks for the least $ a token,"
     " max_usd_per_hour bounds them"
 )
-LAUNCHED_FROM = Path(
-    "~/ray_bootstrap_config.yaml"
-)  # where `ray up` leaves its file on the head node
+LAUNCHED_FROM = Path("~/ray_bootstrap_config.yaml")
+"""Place where `ray up` leaves its file on the head node."""
 
 
 def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
@@ -109,9 +108,11 @@ def autoscaler_launches() -> bool:
 def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
     """Return the nodes by type that stand without any request."""
     types = document.get("available_node_types", {})
-    return {
-        kind.name: types.get(kind.name, {}).get("min_workers", 0) for kind in cluster.node_types
-    }
+    standing = {}
+    for kind in cluster.node_types:
+        entry = types.get(kind.name, {})
+        standing[kind.name] = entry.get("min_workers", 0)
+    return standing
 
 
 class FleetRequest:
@@ -130,17 +131,21 @@ class FleetRequest:
         counts: Mapping[str, int],
         hint: str = "",
     ) -> None:
-        self.cluster, self.counts, self.hint = cluster, dict(counts), hint
+        self.cluster = cluster
+        self.counts = dict(counts)
+        self.hint = hint
         self._document = document
         self._request = self._named(self.counts)
 
     def _named(self, counts: Mapping[str, int]) -> NodeRequest:
+        """Return a request that names these nodes; ConfigError if none does."""
         if not any(counts.values()):
             return NodeRequest()
         try:
             version = autoscaler_version()
             return node_request(self.cluster, self._document, counts, version=version)
         except ConfigError as error:
+            # Nodes that were started by hand: nothing would answer a request, so none is needed.
             if ray.is_initialized() and not autoscaler_launches():
                 logger.warning("no node is asked for: %s", error)
                 return NodeRequest()
@@ -164,18 +169,16 @@ class FleetRequest:
         return Market(self.cluster, standing_nodes(self.cluster, self._document), dict(self.counts))
 
     def ask(self) -> None:
-        if self.bundles:
-            what = ", ".join(
-                f"{count} {name}" for name, count in sorted(self.counts.items()) if count
-            )
-            usd = usd_per_hour(self.counts, self.cluster)
-            logger.info(
-                "Asking Ray's autoscaler for %s: $%.2f an hour by the file's prices%s",
-                what,
-                usd,
-                self.hint,
-            )
-            self._send()
+        if not self.bundles:
+            return
+        parts = [f"{count} {name}" for name, count in sorted(self.counts.items()) if count]
+        logger.info(
+            "Asking Ray's autoscaler for %s: $%.2f an hour by the file's prices%s",
+            ", ".join(parts),
+            usd_per_hour(self.counts, self.cluster),
+            self.hint,
+        )
+        self._send()
 
     def change(self, counts: Mapping[str, int]) -> None:
         """Request these counts from now on; keep the old request if no request names them."""
@@ -188,10 +191,12 @@ class FleetRequest:
         self._send()
 
     def _send(self) -> None:
-        selectors = [dict(each) for each in self.selectors] if self._request.labelled else None
-        request_resources(
-            bundles=[dict(each) for each in self.bundles], bundle_label_selectors=selectors
-        )
+        bundles = [dict(each) for each in self.bundles]
+        # Only version 2 of the autoscaler knows selectors.
+        selectors = None
+        if self._request.labelled:
+            selectors = [dict(each) for each in self.selectors]
+        request_resources(bundles=bundles, bundle_label_selectors=selectors)
 
     def withdraw(self) -> None:
         try:

@@ -107,15 +107,19 @@ def decide_round(record: Record, seen: Seen, regions: Sequence[str], limits: Lim
     """Decide the action of one round: a pure function."""
     status = None if seen.job is None else seen.job.status
     if seen.step > record.step:
+        # A newer checkpoint: whatever failed before, the job gets on.
         record = msgspec.structs.replace(record, step=seen.step, failures=0)
     if status == "CANCELLED":
         return SkyDecision("give_up", "the job was cancelled in SkyPilot", record)
     if seen.driver_lives or status in _ALIVE:
         trains = msgspec.structs.replace(record, starved_since_s=None, starvations=0)
         return SkyDecision("wait", f"{record.region} trains", trains)
-    if status == "SUCCEEDED" or (limits.steps is not None and seen.step >= limits.steps):
+
+    is_trained = limits.steps is not None and seen.step >= limits.steps
+    if status == "SUCCEEDED" or is_trained:
         return SkyDecision("finish", f"the job has ended with checkpoint {seen.step}", record)
     if _has_failed(seen.job) and seen.job.submitted_at != record.failed_at:
+        # A failed job is seen in every round until the next one: count it once.
         record = msgspec.structs.replace(
             record, failed_at=seen.job.submitted_at, failures=record.failures + 1
         )
@@ -133,25 +137,34 @@ def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits
     """Decide for a region in which nothing trains."""
     since = seen.now_s if record.starved_since_s is None else record.starved_since_s
     record = msgspec.structs.replace(record, starved_since_s=since)
-    starved_s = seen.now_s - since
-    if starved_s >= limits.region_patience_s:
-        num_starved = record.starvations + 1
-        if num_starved >= MOST_ROUNDS * len(regions):
-            return SkyDecision("give_up", f"every region starved {MOST_ROUNDS} times", record)
-        following = regions[(regions.index(record.region) + 1) % len(regions)]
-        moved = msgspec.structs.replace(
-            record, region=following, starved_since_s=seen.now_s, starvations=num_starved
-        )
-        reason = (
-            f"{record.region} has trained nothing for {starved_s:.0f} s"
-            f" (elastic.region_patience_s is {limits.region_patience_s:.0f})"
-        )
-        return SkyDecision("move", reason, moved)
-    if seen.cluster is not None and seen.cluster.is_launching:
+    if seen.now_s - since >= limits.region_patience_s:
+        return _leaving(record, seen.now_s, regions, limits)
+
+    cluster = seen.cluster
+    if cluster is not None and cluster.is_launching:
         return SkyDecision("wait", f"a launch in {record.region} is in flight", record)
-    if seen.cluster is not None and seen.cluster.status == "UP" and seen.job is None:
+    if cluster is not None and cluster.status == "UP" and seen.job is None:
         return SkyDecision("wait", f"the cluster in {record.region} does not answer", record)
     return SkyDecision("launch", f"nothing trains in {record.region}", record)
+
+
+def _leaving(record: Record, now_s: float, regions: Sequence[str], limits: Limits) -> SkyDecision:
+    """Decide for a region that has starved for too long: move to the next one, or give up."""
+    num_starved = record.starvations + 1
+    if num_starved >= MOST_ROUNDS * len(regions):
+        return SkyDecision("give_up", f"every region starved {MOST_ROUNDS} times", record)
+
+    assert record.starved_since_s is not None
+    starved_s = now_s - record.starved_since_s
+    following = regions[(regions.index(record.region) + 1) % len(regions)]
+    moved = msgspec.structs.replace(
+        record, region=following, starved_since_s=now_s, starvations=num_starved
+    )
+    reason = (
+        f"{record.region} has trained nothing for {starved_s:.0f} s"
+        f" (elastic.region_patience_s is {limits.region_patience_s:.0f})"
+    )
+    return SkyDecision("move", reason, moved)
 
 
 @dataclass(frozen=True)
@@ -235,6 +248,7 @@ class Supervisor:
             self._write_record(decision.record)
             logger.info("Ending, since %s", decision.reason)
             return decision
+        # First the record: a supervisor that dies in a launch goes on with the same region.
         self._write_record(decision.record)
         if decision.action in ("launch", "move"):
             logger.info("Going to %s, since %s", decision.record.region, decision.reason)
@@ -246,29 +260,36 @@ class Supervisor:
         return re.sub(r"[^a-zA-Z0-9-]+", "-", f"autohet-{self._job}-{region}").strip("-")
 
     def _look(self, region: str) -> Seen:
-        cluster = self._sky.clusters().get(self.cluster_of(region))
-        is_up = cluster is not None and cluster.status == "UP"
+        name = self.cluster_of(region)
+        cluster = self._sky.clusters().get(name)
         newest = self._newest()
-        return Seen(
-            self._clock(),
-            cluster,
-            self._sky.newest_job(self.cluster_of(region)) if is_up else None,
-            cluster is not None and has_living_driver(self._storages[region]),
-            -1 if newest is None else newest[1].step,
-        )
+        step = -1
+        if newest is not None:
+            _, manifest = newest
+            step = manifest.step
+
+        now_s = self._clock()
+        if cluster is None:
+            return Seen(now_s, None, None, False, step)
+        job = self._sky.newest_job(name) if cluster.status == "UP" else None
+        return Seen(now_s, cluster, job, has_living_driver(self._storages[region]), step)
 
     def _newest(self) -> tuple[str, Manifest] | None:
         """Return the region and manifest of the newest checkpoint of all storages.
 
         Generations rise from region to region, since each copy takes the journal along.
         """
-        found = [(name, self._newest_in(storage)) for name, storage in self._storages.items()]
-        held = [(name, manifest) for name, manifest in found if manifest is not None]
+        held = []
+        for name, storage in self._storages.items():
+            manifest = self._newest_in(storage)
+            if manifest is not None:
+                held.append((name, manifest))
         return max(held, key=lambda each: (each[1].generation, each[1].step), default=None)
 
     def _newest_in(self, storage: Storage) -> Manifest | None:
         newest = find_newest(storage, whole=True)
         if newest.manifest is None:
+            # Checkpoints that cannot be read must not count as none: the job would start anew.
             newest.require_undamaged()
         return newest.manifest
 
@@ -277,13 +298,14 @@ class Supervisor:
         region = record.region
         self._end_clusters(but=region)
         self._bring_checkpoint(record)
-        since = self._clock() if record.starved_since_s is None else record.starved_since_s
-        left_s = self._limits.region_patience_s - (self._clock() - since)
+        left_s = self._limits.region_patience_s
+        if record.starved_since_s is not None:
+            left_s -= self._clock() - record.starved_since_s
+        timeout_s = max(LEAST_LAUNCH_S, left_s)
         try:
-            self._sky.launch(
-                self.cluster_of(region), self._tasks[region], max(LEAST_LAUNCH_S, left_s)
-            )
+            self._sky.launch(self.cluster_of(region), self._tasks[region], timeout_s)
         except SkyFailed as error:
+            # No capacity, for instance: the next round sees that nothing trains, and decides.
             logger.warning("Nothing is launched in %s: %s", region, error)
 
     def _end_clusters(self, but: str | None) -> None:
@@ -340,7 +362,10 @@ class Supervisor:
         except (ObjectMissing, DocumentDamaged):
             pass
         newest = self._newest()
-        return Record(region=self._first if newest is None else newest[0])
+        if newest is None:
+            return Record(region=self._first)
+        region, _ = newest
+        return Record(region=region)
 
     def _write_record(self, record: Record) -> None:
         self._storages[self._first].put(RECORD, msgspec.json.encode(record))

@@ -82,19 +82,17 @@ def _deadline(document: dict[str, Any], now: float) -> float | None:
     date = document.get("time")
     if in_s is None and date is None:
         return None
+    given = date if in_s is None else in_s
     try:
-        left = (
-            float(in_s)
-            if in_s is not None
-            else datetime.fromisoformat(str(date)).timestamp() - time.time()
-        )
+        if in_s is not None:
+            left_s = float(in_s)
+        else:
+            left_s = datetime.fromisoformat(str(date)).timestamp() - time.time()
     except (TypeError, ValueError, OverflowError):
-        left = math.nan
-    if not math.isfinite(left):
-        raise ValueError(
-            f"a deadline that cannot be read: {str(in_s if in_s is not None else date)[:80]!r}"
-        )
-    return now + left
+        left_s = math.nan
+    if not math.isfinite(left_s):
+        raise ValueError(f"a deadline that cannot be read: {str(given)[:80]!r}")
+    return now + left_s
 
 
 def run_bounded(command: Sequence[str]) -> bytes:
@@ -106,6 +104,7 @@ def run_bounded(command: Sequence[str]) -> bytes:
     Raises:
         OSError, TimeoutError, CalledProcessError.
     """
+    # A session of its own, so that a kill reaches all that the command starts.
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -186,7 +185,8 @@ class ScriptNotices:
         poll_s: float,
         memory: LineMemory | None = None,
     ) -> None:
-        self._file, self._command = file, tuple(command or ())
+        self._file = file
+        self._command = tuple(command or ())
         self._memory = memory or NoMemory()
         self._lock = threading.Lock()
         self._lines: dict[str, Line] = {}
@@ -209,10 +209,11 @@ class ScriptNotices:
             for line in lines:
                 said = line.said
                 if line.node == node.ray_id or said.subject == node.instance_id:
+                    # Lines are in the order of reading: a later one replaces the notice.
                     deadline = None if said.deadline is None else said.deadline + ahead
-                    found[node.name, said.risk] = Notice(
-                        node.name, f"script: {said.reason}", now, deadline, said.risk
-                    )
+                    text = f"script: {said.reason}"
+                    notice = Notice(node.name, text, now, deadline, said.risk)
+                    found[node.name, said.risk] = notice
         return list(found.values())
 
     def _bind(self, nodes: Sequence[WatchedNode]) -> None:
@@ -230,7 +231,10 @@ class ScriptNotices:
         text = self._text()
         now = time.monotonic()
         count: Counter[str] = Counter()
-        for line in filter(None, map(str.strip, text.splitlines())):
+        for untrimmed in text.splitlines():
+            line = untrimmed.strip()
+            if not line:
+                continue
             count[line] += 1
             key = f"{count[line]} {line}"
             if key in self._refused or key in self._lines or len(self._lines) >= MOST_SAID:
@@ -277,7 +281,8 @@ class ScriptNotices:
                 with Path(self._file).open("rb") as file:
                     return file.read(MAX_BYTES).decode("utf-8", "replace")
             except FileNotFoundError:
-                return ""  # nothing is said yet: no failure, after which a watch asks more seldom
+                # Nothing is said yet. A failure would make the watch ask more seldom.
+                return ""
         return run_bounded(self._command).decode("utf-8", "replace")
 
     def close(self) -> None:

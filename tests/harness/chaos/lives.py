@@ -14,7 +14,7 @@ from typing import Any
 from autohet.driver import supervise
 from autohet.driver.history.told_steps import ToldSteps
 from autohet.driver.patience import with_patience
-from autohet.driver.run import require_own_storage
+from autohet.driver.preparation import require_own_storage
 from autohet.driver.run_record import steps_told
 from autohet.runtime.job import Job
 from tests.harness.chaos.kept_state import newest_kept_step

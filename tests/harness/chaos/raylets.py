@@ -22,8 +22,8 @@ from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from autohet.driver.control.observation import Observation
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
+from autohet.driver.job_run import JobRun, Machines
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.run import JobRun, Machines
 from tests.harness.chaos.lives import Life, StruckJob, chaos_job
 from tests.harness.chaos.places import Places
 from tests.harness.chaos.striker import ABSENCE_S, Striker, workers_of

@@ -1,0 +1,180 @@
+"""Inputs of `autohet plan`: documents, given plans, measured runs, and the cost model of them."""
+
+import argparse
+import csv
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autohet.driver.sources.instance_types import with_described_types
+from autohet.runtime.job import Job
+from autohet.runtime.planning import PlanningInputs, planning_inputs
+from autohet.runtime.precision import without_incapable_nodes
+from planner.cluster import Cluster, Fleet, cluster_from_document
+from planner.cluster_documents import read_cluster_yaml
+from planner.cost.calibration import Calibration, MeasuredRun, calibrate
+from planner.cost.model import CostModel
+from planner.cost.parameters import (
+    OURS,
+    CostParameters,
+    framework_parameters,
+    usual_framework,
+)
+from planner.errors import ConfigError
+from planner.plan import Plan
+
+logger = logging.getLogger("autohet")
+
+
+@dataclass(frozen=True)
+class Session:
+    """State of one invocation: its inputs, framework and cost parameters.
+
+    The framework is the one whose runs are predicted. The parameters are those of the cost model
+    after calibration.
+    """
+
+    args: argparse.Namespace
+    job: Job
+    inputs: PlanningInputs
+    cluster: Cluster
+    fleet: Fleet
+    framework: str
+    parameters: CostParameters
+    calibration: Calibration | None
+    given: Sequence[tuple[str, Plan]]
+    """Plans of `--evaluate`, with their paths."""
+
+    def cost_model(self, plan: Plan | None = None) -> CostModel:
+        """Return the model for a plan's own sequence length and model name, else for the job's."""
+        return self.inputs.cost_model(
+            self.fleet,
+            sequence_length=None if plan is None else plan.sequence_length,
+            parameters=self.parameters,
+            model=None if plan is None else plan.model,
+            one_format=self.has_one_format,
+        )
+
+    @property
+    def has_one_format(self) -> bool:
+        """True if stages that name no format compute in the job's precision.
+
+        These are given plans, which are costed as they are, and those of other frameworks.
+        """
+        return bool(self.given) or self.framework != OURS
+
+
+def open_session(args: argparse.Namespace) -> Session:
+    """Read all that the options name.
+
+    Raises:
+        ConfigError: names what cannot be read or used.
+    """
+    job = Job.from_yaml(args.job)
+    document = with_described_types(read_cluster_yaml(args.cluster))
+    cluster = cluster_from_document(document, f"cluster '{args.cluster}'")
+    inputs = planning_inputs(job, profile=args.profile, links=args.links, zones=cluster.zones)
+
+    given = [(path, read_plan(path)) for path in args.evaluate or ()]
+    framework = framework_of(args, job, [plan for _, plan in given])
+    inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
+    for note in cluster.notes:
+        logger.warning("Without effect: %s", note)
+    if not args.evaluate:
+        # Given plans are costed as they are, on whatever nodes they name.
+        cluster = without_incapable_nodes(cluster, job, one_format=framework != OURS)
+
+    fleet = inputs.fleet(cluster.fleet())
+    parameters = inputs.parameters
+    calibration = None
+    if args.calibrate:
+        calibration = _calibrate(args.calibrate, inputs, fleet)
+        parameters = calibration.parameters
+    return Session(args, job, inputs, cluster, fleet, framework, parameters, calibration, given)
+
+
+def framework_of(args: argparse.Namespace, job: Job, given: Sequence[Plan]) -> str:
+    """Return the name of the framework whose runs are predicted.
+
+    If plans are given for a job that this runtime could not train, they are measured runs of the
+    framework that usually runs such plans.
+    """
+    if args.framework is not None:
+        return str(args.framework)
+    if given and job.data is None:
+        return usual_framework(given)
+    return OURS
+
+
+def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
+    runs = read_runs(path)
+
+    def model_of(plan: Plan, parameters: CostParameters) -> CostModel:
+        return inputs.cost_model(
+            fleet,
+            sequence_length=plan.sequence_length,
+            parameters=parameters,
+            model=plan.model,
+            one_format=True,
+        )
+
+    return calibrate(runs, model_of, inputs.parameters)
+
+
+def read_runs(path: str | Path) -> list[MeasuredRun]:
+    """Read measured steps.
+
+    The CSV has `plan` (a path relative to the file), `measured_s` and perhaps
+    `measured_memory_bytes`.
+    """
+    try:
+        with Path(path).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise ConfigError(f"cannot read runs '{path}': {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"runs '{path}' is no CSV text: {error}") from None
+    if not rows or "plan" not in rows[0] or "measured_s" not in rows[0]:
+        raise ConfigError(
+            f"runs '{path}' must be a CSV with the columns plan and measured_s, and at least"
+            " one row"
+        )
+    return [_read_run(row, Path(path), number) for number, row in enumerate(rows, 1)]
+
+
+def _read_run(row: dict[str, str], path: Path, number: int) -> MeasuredRun:
+    def positive(column: str) -> float:
+        try:
+            value = float(row[column])
+        except (TypeError, ValueError):
+            # Refused below; a row that is too short has None here.
+            value = 0.0
+        if not 0 < value < float("inf"):
+            raise ConfigError(
+                f"'{column}' of row {number} of runs '{path}' must be a positive number, not"
+                f" '{row[column]}'"
+            )
+        return value
+
+    if not row["plan"]:
+        raise ConfigError(f"row {number} of runs '{path}' names no plan")
+    memory_bytes = None
+    if row.get("measured_memory_bytes"):
+        memory_bytes = positive("measured_memory_bytes")
+    plan = read_plan(path.parent / row["plan"])
+    return MeasuredRun(plan, positive("measured_s"), memory_bytes)
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan document; ConfigError names the file."""
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read plan '{path}': {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"plan '{path}' is not UTF-8 text; it must be a plan document (JSON)"
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"plan '{path}': {error}") from None
