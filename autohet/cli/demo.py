@@ -135,9 +135,8 @@ def describe_change(console: Console, change: dict[str, Any]) -> None:
     console.print(happened)
     console.print(f"  plan before: {outline(change['plan_before'])}", highlight=False)
     console.print(f"  plan after:  {outline(change['plan_after'])}", highlight=False)
-    tiers = ", ".join(
-        f"{tier} {count / 1e6:.2f} MB" for tier, count in change["bytes_by_tier"].items()
-    )
+    bytes_by_tier = change["bytes_by_tier"]
+    tiers = ", ".join(f"{tier} {count / 1e6:.2f} MB" for tier, count in bytes_by_tier.items())
     seconds = ", ".join(f"{part} {value:.2f} s" for part, value in change["seconds"].items())
     console.print(f"  steps lost: {change['steps_lost']};  bytes from {tiers}", highlight=False)
     console.print(f"  time: {seconds}", highlight=False)
@@ -147,10 +146,11 @@ def outline(plan: dict[str, Any]) -> str:
     """Describe a plan in one line: layers and workers of each stage, pipelines apart."""
     pipelines = []
     for pipeline in plan["pipelines"]:
-        stages = " > ".join(
-            f"{stage['num_layers']} on {'+'.join(stage['workers'])}" for stage in pipeline["stages"]
-        )
-        pipelines.append(f"{pipeline['num_microbatches']}x[{stages}]")
+        stages = []
+        for stage in pipeline["stages"]:
+            workers = "+".join(stage["workers"])
+            stages.append(f"{stage['num_layers']} on {workers}")
+        pipelines.append(f"{pipeline['num_microbatches']}x[{' > '.join(stages)}]")
     return "  ".join(pipelines)
 
 
@@ -159,16 +159,16 @@ def conclude(console: Console, found: Any) -> None:
     table = Table(title="Result (EMULATED speeds)", title_justify="left")
     table.add_column("what")
     table.add_column("figure", justify="right")
-    plan = found.outcome.summary["plans"][0]
+    summary = found.outcome.summary
+    plan = summary["plans"][0]
     error = plan["measured_step_s"] / plan["predicted_step_s"] - 1
+    changes = summary["reconfigurations"]
+    bytes_from_s3 = sum(change["bytes_by_tier"]["s3"] for change in changes)
     rows = [
-        (
-            "steps trained, steps lost",
-            f"{found.outcome.summary['steps']}, {found.outcome.summary['steps_lost']}",
-        ),
+        ("steps trained, steps lost", f"{summary['steps']}, {summary['steps_lost']}"),
         (
             "final loss; the same job undisturbed in one process",
-            f"{found.outcome.summary['final_loss']:.6f}; {found.reference_losses[-1]:.6f}",
+            f"{summary['final_loss']:.6f}; {found.reference_losses[-1]:.6f}",
         ),
         (
             "largest relative difference of the loss at any step",
@@ -179,10 +179,7 @@ def conclude(console: Console, found: Any) -> None:
             f"{plan['measured_step_s']:.3f} s, {plan['predicted_step_s']:.3f} s ({error:+.1%})",
         ),
         *_symmetric_rows(found),
-        (
-            "bytes from S3 in all recoveries",
-            str(sum(c["bytes_by_tier"]["s3"] for c in found.outcome.summary["reconfigurations"])),
-        ),
+        ("bytes from S3 in all recoveries", str(bytes_from_s3)),
         *_adapter_rows(found),
         ("whole demonstration", f"{found.seconds:.0f} s"),
     ]

@@ -59,11 +59,13 @@ def _module_of(command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    os.environ.setdefault(
-        "TRANSFORMERS_VERBOSITY", "error"
-    )  # its advice on configs would hide our one message
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = next((a for a in arguments if a in COMMANDS), None)
+    # Advice of transformers on configs would hide our one message.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if argv is None:
+        argv = sys.argv[1:]
+    arguments = list(argv)
+    # Read before it is parsed, since only the command's own module is imported.
+    command = next((argument for argument in arguments if argument in COMMANDS), None)
     parsed = build_parser(command).parse_args(arguments)
     module = importlib.import_module(_module_of(parsed.command))
     try:

@@ -33,6 +33,18 @@ def add_parser(subparsers: Any) -> None:
             " all GPUs or on one type, on demand; and one (s3_only) that ignores notices."
         ),
     )
+    _add_inputs(parser)
+    _add_choices(parser)
+    _add_prices(parser)
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="write a picture of the run over time (.png or .svg; needs matplotlib)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="the job document (YAML)")
     add(
@@ -60,6 +72,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="S",
         help="warning before a node leaves; 0: none (default 120)",
     )
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose what is simulated."""
+    add = parser.add_argument
     add(
         "--policies",
         default="local_first,s3_only",
@@ -72,6 +89,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="A,B",
         help="honest baselines to compare with: all (default), none, or names",
     )
+
+
+def _add_prices(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--prices",
         metavar="FILE",
@@ -87,12 +108,6 @@ def add_parser(subparsers: Any) -> None:
             "moment (ISO 8601) of the JSON's prices at which the trace begins (default: its first)"
         ),
     )
-    add(
-        "--picture",
-        metavar="FILE",
-        help="write a picture of the run over time (.png or .svg; needs matplotlib)",
-    )
-    add("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -89,9 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     choice.require_links(cluster, [region.name for region in regions])
     if arguments.nodes < 1:
         raise ConfigError(f"--nodes is {arguments.nodes}, but must be at least 1")
+
     chosen = choice.choose_kinds(job, cluster, arguments.nodes)
     for name, reason in chosen.left_out:
         logger.warning("Node type '%s' is left out: %s", name, reason)
+
     folder = Path(arguments.out or f"runs/{job.name}/sky")
     tasks = {region.name: folder / f"{region.name}.yaml" for region in regions}
     for region in regions:
@@ -99,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             job, job_path, document, chosen.kinds, region=region, num_nodes=arguments.nodes
         )
         task_file.write_task(task, tasks[region.name])
+
     answer = {
         "tasks": {name: str(path) for name, path in tasks.items()},
         "left_out": dict(chosen.left_out),

@@ -54,12 +54,12 @@ def describe_job(name: str, status: Mapping[str, Any]) -> str:
         "ended": f"ended, {age}",
         "silent": f"SILENT: its driver last said this {age}",
     }
-    silence = status.get("silence_s", {}) if status["liveness"] == "alive" else {}
-    quiet = {worker: s for worker, s in silence.items() if s >= SILENT_WORKER_S}
-    silent = "".join(
-        f"; {worker} has said nothing for {seconds:.0f} s"
-        for worker, seconds in sorted(quiet.items())
-    )
+    silent = ""
+    # What a driver that is silent itself said of its workers is too old to be of use.
+    if status["liveness"] == "alive":
+        for worker, seconds in sorted(status.get("silence_s", {}).items()):
+            if seconds >= SILENT_WORKER_S:
+                silent += f"; {worker} has said nothing for {seconds:.0f} s"
     return (
         f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss},"
         f" {len(status['workers'])} workers, generation {status['generation']}"

@@ -75,10 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     configure_logging()
     if is_submitted():
         warn_of_short_stop()
-    default = RESTARTS if is_submitted() else 0
-    restarts = default if arguments.restarts is None else arguments.restarts
+
+    restarts = arguments.restarts
+    if restarts is None:
+        # Nobody watches a submitted job; on a terminal the user does.
+        restarts = RESTARTS if is_submitted() else 0
     train = partial(_train, job, arguments, events)
-    return supervised(restarts, train) if restarts else train()
+    if not restarts:
+        return train()
+    return supervised(restarts, train)
 
 
 def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
@@ -94,9 +99,13 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
             show=view,
         )
     if outcome.may_pass and will_restart():
-        return MAY_PASS  # the summary is that of the last driver
+        # The summary is printed by the last driver alone.
+        return MAY_PASS
     summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
-    print(json.dumps(finite(summary)) if arguments.json else visible(describe_summary(summary)))
+    if arguments.json:
+        print(json.dumps(finite(summary)))
+    else:
+        print(visible(describe_summary(summary)))
     return 0 if outcome.ok else 1
 
 
@@ -117,9 +126,8 @@ def describe_summary(summary: dict[str, Any]) -> str:
         f" loss {loss}, {summary['steps_lost']} steps lost"
     ]
     for change in summary["reconfigurations"]:
-        tiers = ", ".join(
-            f"{tier} {count / 1e6:.1f} MB" for tier, count in change["bytes_by_tier"].items()
-        )
+        bytes_by_tier = change["bytes_by_tier"]
+        tiers = ", ".join(f"{tier} {count / 1e6:.1f} MB" for tier, count in bytes_by_tier.items())
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in change["seconds"].items())
         lines.append(
             f"  {change['cause']} at step {change['step']}: {change['steps_lost']} steps lost;"

@@ -74,12 +74,15 @@ def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses
         ConfigError: checkpoints would be scattered over the machines' own disks, and none could be
         read; or the URI names no place.
     """
-    machines = max(len(addresses), 0 if document is None or is_emulated(document) else 2)
+    num_machines = len(addresses)
+    if document is not None and not is_emulated(document):
+        # A cluster file may bring a second machine at any time.
+        num_machines = max(num_machines, 2)
     try:
         address = parse_address(job.checkpoint_storage)
     except StorageUriError as error:
         raise ConfigError(f"checkpoint.storage {error}") from None
-    if machines < 2 or isinstance(address, S3Address) or is_shared(Path(address.path)):
+    if num_machines < 2 or isinstance(address, S3Address) or is_shared(Path(address.path)):
         return
     given = "is not given" if job.checkpoint.storage is None else f"is '{job.checkpoint.storage}'"
     raise ConfigError(
@@ -226,15 +229,16 @@ def check_data(job: Job, vocab_size: int, *, here: bool) -> None:
 
 
 def _told_at_times() -> Callable[[int, int], None]:
-    started = told_at = time.monotonic()
+    started = time.monotonic()
+    told_at = started
 
     def tell(done_bytes: int, total_bytes: int) -> None:
         nonlocal told_at
-        if (now := time.monotonic()) - told_at >= TELL_EVERY_S:
+        now = time.monotonic()
+        if now - told_at >= TELL_EVERY_S:
             told_at = now
-            logger.info(
-                "Preparing the data: %s",
-                describe_preparation(DataState(done_bytes, total_bytes), now - started),
-            )
+            state = DataState(done_bytes, total_bytes)
+            progress = describe_preparation(state, now - started)
+            logger.info("Preparing the data: %s", progress)
 
     return tell

@@ -92,7 +92,9 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
         if asked or (code >= 0 and code != MAY_PASS):
             return _shown(code)
         _restarts += 1
-        _left = (restarts if time.monotonic() - _began_at > WELL_S else _left) - 1
+        if time.monotonic() - _began_at > WELL_S:
+            _left = restarts
+        _left -= 1
         what = "failed" if code == MAY_PASS else f"was killed by {signal.Signals(-code).name}"
         if _left < 0:
             logger.error(
@@ -142,7 +144,8 @@ def _follow(child: int, asked: list[int], unblocked: Collection[int]) -> int:
 
     def on_term(number: int, _: object) -> None:
         asked.append(number)
-        with suppress(ProcessLookupError):  # it has just ended
+        # It may have ended just now.
+        with suppress(ProcessLookupError):
             os.kill(child, number)
 
     before = {

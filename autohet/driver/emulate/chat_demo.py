@@ -96,7 +96,9 @@ def write_chat(directory: Path, seed: int) -> None:
     for name, chosen in (("train", trained), ("held_out", held_out)):
         lines = [json.dumps({"messages": messages}) for messages in chosen]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    texts = [message["content"] for messages in trained for message in messages]
+    texts = []
+    for messages in trained:
+        texts += [message["content"] for message in messages]
     _tokenizer(texts).save_pretrained(directory / "base")
     _base_model(seed).save_pretrained(directory / "base")
 
@@ -105,9 +107,10 @@ def _conversations() -> Iterator[list[dict[str, str]]]:
     """Yield one conversation for each documented function of `MODULES`."""
     library = Path(sysconfig.get_path("stdlib"))
     for module in MODULES:
-        found = [library / f"{module}.py", library / module / "__init__.py"]
-        path = next((each for each in found if each.exists()), None)
-        if path is None:
+        path = library / f"{module}.py"
+        if not path.exists():
+            path = library / module / "__init__.py"
+        if not path.exists():
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.FunctionDef):

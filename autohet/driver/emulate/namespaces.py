@@ -74,9 +74,7 @@ class NamespaceNetwork:
         One bucket limits packets that the node sends, the other those that the bridge sends to it.
         """
         bytes_per_s = megabits * 1e6 / 8
-        # A fast link sends packets of 64 KiB and is looked at once a millisecond; its queue is kept
-        # short.
-        burst = max(64 << 10, round(bytes_per_s / 1000))
+        burst = _burst_of(bytes_per_s)
         latency = "400ms" if megabits < 1000 else "20ms"
         bucket = (
             "root",
@@ -111,7 +109,7 @@ class NamespaceNetwork:
         )
         for node, megabits in megabits_by_node.items():
             flow = f"1:{self._numbers[node]:x}"
-            burst = str(max(64 << 10, round(megabits * 1e6 / 8 / 1000)))
+            burst = str(_burst_of(megabits * 1e6 / 8))
             rate = (
                 "htb",
                 "rate",
@@ -161,7 +159,8 @@ def namespace_network() -> Iterator[NamespaceNetwork]:
     try:
         yield network
     finally:
-        with undisturbed():  # a second Ctrl-C would leave namespaces behind
+        # A second Ctrl-C would leave namespaces behind.
+        with undisturbed():
             network.close()
 
 
@@ -201,6 +200,14 @@ def served_in_namespace(
     """
     enter_namespace(namespace)
     return build(tell, *arguments)
+
+
+def _burst_of(bytes_per_s: float) -> int:
+    """Return the bytes of a token bucket that does not slow its link down.
+
+    A fast link sends packets of 64 KiB and is looked at once a millisecond.
+    """
+    return max(64 << 10, round(bytes_per_s / 1000))
 
 
 def _remove(*arguments: str) -> None:

@@ -36,11 +36,9 @@ def check_script(
     Raises:
         ConfigError: an event names a node or a type that there will not be.
     """
-    kinds = (
-        None
-        if cluster is None
-        else sorted(kind.name for kind in cluster.node_types if kind.num_gpus)
-    )
+    kinds: list[str] | None = None
+    if cluster is not None:
+        kinds = sorted(kind.name for kind in cluster.node_types if kind.num_gpus)
     fleet = None if first is None else ExpectedFleet.of(first)
     for event in sorted(script, key=lambda event: event.at_step):
         where = f"elastic.script: the {event.event} at step {event.at_step}"
@@ -51,22 +49,29 @@ def check_script(
                 f"{where} can be rehearsed on an emulated fleet only; take it out, or give"
                 " --cluster one"
             )
-        if kinds is not None and event.node_type is not None and event.node_type not in kinds:
-            raise ConfigError(
-                f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}"
-            )
-        if (
-            kinds is not None
-            and fleet is None
-            and event.node is not None
-            and event.node.rpartition("-")[0] not in kinds
-        ):
-            raise ConfigError(
-                f"{where} names node '{event.node}'; nodes are named"
-                f" {', '.join(f'{k}-0' for k in kinds)} and on"
-            )
+        if kinds is not None:
+            _check_type(event, where, kinds)
+        if kinds is not None and fleet is None:
+            _check_name(event, where, kinds)
         if fleet is not None:
             fleet.suffer(event, where)
+
+
+def _check_type(event: ScriptedEvent, where: str, kinds: Sequence[str]) -> None:
+    if event.node_type is not None and event.node_type not in kinds:
+        raise ConfigError(
+            f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}"
+        )
+
+
+def _check_name(event: ScriptedEvent, where: str, kinds: Sequence[str]) -> None:
+    """Check a name in a real cluster, where it is that of a type with a number."""
+    if event.node is None:
+        return
+    kind, _, _ = event.node.rpartition("-")
+    if kind not in kinds:
+        examples = ", ".join(f"{each}-0" for each in kinds)
+        raise ConfigError(f"{where} names node '{event.node}'; nodes are named {examples} and on")
 
 
 @dataclass
@@ -83,8 +88,11 @@ class ExpectedFleet:
 
     @classmethod
     def of(cls, first: dict[str, int]) -> ExpectedFleet:
-        names = {f"{kind}-{index}": kind for kind, count in first.items() for index in range(count)}
-        return cls(names, Counter(first))
+        kind_by_name = {}
+        for kind, count in first.items():
+            for index in range(count):
+                kind_by_name[f"{kind}-{index}"] = kind
+        return cls(kind_by_name, Counter(first))
 
     def suffer(self, event: ScriptedEvent, where: str) -> None:
         """Apply an event to the expected fleet.
@@ -95,27 +103,26 @@ class ExpectedFleet:
         if event.event == "arrival":
             self._join(event, where)
         elif event.node is None:
-            assert event.node_type is not None
-            if (
-                sum(kind == event.node_type for kind in self.nodes.values())
-                <= self.unnamed[event.node_type]
-            ):
-                raise ConfigError(
-                    f"{where} finds no node of type '{event.node_type}'; there are {self._said()}"
-                    " then"
-                )
-            self.unnamed[event.node_type] += event.event != "freeze"
+            self._suffer_unnamed(event, where)
         elif event.node not in self.nodes:
-            died = self.gone.get(event.node)
-            why = (
-                "; there are " + self._said() + " then"
-                if died is None
-                else f", which dies at step {died}"
-            )
+            why = f"; there are {self._said()} then"
+            if event.node in self.gone:
+                why = f", which dies at step {self.gone[event.node]}"
             raise ConfigError(f"{where} names node '{event.node}'{why}")
         elif event.event == "death":
             del self.nodes[event.node]
             self.gone[event.node] = event.at_step
+
+    def _suffer_unnamed(self, event: ScriptedEvent, where: str) -> None:
+        assert event.node_type is not None
+        num_named = sum(kind == event.node_type for kind in self.nodes.values())
+        if num_named <= self.unnamed[event.node_type]:
+            raise ConfigError(
+                f"{where} finds no node of type '{event.node_type}'; there are {self._said()} then"
+            )
+        # A freeze stops a worker's process: its node stays.
+        if event.event != "freeze":
+            self.unnamed[event.node_type] += 1
 
     def _join(self, event: ScriptedEvent, where: str) -> None:
         assert event.node_type is not None
@@ -159,16 +166,12 @@ class Rehearsal:
             node = self._fleet.add(event.node_type or "", event.node)
             logger.info("Rehearsal: %s joins", node.name)
             return
-        if (
-            name is None
-            or not what.there
-            or (self._fleet is not None and name not in self._fleet.nodes)
-        ):
-            missing = (
-                f"no {event.node}"
-                if event.node
-                else f"no node of type {event.node_type} that trains"
-            )
+
+        has_left = self._fleet is not None and name not in self._fleet.nodes
+        if name is None or not what.there or has_left:
+            missing = f"no node of type {event.node_type} that trains"
+            if event.node:
+                missing = f"no {event.node}"
             logger.warning(
                 "Rehearsal: the %s at step %d does not happen: %s is there",
                 event.event,
@@ -179,11 +182,10 @@ class Rehearsal:
         logger.info("Rehearsal: %s of %s", event.event, name)
         if event.event == "notice":
             now = self._clock()
-            self._scripted.by_node[name] = Notice(
-                name, "scripted notice", now, now + event.deadline_s
-            )
+            ends_at = now + event.deadline_s
+            self._scripted.by_node[name] = Notice(name, "scripted notice", now, ends_at)
             if self._fleet is not None:
-                self._fleet.doom(name, now + event.deadline_s)
+                self._fleet.doom(name, ends_at)
         elif event.event == "freeze":
             assert self._fleet is not None, "check_script lets no freeze on a real cluster pass"
             for process_id in what.processes.values():

@@ -3,12 +3,8 @@
 import os
 
 FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_")
-NODE_OWN = (
-    "AWS_EC2_METADATA_",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_HOME",
-    "NCCL_HOSTID",
-)  # each machine's or process's own
+NODE_OWN = ("AWS_EC2_METADATA_", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NCCL_HOSTID")
+"""Variables that are each machine's or process's own."""
 
 
 class Environment(dict[str, str]):
@@ -24,6 +20,8 @@ def forwarded_environment() -> Environment:
     They name storage, models and caches, and set options of CUDA, NCCL, gloo and PyTorch. A
     variable of a worker's own environment takes precedence.
     """
-    forwarded = {n: v for n, v in os.environ.items() if n.startswith(FORWARDED)}
-    wanted = {n: v for n, v in forwarded.items() if not n.startswith(NODE_OWN)}
-    return Environment(wanted)
+    forwarded = Environment()
+    for name, value in os.environ.items():
+        if name.startswith(FORWARDED) and not name.startswith(NODE_OWN):
+            forwarded[name] = value
+    return forwarded

@@ -25,6 +25,7 @@ logger = logging.getLogger("autohet")
 LOOK_S = 5.0
 PENDING_S = 120.0
 """Seconds of pending after which a pod counts as one failed launch, and again each time."""
+STUCK = "its pod stays pending: no node of the cluster has room for it"
 TAIL_BYTES = 1 << 18
 MEANINGS = {
     "InsufficientInstanceCapacity": "EC2 has no capacity",
@@ -87,20 +88,23 @@ def causes_by_type(log: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for match in _FAILED.finditer(log):
         name, words = match.groups()
-        said = newest_cause(words)
-        plain = words.strip().splitlines()[0][:200] if words.strip() else ""
-        if said or plain:
-            found[name] = said or plain
+        cause = newest_cause(words)
+        lines = words.strip().splitlines()
+        if not cause and lines:
+            # Not EC2's error: a cause that is not among them is shown as the log has it.
+            cause = lines[0][:200]
+        if cause:
+            found[name] = cause
     return found
 
 
 def read_monitor_log() -> str:
     """Return the end of the autoscaler's log; empty if this process is not on the head."""
     node = ray._private.worker._global_node
-    path = None if node is None else Path(node.get_logs_dir_path()) / "monitor.log"
+    if node is None:
+        return ""
+    path = Path(node.get_logs_dir_path()) / "monitor.log"
     try:
-        if path is None:
-            return ""
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             return file.read().decode("utf-8", "replace")
@@ -131,13 +135,11 @@ class LaunchWatch:
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             try:
-                failed = {**(Counter(self._failed()) + self._stuck_pods(now))}
+                failed = dict(Counter(self._failed()) + self._stuck_pods(now))
+                # Only a further failure can have a new cause: otherwise the log is not read again.
                 if self._known is None or failed != self._known.failed:
                     log = self._log()
-                    causes = {
-                        name: "its pod stays pending: no node of the cluster has room for it"
-                        for name in self._stuck
-                    }
+                    causes = dict.fromkeys(self._stuck, STUCK)
                     causes |= causes_by_type(log)
                     self._known = Launches(failed, newest_cause(log), causes)
             except (RayError, RuntimeError, OSError) as error:
@@ -147,10 +149,12 @@ class LaunchWatch:
     def _stuck_pods(self, now: float) -> Counter[str]:
         """Return the failures by type of pods that stay pending, since the watch began."""
         waiting = self._pending()
+        # Pods that are placed, or gone, are forgotten; their failures stay counted.
         self._since = {pod: self._since.get(pod, now) for pod in waiting}
         for pod, since in self._since.items():
             times = int((now - since) // PENDING_S)
             self._stuck[waiting[pod]] += times
             self._since[pod] += times * PENDING_S
+        # Without the types that have no failure yet.
         self._stuck = +self._stuck
         return self._stuck

@@ -48,15 +48,14 @@ class NodeTypeLookup:
         except ConfigError:
             if node.node_id not in self._asked:
                 affinity = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-                self._asked[node.node_id] = ask_instance_type.options(
-                    scheduling_strategy=affinity
-                ).remote()
+                task = ask_instance_type.options(scheduling_strategy=affinity)
+                self._asked[node.node_id] = task.remote()
             ready, _ = ray.wait([self._asked[node.node_id]], timeout=0)
             if not ready:
                 return None
-            return ray_cluster.node_type_of(
-                node, cluster, self._answer(self._asked.pop(node.node_id))
-            )
+            # Taken out, so that a node that is refused now is asked again at its next turn.
+            instance_type = self._answer(self._asked.pop(node.node_id))
+            return ray_cluster.node_type_of(node, cluster, instance_type)
 
     def _answer(self, ref: ray.ObjectRef[Any]) -> str | None:
         try:

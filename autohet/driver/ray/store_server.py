@@ -92,8 +92,13 @@ class StoreConnection:
         """Send as many of the unsent bytes as the socket takes."""
         if self.unsent:
             with suppress(BlockingIOError):
-                del self.unsent[: self.socket.send(self.unsent)]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+                num_sent = self.socket.send(self.unsent)
+                del self.unsent[:num_sent]
+
+        # Without answers to send a socket can always be written: the selector would never block.
+        events = selectors.EVENT_READ
+        if self.unsent:
+            events |= selectors.EVENT_WRITE
         if self.selector.get_key(self.socket).events != events:
             self.selector.modify(self.socket, events, self)
 
@@ -172,7 +177,8 @@ class StoreServer:
         try:
             while True:
                 self._greet(self._listener.accept()[0])
-        except OSError as error:  # no more, or it is gone already
+        except OSError as error:
+            # There is no further connection, or it has gone already, or there is a shortage.
             if error.errno in SHORTAGES:
                 logger.warning("The rendezvous store takes no connections for a while: %s", error)
                 self._selector.unregister(self._listener)
@@ -188,7 +194,8 @@ class StoreServer:
         connection.send(connection.nonce)
 
     def _handle(self, connection: StoreConnection, events: int) -> None:
-        if not connection.is_open:  # ended by an earlier event of the same round
+        if not connection.is_open:
+            # An earlier event of the same round has ended it.
             return
         try:
             if events & selectors.EVENT_WRITE:
@@ -215,11 +222,14 @@ class StoreServer:
         generation, theirs, mac = HELLO.unpack_from(connection.received)
         del connection.received[: HELLO.size]
         secret = generation_secret(self._key, generation)
-        if not hmac.compare_digest(mac, handshake_mac(secret, "client", connection.nonce, theirs)):
+        expected = handshake_mac(secret, "client", connection.nonce, theirs)
+        if not hmac.compare_digest(mac, expected):
             raise BadMessage("its handshake shows no secret of this run")
         if len(self._members) >= MAX_MEMBERS:
             raise BadMessage(f"there are {MAX_MEMBERS} connections of workers")
-        connection.generation, connection.keys = generation, self._keys_of(generation)
+
+        connection.keys = self._keys_of(generation)
+        connection.generation = generation
         self._strangers.pop(connection)
         self._members.add(connection)
         own = handshake_mac(secret, "server", connection.nonce, theirs)
@@ -227,17 +237,26 @@ class StoreServer:
 
     def _keys_of(self, generation: int) -> Keys:
         """Return the generation's keys, created if new; evict generations beyond the limit."""
-        found = self._keys.get(generation)
-        if found is None:
-            oldest_kept = sorted([*self._keys, generation])[-KEPT_GENERATIONS:][0]
-            if generation < oldest_kept:
-                raise BadMessage(f"generation {generation} is over")
-            found = self._keys[generation] = Keys()
-            for old in [number for number in self._keys if number < oldest_kept]:
-                del self._keys[old]
-                for member in [each for each in self._members if each.generation == old]:
-                    self._end(member)
-        return found
+        if generation in self._keys:
+            return self._keys[generation]
+
+        newest = sorted([*self._keys, generation])[-KEPT_GENERATIONS:]
+        oldest_kept = newest[0]
+        if generation < oldest_kept:
+            raise BadMessage(f"generation {generation} is over")
+        keys = Keys()
+        self._keys[generation] = keys
+        self._evict_before(oldest_kept)
+        return keys
+
+    def _evict_before(self, oldest_kept: int) -> None:
+        """Delete the keys of older generations, and end their connections."""
+        evicted = [number for number in self._keys if number < oldest_kept]
+        for old in evicted:
+            del self._keys[old]
+            members = [member for member in self._members if member.generation == old]
+            for member in members:
+                self._end(member)
 
     def _end(self, connection: StoreConnection) -> None:
         connection.close()

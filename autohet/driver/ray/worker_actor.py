@@ -26,7 +26,8 @@ from planner.errors import ConfigError
 if TYPE_CHECKING:
     from autohet.runtime.worker import Worker
 
-CALL_THREADS = 6  # an interrupt must be taken while an order is under way
+CALL_THREADS = 6
+"""Threads for calls: an interrupt must be taken while an order is being carried out."""
 
 
 @ray.remote(  # type: ignore[call-overload]
@@ -60,7 +61,8 @@ class WorkerActor:
         self._worker: Worker | None = None
         try:
             self._worker = Worker(place, job, record=record)
-        except ConfigError as error:  # it would be so each time: told, not retried
+        except ConfigError as error:
+            # It would be so in every start: report it, and do not die of it, which is retried.
             self._unfit = WorkerReport(
                 place.worker, os.getpid(), 0, Phase.FAILED, 0, None, error=str(error), unfit=True
             )

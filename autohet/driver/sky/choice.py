@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autohet.driver.planning.proposals import make_planning
+from autohet.driver.planning.proposals import Planning, make_planning
 from autohet.runtime.job import Job
 from autohet.runtime.precision import without_incapable_nodes
 from planner.cluster import Cluster, Fleet, Node, NodeType
@@ -30,16 +30,13 @@ def choose_kinds(job: Job, cluster: Cluster, num_nodes: int) -> KindChoice:
     able = without_incapable_nodes(cluster, job)
     planning = make_planning(job, zones=cluster.zones)
     kinds = []
-    unable = [kind for kind in cluster.node_types if kind not in able.node_types]
-    left_out = [(kind.name, f"cannot compute {job.training.precision}") for kind in unable]
+    left_out = []
+    for kind in cluster.node_types:
+        if kind not in able.node_types:
+            left_out.append((kind.name, f"cannot compute {job.training.precision}"))
+
     for kind in able.node_types:
-        reason = _refusal(job, kind, num_nodes)
-        if not reason:
-            nodes = tuple(Node(f"{kind.name}-{index}", kind) for index in range(num_nodes))
-            try:
-                planning.propose(Fleet(0, nodes), None)
-            except ConfigError as error:
-                reason = str(error)
+        reason = _refusal(job, kind, num_nodes) or _planning_error(planning, kind, num_nodes)
         if reason:
             left_out.append((kind.name, reason))
         else:
@@ -54,14 +51,24 @@ def choose_kinds(job: Job, cluster: Cluster, num_nodes: int) -> KindChoice:
     return KindChoice(tuple(kinds), tuple(left_out))
 
 
+def _planning_error(planning: Planning, kind: NodeType, num_nodes: int) -> str:
+    """Return why no plan fits so many nodes of one type; empty if one does."""
+    nodes = tuple(Node(f"{kind.name}-{index}", kind) for index in range(num_nodes))
+    try:
+        planning.propose(Fleet(0, nodes), None)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def _refusal(job: Job, kind: NodeType, num_nodes: int) -> str:
+    """Return why so many nodes of a type need no planning; empty if they may fit."""
     if num_nodes > kind.max_nodes:
         return f"its max_workers is {kind.max_nodes}"
-    if num_nodes * kind.num_gpus < job.elastic.min_workers:
-        return (
-            f"{num_nodes * kind.num_gpus} GPUs are fewer than elastic.min_workers,"
-            f" {job.elastic.min_workers}"
-        )
+    num_gpus = num_nodes * kind.num_gpus
+    least = job.elastic.min_workers
+    if num_gpus < least:
+        return f"{num_gpus} GPUs are fewer than elastic.min_workers, {least}"
     return ""
 
 

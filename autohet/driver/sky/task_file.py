@@ -76,16 +76,15 @@ def task_of(
     Its `workdir` is the current directory, a checkout of this project.
     """
     name = f"{JOB_FOLDER}/{job_path.name}"
+    file_mounts = {name: str(job_path.resolve()), RAY_TOKEN: RAY_TOKEN}
+    for path in _local_inputs(job):
+        file_mounts[path] = path
     return {
         "name": f"autohet-{job.name}",
         "num_nodes": num_nodes,
         "workdir": ".",
         "resources": {"any_of": [_resources(document, kind, region) for kind in kinds]},
-        "file_mounts": {
-            name: str(job_path.resolve()),
-            RAY_TOKEN: RAY_TOKEN,
-            **{path: path for path in _local_inputs(job)},
-        },
+        "file_mounts": file_mounts,
         "setup": SETUP,
         "run": _RUN.format(job=name, storage=region.storage),
     }
@@ -113,7 +112,10 @@ def _disks(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _local_inputs(job: Job) -> list[str]:
     """Return the absolute paths on this machine that the job reads."""
-    names = [job.model.pretrained or "", *(() if job.data is None else job.data.sources)]
+    names = [job.model.pretrained or ""]
+    if job.data is not None:
+        names += job.data.sources
+    # Relative paths come with the workdir; other names are those of hubs and buckets.
     return sorted({name for name in names if os.path.isabs(name) and Path(name).exists()})
 
 

@@ -111,19 +111,12 @@ def parse_events(
             f"not an event of EC2's: {body[:80]!r} ({type(error).__name__})"
         ) from None
     _check_origin(document, moment - now, account)
+
     events = []
     for each in drafts:
-        events.append(
-            InstanceEvent(
-                f"{event_id}/{each.instance_id}" if len(drafts) > 1 else event_id,
-                each.instance_id,
-                each.text,
-                moment,
-                each.risk,
-                each.in_s,
-                each.reservation,
-            )
-        )
+        # One event of AWS Health may be about several instances, and each is remembered by its id.
+        own_id = f"{event_id}/{each.instance_id}" if len(drafts) > 1 else event_id
+        events.append(each.at(own_id, moment))
     return tuple(events)
 
 
@@ -136,6 +129,17 @@ class _Announced:
     in_s: float | None
     risk: bool = False
     reservation: str | None = None
+
+    def at(self, event_id: str, moment: float) -> InstanceEvent:
+        return InstanceEvent(
+            event_id,
+            self.instance_id,
+            self.text,
+            moment,
+            self.risk,
+            self.in_s,
+            self.reservation,
+        )
 
 
 def _unwrapped(document: Json) -> Json:
@@ -197,7 +201,9 @@ def _unix_s(text: object) -> float | None:
             moment = read(text)
         except (ValueError, TypeError):
             continue
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        if not moment.tzinfo:
+            moment = moment.replace(tzinfo=UTC)
+        return moment.timestamp()
     return None
 
 

@@ -33,7 +33,8 @@ All other Xid errors are errors of programs, or corrected.
 """
 THROTTLED_S = 30.0
 """Seconds of clocks held down by the hardware that are more than a moment's heat."""
-MOST_EVENTS = 64  # of one look, so that a storm of events ends
+MOST_EVENTS = 64
+"""Events that one look takes at the most, so that it ends in a storm of events."""
 
 
 class GpuHealth:
@@ -48,9 +49,9 @@ class GpuHealth:
         self._nvml = library or _pynvml()
         self._clock = clock
         self._nvml.nvmlInit()
-        self._handles = [
-            self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())
-        ]
+        self._handles = []
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            self._handles.append(self._nvml.nvmlDeviceGetHandleByIndex(index))
         self._events = self._event_set()
         self._ecc = [self._ecc_errors(handle) for handle in self._handles]
         self._failed: dict[str, None] = {}
@@ -84,30 +85,29 @@ class GpuHealth:
         return events if registered else None
 
     def _take_events(self) -> None:
-        for _ in range(MOST_EVENTS if self._events is not None else 0):
+        if self._events is None:
+            return
+        for _ in range(MOST_EVENTS):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError as error:
-                if error.value in (
-                    self._nvml.NVML_ERROR_TIMEOUT,
-                    self._nvml.NVML_ERROR_GPU_IS_LOST,
-                ):
-                    return  # which device is lost, each one's own answers say
+                # A time-out: no event is left. Which device is lost, its own answers say.
+                lost = self._nvml.NVML_ERROR_GPU_IS_LOST
+                if error.value in (self._nvml.NVML_ERROR_TIMEOUT, lost):
+                    return
                 raise
             xid = int(event.eventData)
             if xid in XID_OF_HARDWARE:
                 self._failed[f"Xid {xid}, {XID_OF_HARDWARE[xid]}"] = None
 
     def _ecc_errors(self, handle: Any) -> int:
-        return int(
-            self._read(
-                "nvmlDeviceGetTotalEccErrors",
-                handle,
-                self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                self._nvml.NVML_VOLATILE_ECC,
-            )
-            or 0
+        number = self._read(
+            "nvmlDeviceGetTotalEccErrors",
+            handle,
+            self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            self._nvml.NVML_VOLATILE_ECC,
         )
+        return int(number or 0)
 
     def _check_ecc(self, index: int, handle: Any) -> None:
         """Record a device whose ECC errors have increased since this process first looked.
@@ -119,26 +119,28 @@ class GpuHealth:
             self._failed[f"GPU {index} has uncorrectable ECC errors"] = None
 
     def _strain(self, index: int, handle: Any) -> list[str]:
+        """Return the risks of one device: clocks held down for long, and too much heat."""
         nvml = self._nvml
         found = []
         reasons = self._read("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # a driver before 535
+        if reasons is None:
+            # Drivers before 535 have the function under its older name.
             reasons = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-        held = int(reasons) & (
-            nvml.nvmlClocksEventReasonHwThermalSlowdown
-            | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
-        )
-        if not held:
+        by_heat = int(reasons) & nvml.nvmlClocksEventReasonHwThermalSlowdown
+        by_power = int(reasons) & nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
+
+        now = self._clock()
+        if not by_heat and not by_power:
             self._held_since.pop(index, None)
-        elif self._clock() - self._held_since.setdefault(index, self._clock()) >= THROTTLED_S:
-            why = (
-                "heat" if held & nvml.nvmlClocksEventReasonHwThermalSlowdown else "its power supply"
-            )
+        elif now - self._held_since.setdefault(index, now) >= THROTTLED_S:
+            why = "heat" if by_heat else "its power supply"
             found.append(f"GPU {index} is throttled by {why}")
+
         heat = self._read("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
         limit = self._read(
             "nvmlDeviceGetTemperatureThreshold", handle, nvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN
         )
+        # One degree before the limit, since at the limit the GPU is gone.
         if heat is not None and limit and heat >= limit - 1:
             found.append(f"GPU {index} is about to shut down for heat")
         return found

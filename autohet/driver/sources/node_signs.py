@@ -15,8 +15,11 @@ from autohet.runtime.process.instance_metadata import (
 )
 
 METADATA = "EC2 instance metadata"
-# a service that is there answers in milliseconds: the agent's first report then has its facts
 FACTS_WITHIN_S = 0.25
+"""Seconds to wait for the first answer, so that the agent's first report has the facts.
+
+A service that is there answers in milliseconds.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,16 @@ class MetadataWatch:
     @property
     def facts(self) -> InstanceFacts | None:
         """Facts of the instance; None until its metadata service has answered, always off EC2."""
-        return None if self._watch.answer is None else self._watch.answer.facts
+        heard = self._watch.answer
+        return None if heard is None else heard.facts
 
     def signs(self) -> tuple[Sign, ...]:
         """Return the signs that stand now, with deadlines counted from now."""
         now = time.monotonic()
         heard = self._watch.answer
-        return () if heard is None else tuple(_sign(notice, now) for notice in heard.notices)
+        if heard is None:
+            return ()
+        return tuple(_sign(notice, now) for notice in heard.notices)
 
     def _ask(self) -> _Heard:
         self._facts = self._facts or InstanceFacts(
@@ -64,7 +70,8 @@ class MetadataWatch:
             self._metadata.market_type(),
         )
         standing = [self._metadata.interruption()]
-        with suppress(MetadataUnavailable):  # nonsense there hides no interruption
+        # An answer to this question that makes no sense must hide no interruption.
+        with suppress(MetadataUnavailable):
             standing.append(self._metadata.rebalance())
         return _Heard(self._facts, tuple(notice for notice in standing if notice is not None))
 

@@ -27,7 +27,9 @@ class Watch(Generic[T]):
         self._name = name
         self._ask = ask
         self._poll_s = poll_s
-        self._wake, self._asked, self._closed = threading.Event(), threading.Event(), False
+        self._wake = threading.Event()
+        self._asked = threading.Event()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"watch-{name}", daemon=True)
         self._thread.start()
 
