@@ -110,6 +110,7 @@ class Reports:
     def _watch_again(self) -> None:
         # Only as many as there are now: a call that fails at once is added again.
         for _ in range(len(self._unreachable)):
+            # Removed only after the call: if it raises, the actor stays to be watched.
             name, call = self._unreachable[0]
             if name in self._keys:
                 self._watch(name, call)

@@ -137,6 +137,7 @@ class FreezeDetector:
 
     @property
     def _patience_s(self) -> float:
+        """Seconds without an answer after which an agent counts as silent."""
         return self._timeouts.node_silence_s - self._timeouts.suspicion_s
 
     def _tick(self, now: float) -> None:

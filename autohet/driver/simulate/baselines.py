@@ -161,6 +161,7 @@ class RestartingTrainer:
 
         # One upload ends before the next begins.
         least = max(1, math.ceil(setup.upload_s / setup.step_s))
+        # What a checkpoint costs: the time by which it lengthens the steps until the next one.
         cost_s = least * (mean_step_s(least) - setup.step_s)
         interval_s = math.sqrt(2 * cost_s * self.mean_time_between_departures_s)
         every = max(least, round(interval_s / setup.step_s))
@@ -193,6 +194,7 @@ class RestartingTrainer:
         assert self._setup is not None
         span = self.spans[-1]
         if at <= span.begin_s:
+            # It still restarts from the newest checkpoint: there is nothing to write.
             return at
         step_ends_at = span.begin_s + (span.num_steps + 1) * span.step_s
         done_at = step_ends_at + self._setup.snapshot_s + self._setup.upload_s

@@ -76,5 +76,6 @@ def _newest_copied_step(generation: SimulatedGeneration) -> int | None:
     if arrived < first_step:
         return None
 
+    # Rounds begin with the generation's first step.
     every = max(1, generation.order.replicate_every_steps)
     return arrived - (arrived - first_step) % every

@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+SMALL_FLEET_GPUS = 64
+"""GPUs up to which a fleet is searched as a whole while its workers wait."""
+
 
 def stated(value: float, unit: str, source: str) -> Any:
     """Return a field with its unit and the source of the number."""
@@ -127,11 +130,13 @@ class Costs:
 
     def nccl_s(self, num_ranks: int) -> float:
         """Return the seconds to build the groups of a generation."""
-        return self.communicators * self.nccl_init_s * max(1.0, math.log2(max(2, num_ranks)) / 3.0)
+        # `nccl_init_s` is that of eight ranks, and log2(8) is 3.
+        growth = max(1.0, math.log2(max(2, num_ranks)) / 3.0)
+        return self.communicators * self.nccl_init_s * growth
 
     def search_seconds(self, num_gpus: int, *, waiting: bool) -> float:
         """Return the seconds of one call to the planner; `waiting`: workers wait for the answer."""
-        if num_gpus > 64:
+        if num_gpus > SMALL_FLEET_GPUS:
             return self.repair_s if waiting else self.whole_search_s
         return self.search_s + self.search_s_by_gpu * max(0, num_gpus - 16)
 
@@ -151,12 +156,14 @@ class Costs:
         `upload_s` of every `every_steps` steps, and with `copies` to other nodes.
         """
         copies = copies or PushedCopies()
-        taken = min(0.5, self.s3_bytes_per_s / network_bytes_per_s)
+        # A transfer that has the share x of a network leaves 1 - x of it to the gradients, which
+        # then take x / (1 - x) longer.
+        upload_share = min(0.5, self.s3_bytes_per_s / network_bytes_per_s)
         uploading = min(1.0, upload_s / (every_steps * step_s))
+        slower_by_uploads = uploading * upload_share / (1 - upload_share)
         pushing = min(1.0, copies.seconds / step_s)
-        slower = uploading * taken / (1 - taken) + pushing * copies.network_share / max(
-            1 - copies.network_share, 0.1
-        )
+        slower_by_copies = pushing * copies.network_share / max(1 - copies.network_share, 0.1)
+        slower = slower_by_uploads + slower_by_copies
         return step_s * (1 + self.snapshot_overhead) + sync_s * slower
 
     def restart_s(self, num_ranks: int) -> float:

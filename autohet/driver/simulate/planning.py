@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autohet.driver.planning.proposals import PendingSearch, Planning, PlanProposal
-from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.costs import SMALL_FLEET_GPUS, Costs
 from autohet.runtime.planning import PlanningInputs
 from planner.cluster import Fleet, Node, node_of
 from planner.cost.model import CostModel
@@ -284,12 +284,13 @@ class RememberedPlanning(Planning):
         if current is None:
             return self._first(request, counts)
 
-        is_small = len(fleet.workers) <= 64
+        is_small = len(fleet.workers) <= SMALL_FLEET_GPUS
         whole = thorough or (thorough is None and is_small)
         if not whole or self._may_repair(counts):
             try:
                 found = self._replanned(current, request, counts, thorough=False)
-            except InfeasibleError:  # no repair fits
+            except InfeasibleError:
+                # No repair fits: a whole search may find another plan.
                 if thorough is False:
                     raise
             else:

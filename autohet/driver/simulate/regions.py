@@ -166,6 +166,7 @@ class _Gpus:
 
 def _lives(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
     """Return the events of each node, one list from each arrival to the following death."""
+    # A name may come again after a death: then it is another node.
     open_lives: dict[str, list[TraceEvent]] = {}
     found: list[list[TraceEvent]] = []
     for event in events:

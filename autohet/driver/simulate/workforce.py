@@ -117,6 +117,8 @@ class SimulatedWorkforce:
         """Advance the clock to `moment`: make the steps that end until then, and the events due."""
         machines = self.machines
         workers = self.workers
+        # First the time until `moment`, then what happens at it: a death must not undo the steps
+        # that had ended before.
         workers.make_steps(moment)
         num_used = 0
         if workers.generation is not None:
