@@ -4,7 +4,7 @@ A cluster is a Ray cluster-launcher YAML. A fleet is a value with its generation
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -149,6 +149,19 @@ class Fleet:
 
     def gpu_type(self, worker: str) -> str:
         return self.node_of(worker).node_type.gpu_type
+
+    def gpu_types_of(self, workers: Iterable[str]) -> set[str]:
+        """Return the GPU types of these workers."""
+        return {self.gpu_type(worker) for worker in workers}
+
+    def members_of(self, workers: Iterable[str]) -> list[tuple[str, NodeType]]:
+        """Return node name and node type of each worker, in the order of the workers."""
+        nodes = [self.node_of(worker) for worker in workers]
+        return [(node.name, node.node_type) for node in nodes]
+
+    def node_types_of(self, workers: Iterable[str]) -> list[NodeType]:
+        """Return the node type of each worker, in the order of the workers."""
+        return [self.node_of(worker).node_type for worker in workers]
 
     def usd_per_hour(self) -> float | None:
         """Price of all nodes; None where one has no price."""

@@ -30,6 +30,15 @@ class Workload:
     formats: Mapping[str, ComputeFormat] = field(default_factory=dict)
     decoder: Callable[[int], Decoder | None] | None = None
 
+    @property
+    def other_formats(self) -> dict[str, ComputeFormat]:
+        """`formats` without the GPU types that compute in the precision all the same."""
+        others = {}
+        for gpu_type, compute in self.formats.items():
+            if compute != self.precision:
+                others[gpu_type] = compute
+        return others
+
 
 @dataclass(frozen=True)
 class Measurements:

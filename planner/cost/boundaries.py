@@ -8,15 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.eviction import evict_oldest
 from planner.cost.links import Links, transfers_between
 from planner.cost.stage_formats import StageFormats
+from planner.cost.stage_terms import traits_of
 from planner.plan import Pipeline, Plan, Stage
 
 Floats = NDArray[np.float64]
@@ -24,7 +25,6 @@ Ints = NDArray[np.int64]
 
 _PARTS = 64  # of a flow: plans that differ little share what was computed of others
 _REMEMBERED = 8192  # pipelines, hops
-_REST = attrgetter(*(each.name for each in fields(Stage) if each.name != "workers"))
 
 
 class NicFlows(NamedTuple):
@@ -56,12 +56,18 @@ class _Uses:
     def shared(self, nodes: int) -> Floats:
         """Hidden states that share the card while each transfer uses it, its own among them."""
         key = self.node + nodes * self.boundary
-        all_flows, all_busy = (
-            np.bincount(self.node, each, nodes) for each in (self.flows, self.busy)
-        )
-        together, theirs = (np.bincount(key, each) for each in (self.flows, self.busy))
-        others = all_busy[self.node] - theirs[key] - (self.stage_busy - self.busy)
-        shared = np.minimum(all_flows[self.node], together[key] / np.maximum(1.0 - others, 1e-9))
+        all_flows = np.bincount(self.node, self.flows, nodes)
+        all_busy = np.bincount(self.node, self.busy, nodes)
+        flows_at_boundary = np.bincount(key, self.flows)
+        busy_at_boundary = np.bincount(key, self.busy)
+
+        # Transfers at the same boundary share the NIC all the time. So they are no part of the time
+        # that others take, and neither is what the own stage sends before and after.
+        own_stage_elsewhere = self.stage_busy - self.busy
+        others = all_busy[self.node] - busy_at_boundary[key] - own_stage_elsewhere
+        free = np.maximum(1.0 - others, 1e-9)
+        shared = np.minimum(all_flows[self.node], flows_at_boundary[key] / free)
+        # the subtrahend keeps a whole number whole that rounding errors have lifted a little
         return np.asarray(np.ceil(shared * _PARTS - 1e-6) / _PARTS)
 
 
@@ -86,9 +92,8 @@ class _Hops:
     def seconds(self, leaving: Floats, arriving: Floats) -> Floats:
         sent = self.sender / np.maximum(1.0, leaving[self.leaving] * self.slices)
         taken = self.receiver / np.maximum(1.0, arriving[self.arriving] * self.slices)
-        return np.asarray(
-            self.alone_s + self.num_bytes / np.minimum(self.flow, np.minimum(sent, taken))
-        )
+        bytes_per_s = np.minimum(self.flow, np.minimum(sent, taken))
+        return np.asarray(self.alone_s + self.num_bytes / bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +112,25 @@ class _Way:
 
     def on(self, numbers: Sequence[int]) -> "_Way":
         """Return the way where each node of the uses has the number that `numbers` gives it."""
-        of = np.array(numbers, dtype=np.int64)
-        leaving = replace(self.leaving, node=of[self.leaving.node])
-        arriving = replace(self.arriving, node=of[self.arriving.node])
+        number_of = np.array(numbers, dtype=np.int64)
+        leaving = replace(self.leaving, node=number_of[self.leaving.node])
+        arriving = replace(self.arriving, node=number_of[self.arriving.node])
         return _Way(leaving, arriving, self.hops, self.entry, self.least_s)
+
+
+class _Row(NamedTuple):
+    """Transfers of one pipeline with equal endpoints.
+
+    entry: twice the boundary's number, plus one for the way back. sending, taking: stages. sender,
+    receiver: numbers of nodes. slices: slices of the hidden states.
+    """
+
+    entry: int
+    sending: int
+    taking: int
+    sender: int
+    receiver: int
+    slices: int
 
 
 WaysByLikeness = dict[Hashable, _Way]
@@ -171,11 +191,17 @@ class BoundaryCosts:
         The receiver is a group of `tp_degree` GPUs of one node. flows: such groups for which
         transfers leave the sender's node, and arrive at the receiver's node.
         """
+        if same_node:
+            transfers = ALONE
+        else:
+            leaving = max(1.0, flows.leaving * tp_degree)
+            arriving = max(1.0, flows.arriving * tp_degree)
+            transfers = NicFlows(leaving, arriving)
+
         slices = tp_degree if self.sliced and not same_node else 1
-        each = 0.0 if same_node else float(tp_degree)
-        formats = (self.formats.of_type(kind.gpu_type) for kind in (sender, receiver))
-        num_bytes = self.formats.border_bytes(microbatch, *formats)
-        transfers = NicFlows(max(1.0, flows.leaving * each), max(1.0, flows.arriving * each))
+        sent_in = self.formats.of_type(sender.gpu_type)
+        taken_in = self.formats.of_type(receiver.gpu_type)
+        num_bytes = self.formats.border_bytes(microbatch, sent_in, taken_in)
         return self.hop_s(sender, receiver, num_bytes, same_node, slices, transfers)
 
     def hop_s(
@@ -195,7 +221,7 @@ class BoundaryCosts:
         if key not in self._hop_s:
             seconds = self.links.message_s(sender, receiver, same_node, num_bytes / slices, *flows)
             self._hop_s[key] = seconds + self.links.all_gather_s(receiver, slices, num_bytes)
-            _forget(self._hop_s)
+            evict_oldest(self._hop_s, _REMEMBERED)
         return self._hop_s[key]
 
     def of(self, plan: Plan, pipeline: Pipeline) -> _Seconds:
@@ -206,28 +232,30 @@ class BoundaryCosts:
         """
         key = tuple((id(p.stages), p.microbatch_sequences) for p in plan.pipelines)
         if self._latest is None or self._latest[0] != key:
-            self._latest = (
-                key,
-                plan,
-                self._of(plan),
-            )  # the plan is kept, so that no other has the same ids
-        return self._latest[2][id(pipeline.stages)]
+            # the plan is kept, so that no other has the same ids
+            self._latest = key, plan, self._seconds_by_stages(plan)
+        _, _, seconds_by_stages = self._latest
+        return seconds_by_stages[id(pipeline.stages)]
 
-    def _of(self, plan: Plan) -> dict[int, _Seconds]:
+    def _seconds_by_stages(self, plan: Plan) -> dict[int, _Seconds]:
+        """Return the seconds of each pipeline by the identity of its stages."""
         ways = [self._way(pipeline) for pipeline in plan.pipelines]
         nodes = len(self._number)
         leaving = _joined([way.leaving for way in ways])
         arriving = _joined([way.arriving for way in ways])
-        seconds = _joined(_numbered(ways)).seconds(leaving.shared(nodes), arriving.shared(nodes))
+        hops = _joined(_numbered(ways))
+        seconds = hops.seconds(leaving.shared(nodes), arriving.shared(nodes))
+
         found = dict[int, _Seconds]()
         begin = 0
         for pipeline, way in zip(plan.pipelines, ways, strict=True):
-            slowest = way.least_s.copy()
             end = begin + len(way.entry)
+            slowest = way.least_s.copy()
             np.maximum.at(slowest, way.entry, seconds[begin:end])
-            each = slowest.tolist()
             begin = end
-            found[id(pipeline.stages)] = tuple(each[::2]), tuple(each[1::2])
+
+            by_entry = slowest.tolist()
+            found[id(pipeline.stages)] = tuple(by_entry[::2]), tuple(by_entry[1::2])
         return found
 
     def _way(self, pipeline: Pipeline) -> _Way:
@@ -236,7 +264,7 @@ class BoundaryCosts:
         if known is None:
             # the stages are kept, so that no others have the same id
             known = self._ways[key] = pipeline.stages, self._new_way(pipeline)
-            _forget(self._ways)
+            evict_oldest(self._ways, _REMEMBERED)
         return known[1]
 
     def _new_way(self, pipeline: Pipeline) -> _Way:
@@ -244,52 +272,68 @@ class BoundaryCosts:
 
         Pipelines that are equal but for the names of equal nodes share what is computed.
         """
-        numbers: dict[int, int] = {}
+        numbers: dict[int, int] = {}  # in the order of first use, by the node's number in the fleet
         stages: list[Hashable] = []
         for stage in pipeline.stages:
-            places = [self._number[self.fleet.node_of(worker).name] for worker in stage.workers]
-            mine = tuple(numbers.setdefault(place, len(numbers)) for place in places)
-            stages.append((mine, _REST(stage)))
+            places = []
+            for worker in stage.workers:
+                number = self._number[self.fleet.node_of(worker).name]
+                places.append(numbers.setdefault(number, len(numbers)))
+            stages.append((tuple(places), traits_of(stage)))
+
         nodes = [self.fleet.nodes[number] for number in numbers]
         kinds = tuple(node.node_type for node in nodes)
         key = pipeline.microbatch_sequences, kinds, tuple(stages)
         way = self._alike.get(key)
         if way is None:
             way = self._alike[key] = self._way_on(pipeline, nodes)
-            _forget(self._alike)
+            evict_oldest(self._alike, _REMEMBERED)
         return way.on(list(numbers))
 
     def _way_on(self, pipeline: Pipeline, nodes: Sequence[Node]) -> _Way:
         """Return the boundaries of a pipeline on these nodes, numbered in this order."""
         kinds = [node.node_type for node in nodes]
-        rows = self._rows(pipeline.stages, nodes)
         sizes = self._border_bytes(pipeline)
         least_s = np.zeros(2 * (len(pipeline.stages) - 1))
-        for at, _, _, one, other, parts in rows:
-            if one == other:
-                hop_s = self.hop_s(kinds[one], kinds[one], sizes[at], True, parts)
-                least_s[at] = max(least_s[at], hop_s)
-        across = {row: count for row, count in rows.items() if row[3] != row[4]}
-        table = np.array(list(across), dtype=np.int64).reshape(-1, 6)
-        entry, sending, taking, sender, receiver, slices = table.T
-        flows = np.array(list(across.values())) / np.maximum(slices, 1)
-        period = max(self.work_s(pipeline), 1e-30)
-        bytes_per_s = np.array(sizes)[entry] / period
+        counts = dict[_Row, int]()
+        hops = []
+        for row, count in self._rows(pipeline.stages, nodes).items():
+            sender = kinds[row.sender]
+            size = sizes[row.entry]
+            # transfers inside a node share nothing, so their seconds are known here
+            if row.sender == row.receiver:
+                hop_s = self.hop_s(sender, sender, size, True, row.slices)
+                least_s[row.entry] = max(least_s[row.entry], hop_s)
+            else:
+                counts[row] = count
+                hops.append(self._hop(sender, kinds[row.receiver], size, row.slices))
+
+        table = np.array(list(counts), dtype=np.int64).reshape(-1, len(_Row._fields))
+        entry, sending, taking, sending_node, taking_node, slices = table.T
+        flows = np.array(list(counts.values())) / np.maximum(slices, 1)
+        period_s = max(self.work_s(pipeline), 1e-30)
+        bytes_per_s = np.array(sizes)[entry] / period_s
         efficiency = self.links.parameters.efficiency_inter
         nics = np.array([kind.inter_node_bytes_per_s * efficiency for kind in kinds])
-        leaving, out = _uses(entry, sending, sender, flows, bytes_per_s, nics)
-        arriving, into = _uses(entry, taking, receiver, flows, bytes_per_s, nics)
-        hops = [
-            self._hop(kinds[one], kinds[other], sizes[at], parts)
-            for at, _, _, one, other, parts in across
-        ]
-        alone, num_bytes, flow, fast_out, fast_in = np.array(hops).reshape(-1, 5).T
+        leaving, leaving_use = _uses(entry, sending, sending_node, flows, bytes_per_s, nics)
+        arriving, arriving_use = _uses(entry, taking, taking_node, flows, bytes_per_s, nics)
+
+        alone_s, num_bytes, flow, sender_nic, receiver_nic = np.array(hops).reshape(-1, 5).T
         return _Way(
-            leaving,
-            arriving,
-            _Hops(out, into, alone, num_bytes, slices.astype(float), flow, fast_out, fast_in),
-            entry,
-            least_s,
+            leaving=leaving,
+            arriving=arriving,
+            hops=_Hops(
+                leaving=leaving_use,
+                arriving=arriving_use,
+                alone_s=alone_s,
+                num_bytes=num_bytes,
+                slices=slices.astype(float),
+                flow=flow,
+                sender=sender_nic,
+                receiver=receiver_nic,
+            ),
+            entry=entry,
+            least_s=least_s,
         )
 
     def _border_bytes(self, pipeline: Pipeline) -> list[float]:
@@ -301,45 +345,38 @@ class BoundaryCosts:
             found += [size, size]
         return found
 
-    def _rows(
-        self, stages: Sequence[Stage], nodes: Sequence[Node]
-    ) -> Counter[tuple[int, int, int, int, int, int]]:
-        """Count the pipeline's transfers by their endpoints.
-
-        Key: (entry, sending stage, receiving stage, number of the sender's node, number of the
-        receiver's node, slices).
-        """
-        found = Counter[tuple[int, int, int, int, int, int]]()
+    def _rows(self, stages: Sequence[Stage], nodes: Sequence[Node]) -> Counter[_Row]:
+        """Count the pipeline's transfers by their endpoints."""
+        found = Counter[_Row]()
         number_of = {node.name: number for number, node in enumerate(nodes)}
-        for i, (a, b) in enumerate(itertools.pairwise(stages)):
-            for entry, sending, taking, sender, receiver in (
-                (2 * i, i, i + 1, a, b),
-                (2 * i + 1, i + 1, i, b, a),
-            ):
-                for each in transfers_between(sender, receiver):
-                    one, other = (
-                        number_of[self.fleet.node_of(name).name]
-                        for name in (each.source, each.target)
-                    )
-                    found[
-                        entry, sending, taking, one, other, each.slices if self.sliced else 1
-                    ] += 1
+        for boundary in range(len(stages) - 1):
+            there = (2 * boundary, boundary, boundary + 1)
+            back = (2 * boundary + 1, boundary + 1, boundary)
+            for entry, sending, taking in (there, back):
+                for transfer in transfers_between(stages[sending], stages[taking]):
+                    sender = number_of[self.fleet.node_of(transfer.source).name]
+                    receiver = number_of[self.fleet.node_of(transfer.target).name]
+                    slices = transfer.slices if self.sliced else 1
+                    found[_Row(entry, sending, taking, sender, receiver, slices)] += 1
         return found
 
     def _hop(
         self, sender: NodeType, receiver: NodeType, whole: float, slices: int
     ) -> tuple[float, float, float, float, float]:
+        """Return seconds, bytes and rates of a transfer between nodes, as in `_Hops`.
+
+        whole: bytes of all slices together.
+        """
         gather_s = self.links.all_gather_s(receiver, slices, whole)
         alone_s = self.links.hop_latency(sender, receiver) + gather_s
-        flow = self.links.one_flow(sender, receiver, whole / slices)
+        num_bytes = whole / slices
+        flow = self.links.one_flow(sender, receiver, num_bytes)
+        if flow is None:
+            flow = math.inf
         efficiency = self.links.parameters.efficiency_inter
-        return (
-            alone_s,
-            whole / slices,
-            math.inf if flow is None else flow,
-            sender.inter_node_bytes_per_s * efficiency,
-            receiver.inter_node_bytes_per_s * efficiency,
-        )
+        sender_nic = sender.inter_node_bytes_per_s * efficiency
+        receiver_nic = receiver.inter_node_bytes_per_s * efficiency
+        return alone_s, num_bytes, flow, sender_nic, receiver_nic
 
 
 def _uses(
@@ -350,13 +387,16 @@ def _uses(
     bytes_per_s: bytes a second of one flow of each hop, averaged over all the time. nics: bytes a
     second of each node's NIC.
     """
-    key, first, use = np.unique(entry * len(nics) + node, return_index=True, return_inverse=True)
+    nodes = len(nics)
+    key, first, use = np.unique(entry * nodes + node, return_index=True, return_inverse=True)
     node = node[first]
     flows = np.bincount(use, flows, len(key)).astype(np.float64)
     busy = np.minimum(1.0, flows * bytes_per_s[first] / nics[node])
-    _, same = np.unique(stage[first] * len(nics) + node, return_inverse=True)
-    theirs = np.bincount(same, busy, len(key)).astype(np.float64)
-    return _Uses(node, entry[first], flows, busy, theirs[same]), np.asarray(use, dtype=np.int64)
+
+    _, same_stage = np.unique(stage[first] * nodes + node, return_inverse=True)
+    stage_busy = np.bincount(same_stage, busy, len(key)).astype(np.float64)
+    uses = _Uses(node, entry[first], flows, busy, stage_busy[same_stage])
+    return uses, np.asarray(use, dtype=np.int64)
 
 
 def _numbered(ways: Sequence[_Way]) -> list[_Hops]:
@@ -365,13 +405,12 @@ def _numbered(ways: Sequence[_Way]) -> list[_Hops]:
     leaving = 0
     arriving = 0
     for way in ways:
+        hops = way.hops
         found.append(
-            replace(
-                way.hops, leaving=way.hops.leaving + leaving, arriving=way.hops.arriving + arriving
-            )
+            replace(hops, leaving=hops.leaving + leaving, arriving=hops.arriving + arriving)
         )
-        leaving = leaving + len(way.leaving.node)
-        arriving = arriving + len(way.arriving.node)
+        leaving += len(way.leaving.node)
+        arriving += len(way.arriving.node)
     return found
 
 
@@ -385,9 +424,3 @@ def _joined(parts: Sequence[_Arrays]) -> _Arrays:
     for each in fields(kind):
         arrays.append(np.concatenate([getattr(part, each.name) for part in parts]))
     return kind(*arrays)
-
-
-def _forget(known: dict[Any, Any]) -> None:
-    """Evict the oldest entries beyond `_REMEMBERED`."""
-    while len(known) > _REMEMBERED:
-        del known[next(iter(known))]

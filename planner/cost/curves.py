@@ -32,8 +32,11 @@ class Curve:
             slope = max(0.0, float(np.polyfit(x[-half:], y[-half:], 1)[0]))
             return float(y[-1] + slope * (microbatch - x[-1]))
         if microbatch < x[0]:
+            # the straight line may fall below zero, a line through the origin does not
+            through_origin = float(y[0] * microbatch / x[0])
             slope = float(y[1] - y[0]) / float(x[1] - x[0])
-            return max(float(y[0] * microbatch / x[0]), float(y[0] - slope * (x[0] - microbatch)))
+            straight = float(y[0] - slope * (x[0] - microbatch))
+            return max(through_origin, straight)
         return float(np.interp(microbatch, x, y))
 
     def in_run(self, microbatch: int, launch_exposure: float) -> float:
@@ -43,7 +46,8 @@ class Curve:
         """
         seconds = self.at(microbatch)
         work = float(self.seconds[-1]) * microbatch / float(self.microbatches[-1])
-        return seconds - (1.0 - launch_exposure) * max(0.0, seconds - work)
+        launch = max(0.0, seconds - work)
+        return seconds - (1.0 - launch_exposure) * launch
 
 
 def make_curve(points: Mapping[int, float]) -> Curve:
@@ -51,14 +55,21 @@ def make_curve(points: Mapping[int, float]) -> Curve:
 
     It is made non-decreasing by pooling neighbours that fall (isotonic regression).
     """
-    x = np.array(sorted(points), dtype=np.float64)
-    blocks: list[tuple[float, int]] = []
-    for value in (points[int(b)] for b in x):
-        blocks.append((value, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (a, n), (b, m) = blocks[-2:]
-            blocks[-2:] = [((a * n + b * m) / (n + m), n + m)]
-    return Curve(x, np.array([value for value, count in blocks for _ in range(count)]))
+    microbatches = sorted(points)
+    blocks: list[tuple[float, int]] = []  # mean seconds and number of neighbours pooled
+    for microbatch in microbatches:
+        mean = points[microbatch]
+        count = 1
+        while blocks and blocks[-1][0] > mean:
+            before, size = blocks.pop()
+            mean = (before * size + mean * count) / (size + count)
+            count += size
+        blocks.append((mean, count))
+
+    seconds = list[float]()
+    for mean, count in blocks:
+        seconds += [mean] * count
+    return Curve(np.array(microbatches, dtype=np.float64), np.array(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class PointSplit:
         scale = microbatch / self.base
         launch = parameters.launch_exposure * self.launch_s
         forward = launch + (self.work_s + self.communication_s) * scale
-        work = parameters.backward_ratio * backward_share * self.work_s
-        growing = (work + self.communication_s) * scale
-        return forward, parameters.launch_backward_ratio * launch + growing
+
+        backward_work = parameters.backward_ratio * backward_share * self.work_s
+        backward_launch = parameters.launch_backward_ratio * launch
+        backward = backward_launch + (backward_work + self.communication_s) * scale
+        return forward, backward

@@ -28,6 +28,7 @@ from planner.profile_models import measured_model
 # One large matrix product runs at a higher rate than a whole block (1.75 times in Sailor's GH200
 # profile of OPT-350M).
 HEAD_RATE = 1.5
+SIXTEEN_BITS = ("fp16", "bf16")
 SMALL_LAYER_S = 20e-6  # launches of an embedding or a head
 
 
@@ -111,9 +112,9 @@ def estimate_layer(
         reason = reference.reason
     moved_bytes = _memory_traffic_bytes(work, spec, parameters)
     moved_s = moved_bytes / (device.memory_bytes_per_s * parameters.memory_efficiency)
-    return Estimate(
-        SMALL_LAYER_S + forward_s + moved_s, SMALL_LAYER_S + backward_s + 2 * moved_s, reason
-    )
+    forward_s = SMALL_LAYER_S + forward_s + moved_s
+    backward_s = SMALL_LAYER_S + backward_s + 2 * moved_s
+    return Estimate(forward_s, backward_s, reason)
 
 
 def _estimate_block(
@@ -127,8 +128,10 @@ def _estimate_block(
     if parameters.fuses_block(work.tp_degree):
         forward_s, backward_s = _fused_seconds(device, reference, work, parameters)
         return Estimate(forward_s, backward_s, reference.reason)
+
     weights = work.layer.parameters_per_worker(work.tp_degree)
     forward_s, backward_s = reference.seconds(work.flops, weights)
+    # the reference is a dense block with a fused attention on a group of one GPU
     whole_s = replicated_seconds(device, work, parameters)
     more_forward_s, more_backward_s = seconds_beyond_flops(device, work, parameters)
     return Estimate(
@@ -148,10 +151,11 @@ def _fused_seconds(
     """
     length = reference.sequence_length
     sequences = max(1, round(work.tokens / length))
-    eager = replace(parameters, fuses_elementwise=False, compiles_blocks=False)
     same = LayerWork("block", reference.layer, reference.dtype, length, sequences, 1)
     measured_s = sum(reference.seconds(same.flops, reference.layer.parameters))
-    ratio = measured_s / sum(block_seconds(device, same, eager))
+    eager = replace(parameters, fuses_elementwise=False, compiles_blocks=False)
+    eager_s = sum(block_seconds(device, same, eager))
+    ratio = measured_s / eager_s
     forward_s, backward_s = block_seconds(device, work, parameters)
     return ratio * forward_s, ratio * backward_s
 
@@ -166,8 +170,9 @@ def _memory_traffic_bytes(work: LayerWork, spec: ModelSpec, parameters: CostPara
     if work.kind == "embedding":
         return 3.0 * work.tokens * spec.hidden_size * width
     is_fused = parameters.fuses_loss or parameters.fused_head_elements is not None
-    in_fp32 = 0 if is_fused else 4
-    return work.tokens * spec.vocab_size / work.tp_degree * (2 * width + in_fp32)
+    fp32_bytes = 0 if is_fused else 4
+    logits = work.tokens * spec.vocab_size / work.tp_degree
+    return logits * (2 * width + fp32_bytes)
 
 
 def is_measured(tables: tuple[ProfileTable, ...], gpu_type: str, dtype: str) -> bool:
@@ -207,7 +212,11 @@ def _nearest(
         return None
     block = spec.blocks[0]
     flops = block.forward_flops_per_worker(work.sequence_length, work.tp_degree) * work.microbatch
-    return min(own, key=lambda r: (abs(math.log(r.flops / flops)), r.model))
+
+    def distance(reference: Reference) -> tuple[float, str]:
+        return abs(math.log(reference.flops / flops)), reference.model
+
+    return min(own, key=distance)
 
 
 @lru_cache(maxsize=256)
@@ -215,52 +224,83 @@ def _references_on(
     tables: tuple[ProfileTable, ...], device: GpuType, dtype: str
 ) -> tuple[Reference, ...]:
     """Blocks measured on this device at `dtype`, else at a 16-bit format of the same rate."""
-    found = [r for r in references(tables) if canonical_gpu_type(r.gpu_type) == device.name]
-    same = tuple(r for r in found if r.dtype == dtype)
-    if same or dtype not in ("fp16", "bf16") or device.fp16_flops != device.bf16_flops:
+    here = [r for r in references(tables) if canonical_gpu_type(r.gpu_type) == device.name]
+    same = tuple(r for r in here if r.dtype == dtype)
+    if same:
         return same
-    return tuple(r for r in found if r.dtype in ("fp16", "bf16"))
+
+    computes_alike = device.fp16_flops == device.bf16_flops
+    if dtype in SIXTEEN_BITS and computes_alike:
+        return tuple(r for r in here if r.dtype in SIXTEEN_BITS)
+    return ()
 
 
 def references(tables: tuple[ProfileTable, ...]) -> list[Reference]:
     """Every measured tp-1 block of a known model as a line in FLOPs."""
-    return [reference for table in tables for reference in _table_references(table)]
+    found = list[Reference]()
+    for table in tables:
+        found += _table_references(table)
+    return found
 
 
 @cache
 def _table_references(table: ProfileTable) -> tuple[Reference, ...]:
     found = []
     for key in table.keys:
-        facts = measured_model(key.model)
-        points = table.layers(key).get("block", {})
-        usable = {b: p for b, p in points.items() if p.backward_s is not None}
-        if (
-            facts is None
-            or key.tp_degree != 1
-            or len(usable) < 2
-            or find_gpu_type(key.gpu_type) is None
-        ):
+        layer = measured_model(key.model)
+        if layer is None or key.tp_degree != 1 or find_gpu_type(key.gpu_type) is None:
             continue
-        flops = facts.forward_flops(key.sequence_length)
-        forward = _line([(b * flops, p.forward_s) for b, p in usable.items()])
-        backward = _line([(b * flops, p.backward_s or 0.0) for b, p in usable.items()])
-        place = key.model, key.gpu_type, key.dtype, key.sequence_length
-        found.append(Reference(*place, facts, flops, forward, backward))
+
+        flops = layer.forward_flops(key.sequence_length)
+        forward_points = []
+        backward_points = []
+        for microbatch, point in table.layers(key).get("block", {}).items():
+            if point.backward_s is not None:
+                forward_points.append((microbatch * flops, point.forward_s))
+                backward_points.append((microbatch * flops, point.backward_s))
+        # a line needs two points
+        if len(forward_points) < 2:
+            continue
+
+        found.append(
+            Reference(
+                model=key.model,
+                gpu_type=key.gpu_type,
+                dtype=key.dtype,
+                sequence_length=key.sequence_length,
+                layer=layer,
+                flops=flops,
+                forward=_line(forward_points),
+                backward=_line(backward_points),
+            )
+        )
     return tuple(found)
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """(intercept >= 0, slope > 0) of the line that minimises relative errors."""
-    weights = [1.0 / (y * y) for _, y in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = (
-        sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-        / spread
-    )
+    total = 0.0
+    sum_x = 0.0
+    sum_y = 0.0
+    for x, y in points:
+        weight = 1.0 / (y * y)
+        total += weight
+        sum_x += weight * x
+        sum_y += weight * y
+    mean_x = sum_x / total
+    mean_y = sum_y / total
+
+    spread = 0.0
+    covariance = 0.0
+    for x, y in points:
+        weight = 1.0 / (y * y)
+        spread += weight * (x - mean_x) ** 2
+        covariance += weight * (x - mean_x) * (y - mean_y)
+    slope = covariance / spread
     intercept = mean_y - slope * mean_x
+
+    # launches take no negative time, and more work is no faster: then all of it is work
     if intercept < 0 or slope <= 0:
-        return 0.0, sum(y / x for x, y in points) / len(points)
+        rates = [y / x for x, y in points]
+        return 0.0, sum(rates) / len(points)
     return intercept, slope

@@ -35,11 +35,10 @@ from planner.model_spec import LayerSpec
 from planner.profile import Measurement, ProfileKey, default_profile
 
 Floats = NDArray[np.float64]
-# of a layer's measured time, that is its own at the least, whatever the link's model says of its
-# communication
 LEAST_OWN = 0.2
-# a layer's communication is at most this share of its only measurement
+"""Least share of a layer's time that is not communication, whatever links predict for that."""
 MOST_COMMUNICATION = 0.6
+"""Largest share of a layer's only measurement that counts as communication."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,9 @@ class LayerOnGroup:
     def index(self) -> int:
         """Index in the arrays of all layers."""
         kind, _, number = self.name.partition(":")
-        return int(number) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
+        if kind == "block":
+            return int(number) + 1
+        return {"embedding": 0, "head": -1}[kind]
 
 
 @dataclass
@@ -133,25 +134,29 @@ class EvenLayerTimes:
     def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         measured = self.measured
         key = measured.key(gpu_type, tp_degree)
-        num_kinds = len(set(measured.spec.blocks))
+        has_several_kinds = len(set(measured.spec.blocks)) > 1
         row_of_all = measured.profile.layers(key).get("block")
         notes: list[str] = []
         found: dict[object, tuple[float, float, float]] = {}
         rows = []
         for name, layer in self._layers():
             points = measured.points(key, name)
-            if num_kinds > 1 and points and points is row_of_all:
+            if has_several_kinds and points and points is row_of_all:
                 notes.append(
-                    f"blocks on {gpu_type}: the profile has one time for {num_kinds} kinds of"
-                    " blocks; measure each kind (autohet profile)"
+                    f"blocks on {gpu_type}: the profile has one time for"
+                    f" {len(set(measured.spec.blocks))} kinds of blocks; measure each kind (autohet"
+                    " profile)"
                 )
             asked = LayerOnGroup(name, layer, gpu_type, tp_degree, microbatch)
+            # layers with one row, or of one kind without a row, take the same time
             identity: object = id(points) if points else (asked.kind, layer)
             if identity not in found:
                 found[identity] = self._layer(asked, points, notes)
             rows.append(found[identity])
-        table = np.array(rows)
-        return LayerTimes(table[:, 0], table[:, 1], table[:, 2], tuple(dict.fromkeys(notes)))
+
+        forward_s, backward_s, update_s = np.array(rows).T
+        # many layers may have the same note
+        return LayerTimes(forward_s, backward_s, update_s, tuple(dict.fromkeys(notes)))
 
     def _layers(self) -> Iterator[tuple[str, LayerSpec]]:
         """Yield the name, as in profiles, and the spec of each layer."""
@@ -186,27 +191,38 @@ class EvenLayerTimes:
             return None
         degree, points = other
         update_s = _first_update_s(points)
+        if update_s is None:
+            return None
         here = asked.layer.parameters_per_worker(asked.tp_degree)
-        share = here / max(asked.layer.parameters_per_worker(degree), 1)
-        return None if update_s is None else update_s * share
+        there = asked.layer.parameters_per_worker(degree)
+        return update_s * (here / max(there, 1))
 
     def _measured(
         self, asked: LayerOnGroup, points: Mapping[int, Measurement]
     ) -> tuple[float, float]:
-        forward_points = {b: p.forward_s for b, p in points.items()}
-        backward_points = {b: p.backward_s for b, p in points.items() if p.backward_s is not None}
+        """Return forward and backward seconds from this layer's measurements at this TP degree."""
+        forward_points = {}
+        backward_points = {}
+        for microbatch, point in points.items():
+            forward_points[microbatch] = point.forward_s
+            if point.backward_s is not None:
+                backward_points[microbatch] = point.backward_s
+
         backward_share = asked.layer.backward_share
         if len(points) == 1 and not backward_points:
-            parts = self._split(asked, points)
-            return parts.at(asked.microbatch, self.parameters, backward_share)
+            split = self._split(asked, points)
+            return split.at(asked.microbatch, self.parameters, backward_share)
+
         key = self.measured.key(asked.gpu_type, asked.tp_degree)
         exposure = self.parameters.launch_exposure
         curve = self._curve(key, asked.name, True, forward_points)
-        forward = curve.in_run(asked.microbatch, exposure)
+        forward_s = curve.in_run(asked.microbatch, exposure)
         if backward_points:
             curve = self._curve(key, asked.name, False, backward_points)
-            return forward, curve.in_run(asked.microbatch, exposure)
-        return forward, self.parameters.backward_ratio * backward_share * forward
+            backward_s = curve.in_run(asked.microbatch, exposure)
+        else:
+            backward_s = self.parameters.backward_ratio * backward_share * forward_s
+        return forward_s, backward_s
 
     def _split(self, asked: LayerOnGroup, points: Mapping[int, Measurement]) -> PointSplit:
         """Return launch, work and communication of a layer with one measured forward.
@@ -215,8 +231,9 @@ class EvenLayerTimes:
         divided, and the rest is launch.
         """
         ((base, measurement),) = points.items()
+        at_base = replace(asked, microbatch=base)
         most = MOST_COMMUNICATION * measurement.forward_s
-        communication = min(self._communication_s(replace(asked, microbatch=base)), most)
+        communication = min(self._communication_s(at_base), most)
         rest = measurement.forward_s - communication
         if asked.kind != "block":
             return PointSplit(base, 0.0, rest, communication)
@@ -249,15 +266,17 @@ class EvenLayerTimes:
         other = measured.nearest_degree(asked.gpu_type, asked.tp_degree, asked.name)
         if other is not None:
             return self._from_other_degree(asked, *other, notes)
-        source = measured.nearest_key(asked.gpu_type, asked.name) if self.borrow else None
-        if source is not None:
-            return self._borrowed(source, asked, notes)
+        if self.borrow:
+            source = measured.nearest_key(asked.gpu_type, asked.name)
+            if source is not None:
+                return self._borrowed(source, asked, notes)
+
         found = self._estimate(asked)
-        communication = self._communication_s(asked)
         notes.append(
             f"{asked.kind} on {asked.gpu_type} ({measured.dtype}, TP {asked.tp_degree}):"
             f" {found.reason}"
         )
+        communication = self._communication_s(asked)
         return found.forward_s + communication, found.backward_s + communication
 
     def _from_other_degree(
@@ -273,16 +292,16 @@ class EvenLayerTimes:
         """
         there = replace(asked, tp_degree=degree)
         forward, backward = self._measured(there, points)
-        had = self._communication_s(there)
-        add = self._communication_s(asked)
+        had_s = self._communication_s(there)
+        added_s = self._communication_s(asked)
         ratio = degree / asked.tp_degree
         notes.append(
             f"{asked.kind} on {asked.gpu_type} at TP {asked.tp_degree}: from TP {degree} by FLOPs"
             " and link bandwidth"
         )
-        forward = max(LEAST_OWN * forward, forward - had) * ratio + add
-        backward = max(LEAST_OWN * backward, backward - had) * ratio + add
-        return forward, backward
+        forward_s = _own_s(forward, had_s) * ratio + added_s
+        backward_s = _own_s(backward, had_s) * ratio + added_s
+        return forward_s, backward_s
 
     def _estimate(self, asked: LayerOnGroup) -> Estimate:
         measured = self.measured
@@ -303,7 +322,7 @@ class EvenLayerTimes:
         there = self._at(source.dtype, source.sequence_length, False)
         times = there.times(source.gpu_type, asked.tp_degree, asked.microbatch)
         here = self._estimate(asked)
-        beside = there._estimate(replace(asked, gpu_type=source.gpu_type))
+        estimate_there = there._estimate(replace(asked, gpu_type=source.gpu_type))
         notes.append(
             f"{asked.kind} on {asked.gpu_type} ({self.measured.dtype}, length"
             f" {self.measured.sequence_length}): from its time on {source.gpu_type}"
@@ -312,10 +331,11 @@ class EvenLayerTimes:
         )
         forward = float(times.forward_s[asked.index])
         backward = float(times.backward_s[asked.index])
-        return (
-            forward * here.forward_s / beside.forward_s,
-            backward * (here.backward_s / beside.backward_s if beside.backward_s else 0.0),
-        )
+        # a frozen layer may have no backward at all
+        backward_ratio = 0.0
+        if estimate_there.backward_s:
+            backward_ratio = here.backward_s / estimate_there.backward_s
+        return forward * here.forward_s / estimate_there.forward_s, backward * backward_ratio
 
     def _from_bf16(self, asked: LayerOnGroup, notes: list[str]) -> tuple[float, float]:
         """Return a layer's time in fp8: a block's in bf16 with its products at fp8's rate.
@@ -329,14 +349,19 @@ class EvenLayerTimes:
         device = find_gpu_type(asked.gpu_type)
         if asked.kind != "block" or device is None:
             return forward_s, backward_s
-        forward, backward = fp8_ratios(device, self._work(asked, "bf16"), self.parameters)
-        had = self._communication_s(asked)
+
+        work = self._work(asked, "bf16")
+        forward_ratio, backward_ratio = fp8_ratios(device, work, self.parameters)
         notes.append(
             f"block on {asked.gpu_type} (fp8): from its time in bf16 by the rates of products"
         )
+        # all-reduces carry bf16 in either format
+        communication_s = self._communication_s(asked)
+        own_forward_s = _own_s(forward_s, communication_s)
+        own_backward_s = _own_s(backward_s, communication_s)
         return (
-            had + max(LEAST_OWN * forward_s, forward_s - had) * forward,
-            had + max(LEAST_OWN * backward_s, backward_s - had) * backward,
+            communication_s + own_forward_s * forward_ratio,
+            communication_s + own_backward_s * backward_ratio,
         )
 
     @property
@@ -352,6 +377,11 @@ class EvenLayerTimes:
                 measured, self.parameters, self.tp_communication_s, borrow
             )
         return self._elsewhere[key]
+
+
+def _own_s(seconds: float, communication_s: float) -> float:
+    """Return a layer's seconds without communication, which links may predict too long."""
+    return max(LEAST_OWN * seconds, seconds - communication_s)
 
 
 def _first_update_s(points: Mapping[int, Measurement]) -> float | None:

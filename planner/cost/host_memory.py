@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.cluster import GIB, Fleet, NodeType, node_of
 from planner.cost.memory import OPTIMIZER_BYTES
-from planner.cost.stage_costs import sharing_of
+from planner.cost.stage_terms import sharing_of
 from planner.model_spec import ModelSpec
 from planner.plan import Plan, Stage
 from planner.redundancy import EMBEDDING, HEAD, holders_by_shard, layer_named, layers_of

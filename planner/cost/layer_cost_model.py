@@ -68,16 +68,18 @@ class LayerCostModel:
         times = self._times.times(
             node_type.gpu_type, compute, tp_degree, microbatch, recompute, share
         )
-        slowdown = node_type.slowdown
-        forward_s = times.forward_s * slowdown
-        backward_s = times.backward_s * slowdown
+        forward_s = times.forward_s * node_type.slowdown
+        backward_s = times.backward_s * node_type.slowdown
         if tp_degree > 1 and self._dispatch.allowed != "sum":
-            added = self._dispatch_s(times, node_type, tp_degree, microbatch)
-            forward_s = forward_s + added[0]
-            backward_s = backward_s + added[1]
+            more_forward_s, more_backward_s = self._dispatch_s(
+                times, node_type, tp_degree, microbatch
+            )
+            forward_s = forward_s + more_forward_s
+            backward_s = backward_s + more_backward_s
+
         memory = self._memory_terms(compute, tp_degree, microbatch, share)
         border_bytes = self._formats.border_bytes(microbatch, compute, compute)
-        communicators = self._communicator_bytes(tp_degree)
+        cut = tp_degree if share is None else 1 / share.fraction
         return LayerCosts(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -85,8 +87,8 @@ class LayerCostModel:
             state_bytes=memory.state_bytes,
             activation_bytes=memory.activation_bytes,
             peak_bytes=memory.peak_bytes,
-            sync_bytes=self._sync_bytes(tp_degree if share is None else 1 / share.fraction),
-            fixed_bytes=self._memory.fixed_bytes(node_type) + communicators,
+            sync_bytes=self._sync_bytes(cut),
+            fixed_bytes=self._fixed_bytes(node_type, tp_degree),
             border_bytes=self._parameters.border_messages * border_bytes,
             limit_bytes=self._memory.limit_bytes(node_type),
             estimated=times.estimated,
@@ -130,18 +132,24 @@ class LayerCostModel:
         activations = np.minimum(memory.activation_bytes, least.activation_bytes)
         return replace(memory, activation_bytes=activations)
 
-    def _communicator_bytes(self, tp_degree: int) -> float:
-        """Return bytes of a worker's communicators: at least, or in most plans."""
-        alone = self._is_alone or self._assumed.at_least is not None
+    def _fixed_bytes(self, node_type: NodeType, tp_degree: int) -> float:
+        """Return the bytes of a worker whatever its layers, with its communicators.
+
+        It counts the fewest communicators of such a worker in most plans. A worker alone in its
+        stage may have none in some plan, so a lower bound counts none.
+        """
         if tp_degree > 1:
-            number = LEAST_OF_A_GROUP
+            communicators = LEAST_OF_A_GROUP
+        elif self._is_alone or self._assumed.at_least is not None:
+            communicators = 0
         else:
-            number = 0 if alone else MOSTLY
-        return number * self._parameters.communicator_bytes
+            communicators = MOSTLY
+        communicator_bytes = communicators * self._parameters.communicator_bytes
+        return self._memory.fixed_bytes(node_type) + communicator_bytes
 
     def _sync_bytes(self, tp_degree: float) -> Floats:
-        layers = (self._spec.embedding, *self._spec.blocks, self._spec.head)
         width = self._parameters.sync_bytes_per_parameter
+        layers = self._spec.layers
         found = np.array([layer.parameters_per_worker(tp_degree) * width for layer in layers])
         found[-1] += self.tied_sync_bytes(tp_degree)
         return found

@@ -72,26 +72,44 @@ class LayerTimeModel:
     ) -> LayerTimes:
         """Return `times` for a step with one forward pass."""
         gpu_type = canonical_gpu_type(gpu_type)
-        fraction = 1 / tp_degree if share is None else share.fraction
         held = self._experts.of_share(share) if self._experts and share else None
-        key = (gpu_type, tp_degree, microbatch, recompute, fraction, held)
-        if key not in self._cache:
-            if recompute == "none" and share is None:
-                found = self.even.times(gpu_type, tp_degree, microbatch)
-                self._cache[key] = self._unbalanced(found, gpu_type, tp_degree, microbatch)
-            elif recompute == "none":
-                found = self._between(gpu_type, tp_degree, microbatch, fraction)
-                self._cache[key] = self._unbalanced(found, gpu_type, tp_degree, microbatch, share)
+        key = (gpu_type, tp_degree, microbatch, recompute, _fraction(tp_degree, share), held)
+        known = self._cache.get(key)
+        if known is None:
+            if recompute == "none":
+                known = self._keeping(gpu_type, tp_degree, microbatch, share)
             else:
-                model = self._eager if recompute == "selective" else self
-                whole = model._single_pass(gpu_type, tp_degree, microbatch, share=share)
-                again = self._again_s(
-                    gpu_type, 1 / fraction, microbatch, whole.forward_s[1:-1], recompute
-                )
-                backward = whole.backward_s.copy()
-                backward[1:-1] += again
-                self._cache[key] = replace(whole, backward_s=backward)
-        return self._cache[key]
+                known = self._recomputing(gpu_type, tp_degree, microbatch, recompute, share)
+            self._cache[key] = known
+        return known
+
+    def _keeping(
+        self, gpu_type: str, tp_degree: int, microbatch: int, share: TensorShare | None
+    ) -> LayerTimes:
+        """Return the times of a worker that recomputes nothing."""
+        if share is None:
+            times = self.even.times(gpu_type, tp_degree, microbatch)
+        else:
+            times = self._between(gpu_type, tp_degree, microbatch, share.fraction)
+        return self._unbalanced(times, gpu_type, tp_degree, microbatch, share)
+
+    def _recomputing(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute,
+        share: TensorShare | None,
+    ) -> LayerTimes:
+        """Return the times of a worker whose backward includes what it recomputes."""
+        # the runtime does not compile blocks that recompute selectively
+        model = self._eager if recompute == "selective" else self
+        whole = model._single_pass(gpu_type, tp_degree, microbatch, share=share)
+        cut = 1 / _fraction(tp_degree, share)
+        again_s = self._again_s(gpu_type, cut, microbatch, whole.forward_s[1:-1], recompute)
+        backward_s = whole.backward_s.copy()
+        backward_s[1:-1] += again_s
+        return replace(whole, backward_s=backward_s)
 
     def _again_s(
         self,
@@ -107,17 +125,17 @@ class LayerTimeModel:
         each scalar written once and read twice, or a fixed share of the forward if the device's
         bandwidth is unknown.
         """
-        device = find_gpu_type(gpu_type)
         if recompute == "full":
             return forward_s
+        device = find_gpu_type(gpu_type)
         if device is None:
             return SELECTIVE_FORWARD * forward_s
+
         tokens = microbatch * self.measured.sequence_length
         values = np.array([recomputed_values(block, tp_degree) for block in self._spec.blocks])
-        moved = 3 * values * tokens * VALUE_BYTES[self.measured.dtype]
-        return np.minimum(
-            forward_s, moved / (device.memory_bytes_per_s * self._parameters.memory_efficiency)
-        )
+        moved_bytes = 3 * values * tokens * VALUE_BYTES[self.measured.dtype]
+        bytes_per_s = device.memory_bytes_per_s * self._parameters.memory_efficiency
+        return np.minimum(forward_s, moved_bytes / bytes_per_s)
 
     def _between(
         self, gpu_type: str, tp_degree: int, microbatch: int, fraction: float
@@ -130,15 +148,19 @@ class LayerTimeModel:
         wide = 2 ** int(math.log2(1 / fraction))
         weight = 2 * wide * fraction - 1
         narrow = 2 * wide if weight < 1 else wide
-        one, other = (self._eager._alone(gpu_type, each, microbatch) for each in (wide, narrow))
-        mixed = weight * one[0] + (1 - weight) * other[0]
-        mixed[:2] += self.even.block_communication_s(gpu_type, tp_degree, microbatch)
+        wide_s, wide_notes = self._eager._alone(gpu_type, wide, microbatch)
+        narrow_s, narrow_notes = self._eager._alone(gpu_type, narrow, microbatch)
+        forward_s, backward_s, update_s = weight * wide_s + (1 - weight) * narrow_s
+        communication_s = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
         note = (
             f"{fraction:.1%} of a layer on {gpu_type}, TP {tp_degree}: from TP {wide} and TP"
             f" {narrow}, in proportion"
         )
         return LayerTimes(
-            mixed[0], mixed[1], mixed[2], tuple(dict.fromkeys((*one[1], *other[1], note)))
+            forward_s=forward_s + communication_s,
+            backward_s=backward_s + communication_s,
+            update_s=update_s,
+            estimated=tuple(dict.fromkeys((*wide_notes, *narrow_notes, note))),
         )
 
     def _alone(
@@ -150,10 +172,9 @@ class LayerTimeModel:
         """
         times = self.even.times(gpu_type, tp_degree, microbatch)
         had = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
-        own = [
-            np.maximum(LEAST_OWN * each, each - had) for each in (times.forward_s, times.backward_s)
-        ]
-        return np.array([*own, times.update_s]), times.estimated
+        forward_s = _own_s(times.forward_s, had)
+        backward_s = _own_s(times.backward_s, had)
+        return np.array([forward_s, backward_s, times.update_s]), times.estimated
 
     @cached_property
     def _eager(self) -> "LayerTimeModel":
@@ -186,6 +207,8 @@ class LayerTimeModel:
         measured = self.measured.load_spread
         spread = USUAL_LOAD_SPREAD if measured is None else measured
         key = self.measured.key(gpu_type, tp_degree)
+
+        # blocks of one kind share a result: a model has hundreds of blocks of one or two kinds
         added: dict[tuple[LayerSpec, bool], float] = {}
         growth = np.zeros(self._spec.num_layers + 2)
         for index, block in enumerate(self._spec.blocks):
@@ -194,15 +217,14 @@ class LayerTimeModel:
             if kind not in added:
                 added[kind] = self._added_by_load(block, tp_degree, share, spread, is_measured)
             growth[index + 1] = added[kind]
+
         had = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
-        forward, backward = (
-            each + growth * np.maximum(LEAST_OWN * each, each - had)
-            for each in (times.forward_s, times.backward_s)
-        )
+        forward_s = times.forward_s + growth * _own_s(times.forward_s, had)
+        backward_s = times.backward_s + growth * _own_s(times.backward_s, had)
         notes = times.estimated
         if measured is None:
             notes += (f"loads of experts: a spread of {spread:.0%} of their mean is assumed",)
-        return replace(times, forward_s=forward, backward_s=backward, estimated=notes)
+        return replace(times, forward_s=forward_s, backward_s=backward_s, estimated=notes)
 
     def _added_by_load(
         self,
@@ -227,6 +249,15 @@ class LayerTimeModel:
         flops = 2.0 * routed * self.measured.sequence_length
         load = imbalance(experts, held, fraction, tp_degree, spread)
         return (load - 1.0) * flops / block.forward_flops(self.measured.sequence_length)
+
+
+def _fraction(tp_degree: int, share: TensorShare | None) -> float:
+    return 1 / tp_degree if share is None else share.fraction
+
+
+def _own_s(seconds: Floats, communication_s: Floats) -> Floats:
+    """Return each layer's seconds without communication, which links may predict too long."""
+    return np.maximum(LEAST_OWN * seconds, seconds - communication_s)
 
 
 def require_dtype(dtype: str) -> None:

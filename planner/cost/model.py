@@ -13,6 +13,7 @@ from planner.cluster import Fleet, NodeType
 from planner.cost.basis import CostBasis, Measurements, Workload
 from planner.cost.boundaries import BoundaryCosts
 from planner.cost.caches import CostCaches
+from planner.cost.eviction import evict_oldest
 from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.full_shard import share_out_all
 from planner.cost.layer_cost_model import LayerCostModel
@@ -58,13 +59,12 @@ class CostModel:
         choices: MemoryChoices | None = None,
     ) -> None:
         require_dtype(workload.precision)
-        formats = workload.formats.items()
         self.fleet = fleet
         self.workload = workload
         self.spec = workload.spec
         self.precision = workload.precision
         self.sequence_length = workload.sequence_length
-        self.formats = {gpu: each for gpu, each in formats if each != workload.precision}
+        self.formats = workload.other_formats
         self.measurements = measurements or Measurements()
         self.parameters = parameters or CostParameters()
         self.choices = choices or MemoryChoices((workload.recompute,))
@@ -78,8 +78,9 @@ class CostModel:
         workload = self.workload
         parameters = self.parameters
         caches = self._caches
-        zones = known_zones({node.node_type.zone for node in self.fleet.nodes})
-        self.zones = () if self.links.zones.ignored else zones
+        self.zones: tuple[str, ...] = ()
+        if not self.links.zones.ignored:
+            self.zones = known_zones({kind.zone for kind in self.fleet.node_types})
         self.stage_formats = StageFormats(
             self.fleet,
             workload.precision,
@@ -158,10 +159,10 @@ class CostModel:
         communication in a layer's time scales with the layer.
         """
         other = copy.copy(self)
-        nodes = (
-            replace(node, node_type=kinds.get(node.node_type, node.node_type))
-            for node in self.fleet.nodes
-        )
+        nodes = []
+        for node in self.fleet.nodes:
+            kind = kinds.get(node.node_type, node.node_type)
+            nodes.append(replace(node, node_type=kind))
         other.fleet = replace(self.fleet, nodes=tuple(nodes))
         other.links = self.links.varied(kinds)
         other._caches = replace(self._caches.without_stages(), layer_costs={})
@@ -181,9 +182,10 @@ class CostModel:
 
     def cutting_sequences(self) -> "CostModel":
         """Return this model with all tensor-parallel stages sequence parallel, none selective."""
-        kinds = tuple(kind for kind in self.choices.recompute if kind != "selective")
+        others = tuple(each for each in self.choices.recompute if each != "selective")
         other = self._with_parameters(replace(self.parameters, sequence_parallel=True))
-        other.choices = replace(self.choices, recompute=kinds)  # a search's, not the parts'
+        # searches read these choices; the parts are made with the parameters alone
+        other.choices = replace(self.choices, recompute=others)
         return other
 
     def offloading(self) -> "CostModel":
@@ -225,8 +227,7 @@ class CostModel:
         known = self._predictions.get(plan)
         if known is None:
             known = self._predictions[plan] = self._predict(plan)
-            while len(self._predictions) > max(1, _REMEMBERED // len(self.fleet.workers)):
-                del self._predictions[next(iter(self._predictions))]
+            evict_oldest(self._predictions, max(1, _REMEMBERED // len(self.fleet.workers)))
         return known
 
     def _predict(self, plan: Plan) -> Prediction:
@@ -243,12 +244,18 @@ class CostModel:
             breakdown = self.steps.breakdown(simulation)
             used = self.memory_of.by_worker(plan)
             estimated = self.stages.estimated(plan)
+
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
         tokens = sequences * self.sequence_length
         nodes_usd = self.prices.nodes_usd_per_hour(plan)
         transfers = self.prices.zone_transfers(plan)
-        transfers_usd = sum(each.usd for each in transfers) / step * 3600
-        usd = None if nodes_usd is None else nodes_usd + transfers_usd
+        usd = None
+        usd_per_million_tokens = None
+        if nodes_usd is not None:
+            transfers_usd = sum(each.usd for each in transfers) / step * 3600
+            usd = nodes_usd + transfers_usd
+            usd_per_million_tokens = usd / 3600 * step / tokens * 1e6
+
         return Prediction(
             step_time_s=step,
             sequences_per_s=sequences / step,
@@ -256,7 +263,7 @@ class CostModel:
             usd_per_hour=usd,
             nodes_usd_per_hour=nodes_usd,
             transfers=transfers,
-            usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
+            usd_per_million_tokens=usd_per_million_tokens,
             breakdown_s=breakdown,
             memory_bytes_by_worker=used,
             memory_limit_bytes_by_worker=self._limits_bytes(plan),
@@ -271,7 +278,6 @@ class CostModel:
     def _limits_bytes(self, plan: Plan) -> dict[str, int]:
         """Return the bytes that a plan may use of each worker's memory."""
         found = dict[str, int]()
-        for worker in plan.workers:
-            kind = self.fleet.node_of(worker).node_type
+        for worker, kind in zip(plan.workers, self.fleet.node_types_of(plan.workers), strict=True):
             found[worker] = int(self.worker_memory.limit_bytes(kind))
         return found

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from planner.cluster import node_of
+from planner.cluster import NodeType, node_of
 from planner.communicators import communicators_at_most
 from planner.cost.boundaries import BoundaryCosts
+from planner.cost.eviction import evict_oldest
 from planner.cost.host_memory import (
     HostMemory,
     Kept,
@@ -21,7 +22,8 @@ from planner.cost.host_memory import (
     why_not_staged,
 )
 from planner.cost.parameters import CostParameters
-from planner.cost.stage_costs import RankBytes, Sharing, StageCosts, sharing_of
+from planner.cost.stage_costs import StageCosts
+from planner.cost.stage_terms import RankBytes, Sharing, sharing_of
 from planner.cost.sync import SyncJob, sync_jobs
 from planner.cost.uneven import ALIKE, slowest_s, whole_shares
 from planner.in_flight import one_each, working_ahead
@@ -54,10 +56,11 @@ class PlanMemory:
         self._stages = stages
         self._boundaries = boundaries
         self._synced = synced
-        kinds = {node.node_type for node in stages.fleet.nodes}
-        self.may_lack_host_memory = parameters.elastic and (
-            parameters.offload_optimizer or any(map(may_lack, kinds))
-        )
+        # the runtime stages state in host memory only when plans change
+        self.may_lack_host_memory = False
+        if parameters.elastic:
+            some_node_may = any(may_lack(kind) for kind in stages.fleet.node_types)
+            self.may_lack_host_memory = parameters.offload_optimizer or some_node_may
 
     def by_worker(self, plan: Plan) -> dict[str, int]:
         """Return peak bytes of every worker."""
@@ -66,10 +69,11 @@ class PlanMemory:
         for pipeline in plan.pipelines:
             terms = self._stages.every_terms(pipeline, sharing)
             for i, stage in enumerate(pipeline.stages):
+                in_flight = pipeline.in_flight(i)
                 for worker, rank in zip(stage.workers, terms[i].ranks, strict=True):
-                    found[worker] = int(
-                        rank.held_bytes + pipeline.in_flight(i) * rank.activation_bytes
-                    )
+                    activation_bytes = in_flight * rank.activation_bytes
+                    found[worker] = int(rank.held_bytes + activation_bytes)
+
         for worker, num_bytes in self._communicator_bytes(plan).items():
             found[worker] += int(num_bytes)
         return found
@@ -83,11 +87,12 @@ class PlanMemory:
         found = dict[str, float]()
         taken = self._communicator_bytes(plan)
         for worker, rank in self._ranks(plan):
-            if self._stages.fleet.gpu_type(worker) != "CPU":
-                node = node_of(worker)
-                room = rank.room_bytes - taken.get(worker, 0.0)
-                moved = rank.host_bytes or staged_bytes(rank.state_bytes, room)
-                found[node] = found.get(node, 0.0) + moved
+            if self._stages.fleet.gpu_type(worker) == "CPU":
+                continue
+            room = rank.room_bytes - taken.get(worker, 0.0)
+            moved = rank.host_bytes or staged_bytes(rank.state_bytes, room)
+            node = node_of(worker)
+            found[node] = found.get(node, 0.0) + moved
         return found
 
     def offloaded_by_node(self, plan: Plan) -> dict[str, float]:
@@ -104,9 +109,13 @@ class PlanMemory:
 
         None also if the size of the memory is unknown.
         """
-        for node, num_bytes in self.offloaded_by_node(plan).items():
-            worker = next(worker for worker in plan.workers if node_of(worker) == node)
-            why = why_not_offloaded(self._stages.fleet.node_of(worker).node_type, node, num_bytes)
+        offloaded = self.offloaded_by_node(plan)
+        if not offloaded:
+            return None
+
+        kinds = self._node_types(plan)
+        for node, num_bytes in offloaded.items():
+            why = why_not_offloaded(kinds[node], node, num_bytes)
             if why is not None:
                 return why
         return None
@@ -117,15 +126,20 @@ class PlanMemory:
         None if each node's does, or if no node's host memory is known.
         """
         kept = self.offloaded_by_node(plan)
-        if not self.may_lack_host_memory and not (kept and self.parameters.elastic):
+        keeps_state = bool(kept) and self.parameters.elastic
+        if not self.may_lack_host_memory and not keeps_state:
             return None
-        fleet = self._stages.fleet
-        kinds = {node_of(worker): fleet.node_of(worker).node_type for worker in plan.workers}
-        why = (
-            why_not_staged(kinds[node], node, num_bytes, kept.get(node, 0.0))
-            for node, num_bytes in self.staged_by_node(plan).items()
-        )
-        return next((each for each in why if each is not None), None)
+
+        kinds = self._node_types(plan)
+        for node, num_bytes in self.staged_by_node(plan).items():
+            why = why_not_staged(kinds[node], node, num_bytes, kept.get(node, 0.0))
+            if why is not None:
+                return why
+        return None
+
+    def _node_types(self, plan: Plan) -> dict[str, NodeType]:
+        """Return the node types of the nodes in use by name."""
+        return dict(self._stages.fleet.members_of(plan.workers))
 
     def host_memory(self, plan: Plan, kept: Kept) -> tuple[HostMemory, ...]:
         """Return host memory of the nodes in use for which its size is known.
@@ -137,10 +151,13 @@ class PlanMemory:
         state = {worker: rank.state_bytes for worker, rank in self._ranks(plan)}
         moved = self.staged_by_node(plan)
         offloaded = self.offloaded_by_node(plan)
-        found = by_node(plan, self._stages.fleet, self.spec, state, moved, kept)
-        return tuple(replace(node, offloaded_bytes=offloaded.get(node.node, 0.0)) for node in found)
+        found = []
+        for node in by_node(plan, self._stages.fleet, self.spec, state, moved, kept):
+            found.append(replace(node, offloaded_bytes=offloaded.get(node.node, 0.0)))
+        return tuple(found)
 
     def _ranks(self, plan: Plan) -> Iterator[tuple[str, RankBytes]]:
+        """Yield every worker and its bytes, in plan order."""
         sharing = sharing_of(plan)
         for pipeline in plan.pipelines:
             terms = self._stages.every_terms(pipeline, sharing)
@@ -164,10 +181,10 @@ class PlanMemory:
         pipelines = []
         for pipeline in plan.pipelines:
             first = replace(pipeline, most_in_flight=())
-            stages = (
-                replace(s, tp_shares=self._shares(first, i, sharing, taken))
-                for i, s in enumerate(pipeline.stages)
-            )
+            stages = []
+            for i, stage in enumerate(pipeline.stages):
+                tp_shares = self._shares(first, i, sharing, taken)
+                stages.append(replace(stage, tp_shares=tp_shares))
             pipelines.append(replace(pipeline, stages=tuple(stages)))
         return replace(plan, pipelines=tuple(pipelines))
 
@@ -175,14 +192,18 @@ class PlanMemory:
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]
     ) -> tuple[int, ...]:
         stage = pipeline.stages[index]
-        spec = self.spec
         if not stage.tp_shares:
             return ()
         seconds = self._stages.seconds_of_shares(pipeline, index, sharing, _most_of(taken, stage))
-        found = whole_shares(seconds, len(stage.workers), spec.max_tp_degree, spec.key_value_units)
-        is_quicker = found and slowest_s(seconds, found) < (1 - ALIKE) * slowest_s(
-            seconds, stage.tp_shares
+        found = whole_shares(
+            seconds, len(stage.workers), self.spec.max_tp_degree, self.spec.key_value_units
         )
+        if not found:
+            return stage.tp_shares
+
+        # other shares move state, which a small gain does not pay for
+        own_s = slowest_s(seconds, stage.tp_shares)
+        is_quicker = slowest_s(seconds, found) < (1 - ALIKE) * own_s
         return found if is_quicker else stage.tp_shares
 
     def with_choices(self, plan: Plan, choices: Sequence[Recompute], shard: bool) -> Plan:
@@ -191,25 +212,33 @@ class PlanMemory:
         shard: share optimizer state out. A stage fits with as few microbatches in flight as 1F1B
         allows. It gets the last choice if it fits with none.
         """
-        ways = [_saying(plan, choice, shard) for choice in choices]
+        ways = [_with_choice(plan, choice, shard) for choice in choices]
+        # sharing depends on `shard` alone, so that any of them has it
         sharing = sharing_of(ways[0])
         taken = self._communicator_bytes(plan)
         pipelines = []
         for number, first in enumerate(ways[0].pipelines):
-            several = [way.pipelines[number] for way in ways]
+            candidates = [way.pipelines[number] for way in ways]
             stages = []
-            for i, last in enumerate(several[-1].stages):
-                fitting = (w.stages[i] for w in several if self._fits(w, i, sharing, taken))
-                stages.append(next(fitting, last))
+            for i in range(len(first.stages)):
+                stages.append(self._first_that_fits(candidates, i, sharing, taken))
             pipelines.append(replace(first, stages=tuple(stages)))
         return replace(plan, pipelines=tuple(pipelines))
 
-    def _fits(
-        self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]
-    ) -> bool:
-        terms = self._stages.terms(pipeline, index, sharing)
-        most = _most_of(taken, pipeline.stages[index])
-        return terms.room(most) >= pipeline.in_flight(index)
+    def _first_that_fits(
+        self,
+        candidates: Sequence[Pipeline],
+        index: int,
+        sharing: Sharing,
+        taken: Mapping[str, float],
+    ) -> Stage:
+        """Return the stage `index` of the first pipeline in which it fits, else of the last."""
+        for pipeline in candidates:
+            stage = pipeline.stages[index]
+            room = self._stages.terms(pipeline, index, sharing).room(_most_of(taken, stage))
+            if room >= pipeline.in_flight(index):
+                return stage
+        return candidates[-1].stages[index]
 
     def working_ahead(self, plan: Plan, most: int) -> Plan:
         """Return the plan with as many microbatches in flight as fit in memory.
@@ -218,10 +247,10 @@ class PlanMemory:
         """
         sharing = sharing_of(plan)
         taken = self._communicator_bytes(plan)
-        pipelines = (
-            replace(p, most_in_flight=self._most_in_flight(plan, p, sharing, taken, most))
-            for p in plan.pipelines
-        )
+        pipelines = []
+        for pipeline in plan.pipelines:
+            numbers = self._most_in_flight(plan, pipeline, sharing, taken, most)
+            pipelines.append(replace(pipeline, most_in_flight=numbers))
         return replace(plan, pipelines=tuple(pipelines))
 
     def _most_in_flight(
@@ -233,17 +262,20 @@ class PlanMemory:
         most: int,
     ) -> tuple[int, ...]:
         depth = len(pipeline.stages)
-        both = [
-            there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)
-        ]
-        terms = self._stages.every_terms(pipeline, sharing)
-        room = [
-            each.room(_most_of(taken, stage))
-            for stage, each in zip(pipeline.stages, terms, strict=True)
-        ]
-        # a stage that holds all microbatches has room for any number
-        room = [most * depth if have >= pipeline.num_microbatches else have for have in room]
-        numbers = working_ahead(both, room, most)
+        there_s, back_s = self._boundaries.of(plan, pipeline)
+        both_s = [there + back for there, back in zip(there_s, back_s, strict=True)]
+
+        rooms = []
+        every_terms = self._stages.every_terms(pipeline, sharing)
+        for stage, terms in zip(pipeline.stages, every_terms, strict=True):
+            room = terms.room(_most_of(taken, stage))
+            # a stage that holds all microbatches has room for any number
+            if room >= pipeline.num_microbatches:
+                room = most * depth
+            rooms.append(room)
+
+        numbers = working_ahead(both_s, rooms, most)
+        # plans leave 1F1B's own numbers out
         return () if numbers == one_each(depth) else numbers
 
     def _communicator_bytes(self, plan: Plan) -> Mapping[str, float]:
@@ -262,18 +294,20 @@ class PlanMemory:
         key = tuple(parts)
         known = self._synced.get(key)
         if known is None:
-            jobs = sync_jobs(plan, self.spec, self.parameters)
-            numbers = communicators_at_most(
-                plan, Counter(worker for job in jobs for worker in job.members)
-            )
-            each = self.parameters.communicator_bytes
-            known = self._synced[key] = (
-                jobs,
-                {worker: number * each for worker, number in numbers.items()},
-            )
-            if len(self._synced) > _REMEMBERED:
-                del self._synced[next(iter(self._synced))]
+            known = self._synced[key] = self._new_jobs(plan)
+            evict_oldest(self._synced, _REMEMBERED)
         return known
+
+    def _new_jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
+        jobs = sync_jobs(plan, self.spec, self.parameters)
+        sums = Counter[str]()
+        for job in jobs:
+            sums.update(job.members)
+
+        taken = {}
+        for worker, number in communicators_at_most(plan, sums).items():
+            taken[worker] = number * self.parameters.communicator_bytes
+        return jobs, taken
 
 
 def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
@@ -285,12 +319,12 @@ def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
     return max(taken.get(worker, 0.0) for worker in workers)
 
 
-def _saying(plan: Plan, recompute: Recompute, shard: bool) -> Plan:
+def _with_choice(plan: Plan, recompute: Recompute, shard: bool) -> Plan:
     """Return the plan with one choice for all stages and 1F1B's microbatches in flight."""
     pipelines = []
     for pipeline in plan.pipelines:
-        stages = [
-            replace(stage, recompute=recompute, shard_optimizer=shard) for stage in pipeline.stages
-        ]
+        stages = []
+        for stage in pipeline.stages:
+            stages.append(replace(stage, recompute=recompute, shard_optimizer=shard))
         pipelines.append(replace(pipeline, stages=tuple(stages), most_in_flight=()))
     return replace(plan, pipelines=tuple(pipelines))

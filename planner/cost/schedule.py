@@ -60,16 +60,23 @@ def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
 
     Cost O(P K).
     """
-    forward_end, backward_end = (np.array(each) for each in run_1f1b(times, num_microbatches))
-    forward, backward = (
-        np.asarray(seconds)[:, None] for seconds in (times.forward_s, times.backward_s)
+    forward_ends, backward_ends = run_1f1b(times, num_microbatches)
+    forward_end = np.array(forward_ends)
+    backward_end = np.array(backward_ends)
+    forward = np.asarray(times.forward_s)[:, None]
+    backward = np.asarray(times.backward_s)[:, None]
+    return Timeline(
+        forward_start_s=forward_end - forward,
+        forward_end_s=forward_end,
+        backward_start_s=backward_end - backward,
+        backward_end_s=backward_end,
     )
-    return Timeline(forward_end - forward, forward_end, backward_end - backward, backward_end)
 
 
 def ends_of_stages(times: PipelineTimes, num_microbatches: int) -> tuple[float, ...]:
     """Return the seconds at which each stage has finished its last backward, [P]."""
-    return tuple(each[-1] for each in run_1f1b(times, num_microbatches)[1])
+    _, backward_ends = run_1f1b(times, num_microbatches)
+    return tuple(ends[-1] for ends in backward_ends)
 
 
 _Ends = tuple[list[list[float]], list[list[float]]]
@@ -83,8 +90,13 @@ def run_1f1b(times: PipelineTimes, num_microbatches: int) -> _Ends:
     numbers = times.most_in_flight or one_each(len(times.forward_s))
     stages, microbatches = _actions(numbers, num_microbatches)
     actions = zip(stages.tolist(), microbatches.tolist(), strict=True)
-    run = _run_beside if times.transfers == "none" else _run_occupying
-    return run(times, num_microbatches, actions)
+    if times.transfers == "none":
+        return _run_beside(times, num_microbatches, actions)
+    return _run_occupying(times, num_microbatches, actions)
+
+
+def _no_ends(depth: int, k: int) -> list[list[float]]:
+    return [[0.0] * k for _ in range(depth)]
 
 
 def _run_beside(times: PipelineTimes, k: int, actions: Iterable[tuple[int, int]]) -> _Ends:
@@ -92,35 +104,48 @@ def _run_beside(times: PipelineTimes, k: int, actions: Iterable[tuple[int, int]]
 
     Transfers of one sender follow each other.
     """
+    # Indices and comparisons instead of enumerate, min and max: this loop is most of a simulation.
     forward = times.forward_s
     backward = times.backward_s
     # boundary s lies before stage s
     before_f = [0.0, *times.send_forward_s, 0.0]
     before_b = [0.0, *times.send_backward_s, 0.0]
     depth = len(forward)
-    last = len(forward) - 1
-    done_f = [[0.0] * k for _ in range(depth)]
-    done_b = [[0.0] * k for _ in range(depth)]
+    last = depth - 1
+    done_f = _no_ends(depth, k)
+    done_b = _no_ends(depth, k)
     # when each microbatch is there; the first stage's forwards, and the last one's backwards, wait
     # for nobody
-    there_f = [[0.0] * k for _ in range(depth + 1)]
-    there_b = [[0.0] * k for _ in range(depth + 1)]
+    there_f = _no_ends(depth + 1, k)
+    there_b = _no_ends(depth + 1, k)
     free = [0.0] * depth
     sent = [0.0] * depth
     for s, i in actions:
         start = free[s]
         if i >= 0:
-            if (ready := there_f[s][i]) > start:
+            ready = there_f[s][i]
+            if ready > start:
                 start = ready
-            done_f[s][i] = free[s] = end = start + forward[s]
+            end = start + forward[s]
+            done_f[s][i] = end
+            free[s] = end
             if s < last:
-                there_f[s + 1][i] = sent[s] = (end if end > sent[s] else sent[s]) + before_f[s + 1]
+                begin = end if end > sent[s] else sent[s]
+                arrival = begin + before_f[s + 1]
+                sent[s] = arrival
+                there_f[s + 1][i] = arrival
         else:
-            if (ready := there_b[s][~i]) > start:
+            ready = there_b[s][~i]
+            if ready > start:
                 start = ready
-            done_b[s][~i] = free[s] = end = start + backward[s]
+            end = start + backward[s]
+            done_b[s][~i] = end
+            free[s] = end
             if s:
-                there_b[s - 1][~i] = sent[s] = (end if end > sent[s] else sent[s]) + before_b[s]
+                begin = end if end > sent[s] else sent[s]
+                arrival = begin + before_b[s]
+                sent[s] = arrival
+                there_b[s - 1][~i] = arrival
     return done_f, done_b
 
 
@@ -135,24 +160,30 @@ def _run_occupying(times: PipelineTimes, k: int, actions: Iterable[tuple[int, in
     before_f = [0.0, *times.send_forward_s, 0.0]
     before_b = [0.0, *times.send_backward_s, 0.0]
     depth = len(forward)
-    last = len(forward) - 1
+    last = depth - 1
     hold = 1.0 if times.transfers == "both" else 0.0
     hold_f = [hold * seconds for seconds in before_f]
     hold_b = [hold * seconds for seconds in before_b]
-    done_f = [[0.0] * k for _ in range(depth)]
-    done_b = [[0.0] * k for _ in range(depth)]
+    done_f = _no_ends(depth, k)
+    done_b = _no_ends(depth, k)
     free = [0.0] * depth
     for s, i in actions:
         start = free[s]
         if i >= 0:
-            if s and (ready := done_f[s - 1][i]) > start:
-                start = ready
-            done_f[s][i] = end = start + before_f[s] + forward[s]
+            if s:
+                ready = done_f[s - 1][i]
+                if ready > start:
+                    start = ready
+            end = start + before_f[s] + forward[s]
+            done_f[s][i] = end
             free[s] = end + hold_f[s + 1]
         else:
-            if s < last and (ready := done_b[s + 1][~i]) > start:
-                start = ready
-            done_b[s][~i] = end = start + before_b[s + 1] + backward[s]
+            if s < last:
+                ready = done_b[s + 1][~i]
+                if ready > start:
+                    start = ready
+            end = start + before_b[s + 1] + backward[s]
+            done_b[s][~i] = end
             free[s] = end + hold_b[s]
     return done_f, done_b
 
@@ -171,13 +202,20 @@ def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
     most = np.array(in_flight)[:, None]
     stage = np.arange(depth)[:, None]
     microbatch = np.arange(k)[None, :]
-    back = int((stage + most).max()) + depth - 1 - stage
-    forward = np.where(microbatch < most, stage + microbatch, back + 1 + 2 * (microbatch - most))
-    backward = back + 2 * microbatch
-    order = np.argsort(np.concatenate([forward.ravel(), backward.ravel()]), kind="stable")
+
+    warm_up_end = int((stage + most).max())
+    first_backward = warm_up_end + depth - 1 - stage
+    warm_up = stage + microbatch
+    between_backwards = first_backward + 1 + 2 * (microbatch - most)
+    forward = np.where(microbatch < most, warm_up, between_backwards)
+    backward = first_backward + 2 * microbatch
+
+    slots = np.concatenate([forward.ravel(), backward.ravel()])
+    order = np.argsort(slots, kind="stable")
     stages = np.tile(np.repeat(np.arange(depth), k), 2)[order]
     number = np.tile(np.arange(k), depth)
-    return stages.astype(np.int32), np.concatenate([number, ~number])[order].astype(np.int32)
+    microbatches = np.concatenate([number, ~number])[order]
+    return stages.astype(np.int32), microbatches.astype(np.int32)
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
@@ -190,21 +228,22 @@ def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
     microbatch. Equality holds for one stage, and for equal stages without transfers.
     """
     # plain floats: searches ask thousands of times, and arrays this short cost ten times as much
-    forward_s = times.send_forward_s
-    backward_s = times.send_backward_s
+    there_s = times.send_forward_s
+    back_s = times.send_backward_s
     last = len(times.forward_s) - 1
     again = num_microbatches - 1
-    reach = most = 0.0
+    reach = 0.0
+    most = 0.0
     for stage, (forward, backward) in enumerate(zip(times.forward_s, times.backward_s)):
         busy = num_microbatches * (forward + backward)
         if times.transfers != "none":
-            busy += again * (forward_s[stage - 1] if stage else 0.0)
-            busy += again * (backward_s[stage] if stage < last else 0.0)
+            busy += again * (there_s[stage - 1] if stage else 0.0)
+            busy += again * (back_s[stage] if stage < last else 0.0)
         if times.transfers == "both":
-            busy += again * (forward_s[stage] if stage < last else 0.0)
-            busy += again * (backward_s[stage - 1] if stage else 0.0)
+            busy += again * (there_s[stage] if stage < last else 0.0)
+            busy += again * (back_s[stage - 1] if stage else 0.0)
         most = max(most, reach + busy)
         reach += forward + backward
         if stage < last:
-            reach += forward_s[stage] + backward_s[stage]
+            reach += there_s[stage] + back_s[stage]
     return max(reach, most)

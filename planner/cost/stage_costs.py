@@ -4,8 +4,6 @@ Searches change few stages of a plan at a time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,93 +11,25 @@ from numpy.typing import NDArray
 from planner.cluster import NodeType
 from planner.cost.basis import CostBasis
 from planner.cost.even_layers import LayerTimes
+from planner.cost.eviction import evict_oldest
 from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.full_shard import GATHERED_LAYERS
 from planner.cost.layer_times import LayerTimesByFormat
 from planner.cost.links import Links
-from planner.cost.memory import OPTIMIZER_BYTES, VALUE_BYTES, with_cut_sequence
+from planner.cost.memory import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms, with_cut_sequence
 from planner.cost.offload import offloaded_update_s
+from planner.cost.stage_terms import NOT_SHARED, RankBytes, Sharing, StageTerms, traits_of
 from planner.cost.worker_memory import WorkerMemory
 from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
-from planner.redundancy import layers_of, sharded_layers
+from planner.redundancy import layers_of
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 ESTIMATED_DISPATCH = "all-to-all of tokens to experts: from links and even routing, not measured"
-TermsByStage = dict[tuple[Hashable, ...], "StageTerms"]
+TermsByStage = dict[tuple[Hashable, ...], StageTerms]
 """Terms of stages by all that they depend on: the same on any fleet."""
 
 _REMEMBERED = 4096  # pipelines
-_REST = attrgetter(*(each.name for each in fields(Stage) if each.name != "workers"))
-
-
-@dataclass(frozen=True, slots=True)
-class RankBytes:
-    """Bytes of one worker of a stage.
-
-    held_bytes: held all step long. activation_bytes: for each microbatch in flight. free_bytes:
-    free beside what it holds all step long. state_bytes: masters and moments, which outlive a plan.
-    room_bytes: room for what a plan puts there. offloaded_bytes: masters and moments in host
-    memory.
-    """
-
-    held_bytes: float
-    activation_bytes: float
-    free_bytes: float
-    state_bytes: float
-    room_bytes: float
-    host_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StageTerms:
-    """Seconds and bytes of one stage.
-
-    Seconds of a microbatch and of the update are the slowest worker's. ranks: bytes of each worker.
-    estimated: the times that are estimated, not measured.
-    """
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    ranks: tuple[RankBytes, ...]
-    estimated: tuple[str, ...]
-
-    def room(self, taken_bytes: float) -> int:
-        """Return microbatches in flight that memory holds.
-
-        taken_bytes: further bytes taken of each worker.
-        """
-        return min(
-            int((rank.free_bytes - taken_bytes) / max(1.0, rank.activation_bytes))
-            for rank in self.ranks
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Layers with shared-out optimizer state, and the number of workers that share each.
-
-    layers: names as in `planner.redundancy`. holders: number of pipelines, since each pipeline
-    holds each slice once. Further workers may hold a few tensors (biases, norms, a tied embedding);
-    they are not counted. offloads: masters and moments are in host memory.
-    """
-
-    holders: int = 1
-    layers: frozenset[str] = frozenset()
-    offloads: bool = False
-
-
-NOT_SHARED = Sharing()
-
-
-def sharing_of(plan: Plan) -> Sharing:
-    """Return the sharing of optimizer state in a plan."""
-    if len(plan.pipelines) > 1 and any(
-        stage.shard_optimizer for p in plan.pipelines for stage in p.stages
-    ):
-        return Sharing(len(plan.pipelines), sharded_layers(plan), plan.offloads)
-    return Sharing(offloads=True) if plan.offloads else NOT_SHARED
 
 
 class StageCosts:
@@ -153,23 +83,33 @@ class StageCosts:
             terms = tuple(self._stage_terms(pipeline, i, sharing) for i in range(len(stages)))
             # the stages are kept, so that no others have the same id
             known = self._by_pipeline[key] = stages, terms
-            if len(self._by_pipeline) > _REMEMBERED:
-                del self._by_pipeline[next(iter(self._by_pipeline))]
+            evict_oldest(self._by_pipeline, _REMEMBERED)
         return known[1]
 
     def _stage_terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
-        stage, last = pipeline.stages[index], len(pipeline.stages) - 1
-        mine = sharing.layers and sharing.layers.intersection(layers_of(stage, index, last + 1))
-        holders = sharing.holders if mine else 1
+        stage = pipeline.stages[index]
+        count = len(pipeline.stages)
+        shared_layers = sharing.layers
+        if shared_layers:
+            shared_layers = shared_layers.intersection(layers_of(stage, index, count))
+        holders = sharing.holders if shared_layers else 1
         offloads = sharing.offloads
-        size = pipeline.microbatch_sequences
-        borders = self._border_bytes(pipeline, index)
-        place = self._place_key(stage)
-        ends = index == 0, index == last
-        key = (place, _REST(stage), ends, size, holders, mine, offloads, borders)
+
+        # all that the terms depend on, so that equal stages of other plans and fleets share them
+        key = (
+            self._place_key(stage),
+            traits_of(stage),
+            index == 0,
+            index == count - 1,
+            pipeline.microbatch_sequences,
+            holders,
+            shared_layers,
+            offloads,
+            self._border_bytes(pipeline, index),
+        )
         known = self._known.get(key)
         if known is None:
-            stage_sharing = Sharing(holders, mine or frozenset(), offloads)
+            stage_sharing = Sharing(holders, shared_layers, offloads)
             known = self._known[key] = self._terms(pipeline, index, stage_sharing)
         return known
 
@@ -178,10 +118,10 @@ class StageCosts:
 
         The order of the names counts: rings go round nodes in that order.
         """
-        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
-        names = sorted({node.name for node in nodes})
+        members = self.fleet.members_of(stage.workers)
+        names = sorted({name for name, _ in members})
         order = {name: i for i, name in enumerate(names)}
-        return tuple((order[node.name], node.node_type) for node in nodes)
+        return tuple((order[name], kind) for name, kind in members)
 
     def work_s(self, pipeline: Pipeline) -> float:
         """Return forward and backward seconds of one microbatch in the slowest stage."""
@@ -213,18 +153,24 @@ class StageCosts:
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
         size = pipeline.microbatch_sequences
+        spread_s = self._spread_tp_s(stage, size)
+        # overheads do not depend on how fast a node computes, so its slowdown leaves them alone
+        overhead_s = stage.num_layers * spread_s + self.parameters.stage_overhead_s
+
         forward = 0.0
         backward = 0.0
-        spread_s = self._spread_tp_s(stage, size)
-        more = stage.num_layers * spread_s + self.parameters.stage_overhead_s
         for kind, share in dict.fromkeys(self._parts(stage)):
             times = self._layer_times(kind, share, stage, size)
-            added = self._dispatch_s(times, stage, size, spread_s)
             slowdown = 1.0 if rated else kind.slowdown
             own_forward = slowdown * float(times.forward_s[chosen].sum())
             own_backward = slowdown * float(times.backward_s[chosen].sum())
-            forward = max(forward, own_forward + float(added[0][chosen].sum()) + more)
-            backward = max(backward, own_backward + float(added[1][chosen].sum()) + more)
+
+            added_forward, added_backward = self._dispatch_s(times, stage, size, spread_s)
+            own_forward += float(added_forward[chosen].sum())
+            own_backward += float(added_backward[chosen].sum())
+
+            forward = max(forward, own_forward + overhead_s)
+            backward = max(backward, own_backward + overhead_s)
         return forward, backward
 
     def _dispatch_s(
@@ -246,11 +192,11 @@ class StageCosts:
 
         The share is None if the TP degree defines it.
         """
-        kinds = (self.fleet.node_of(worker).node_type for worker in stage.workers)
-        return [
-            (kind, stage.share(rank) if stage.tp_shares else None)
-            for rank, kind in enumerate(kinds)
-        ]
+        parts = list[tuple[NodeType, TensorShare | None]]()
+        for rank, kind in enumerate(self.fleet.node_types_of(stage.workers)):
+            share = stage.share(rank) if stage.tp_shares else None
+            parts.append((kind, share))
+        return parts
 
     def _layer_times(
         self, kind: NodeType, share: TensorShare | None, stage: Stage, size: int
@@ -262,29 +208,30 @@ class StageCosts:
         )
 
     def _terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
-        stage, count, size = (
-            pipeline.stages[index],
-            len(pipeline.stages),
-            pipeline.microbatch_sequences,
-        )
-        chosen, parts = _entries(stage, index, count), self._parts(stage)
-        kinds = sorted(dict.fromkeys(parts), key=lambda part: (part[0].name, part[1] or ()))
-        times = [(kind, self._layer_times(kind, share, stage, size)) for kind, share in kinds]
-        is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
+        stage = pipeline.stages[index]
+        count = len(pipeline.stages)
+        size = pipeline.microbatch_sequences
+        chosen = _entries(stage, index, count)
+        is_shared = _is_shared(stage, index, count, sharing)
         updated = np.where(is_shared, 1.0 / sharing.holders, 1.0)
-        ranks = self._bytes_by_rank(pipeline, index, sharing, is_shared)
-        update_s = max(kind.slowdown * float(updated @ of.update_s[chosen]) for kind, of in times)
-        if ranks[0].host_bytes:
-            update_s = self._offloaded_s(pipeline, index, ranks)
-        notes = dict.fromkeys(note for _, of in times for note in of.estimated)
+
+        # in the order of names, so that notes do not depend on the order of the workers
+        parts = sorted(dict.fromkeys(self._parts(stage)), key=_name_and_share)
+        seconds = []
+        notes = dict[str, None]()
+        for kind, share in parts:
+            times = self._layer_times(kind, share, stage, size)
+            seconds.append(kind.slowdown * float(updated @ times.update_s[chosen]))
+            notes.update(dict.fromkeys(times.estimated))
         if stage.expert_dispatch == "all_to_all":
             notes[ESTIMATED_DISPATCH] = None
-        return StageTerms(
-            *self._seconds(pipeline, index),
-            update_s,
-            ranks,
-            tuple(notes),
-        )
+
+        update_s = max(seconds)
+        ranks = self._bytes_by_rank(pipeline, index, sharing)
+        if ranks[0].host_bytes:
+            update_s = self._offloaded_s(pipeline, index, ranks)
+        forward_s, backward_s = self._seconds(pipeline, index)
+        return StageTerms(forward_s, backward_s, update_s, ranks, tuple(notes))
 
     def _offloaded_s(self, pipeline: Pipeline, index: int, ranks: Sequence[RankBytes]) -> float:
         """Return the seconds of the slowest worker's update in host memory."""
@@ -298,77 +245,110 @@ class StageCosts:
         return max(seconds)
 
     def _bytes_by_rank(
-        self, pipeline: Pipeline, index: int, sharing: Sharing, is_shared: Bools
+        self, pipeline: Pipeline, index: int, sharing: Sharing
     ) -> tuple[RankBytes, ...]:
         """Return the bytes of each rank.
 
         Workers with equal shares count as the fullest of them, whatever their node types.
         """
-        stage, parts = pipeline.stages[index], self._parts(pipeline.stages[index])
+        stage = pipeline.stages[index]
         if not stage.tp_shares:
-            kinds = {kind for kind, _ in parts}
-            return (self._bytes_of(pipeline, index, sharing, is_shared, None, kinds),) * len(parts)
-        return tuple(
-            self._bytes_of(pipeline, index, sharing, is_shared, share, {kind})
-            for kind, share in parts
-        )
+            kinds = set(self.fleet.node_types_of(stage.workers))
+            fullest = self._bytes_of(pipeline, index, sharing, None, kinds)
+            return (fullest,) * stage.tp_degree
+
+        ranks = []
+        for kind, share in self._parts(stage):
+            ranks.append(self._bytes_of(pipeline, index, sharing, share, {kind}))
+        return tuple(ranks)
 
     def _bytes_of(
         self,
         pipeline: Pipeline,
         index: int,
         sharing: Sharing,
-        is_shared: Bools,
         share: TensorShare | None,
         kinds: set[NodeType],
     ) -> RankBytes:
-        stage, count, size = (
-            pipeline.stages[index],
-            len(pipeline.stages),
-            pipeline.microbatch_sequences,
-        )
+        """Return the bytes of a worker with `share`, on the node type of `kinds` with least room.
+
+        share: None if the TP degree defines it.
+        """
+        stage = pipeline.stages[index]
+        count = len(pipeline.stages)
+        size = pipeline.microbatch_sequences
         chosen = _entries(stage, index, count)
+        is_shared = _is_shared(stage, index, count, sharing)
+        holders = sharing.holders
+        memory = self._memory_terms(stage, size, share, offloads=sharing.offloads)
+
+        fixed = max(self.memory.fixed_bytes(kind) for kind in kinds)
+        if self.parameters.full_shard and holders > 1:
+            state = memory.state_bytes[chosen] / holders
+            fixed += self._gathered_bytes(chosen, stage.tp_degree)
+        else:
+            saved = memory.saved_bytes(holders)[chosen]
+            state = memory.state_bytes[chosen] - is_shared * saved
+        own_part = np.where(is_shared, 1.0 / holders, 1.0)
+        kept = (memory.optimizer_bytes + memory.host_bytes)[chosen] * own_part
+
+        # the terms count the tied tensor at both ends; a stage with both ends holds it once
+        if count == 1 and self.spec.tied_embeddings:
+            tp_degree = stage.tp_degree if share is None else 1 / share.fraction
+            once = 1.0 - self.spec.tied_share(tp_degree)
+            state[0] *= once
+            kept[0] *= once
+
+        held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
+        held += self.parameters.border_messages * self._border_bytes(pipeline, index)
+        if stage.expert_dispatch == "all_to_all":
+            held += self.dispatch.buffer_bytes(stage, size)
+
+        limit = min(self.memory.limit_bytes(kind) for kind in kinds)
+        kept_bytes = float(kept.sum())
+        return RankBytes(
+            held_bytes=held,
+            activation_bytes=float(memory.activation_bytes[chosen].sum()),
+            free_bytes=limit - held,
+            state_bytes=kept_bytes,
+            room_bytes=limit - fixed,
+            host_bytes=kept_bytes if np.any(memory.host_bytes) else 0.0,
+        )
+
+    def _memory_terms(
+        self, stage: Stage, size: int, share: TensorShare | None, *, offloads: bool
+    ) -> MemoryTerms:
+        """Return the bytes of every layer as the stage would hold it."""
         recompute = stage.recompute or self.recompute
         compute = self.formats.of(stage)
         memory = self.memory.terms(compute, stage.tp_degree, size, recompute, share)
+
+        # WorkerMemory applies what the parameters say of all stages; these stages say it themselves
         if stage.sequence_parallel and not self.parameters.sequence_parallel:
             value_bytes = self.formats.inside_bytes(size, compute) / self.spec.hidden_size
             by_modules = self.parameters.autograd_activations
             memory = with_cut_sequence(
                 memory, self.spec, value_bytes, stage.tp_degree, recompute, by_modules
             )
-        if sharing.offloads and not self.parameters.offload_optimizer:
+        if offloads and not self.parameters.offload_optimizer:
             memory = memory.offloaded()
-        holders = sharing.holders
-        fixed = max(map(self.memory.fixed_bytes, kinds))
-        if self.parameters.full_shard and holders > 1:
-            state = memory.state_bytes[chosen] / holders
-            fixed += self._gathered_bytes(chosen, stage.tp_degree)
-        else:
-            state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]
-        part = np.where(is_shared, 1.0 / holders, 1.0)
-        kept = (memory.optimizer_bytes + memory.host_bytes)[chosen] * part
-        if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
-            degree = stage.tp_degree if share is None else 1 / share.fraction
-            once = 1.0 - self.spec.tied_share(degree)
-            state[0], kept[0] = state[0] * once, kept[0] * once
-        held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
-        held += self.parameters.border_messages * self._border_bytes(pipeline, index)
-        if stage.expert_dispatch == "all_to_all":
-            held += self.dispatch.buffer_bytes(stage, size)
-        activations = float(memory.activation_bytes[chosen].sum())
-        limit = min(map(self.memory.limit_bytes, kinds))
-        host = float(kept.sum()) if np.any(memory.host_bytes) else 0.0
-        return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed, host)
+        return memory
 
     def _border_bytes(self, pipeline: Pipeline, index: int) -> float:
         """Return bytes of a microbatch's hidden states at the stage's borders, added up."""
-        mine = self.formats.of(pipeline.stages[index])
-        size = pipeline.microbatch_sequences
-        neighbours = pipeline.stages[max(0, index - 1) : index] + pipeline.stages[index + 1 :][:1]
-        return sum(
-            self.formats.border_bytes(size, mine, self.formats.of(other)) for other in neighbours
-        )
+        stages = pipeline.stages
+        mine = self.formats.of(stages[index])
+        neighbours = []
+        if index > 0:
+            neighbours.append(stages[index - 1])
+        if index + 1 < len(stages):
+            neighbours.append(stages[index + 1])
+
+        total = 0.0
+        for neighbour in neighbours:
+            other = self.formats.of(neighbour)
+            total += self.formats.border_bytes(pipeline.microbatch_sequences, mine, other)
+        return total
 
     def _gathered_bytes(self, chosen: NDArray[np.int64], tp_degree: int) -> float:
         """Return bytes of gathered weights and of one layer's gradient.
@@ -376,11 +356,16 @@ class StageCosts:
         The weights are those of the layers gathered at one time; both are in the format in which
         they are sent.
         """
-        layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
-        trained = [layers[i].parameters_per_worker(tp_degree) for i in chosen]
-        frozen = [layers[i].frozen_per_worker(tp_degree) for i in chosen]
-        weights = sorted(map(sum, zip(trained, frozen, strict=True)), reverse=True)
-        whole = sum(weights[:GATHERED_LAYERS]) + max(trained)
+        layers = self.spec.layers
+        weights = []
+        largest_gradient = 0.0
+        for i in chosen:
+            trained = layers[i].parameters_per_worker(tp_degree)
+            weights.append(trained + layers[i].frozen_per_worker(tp_degree))
+            largest_gradient = max(largest_gradient, trained)
+
+        weights.sort(reverse=True)
+        whole = sum(weights[:GATHERED_LAYERS]) + largest_gradient
         return float(whole * self.parameters.sync_bytes_per_parameter)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
@@ -388,8 +373,7 @@ class StageCosts:
 
         The profile is measured inside one node.
         """
-        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
-        members = [(node.name, node.node_type) for node in nodes]
+        members = self.fleet.members_of(stage.workers)
         num_bytes = self.formats.inside_bytes(microbatch, self.formats.of(stage))
         return spread_tp_s(self.links, members, num_bytes)
 
@@ -400,27 +384,24 @@ class StageCosts:
 
         Infinite if memory, less `taken_bytes`, does not hold the microbatches in flight.
         """
-        stage, count, size = (
-            pipeline.stages[index],
-            len(pipeline.stages),
-            pipeline.microbatch_sequences,
-        )
-        chosen, flying = _entries(stage, index, count), pipeline.in_flight(index)
-        is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
-        kinds = [self.fleet.node_of(worker).node_type for worker in stage.workers]
-        known: dict[tuple[NodeType, float, int, int], float] = {}
+        stage = pipeline.stages[index]
+        size = pipeline.microbatch_sequences
+        chosen = _entries(stage, index, len(pipeline.stages))
+        in_flight = pipeline.in_flight(index)
+        kinds = self.fleet.node_types_of(stage.workers)
         experts = self.spec.experts
+        known: dict[tuple[NodeType, float, int, int], float] = {}
 
         def compute(kind: NodeType, share: TensorShare) -> float:
-            memory = self._bytes_of(pipeline, index, sharing, is_shared, share, {kind})
-            if memory.free_bytes - taken_bytes < flying * memory.activation_bytes:
+            memory = self._bytes_of(pipeline, index, sharing, share, {kind})
+            if memory.free_bytes - taken_bytes < in_flight * memory.activation_bytes:
                 return np.inf
             times = self._layer_times(kind, share, stage, size)
             return kind.slowdown * float((times.forward_s + times.backward_s)[chosen].sum())
 
         def seconds(rank: int, share: TensorShare) -> float:
-            # bytes and seconds depend on how much it is, on how many keys and values it overlaps,
-            # and on how many experts it has
+            # Shares of one size differ in place alone, which matters only by the keys and values
+            # and the experts that they overlap: a division has far more shares than kinds of them.
             units = len(share.units(self.spec.key_value_units))
             held = experts.of_share(share) if experts else 0
             key = kinds[rank], share.fraction, units, held
@@ -436,10 +417,15 @@ def spread_tp_s(links: Links, members: Sequence[tuple[str, NodeType]], num_bytes
 
     members: (node name, node type) over several nodes. A profile is measured inside one node.
     """
-    if len({name for name, _ in members}) == 1:
+    is_one_node = len({name for name, _ in members}) == 1
+    if is_one_node:
         return 0.0
-    over = links.all_reduce_s(sorted(members, key=lambda member: member[0]), num_bytes)
-    inside = links.all_reduce_s([("node", members[0][1])] * len(members), num_bytes)
+    node_by_node = sorted(members, key=lambda member: member[0])
+    over = links.all_reduce_s(node_by_node, num_bytes)
+
+    _, first_kind = members[0]
+    on_one_node = [("node", first_kind)] * len(members)
+    inside = links.all_reduce_s(on_one_node, num_bytes)
     return 2 * max(0.0, over - inside)
 
 
@@ -447,7 +433,18 @@ def _entries(stage: Stage, index: int, num_stages: int) -> NDArray[np.int64]:
     """The stage's entries of the layer arrays: 0 the embedding, 1.. the blocks, -1 the head."""
     chosen = list(range(stage.first_layer + 1, stage.end_layer + 1))
     if index == 0:
-        chosen = [0, *chosen]
+        chosen.insert(0, 0)
     if index == num_stages - 1:
-        chosen = [*chosen, -1]
+        chosen.append(-1)
     return np.array(chosen, dtype=np.int64)
+
+
+def _is_shared(stage: Stage, index: int, num_stages: int, sharing: Sharing) -> Bools:
+    """Return True for each of the stage's entries whose optimizer state is shared out."""
+    names = layers_of(stage, index, num_stages)
+    return np.array([name in sharing.layers for name in names], dtype=np.bool_)
+
+
+def _name_and_share(part: tuple[NodeType, TensorShare | None]) -> tuple[str, tuple[int, ...]]:
+    kind, share = part
+    return kind.name, share or ()

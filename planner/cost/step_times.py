@@ -4,16 +4,17 @@ from dataclasses import dataclass
 
 from planner.cost.basis import CostBasis
 from planner.cost.boundaries import BoundaryCosts
+from planner.cost.eviction import evict_oldest
 from planner.cost.full_shard import overlapped_s
 from planner.cost.plan_memory import PlanMemory
 from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s
-from planner.cost.stage_costs import StageCosts, sharing_of
+from planner.cost.stage_costs import StageCosts
+from planner.cost.stage_terms import sharing_of
 from planner.cost.sync import KnownRings, Rings, StepTimeline, simulate_sync
 from planner.plan import Pipeline, Plan, Stage
 
-_PIPELINES = (
-    1024  # ends of stages: of 80 stages 3 KB, where a timeline of all actions would take megabytes
-)
+# ends of stages: of 80 stages 3 KB, where a timeline of all actions would take megabytes
+_PIPELINES = 1024
 
 
 @dataclass(frozen=True)
@@ -61,26 +62,30 @@ class StepTimes:
         for pipeline, stage_ends_s in zip(plan.pipelines, ends_s, strict=True):
             for stage, end_s in zip(pipeline.stages, stage_ends_s, strict=True):
                 ends.update(dict.fromkeys(stage.workers, end_s))
-        # with all of it shared out, gradients are reduced beside the backward (`pipeline_times`)
-        jobs = () if self._parameters.full_shard else self._memory.sync_jobs(plan)
-        update = dict[str, float]()
+
+        updates = dict[str, float]()
         sharing = sharing_of(plan)
         for pipeline in plan.pipelines:
-            terms = self._stages.every_terms(pipeline, sharing)
-            for stage, each in zip(pipeline.stages, terms, strict=True):
-                update.update(dict.fromkeys(stage.workers, each.update_s))
-        sync = simulate_sync(jobs, ends, update, self._fleet, self._links, self._rings)
+            every_terms = self._stages.every_terms(pipeline, sharing)
+            for stage, terms in zip(pipeline.stages, every_terms, strict=True):
+                updates.update(dict.fromkeys(stage.workers, terms.update_s))
+
+        # with all of it shared out, gradients are reduced beside the backward (`pipeline_times`)
+        jobs = () if self._parameters.full_shard else self._memory.sync_jobs(plan)
+        sync = simulate_sync(jobs, ends, updates, self._fleet, self._links, self._rings)
         return Simulation(ends_s, sync, sync.end_s + self._parameters.step_overhead_s)
 
     def breakdown(self, simulation: Simulation) -> dict[str, float]:
         """Return the seconds of a simulated step by part."""
-        pipeline = max(map(max, simulation.ends_s))
         sync = simulation.sync
+        pipelines_end_s = max(max(ends_s) for ends_s in simulation.ends_s)
+        gradients_end_s = max(pipelines_end_s, sync.gradients_end_s)
+        sums_end_s = max(gradients_end_s, sync.tied_end_s)
         return {
-            "pipeline": pipeline,
-            "grad_sync": max(0.0, sync.gradients_end_s - pipeline),
-            "tied_embedding_sync": max(0.0, sync.tied_end_s - max(pipeline, sync.gradients_end_s)),
-            "optimizer": sync.end_s - max(pipeline, sync.gradients_end_s, sync.tied_end_s),
+            "pipeline": pipelines_end_s,
+            "grad_sync": max(0.0, sync.gradients_end_s - pipelines_end_s),
+            "tied_embedding_sync": max(0.0, sync.tied_end_s - gradients_end_s),
+            "optimizer": sync.end_s - sums_end_s,
             "overhead": self._parameters.step_overhead_s,
         }
 
@@ -117,17 +122,27 @@ class StepTimes:
         slowest = max(range(len(ends_s)), key=ends_s.__getitem__)
         if self._parameters.full_shard:
             return ends_s[slowest]
-        worker = plan.pipelines[slowest].stages[0].workers[0]
+
+        first_stage = plan.pipelines[slowest].stages[0]
         rings = Rings(self._fleet, self._links, self._rings)
-        summed_s = {False: 0.0, True: 0.0}
+        gradients_s = 0.0
+        tied_s = 0.0
         for job in self._memory.sync_jobs(plan):
-            if worker in job.members:
-                summed_s[job.tied] = max(summed_s[job.tied], rings.of(job).seconds)
+            if first_stage.workers[0] not in job.members:
+                continue
+            seconds = rings.of(job).seconds
+            if job.tied:
+                tied_s = max(tied_s, seconds)
+            else:
+                gradients_s = max(gradients_s, seconds)
+
         sharing = sharing_of(plan)
-        updates_s: list[float] = []
+        update_s = 0.0
         for pipeline in plan.pipelines:
-            updates_s += [terms.update_s for terms in self._stages.every_terms(pipeline, sharing)]
-        return (ends_s[slowest] + sum(summed_s.values()) + max(updates_s)) * (1 - 1e-9)
+            for terms in self._stages.every_terms(pipeline, sharing):
+                update_s = max(update_s, terms.update_s)
+        # a little less, since the simulation adds the same seconds in another order
+        return (ends_s[slowest] + (gradients_s + tied_s) + update_s) * (1 - 1e-9)
 
     def _bound_s(self, plan: Plan, pipeline: Pipeline) -> float:
         return pipeline_bound_s(self.pipeline_times(plan, pipeline), pipeline.num_microbatches)
@@ -135,10 +150,10 @@ class StepTimes:
     def _ends_of_stages(self, plan: Plan, pipeline: Pipeline) -> tuple[float, ...]:
         times = self.pipeline_times(plan, pipeline)
         key = (times, pipeline.num_microbatches)
-        if (known := self._ends.get(key)) is None:
+        known = self._ends.get(key)
+        if known is None:
             known = self._ends[key] = ends_of_stages(times, pipeline.num_microbatches)
-            if len(self._ends) > _PIPELINES:
-                del self._ends[next(iter(self._ends))]
+            evict_oldest(self._ends, _PIPELINES)
         return known
 
     def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
@@ -146,19 +161,23 @@ class StepTimes:
 
         NICs are shared with the plan's other pipelines.
         """
-        terms = self._stages.every_terms(pipeline)
-        seconds = [(each.forward_s, each.backward_s) for each in terms]
-        if self._parameters.full_shard:
-            seconds = [
-                self._gathered_s(plan, stage, *each)
-                for stage, each in zip(pipeline.stages, seconds, strict=True)
-            ]
+        forward_s = list[float]()
+        backward_s = list[float]()
+        every_terms = self._stages.every_terms(pipeline)
+        for stage, terms in zip(pipeline.stages, every_terms, strict=True):
+            forward = terms.forward_s
+            backward = terms.backward_s
+            if self._parameters.full_shard:
+                forward, backward = self._gathered_s(plan, stage, forward, backward)
+            forward_s.append(forward)
+            backward_s.append(backward)
+
         send_forward, send_backward = self._boundaries.of(plan, pipeline)
         return PipelineTimes(
-            forward_s=tuple(f for f, _ in seconds),
-            backward_s=tuple(b for _, b in seconds),
-            send_forward_s=tuple(self._forward_passes * each for each in send_forward),
-            send_backward_s=tuple(send_backward),
+            forward_s=tuple(forward_s),
+            backward_s=tuple(backward_s),
+            send_forward_s=tuple(self._forward_passes * seconds for seconds in send_forward),
+            send_backward_s=send_backward,
             transfers=self._parameters.transfers,
             most_in_flight=pipeline.most_in_flight,
         )
@@ -173,7 +192,6 @@ class StepTimes:
         all_reduce_s = 0.0
         for job in self._memory.sync_jobs(plan):
             if stage.workers[0] in job.members:
-                nodes = map(self._fleet.node_of, job.members)
-                members = [(node.name, node.node_type) for node in nodes]
+                members = self._fleet.members_of(job.members)
                 all_reduce_s += self._links.all_reduce_s(members, job.num_bytes)
         return overlapped_s(forward_s, backward_s, all_reduce_s, stage.num_layers)

@@ -4,12 +4,12 @@ Gradients are summed over holders layer by layer, over pipelines that are cut di
 have unequal TP degrees. Then all-reduces run side by side on shared links, and the updates follow.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Fleet, NodeType
 from planner.communicators import workers_of_unit
+from planner.cost.eviction import evict_oldest
 from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
@@ -49,27 +49,33 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     units = max(stage.num_parts for stage in plan.stages)
     width = parameters.sync_bytes_per_parameter
     union = spec.tied_embeddings and parameters.tied_sync == "union"
+    has_ends_apart = len(plan.pipelines[0].stages) > 1
+    layers = spec.layers
+    head = spec.num_layers + 1
     bytes_by_members: dict[tuple[str, ...], float] = {}
-    entries = (spec.embedding, *spec.blocks, spec.head)
     for first, last in _runs(plan, spec.num_layers):
-        replicated = sum(entry.replicated_parameters for entry in entries[first : last + 1])
-        count = sum(entry.parameters for entry in entries[first : last + 1]) - replicated
-        shared = sum(entry.key_value_parameters for entry in entries[first : last + 1])
+        run = layers[first : last + 1]
+        replicated = sum(layer.replicated_parameters for layer in run)
+        count = sum(layer.parameters for layer in run) - replicated
+        key_value = sum(layer.key_value_parameters for layer in run)
+
+        # the embedding counts the tied tensor, the head does not, though another stage has a copy;
+        # a union sums all copies at once, in `_tied_jobs`
         if first == 0 and union:
             count -= spec.tied_parameters
-        if (
-            last == spec.num_layers + 1
-            and spec.tied_embeddings
-            and not union
-            and len(plan.pipelines[0].stages) > 1
-        ):
+        if last == head and spec.tied_embeddings and has_ends_apart and not union:
             count += spec.tied_parameters
+
         stages = [_stage_of(pipeline, first, spec.num_layers) for pipeline in plan.pipelines]
         if 0 < spec.key_value_units < units:
-            _add(bytes_by_members, stages, spec.key_value_units, shared * width, 0.0)
-            count -= shared
+            _add(bytes_by_members, stages, spec.key_value_units, key_value * width)
+            count -= key_value
         _add(bytes_by_members, stages, units, count * width, replicated * width)
-    jobs = [SyncJob(m, b) for m, b in bytes_by_members.items() if len(m) > 1 and b > 0]
+
+    jobs = []
+    for members, num_bytes in bytes_by_members.items():
+        if len(members) > 1 and num_bytes > 0:
+            jobs.append(SyncJob(members, num_bytes))
     return tuple(jobs + _tied_jobs(plan, spec, units, width, union))
 
 
@@ -78,9 +84,11 @@ def _runs(plan: Plan, num_layers: int) -> list[tuple[int, int]]:
 
     The embedding and the head are runs of their own.
     """
+    embedding = (0, 0)
+    head = (num_layers + 1, num_layers + 1)
     starts = sorted({stage.first_layer + 1 for stage in plan.stages})
     ends = [start - 1 for start in starts[1:]] + [num_layers]
-    return [(0, 0), *zip(starts, ends, strict=True), (num_layers + 1, num_layers + 1)]
+    return [embedding, *zip(starts, ends, strict=True), head]
 
 
 def _add(
@@ -88,25 +96,35 @@ def _add(
     stages: list[Stage],
     units: int,
     split_bytes: float,
-    replicated_bytes: float,
+    replicated_bytes: float = 0.0,
 ) -> None:
+    """Add to `found` the bytes that each set of workers sums, for a run of layers on `stages`.
+
+    replicated_bytes: of tensors that each rank has whole; every unit sums its part of them.
+    """
     for unit in range(units):
         holders = dict[str, None]()
         for stage in stages:
             holders.update(dict.fromkeys(workers_of_unit(stage, unit, units)))
         members = tuple(holders)
-        found[members] = found.get(members, 0.0) + (split_bytes + replicated_bytes) / units
+        unit_bytes = (split_bytes + replicated_bytes) / units
+        found[members] = found.get(members, 0.0) + unit_bytes
 
 
 def _tied_jobs(plan: Plan, spec: ModelSpec, units: int, width: float, union: bool) -> list[SyncJob]:
     if not spec.tied_embeddings:
         return []
+    groups = list[list[Stage]]()
+    for pipeline in plan.pipelines:
+        ends = [pipeline.stages[0], pipeline.stages[-1]]
+        if union and groups:
+            groups[0].extend(ends)
+        else:
+            groups.append(ends)
+
     found: dict[tuple[str, ...], float] = {}
-    groups = [[pipeline.stages[0], pipeline.stages[-1]] for pipeline in plan.pipelines]
-    if union:
-        groups = [list(itertools.chain.from_iterable(groups))]
     for stages in groups:
-        _add(found, stages, units, spec.tied_parameters * width, 0.0)
+        _add(found, stages, units, spec.tied_parameters * width)
     jobs = []
     for members, num_bytes in found.items():
         if len(members) > 1:
@@ -123,7 +141,8 @@ def _stage_of(pipeline: Pipeline, layer: int, num_layers: int) -> Stage:
         return pipeline.stages[0]
     if layer == num_layers + 1:
         return pipeline.stages[-1]
-    return next(s for s in pipeline.stages if s.first_layer <= layer - 1 < s.end_layer)
+    block = layer - 1
+    return next(s for s in pipeline.stages if s.first_layer <= block < s.end_layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,27 +204,27 @@ def simulate_sync(
     Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them.
     Updates start when all all-reduces have ended: the global norm needs every gradient.
     """
-    events = list[SyncEvent]()
+    rings = Rings(fleet, links, {} if known is None else known)
     free = dict(ready_s)
     carried = dict[str, float]()
-    rings = Rings(fleet, links, {} if known is None else known)
     begin = max(ready_s.values())
     ends = {False: begin, True: begin}
+    events = list[SyncEvent]()
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
-        summing = side_by_side(mine, [rings.of(job) for job in mine], free, carried)
-        for event in summing:
+        alone = [rings.of(job) for job in mine]
+        for event in side_by_side(mine, alone, free, carried):
             ends[tied] = max(ends[tied], event.end_s)
-        events += summing
+            events.append(event)
+
     summed = max(free.values())
-    starts = dict.fromkeys(free, summed)
     return StepTimeline(
-        tuple(events),
-        ends[False],
-        ends[True],
-        starts,
-        dict(update_s),
-        summed + max(update_s.values()),
+        events=tuple(events),
+        gradients_end_s=ends[False],
+        tied_end_s=ends[True],
+        update_start_s=dict.fromkeys(free, summed),
+        update_s=dict(update_s),
+        end_s=summed + max(update_s.values()),
     )
 
 
@@ -227,17 +246,22 @@ def side_by_side(
     """
     starts = [max(free_s[worker] for worker in job.members) for job in jobs]
     events = list[SyncEvent]()
-    for i in sorted(range(len(rings)), key=starts.__getitem__):
+    order = sorted(range(len(rings)), key=starts.__getitem__)
+    for i in order:
         start = starts[i]
         ring = rings[i]
+        end = start + ring.seconds
         spans = dict[str, tuple[float, float]]()
         for link, seconds in ring.link_s.items():
             begin = max(carried.get(link, start), start)
-            carried[link] = begin + seconds
-            spans[link] = begin, carried[link]
-        end = max(start + ring.seconds, *(last for _, last in spans.values()))
+            until = begin + seconds
+            carried[link] = until
+            spans[link] = begin, until
+            end = max(end, until)
         span_of = {worker: spans[link] for worker, link in ring.link_of.items()}
         events.append(SyncEvent(jobs[i], start, end, span_of))
+
+    # not before: no start waits for the other all-reduces
     for event in events:
         for worker in event.spans:
             free_s[worker] = max(free_s[worker], event.end_s)
@@ -261,19 +285,26 @@ class Rings:
         self._known = known
 
     def of(self, job: SyncJob) -> Ring:
+        """Return the ring of an all-reduce."""
         by_node: dict[str, list[str]] = {}
         for worker in job.members:
             by_node.setdefault(self._fleet.node_of(worker).name, []).append(worker)
-        nodes = [(self._fleet.node_of(mine[0]).node_type, len(mine)) for mine in by_node.values()]
+        nodes = list[tuple[NodeType, int]]()
+        for mine in by_node.values():
+            nodes.append((self._fleet.node_of(mine[0]).node_type, len(mine)))
+        is_one_node = len(nodes) == 1
         seconds, nic_s, own_s = self._seconds(nodes, job.num_bytes)
+
         link_s = dict[str, float]()
         link_of = dict[str, str]()
         for (name, mine), (kind, count) in zip(by_node.items(), nodes, strict=True):
             if count > 1:
                 link_s |= dict.fromkeys(mine, own_s[_kind(kind)])
-            if len(nodes) > 1:
+            if is_one_node:
+                link_of |= {worker: worker for worker in mine}
+            else:
                 link_s[name] = nic_s[_kind(kind)]
-            link_of |= {worker: worker if len(nodes) == 1 else name for worker in mine}
+                link_of |= dict.fromkeys(mine, name)
         return Ring(seconds, link_s, link_of)
 
     def _seconds(
@@ -285,19 +316,22 @@ class Rings:
         type the seconds of a NIC and of a link inside a node.
         """
         around = [(*_kind(kind), count) for kind, count in nodes]
-        one_zone = len({kind.zone for kind, _ in nodes}) == 1
-        key = (num_bytes, *(sorted(around) if one_zone else around))
+        # the order round the ring counts only for the latency between zones
+        is_one_zone = len({kind.zone for kind, _ in nodes}) == 1
+        if is_one_zone:
+            around.sort()
+        key = (num_bytes, *around)
         if key not in self._known:
             members = list[tuple[str, NodeType]]()
             for i, (kind, count) in enumerate(nodes):
                 members += [(str(i), kind)] * count
+
             nic_s: dict[SyncKind, float] = {}
             own_s: dict[SyncKind, float] = {}
-            number = len(members)
             for kind, _ in nodes:
-                nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, number, num_bytes)
-                own_s[_kind(kind)] = self._links.ring_link_s(kind, True, number, num_bytes)
-            self._known[key] = self._links.all_reduce_s(members, num_bytes), nic_s, own_s
-            if len(self._known) > _REMEMBERED:
-                del self._known[next(iter(self._known))]
+                nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, len(members), num_bytes)
+                own_s[_kind(kind)] = self._links.ring_link_s(kind, True, len(members), num_bytes)
+            seconds = self._links.all_reduce_s(members, num_bytes)
+            self._known[key] = seconds, nic_s, own_s
+            evict_oldest(self._known, _REMEMBERED)
         return self._known[key]

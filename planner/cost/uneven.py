@@ -55,20 +55,27 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> t
     """
 
     def load(shares: tuple[int, ...]) -> list[tuple[float, int]]:
+        """Return seconds and units of each rank, the slowest first."""
         loads = []
         for rank, share in enumerate(placed(shares)):
             loads.append((seconds(rank, share), len(share.units(units))))
         return sorted(loads, reverse=True)
 
     found = []
-    for parts in (2**i for i in range(finest.bit_length())):
-        if parts >= ranks:
-            lightest = min(_divisions(parts, ranks), key=load)
-            found.append((lightest, slowest_s(seconds, lightest)))
-    best_s = min((slowest for _, slowest in found), default=math.inf)
+    best_s = math.inf
+    for exponent in range(finest.bit_length()):
+        parts = 2**exponent
+        if parts < ranks:
+            continue
+        lightest = min(_divisions(parts, ranks), key=load)
+        lightest_s = slowest_s(seconds, lightest)
+        best_s = min(best_s, lightest_s)
+        found.append((lightest, lightest_s))
+
     if not math.isfinite(best_s):
         return ()
-    return next(shares for shares, slowest in found if slowest <= (1 + ALIKE) * best_s)
+    # fewest parts come first
+    return next(shares for shares, shares_s in found if shares_s <= (1 + ALIKE) * best_s)
 
 
 @cache
@@ -87,9 +94,8 @@ def _divisions(parts: int, ranks: int) -> list[tuple[int, ...]]:
 def placed(shares: Sequence[int]) -> list[TensorShare]:
     """Return the share of each rank: consecutive ranges of parts, in rank order."""
     ends = list(itertools.accumulate(shares))
-    return [
-        TensorShare(end - share, end, ends[-1]) for share, end in zip(shares, ends, strict=True)
-    ]
+    parts = ends[-1]
+    return [TensorShare(end - own, end, parts) for own, end in zip(shares, ends, strict=True)]
 
 
 def slowest_s(seconds: Seconds, shares: Sequence[int]) -> float:
@@ -107,13 +113,14 @@ def uneven_group(
     finest = cost.spec.max_tp_degree
 
     def seconds(rank: int, share: TensorShare) -> float:
-        alone = TensorShare(
-            0, (share.end - share.first) * finest // share.of, finest
-        )  # where it lies takes no time
+        # Where a share lies takes no time: shares of one size share one entry of the cache.
+        parts = (share.end - share.first) * finest // share.of
+        alone = TensorShare(0, parts, finest)
         return _whole_s(cost, kinds[rank], len(kinds), microbatch, alone)
 
     shares = whole_shares(seconds, len(kinds), finest, cost.spec.key_value_units)
-    return UnevenGroup(kinds, shares) if len(set(shares)) > 1 else None
+    is_uneven = len(set(shares)) > 1
+    return UnevenGroup(kinds, shares) if is_uneven else None
 
 
 def _whole_s(
@@ -134,40 +141,50 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     some GPU does the layer, whatever the shares. Bytes: the fullest GPU's, scaled to the room of
     the GPU with least room.
     """
-    pairs = zip(group.kinds, placed(group.shares), strict=True)
-    ranks = [cost.layers.costs(kind, len(group.kinds), microbatch, share) for kind, share in pairs]
-    room = [rank.limit_bytes - rank.fixed_bytes for rank in ranks]
-    scales = [min(room) / each for each in room]
-    spread = np.zeros_like(ranks[0].forward_s)
-    members = [(kind.name, kind) for kind in group.kinds]
-    formats = cost.stage_formats
-    compute = shared_format({k.gpu_type: formats.of_type(k.gpu_type) for k in group.kinds})
-    num_bytes = formats.inside_bytes(microbatch, compute)
-    spread[1:-1] = spread_tp_s(cost.links, members, num_bytes)
+    ranks = []
+    for kind, share in zip(group.kinds, placed(group.shares), strict=True):
+        ranks.append(cost.layers.costs(kind, len(group.kinds), microbatch, share))
 
-    def most(name: str, scaled: bool = False) -> Floats:
-        factors = scales if scaled else [1.0] * len(ranks)
-        return np.asarray(
-            np.max(
-                [factor * getattr(rank, name) for factor, rank in zip(factors, ranks, strict=True)],
-                axis=0,
-            )
-        )
+    def largest(name: str) -> Floats:
+        return np.asarray(np.max([getattr(rank, name) for rank in ranks], axis=0))
 
-    forward_s = most("forward_s") + spread
-    backward_s = most("backward_s") + spread
+    forward_s = largest("forward_s")
+    backward_s = largest("backward_s")
     if len(group.nodes) == 1:
         forward_s, backward_s = _least_s(cost, group.kinds, microbatch)
+    else:
+        spread_s = _spread_s(cost, group, microbatch)
+        # embedding and head have no all-reduces
+        forward_s[1:-1] += spread_s
+        backward_s[1:-1] += spread_s
+
+    room = [rank.limit_bytes - rank.fixed_bytes for rank in ranks]
+    least_room = min(room)
+    scales = [least_room / each for each in room]
+
+    def fullest(name: str) -> Floats:
+        scaled = [scale * getattr(rank, name) for scale, rank in zip(scales, ranks, strict=True)]
+        return np.asarray(np.max(scaled, axis=0))
+
     return replace(
-        ranks[room.index(min(room))],
+        ranks[room.index(least_room)],
         forward_s=forward_s,
         backward_s=backward_s,
-        update_s=most("update_s"),
-        sync_bytes=most("sync_bytes"),
-        state_bytes=most("state_bytes", True),
-        activation_bytes=most("activation_bytes", True),
-        peak_bytes=most("peak_bytes", True),
+        update_s=largest("update_s"),
+        sync_bytes=largest("sync_bytes"),
+        state_bytes=fullest("state_bytes"),
+        activation_bytes=fullest("activation_bytes"),
+        peak_bytes=fullest("peak_bytes"),
     )
+
+
+def _spread_s(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
+    """Return seconds that a group over several nodes adds to a block, in one direction."""
+    formats = cost.stage_formats
+    compute = shared_format({k.gpu_type: formats.of_type(k.gpu_type) for k in group.kinds})
+    # GPUs of one type are on one node: the type's name stands for the node's
+    members = [(kind.name, kind) for kind in group.kinds]
+    return spread_tp_s(cost.links, members, formats.inside_bytes(microbatch, compute))
 
 
 def _least_s(
@@ -177,12 +194,18 @@ def _least_s(
 
     Some GPU has an even part at least; at most, it leaves one part to each other GPU.
     """
-    finest, ranks = cost.spec.max_tp_degree, len(kinds)
-    parts = (TensorShare(0, k, finest) for k in range(-(-finest // ranks), finest - ranks + 2))
-    costs = [cost.layers.costs(kinds[0], ranks, microbatch, share) for share in parts]
-    return np.min([each.forward_s for each in costs], axis=0), np.min(
-        [each.backward_s for each in costs], axis=0
-    )
+    finest = cost.spec.max_tp_degree
+    ranks = len(kinds)
+    fewest = -(-finest // ranks)
+    most = finest - ranks + 1
+    forward_s = []
+    backward_s = []
+    for parts in range(fewest, most + 1):
+        share = TensorShare(0, parts, finest)
+        costs = cost.layers.costs(kinds[0], ranks, microbatch, share)
+        forward_s.append(costs.forward_s)
+        backward_s.append(costs.backward_s)
+    return np.min(forward_s, axis=0), np.min(backward_s, axis=0)
 
 
 def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
@@ -190,6 +213,7 @@ def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
     costs = group_costs(cost, group, microbatch)
     even = []
     for kind in group.nodes:
-        degree = 2 ** int(math.log2(min(group.kinds.count(kind), cost.spec.max_tp_degree)))
+        gpus = min(group.kinds.count(kind), cost.spec.max_tp_degree)
+        degree = 2 ** int(math.log2(gpus))
         even.append(_whole_s(cost, kind, degree, microbatch))
     return min(even) / float(costs.forward_s.sum() + costs.backward_s.sum())
