@@ -20,6 +20,8 @@ from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.plan import Plan
 
+ModelOf = Callable[[Plan, CostParameters], CostModel]
+"""Makes the cost model of a plan (its length, its precision) with some parameters."""
 MEASURED_SPREAD = 0.04
 SPREADS = {
     "launch_exposure": 0.1,
@@ -78,50 +80,48 @@ class Calibration:
 
 def calibrate(
     runs: Sequence[MeasuredRun],
-    model_of: Callable[[Plan, CostParameters], CostModel],
+    model_of: ModelOf,
     defaults: CostParameters,
 ) -> Calibration:
-    """Fit `defaults` to the runs.
-
-    model_of: returns the cost model of a plan (its length, its precision) with some parameters.
-    """
+    """Fit `defaults` to the runs."""
     if not runs:
         raise ConfigError("no runs to calibrate with")
     parameters = _fit_times(runs, model_of, defaults)
     parameters = _fit_memory(runs, model_of, parameters)
     return Calibration(
-        parameters,
-        defaults,
-        len(runs),
-        _mean_error(runs, model_of, defaults),
-        _mean_error(runs, model_of, parameters),
+        parameters=parameters,
+        defaults=defaults,
+        num_runs=len(runs),
+        error_before=_mean_error(runs, model_of, defaults),
+        error_after=_mean_error(runs, model_of, parameters),
     )
 
 
 def _predict_s(
     runs: Sequence[MeasuredRun],
-    model_of: Callable[[Plan, CostParameters], CostModel],
+    model_of: ModelOf,
     parameters: CostParameters,
 ) -> NDArray[np.float64]:
     """Predicted seconds; a few models, one for each sequence length, serve all runs."""
     models: dict[int, CostModel] = {}
-    for run in runs:
-        if run.plan.sequence_length not in models:
-            models[run.plan.sequence_length] = model_of(run.plan, parameters)
     seconds = []
     for run in runs:
-        simulation = models[run.plan.sequence_length].steps.simulate(run.plan)
+        length = run.plan.sequence_length
+        if length not in models:
+            models[length] = model_of(run.plan, parameters)
+        simulation = models[length].steps.simulate(run.plan)
         seconds.append(simulation.step_time_s)
     return np.array(seconds)
 
 
 def _mean_error(
     runs: Sequence[MeasuredRun],
-    model_of: Callable[[Plan, CostParameters], CostModel],
+    model_of: ModelOf,
     parameters: CostParameters,
 ) -> float:
     measured = np.array([run.measured_s for run in runs])
-    return float(np.abs(_predict_s(runs, model_of, parameters) / measured - 1).mean())
+    predicted = _predict_s(runs, model_of, parameters)
+    return float(np.abs(predicted / measured - 1).mean())
 
 
 def moved(
@@ -131,36 +131,37 @@ def moved(
 
     A last step beyond them moves stage_overhead_s.
     """
-    values = {
-        name: float(getattr(defaults, name) * np.exp(step * spread))
-        for (name, spread), step in zip(spreads.items(), steps, strict=False)
-    }
+    values = {}
+    for (name, spread), step in zip(spreads.items(), steps, strict=False):
+        values[name] = float(getattr(defaults, name) * np.exp(step * spread))
+
+    # it is zero by default, which no factor moves, and no time is negative
     if len(steps) > len(spreads):
-        values["stage_overhead_s"] = float(
-            max(0.0, defaults.stage_overhead_s + steps[-1] * STAGE_OVERHEAD_SPREAD_S)
-        )
+        overhead_s = defaults.stage_overhead_s + steps[-1] * STAGE_OVERHEAD_SPREAD_S
+        values["stage_overhead_s"] = float(max(0.0, overhead_s))
     return replace(defaults, **values)  # type: ignore[arg-type]
 
 
 def _fit_times(
     runs: Sequence[MeasuredRun],
-    model_of: Callable[[Plan, CostParameters], CostModel],
+    model_of: ModelOf,
     defaults: CostParameters,
 ) -> CostParameters:
     log_measured = np.log([run.measured_s for run in runs])
 
     def residuals(steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        predicted = _predict_s(runs, model_of, moved(defaults, SPREADS, steps))
-        return np.concatenate(
-            [_soften((np.log(predicted) - log_measured) / MEASURED_SPREAD), steps]
-        )
+        parameters = moved(defaults, SPREADS, steps)
+        predicted = _predict_s(runs, model_of, parameters)
+        errors = (np.log(predicted) - log_measured) / MEASURED_SPREAD
+        return np.concatenate([_soften(errors), steps])
 
-    return moved(defaults, SPREADS, _least_squares(residuals, len(SPREADS) + 1))
+    steps = _least_squares(residuals, len(SPREADS) + 1)
+    return moved(defaults, SPREADS, steps)
 
 
 def _fit_memory(
     runs: Sequence[MeasuredRun],
-    model_of: Callable[[Plan, CostParameters], CostModel],
+    model_of: ModelOf,
     defaults: CostParameters,
 ) -> CostParameters:
     known = [run for run in runs if run.measured_memory_bytes]
@@ -170,14 +171,15 @@ def _fit_memory(
 
     def residuals(steps: NDArray[np.float64]) -> NDArray[np.float64]:
         parameters = moved(defaults, MEMORY_SPREADS, steps)
-        models = [model_of(run.plan, parameters) for run in known]
-        peaks = [
-            max(m.memory_of.by_worker(run.plan).values())
-            for m, run in zip(models, known, strict=True)
-        ]
-        return np.concatenate([_soften((np.log(peaks) - log_measured) / MEASURED_SPREAD), steps])
+        peaks = []
+        for run in known:
+            memory = model_of(run.plan, parameters).memory_of
+            peaks.append(max(memory.by_worker(run.plan).values()))
+        errors = (np.log(peaks) - log_measured) / MEASURED_SPREAD
+        return np.concatenate([_soften(errors), steps])
 
-    return moved(defaults, MEMORY_SPREADS, _least_squares(residuals, len(MEMORY_SPREADS)))
+    steps = _least_squares(residuals, len(MEMORY_SPREADS))
+    return moved(defaults, MEMORY_SPREADS, steps)
 
 
 def _soften(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -185,7 +187,8 @@ def _soften(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
 
     Its square is r^2 for small residuals and grows like |r| for large ones.
     """
-    signed: NDArray[np.float64] = np.sign(residuals) * np.sqrt(2 * (np.sqrt(1 + residuals**2) - 1))
+    loss = 2 * (np.sqrt(1 + residuals**2) - 1)
+    signed: NDArray[np.float64] = np.sign(residuals) * np.sqrt(loss)
     return signed
 
 
@@ -200,11 +203,14 @@ def _least_squares(
     damping = 1.0
     current = residuals(steps)
     for _ in range(30):
-        jacobian = np.stack(
-            [(residuals(steps + 1e-3 * unit) - current) / 1e-3 for unit in np.eye(size)], axis=1
-        )
+        columns = []
+        for unit in np.eye(size):
+            columns.append((residuals(steps + 1e-3 * unit) - current) / 1e-3)
+        jacobian = np.stack(columns, axis=1)
         gradient = jacobian.T @ current
         curvature = jacobian.T @ jacobian
+
+        # more damping makes smaller steps, until one of them helps
         for _ in range(8):
             trial = steps - np.linalg.solve(curvature + damping * np.eye(size), gradient)
             found = residuals(trial)
@@ -213,8 +219,11 @@ def _least_squares(
             damping *= 4.0
         else:
             return steps
+
         gain = current @ current - found @ found
-        steps, current, damping = trial, found, max(1e-3, damping / 4.0)
+        steps = trial
+        current = found
+        damping = max(1e-3, damping / 4.0)
         if gain < 1e-6 * (current @ current + 1e-9):
             break
     return steps

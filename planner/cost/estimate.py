@@ -14,6 +14,7 @@ from planner.catalogue import GpuType, canonical_gpu_type, find_gpu_type
 from planner.cost.memory import VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.cost.roofline import (
+    SIXTEEN_BITS,
     LayerWork,
     block_seconds,
     device_rates,
@@ -28,7 +29,6 @@ from planner.profile_models import measured_model
 # One large matrix product runs at a higher rate than a whole block (1.75 times in Sailor's GH200
 # profile of OPT-350M).
 HEAD_RATE = 1.5
-SIXTEEN_BITS = ("fp16", "bf16")
 SMALL_LAYER_S = 20e-6  # launches of an embedding or a head
 
 

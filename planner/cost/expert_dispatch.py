@@ -89,7 +89,8 @@ class DispatchCosts:
         """Raise ConfigError if a stage sends tokens to experts that none of its blocks has."""
         for index, pipeline in enumerate(plan.pipelines):
             for number, stage in enumerate(pipeline.stages):
-                if stage.expert_dispatch == "all_to_all" and not self._blocks(stage):
+                sends_tokens = stage.expert_dispatch == "all_to_all"
+                if sends_tokens and not self._blocks(stage):
                     raise ConfigError(
                         f"'expert_dispatch' of stage {number} of pipeline {index} is all_to_all,"
                         " but none of its blocks has routed experts; leave it out"
@@ -97,26 +98,27 @@ class DispatchCosts:
 
     def applies(self, stage: Stage) -> bool:
         """Return True if the stage has a group, and experts to which its tokens may be sent."""
-        return stage.tp_degree > 1 and stage.spmd is None and bool(self._blocks(stage))
+        has_group = stage.tp_degree > 1 and stage.spmd is None
+        return has_group and bool(self._blocks(stage))
 
     def mixes_types(self, stage: Stage) -> bool:
         """Return True if a stage's GPUs are of several types."""
-        return len({self._fleet.gpu_type(worker) for worker in stage.workers}) > 1
+        return len(self._fleet.gpu_types_of(stage.workers)) > 1
 
     def _blocks(self, stage: Stage) -> list[LayerSpec]:
+        """Return the stage's blocks with routed experts."""
         blocks = self._spec.blocks[stage.first_layer : stage.end_layer]
         return [block for block in blocks if block.experts is not None]
 
     def group_of(self, stage: Stage, microbatch: int, *, recomputes: bool) -> ExpertGroup:
         """Return the group of a stage of a plan."""
-        nodes = [self._fleet.node_of(worker) for worker in stage.workers]
         return ExpertGroup(
-            tuple((node.name, node.node_type) for node in nodes),
-            tuple(map(stage.share, range(stage.tp_degree))),
-            microbatch,
-            self._formats.of(stage),
-            stage.sequence_parallel or self._cuts_sequence,
-            recomputes,
+            members=tuple(self._fleet.members_of(stage.workers)),
+            shares=tuple(stage.share(rank) for rank in range(stage.tp_degree)),
+            microbatch=microbatch,
+            compute=self._formats.of(stage),
+            is_cut=stage.sequence_parallel or self._cuts_sequence,
+            recomputes=recomputes,
         )
 
     def even_group(
@@ -124,12 +126,12 @@ class DispatchCosts:
     ) -> ExpertGroup:
         """Return a group with even shares on one node."""
         return ExpertGroup(
-            (("node", kind),) * tp_degree,
-            tuple(TensorShare(rank, rank + 1, tp_degree) for rank in range(tp_degree)),
-            microbatch,
-            self._formats.of_type(kind.gpu_type),
-            self._cuts_sequence or self._may_cut_sequence,
-            recomputes,
+            members=(("node", kind),) * tp_degree,
+            shares=tuple(TensorShare(rank, rank + 1, tp_degree) for rank in range(tp_degree)),
+            microbatch=microbatch,
+            compute=self._formats.of_type(kind.gpu_type),
+            is_cut=self._cuts_sequence or self._may_cut_sequence,
+            recomputes=recomputes,
         )
 
     def added_by_layer(
@@ -141,18 +143,20 @@ class DispatchCosts:
         have less communication than links predict. spread_s: seconds that a block's all-reduces
         take beyond `times`.
         """
-        passes = times.forward_s, times.backward_s
-        added = np.zeros_like(passes[0]), np.zeros_like(passes[1])
+        forward_s = np.zeros_like(times.forward_s)
+        backward_s = np.zeros_like(times.backward_s)
         known: dict[Experts, tuple[float, float]] = {}
         for layer, block in enumerate(self._spec.blocks, 1):
             if block.experts is None:
                 continue
             if block.experts not in known:
                 known[block.experts] = self.added_s(block.experts, group)
-            for which, added_s in enumerate(known[block.experts]):
-                most_saved_s = (1.0 - LEAST_OWN) * passes[which][layer] + spread_s
-                added[which][layer] = max(added_s, -most_saved_s)
-        return added
+            added_forward, added_backward = known[block.experts]
+            most_forward = (1.0 - LEAST_OWN) * times.forward_s[layer] + spread_s
+            most_backward = (1.0 - LEAST_OWN) * times.backward_s[layer] + spread_s
+            forward_s[layer] = max(added_forward, -most_forward)
+            backward_s[layer] = max(added_backward, -most_backward)
+        return forward_s, backward_s
 
     def added_s(self, experts: Experts, group: ExpertGroup) -> tuple[float, float]:
         """Return the seconds that all-to-all adds to a forward and a backward pass of a block.
@@ -163,25 +167,36 @@ class DispatchCosts:
         ring = sorted(members, key=lambda member: member[0])
         num_bytes = self._formats.inside_bytes(group.microbatch, group.compute)
         all_reduce_s = self._links.all_reduce_s(ring, num_bytes)
+
         backward = self._rows_s(experts, group)
+        # the all-gather that makes hidden states whole again takes half of an all-reduce
         backward -= all_reduce_s if group.is_cut else all_reduce_s / 2
+        # the outputs of shared experts are still summed
         if experts.has_shared:
             backward += all_reduce_s
+
         counts_s = self._links.all_to_all_s(members, [COUNT_BYTES] * len(members)) + HOST_READ_S
         forward = backward + counts_s
-        return forward, backward + (forward if group.recomputes else 0.0)
+        if group.recomputes:
+            return forward, backward + forward
+        return forward, backward
 
     def _rows_s(self, experts: Experts, group: ExpertGroup) -> float:
         """Return the seconds of all exchanges of rows in one direction."""
         num_bytes = self._formats.inside_bytes(group.microbatch, group.compute)
         row_bytes = self._spec.hidden_size * VALUE_BYTES[group.compute]
         tokens = num_bytes / row_bytes / len(group.members)
-        rows = [share * tokens for share in self._received_shares(experts, group)]
-        hidden = [each * row_bytes for each in rows]
-        routing = [each * ROUTING_BYTES * experts.per_token for each in rows]
-        return 2 * self._links.all_to_all_s(group.members, hidden) + self._links.all_to_all_s(
-            group.members, routing
-        )
+        hidden = []
+        routing = []
+        for share in self._received_shares(experts, group):
+            rows = share * tokens
+            hidden.append(rows * row_bytes)
+            routing.append(rows * ROUTING_BYTES * experts.per_token)
+
+        # rows go to their experts and come back; routing goes along on the way there
+        hidden_s = self._links.all_to_all_s(group.members, hidden)
+        routing_s = self._links.all_to_all_s(group.members, routing)
+        return 2 * hidden_s + routing_s
 
     def _received_shares(self, experts: Experts, group: ExpertGroup) -> list[float]:
         """Return the share of all tokens that each rank gets if it has the largest load."""
@@ -204,7 +219,9 @@ class DispatchCosts:
         for block in self._blocks(stage):
             assert block.experts is not None
             shares = self._received_shares(block.experts, group)
-            largest = max(largest, sum(shares) / len(shares) + max(shares))
+            sent = sum(shares) / len(shares)
+            received = max(shares)
+            largest = max(largest, sent + received)
         return 2 * largest * self._formats.inside_bytes(microbatch, group.compute)
 
 

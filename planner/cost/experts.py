@@ -27,10 +27,11 @@ LARGEST_OF_NORMAL = (0.0, 0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424)
 
 def largest_rank_loads(num_experts: int, spread: float, degrees: Sequence[int]) -> list[float]:
     """Return the tokens of the rank with most over the mean, in even groups of these sizes."""
+    experts = Experts(num_experts, 1, 0)
     found = []
     for degree in degrees:
-        experts = Experts(num_experts, 1, 0)
-        found.append(imbalance(experts, experts.on_rank(degree), 1.0 / degree, degree, spread))
+        held = experts.on_rank(degree)
+        found.append(imbalance(experts, held, 1.0 / degree, degree, spread))
     return found
 
 
@@ -56,5 +57,7 @@ def imbalance(experts: Experts, held: int, fraction: float, ranks: int, spread: 
     spread * sqrt((1 - held / number) / held).
     """
     deviation = spread * math.sqrt((1.0 - held / experts.number) / held)
-    largest = LARGEST_OF_NORMAL[min(ranks, len(LARGEST_OF_NORMAL) - 1)]
-    return held / (experts.number * fraction) * (1.0 + largest * deviation)
+    most_ranks = len(LARGEST_OF_NORMAL) - 1
+    largest = LARGEST_OF_NORMAL[min(ranks, most_ranks)]
+    even_load = held / (experts.number * fraction)
+    return even_load * (1.0 + largest * deviation)

@@ -86,6 +86,11 @@ class HostMemory:
         return min(MEMORY_FILE_SYSTEM * self.usable_bytes, free)
 
     @property
+    def filled_bytes(self) -> float:
+        """Bytes of the snapshots and copies that the room holds."""
+        return min(self.wanted_bytes, self.room_bytes)
+
+    @property
     def snapshot_bytes(self) -> float:
         """Bytes of snapshots of all state that the node's workers hold."""
         return SNAPSHOT_FILES * self.state_bytes if self.kept.snapshots else 0.0
@@ -109,7 +114,7 @@ class HostMemory:
     def can_stage(self) -> bool:
         """True if the state that leaves the devices fits beside the kept snapshots and copies."""
         moved = self.staged_bytes + self.offloaded_bytes
-        return moved + min(self.wanted_bytes, self.room_bytes) <= self.usable_bytes
+        return moved + self.filled_bytes <= self.usable_bytes
 
     @property
     def worst_bytes(self) -> float:
@@ -119,27 +124,30 @@ class HostMemory:
         memory then holds the old state and the new state, which is assumed to be as large.
         """
         moved = 2 * self.staged_bytes + self.offloaded_bytes
-        return min(self.wanted_bytes, self.room_bytes) + moved
+        return self.filled_bytes + moved
 
     def sentence(self) -> str | None:
         """Return a sentence on what is left out, why, and what helps; None if all is kept."""
         if self.suffices and self.can_stage:
             return None
-        said = [] if self.suffices else [self._left_out()]
-        said += [] if self.can_stage else [self._staged_beside()]
-        beside = self.staged_bytes + self.offloaded_bytes + self.wanted_bytes
-        more = max(self.wanted_bytes / MEMORY_FILE_SYSTEM, beside) / USABLE
+        said = []
+        if not self.suffices:
+            said.append(self._left_out())
+        if not self.can_stage:
+            said.append(self._staged_beside())
+        # enough for the memory file system, and for all of it at once
+        together = self.staged_bytes + self.offloaded_bytes + self.wanted_bytes
+        more = max(self.wanted_bytes / MEMORY_FILE_SYSTEM, together) / USABLE
         return (
             f"Host memory of {self.node} ({_gib(self.host_bytes)}): {'; '.join(said)}. With"
             f" {_gib(more)} nothing would be left out; more nodes to hold the model help as well"
         )
 
     def _left_out(self) -> str:
-        copies = (
-            f", copies of what other nodes alone hold {_gib(self.copies_bytes)}"
-            if self.copies_bytes
-            else ""
-        )
+        copies = ""
+        if self.copies_bytes:
+            copies = f", copies of what other nodes alone hold {_gib(self.copies_bytes)}"
+
         if self.sole_snapshot_bytes > self.room_bytes:
             what = (
                 f"not all of the {_gib(self.sole_bytes)} that no other node holds is kept, so a"
@@ -161,7 +169,7 @@ class HostMemory:
         )
 
     def _staged_beside(self) -> str:
-        free = self.usable_bytes - min(self.wanted_bytes, self.room_bytes)
+        free = self.usable_bytes - self.filled_bytes
         if self.offloaded_bytes:
             return (
                 f"a change of plans may put {_gib(self.staged_bytes)} of state beside the"
@@ -187,7 +195,10 @@ class HostMemory:
             "room_bytes",
             "worst_bytes",
         )
-        return {"node": self.node, **{name: int(getattr(self, name)) for name in names}}
+        document: dict[str, Any] = {"node": self.node}
+        for name in names:
+            document[name] = int(getattr(self, name))
+        return document
 
 
 def sentences(nodes: Iterable[HostMemory]) -> list[str]:
@@ -196,11 +207,14 @@ def sentences(nodes: Iterable[HostMemory]) -> list[str]:
     It describes the node of that type that lacks most.
     """
     worst: dict[str, tuple[float, str]] = {}
-    for each in nodes:
-        said = each.sentence()
-        lack = each.wanted_bytes + each.staged_bytes
-        if said is not None and lack > worst.get(each.node_type, (0.0, ""))[0]:
-            worst[each.node_type] = lack, said
+    for node in nodes:
+        said = node.sentence()
+        if said is None:
+            continue
+        lack = node.wanted_bytes + node.staged_bytes
+        most, _ = worst.get(node.node_type, (0.0, ""))
+        if lack > most:
+            worst[node.node_type] = lack, said
     return [said for _, said in worst.values()]
 
 
@@ -210,8 +224,10 @@ def document_of(nodes: Iterable[HostMemory]) -> dict[str, Any]:
     Empty if no node's host memory is known.
     """
     known = tuple(nodes)
-    found = {"by_node": [node.to_document() for node in known], "sentences": sentences(known)}
-    return {"host_memory": found} if known else {}
+    if not known:
+        return {}
+    by_name = [node.to_document() for node in known]
+    return {"host_memory": {"by_node": by_name, "sentences": sentences(known)}}
 
 
 def staged_bytes(state_bytes: float, room_bytes: float) -> float:
@@ -220,15 +236,15 @@ def staged_bytes(state_bytes: float, room_bytes: float) -> float:
     The plan changed to has as much state. All of the state is staged if the device has no room for
     both states and the messages in flight; otherwise none is.
     """
-    return state_bytes if 2 * state_bytes + IN_FLIGHT_BYTES > room_bytes else 0.0
+    fits_on_device = 2 * state_bytes + IN_FLIGHT_BYTES <= room_bytes
+    return 0.0 if fits_on_device else state_bytes
 
 
 def may_lack(kind: NodeType) -> bool:
     """Return True if the GPUs of a node may hold more than its usable host memory."""
-    return (
-        kind.host_memory_bytes is not None
-        and kind.num_gpus * kind.gpu_memory_bytes > USABLE * kind.host_memory_bytes
-    )
+    if kind.host_memory_bytes is None:
+        return False
+    return kind.num_gpus * kind.gpu_memory_bytes > USABLE * kind.host_memory_bytes
 
 
 def why_not_staged(
@@ -244,12 +260,13 @@ def why_not_staged(
     usable = USABLE * kind.host_memory_bytes
     if num_bytes + offloaded_bytes <= usable:
         return None
-    moved = f"move {_gib(num_bytes)} of state from the GPUs of {node} to its host memory"
     if offloaded_bytes:
         moved = (
             f"put {_gib(num_bytes)} of state beside the {_gib(offloaded_bytes)} of optimizer state"
             f" of {node} in its host memory"
         )
+    else:
+        moved = f"move {_gib(num_bytes)} of state from the GPUs of {node} to its host memory"
     return (
         f"a change of plans would {moved}, of which {_gib(usable)} of"
         f" {_gib(kind.host_memory_bytes)} can be used (label autohet.io/host-memory-gib)"
@@ -277,9 +294,9 @@ def host_memory_ceiling(kind: NodeType, room_bytes: float) -> float:
     """
     if kind.host_memory_bytes is None:
         return room_bytes
-    return max(
-        USABLE * kind.host_memory_bytes / max(1, kind.num_gpus), (room_bytes - IN_FLIGHT_BYTES) / 2
-    )
+    equal_part = USABLE * kind.host_memory_bytes / max(1, kind.num_gpus)
+    never_staged = (room_bytes - IN_FLIGHT_BYTES) / 2
+    return max(equal_part, never_staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,18 +319,24 @@ def sole_state(plan: Plan, fleet: Fleet, spec: ModelSpec) -> Sole:
     nodes = _nodes(plan, fleet, spec)
     sharing = sharing_of(plan)
     share = dict[str, float]()
+    # by node and piece: workers of one node may hold the same piece, which counts once
     once = defaultdict[str, dict[object, float]](dict)
     for worker, pieces in _pieces_by_worker(plan, spec).items():
-        whole = sole = 0.0
+        whole = 0.0
+        sole = 0.0
         for layer, part, scalars in pieces:
-            shared = layer in sharing.layers
-            size = scalars / sharing.holders if shared else scalars
+            is_shared = layer in sharing.layers
+            size = scalars / sharing.holders if is_shared else scalars
             whole += size
-            if shared or len(nodes[layer, part]) == 1:
+            if is_shared or len(nodes[layer, part]) == 1:
                 sole += size
-                once[node_of(worker)][layer, part, worker if shared else ""] = size
+                # each holder has another part of shared state
+                owner = worker if is_shared else ""
+                once[node_of(worker)][layer, part, owner] = size
         share[worker] = sole / whole
-    return Sole(share, {node: sum(of.values()) for node, of in once.items()})
+
+    scalars_by_node = {node: sum(sizes.values()) for node, sizes in once.items()}
+    return Sole(share, scalars_by_node)
 
 
 WHOLE = -1
@@ -334,16 +357,18 @@ def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[tuple[str, int], s
 
 
 def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[HostPiece]]:
-    parts = max(s.num_parts for pipeline in plan.pipelines for s in pipeline.stages)
+    parts = max(stage.num_parts for stage in plan.stages)
     found = dict[str, list[HostPiece]]()
     for pipeline in plan.pipelines:
+        count = len(pipeline.stages)
+        tied = 0 if count == 1 else spec.tied_parameters
         for index, stage in enumerate(pipeline.stages):
-            tied = 0 if len(pipeline.stages) == 1 else spec.tied_parameters
+            names = layers_of(stage, index, count)
             for rank, worker in enumerate(stage.workers):
-                names = layers_of(stage, index, len(pipeline.stages))
-                found[worker] = [
-                    each for name in names for each in _pieces(spec, stage, rank, name, parts, tied)
-                ]
+                pieces = list[HostPiece]()
+                for name in names:
+                    pieces += _pieces(spec, stage, rank, name, parts, tied)
+                found[worker] = pieces
     return found
 
 
@@ -355,11 +380,11 @@ def _pieces(
     tied: scalars of the embedding that come with a head on another stage.
     """
     share = stage.share(rank)
-    of = spec.with_share(share) if stage.tp_shares else spec
-    one = layer_named(of, layer)
-    cut = one.parameters_per_worker(1 / share.fraction) - one.replicated_parameters
+    own_spec = spec.with_share(share) if stage.tp_shares else spec
+    own = layer_named(own_spec, layer)
+    cut = own.parameters_per_worker(1 / share.fraction) - own.replicated_parameters
     held = share.units(parts)
-    yield layer, WHOLE, float(one.replicated_parameters)
+    yield layer, WHOLE, float(own.replicated_parameters)
     for part in held:
         yield layer, part, cut / len(held)
         if layer == HEAD and tied:
@@ -379,29 +404,34 @@ def by_node(
     state: bytes by worker; staged: bytes by node.
     """
     alone = sole_state(plan, fleet, spec)
+    all_alone = sum(alone.scalars.values())
     workers = dict[str, list[str]]()
     for worker in state:
         workers.setdefault(node_of(worker), []).append(worker)
+    other_nodes = max(1, len(workers) - 1)
+
     found = list[HostMemory]()
-    all_alone = sum(alone.scalars.values())
     for node, mine in workers.items():
         kind = fleet.node_of(mine[0]).node_type
-        theirs = OPTIMIZER_BYTES * (all_alone - alone.scalars.get(node, 0.0))
-        if kind.host_memory_bytes is not None:
-            found.append(
-                HostMemory(
-                    node=node,
-                    node_type=kind.name,
-                    host_bytes=kind.host_memory_bytes,
-                    state_bytes=sum(state[worker] for worker in mine),
-                    sole_bytes=sum(state[worker] * alone.share[worker] for worker in mine),
-                    copies_bytes=(
-                        COPY_ROUNDS * theirs / max(1, len(workers) - 1) if kept.copies else 0.0
-                    ),
-                    staged_bytes=staged.get(node, 0.0),
-                    kept=kept,
-                )
+        if kind.host_memory_bytes is None:
+            continue
+        copies_bytes = 0.0
+        if kept.copies:
+            # the copies of the other nodes' state, spread evenly
+            theirs = OPTIMIZER_BYTES * (all_alone - alone.scalars.get(node, 0.0))
+            copies_bytes = COPY_ROUNDS * theirs / other_nodes
+        found.append(
+            HostMemory(
+                node=node,
+                node_type=kind.name,
+                host_bytes=kind.host_memory_bytes,
+                state_bytes=sum(state[worker] for worker in mine),
+                sole_bytes=sum(state[worker] * alone.share[worker] for worker in mine),
+                copies_bytes=copies_bytes,
+                staged_bytes=staged.get(node, 0.0),
+                kept=kept,
             )
+        )
     return tuple(found)
 
 

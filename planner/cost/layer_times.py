@@ -58,12 +58,15 @@ class LayerTimesByFormat:
     def model_in(self, compute: str) -> LayerTimeModel:
         """Return the model of layer times in one format."""
         if compute not in self._known:
-            spec, length = self._workload.spec, self._workload.sequence_length
-            self._known[compute] = LayerTimeModel(
-                MeasuredLayers(self._profile, spec, self._model, compute, length),
-                self._basis.parameters,
-                partial(self._tp_communication_s, compute),
+            measured = MeasuredLayers(
+                self._profile,
+                self._workload.spec,
+                self._model,
+                compute,
+                self._workload.sequence_length,
             )
+            communication_s = partial(self._tp_communication_s, compute)
+            self._known[compute] = LayerTimeModel(measured, self._basis.parameters, communication_s)
         return self._known[compute]
 
     def load_spread(self) -> float | None:
@@ -77,9 +80,11 @@ class LayerTimesByFormat:
         the source is what the times are made from.
         """
         found: dict[str, Mapping[str, str]] = {}
-        for gpu_type, used in sorted(self._basis.formats.in_use(plan).items()):
-            basis, source = self.model_in(used[0]).even.basis(gpu_type)
-            found[gpu_type] = {"precision": used[0], "basis": basis, "source": source}
+        formats_in_use = self._basis.formats.in_use(plan)
+        for gpu_type, formats in sorted(formats_in_use.items()):
+            precision = formats[0]
+            basis, source = self.model_in(precision).even.basis(gpu_type)
+            found[gpu_type] = {"precision": precision, "basis": basis, "source": source}
         return found
 
     def _tp_communication_s(

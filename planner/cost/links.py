@@ -14,6 +14,7 @@ section 4.1). `transfers_between` says who sends to whom; the runtime follows it
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from planner.catalogue import canonical_gpu_type
-from planner.cluster import NodeType
+from planner.cluster import NodeType, node_of
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.plan import Stage
@@ -63,23 +64,23 @@ def read_links(path: str | Path) -> LinkTable:
         what = f"row {number} of links '{path}'"
         wrong = set(row) ^ set(_COLUMNS)
         if wrong:
-            raise ConfigError(
-                f"{what} has columns {', '.join(map(str, row))}; they must be {', '.join(_COLUMNS)}"
-            )
+            names = ", ".join(str(column) for column in row)
+            raise ConfigError(f"{what} has columns {names}; they must be {', '.join(_COLUMNS)}")
         if row["scope"] not in ("intra", "inter"):
             raise ConfigError(f"'scope' of {what} is '{row['scope']}'; it must be intra or inter")
-        key = (
-            row["scope"],
-            canonical_gpu_type(row["gpu_type"]),
-            canonical_gpu_type(row["peer_gpu_type"]),
-        )
-        points.setdefault(key, {})[np.log2(_positive(row, "message_bytes", what))] = _positive(
-            row, "bytes_per_s", what
-        )
-    curves = {
-        key: tuple(zip(*sorted(values.items()), strict=True)) for key, values in points.items()
-    }
-    return LinkTable(curves)  # type: ignore[arg-type]
+
+        gpu_type = canonical_gpu_type(row["gpu_type"])
+        peer = canonical_gpu_type(row["peer_gpu_type"])
+        rate = _positive(row, "bytes_per_s", what)
+        size = np.log2(_positive(row, "message_bytes", what))
+        curve = points.setdefault((row["scope"], gpu_type, peer), {})
+        curve[size] = rate
+
+    curves = {}
+    for key, rate_by_size in points.items():
+        sizes = tuple(sorted(rate_by_size))
+        curves[key] = (sizes, tuple(rate_by_size[size] for size in sizes))
+    return LinkTable(curves)
 
 
 def _positive(row: Mapping[str, Any], column: str, what: str) -> float:
@@ -109,8 +110,11 @@ class Links:
             return self
         scale = {}
         for old, new in kinds.items():
-            scale["intra", old.gpu_type] = new.intra_node_bytes_per_s / old.intra_node_bytes_per_s
-            scale["inter", old.gpu_type] = new.inter_node_bytes_per_s / old.inter_node_bytes_per_s
+            inside = new.intra_node_bytes_per_s / old.intra_node_bytes_per_s
+            between = new.inter_node_bytes_per_s / old.inter_node_bytes_per_s
+            scale["intra", old.gpu_type] = inside
+            scale["inter", old.gpu_type] = between
+
         curves = {}
         for (scope, gpu, peer), (sizes, rates) in self.table.curves.items():
             factor = scale.get((scope, gpu), 1.0)
@@ -133,8 +137,11 @@ class Links:
         """
         if same_node:
             measured = self.measured(sender, receiver, same_node, message_bytes)
+            if measured is not None:
+                return measured
             nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
-            return measured if measured is not None else nominal * self.parameters.efficiency_intra
+            return nominal * self.parameters.efficiency_intra
+
         sent = sender.inter_node_bytes_per_s / max(leaving, 1.0)
         taken = receiver.inter_node_bytes_per_s / max(arriving, 1.0)
         share = min(sent, taken) * self.parameters.efficiency_inter
@@ -150,7 +157,9 @@ class Links:
         between = self.zone_link(sender, receiver)
         if between is None:
             return measured
-        return between.bytes_per_s if measured is None else min(measured, between.bytes_per_s)
+        if measured is None:
+            return between.bytes_per_s
+        return min(measured, between.bytes_per_s)
 
     def zone_link(self, one: NodeType, other: NodeType) -> ZoneLink | None:
         """Return the link between the zones of two node types; None within one zone."""
@@ -161,7 +170,9 @@ class Links:
     def hop_latency(self, one: NodeType, other: NodeType) -> float:
         """Seconds before the first byte of a message between two nodes."""
         between = self.zone_link(one, other)
-        return self.parameters.latency_inter_s + (0.0 if between is None else between.latency_s)
+        if between is None:
+            return self.parameters.latency_inter_s
+        return self.parameters.latency_inter_s + between.latency_s
 
     def measured(
         self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float
@@ -173,7 +184,9 @@ class Links:
         return self.table.bytes_per_s(scope, sender.gpu_type, receiver.gpu_type, message_bytes)
 
     def latency(self, same_node: bool) -> float:
-        return self.parameters.latency_intra_s if same_node else self.parameters.latency_inter_s
+        if same_node:
+            return self.parameters.latency_intra_s
+        return self.parameters.latency_inter_s
 
     def message_s(
         self,
@@ -208,20 +221,37 @@ class Links:
         if count < 2 or num_bytes <= 0:
             return 0.0
         nodes = dict(members)
-        kinds = list(dict.fromkeys(nodes.values()))
         volume = ring_bytes(count, num_bytes)
         chunk = num_bytes / count
         slowest = 0.0
-        if len(nodes) < count:
+        has_links_inside = len(nodes) < count
+        if has_links_inside:
+            kinds = dict.fromkeys(nodes.values())
             slowest = max(self.ring_link_s(kind, True, count, num_bytes) for kind in kinds)
         if len(nodes) > 1:
-            shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
-            ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
-            pairs = itertools.combinations_with_replacement(ends, 2)
-            rates = [self.bandwidth(a, b, False, chunk, m, n) for (a, m), (b, n) in pairs]
-            slowest = max(slowest, volume / (self._reached(count) * min(rates)))
-        between_s = self._between_zones_s(list(nodes.values())) * 2 * (count - 1) / count
-        return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1) + between_s
+            rate = self._slowest_pair(nodes, chunk, flows)
+            slowest = max(slowest, volume / (self._reached(count) * rate))
+
+        rounds = 2 * (count - 1)
+        between_s = self._between_zones_s(list(nodes.values())) * rounds / count
+        return slowest + rounds * self.latency(len(nodes) == 1) + between_s
+
+    def _slowest_pair(
+        self, nodes: Mapping[str, NodeType], chunk: float, flows: float | Mapping[str, float]
+    ) -> float:
+        """Return bytes per second between the two nodes of a ring that have the slowest link.
+
+        Any two count, since the ring's order is not known here.
+        """
+        shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
+        ends = dict.fromkeys((kind, shared[name]) for name, kind in nodes.items())
+        slowest = math.inf
+        for one, other in itertools.combinations_with_replacement(ends, 2):
+            kind, leaving = one
+            other_kind, arriving = other
+            rate = self.bandwidth(kind, other_kind, False, chunk, leaving, arriving)
+            slowest = min(slowest, rate)
+        return slowest
 
     def all_to_all_s(
         self, members: Sequence[tuple[str, NodeType]], to_each: Sequence[float]
@@ -232,18 +262,24 @@ class Links:
         way back, from each member i as many bytes to every member, takes as long.
         """
         count = len(members)
+        nodes = dict(members)
         on_node = Counter(name for name, _ in members)
         slowest = 0.0
         for (name, kind), num_bytes in zip(members, to_each, strict=True):
+            if not num_bytes:
+                continue
             inside = (on_node[name] - 1) * num_bytes
             if inside:
                 slowest = max(slowest, inside / self.bandwidth(kind, kind, True, num_bytes))
+
             arriving = on_node[name] * (count - on_node[name])
-            for other, sender in dict(members).items():
-                if other != name and num_bytes:
-                    leaving = on_node[other] * (count - on_node[other])
-                    rate = self.bandwidth(sender, kind, False, num_bytes, leaving, arriving)
-                    slowest = max(slowest, num_bytes / (self._reached(count) * rate))
+            for other, sender in nodes.items():
+                if other == name:
+                    continue
+                leaving = on_node[other] * (count - on_node[other])
+                rate = self.bandwidth(sender, kind, False, num_bytes, leaving, arriving)
+                slowest = max(slowest, num_bytes / (self._reached(count) * rate))
+
         between_s = self._between_zones_s([kind for _, kind in members]) / count
         return slowest + (count - 1) * self.latency(len(on_node) == 1) + between_s
 
@@ -251,8 +287,12 @@ class Links:
         """Return the latency in seconds that hops between zones add to a trip around a ring."""
         if len({kind.zone for kind in ring}) < 2:
             return 0.0
-        links = (self.zone_link(one, ring[i - 1]) for i, one in enumerate(ring))
-        return sum(link.latency_s for link in links if link is not None)
+        total_s = 0.0
+        for i, kind in enumerate(ring):
+            link = self.zone_link(kind, ring[i - 1])
+            if link is not None:
+                total_s += link.latency_s
+        return total_s
 
     def ring_link_s(
         self, node_type: NodeType, same_node: bool, count: int, num_bytes: float
@@ -265,11 +305,8 @@ class Links:
         volume = ring_bytes(count, num_bytes)
         if same_node:
             return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
-        return volume / (
-            node_type.inter_node_bytes_per_s
-            * self.parameters.efficiency_inter
-            * self._reached(count)
-        )
+        nic = node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter
+        return volume / (nic * self._reached(count))
 
     def _reached(self, count: int) -> float:
         """Return the share of a message's bandwidth that a ring of `count` members reaches.
@@ -286,9 +323,8 @@ class Links:
         if count < 2 or num_bytes <= 0:
             return 0.0
         part = num_bytes / count
-        rate = min(
-            self.bandwidth(node_type, node_type, True, part), self.parameters.gather_bytes_per_s
-        )
+        link = self.bandwidth(node_type, node_type, True, part)
+        rate = min(link, self.parameters.gather_bytes_per_s)
         return (count - 1) * part / rate + (count - 1) * self.latency(True)
 
 
@@ -318,15 +354,13 @@ def transfers_between(sender: Stage, receiver: Stage) -> tuple[Transfer, ...]:
     transfers = []
     for rank, target in enumerate(receiver.workers):
         source = sender.workers[rank * sender.tp_degree // receiver.tp_degree]
-        transfers.append(Transfer(source, target, rank if slices > 1 else 0, slices))
+        index = rank if slices > 1 else 0
+        transfers.append(Transfer(source, target, index, slices))
     return tuple(transfers)
 
 
 def _apart(sender: Stage, receiver: Stage) -> bool:
     """Return True if the receiver's group is on one node that hosts no worker of the sender."""
-    nodes = {_node(worker) for worker in receiver.workers}
-    return len(nodes) == 1 and not any(_node(worker) in nodes for worker in sender.workers)
-
-
-def _node(worker: str) -> str:
-    return worker.rpartition("/")[0]
+    nodes = {node_of(worker) for worker in receiver.workers}
+    senders = {node_of(worker) for worker in sender.workers}
+    return len(nodes) == 1 and nodes.isdisjoint(senders)

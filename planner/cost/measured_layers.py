@@ -29,10 +29,12 @@ class MeasuredLayers:
 
     def __post_init__(self) -> None:
         names = {key.model for key in self.profile.keys}
-        if self.model not in names and self.spec.name in names:
+        if self.model in names:
+            return
+        if self.spec.name in names:
             self.model = self.spec.name
-        elif self.model not in names and len(names) == 1:
-            self.model = next(iter(names))
+        elif len(names) == 1:
+            (self.model,) = names
 
     def key(self, gpu_type: str, tp_degree: int) -> ProfileKey:
         return ProfileKey(self.model, gpu_type, self.dtype, self.sequence_length, tp_degree)
@@ -51,13 +53,18 @@ class MeasuredLayers:
         own = self.spec.blocks[int(index)] if index else None
         for other, block in enumerate(self.spec.blocks):
             points = layers.get(f"block:{other}")
-            if points and own in (None, block):
+            is_alike = own is None or own == block
+            if points and is_alike:
                 return points
         return {}
 
     def keys_of(self, gpu_type: str) -> list[ProfileKey]:
         """Return keys of this model on this GPU at this dtype and length, of any TP degree."""
-        return [k for k in self.own_keys if k == self.key(gpu_type, k.tp_degree)]
+        found = []
+        for key in self.own_keys:
+            if key == self.key(gpu_type, key.tp_degree):
+                found.append(key)
+        return found
 
     @cached_property
     def own_keys(self) -> tuple[ProfileKey, ...]:
@@ -67,8 +74,10 @@ class MeasuredLayers:
     @cached_property
     def load_spread(self) -> float | None:
         """Measured spread of the experts' loads (`experts.load_spread`); None: not measured."""
-        rows = (row for row in self.profile.measurements if row.model == self.model)
-        found = [row.expert_load_spread for row in rows if row.expert_load_spread is not None]
+        found = []
+        for row in self.profile.measurements:
+            if row.model == self.model and row.expert_load_spread is not None:
+                found.append(row.expert_load_spread)
         return fmean(found) if found else None
 
     def nearest_key(self, gpu_type: str, name: str) -> ProfileKey | None:
@@ -77,27 +86,41 @@ class MeasuredLayers:
         Candidates are compared by device, then dtype, then length. None if there is none.
         """
         device = find_gpu_type(gpu_type)
+        if device is None:
+            return None
+
         found = []
         for key in self.own_keys:
             other = find_gpu_type(key.gpu_type)
-            if other is None or device is None or not self.points(key, name):
+            if other is None or not self.points(key, name):
                 continue
-            apart = abs(math.log(other.peak_flops(self.dtype) / device.peak_flops(self.dtype)))
-            length = abs(math.log(key.sequence_length / self.sequence_length))
-            has_other_dtype = key.dtype != self.dtype
-            rank = apart, has_other_dtype, length, key.tp_degree, key.gpu_type, key.dtype
+            speedup = other.peak_flops(self.dtype) / device.peak_flops(self.dtype)
+            growth = key.sequence_length / self.sequence_length
+            # a factor and its inverse are as far away; the last three only break ties
+            rank = (
+                abs(math.log(speedup)),
+                key.dtype != self.dtype,
+                abs(math.log(growth)),
+                key.tp_degree,
+                key.gpu_type,
+                key.dtype,
+            )
             found.append((rank, key))
-        return min(found)[1] if found else None
+        if not found:
+            return None
+        _, nearest = min(found)
+        return nearest
 
     def nearest_degree(
         self, gpu_type: str, tp_degree: int, name: str
     ) -> tuple[int, Mapping[int, Measurement]] | None:
         """The nearest TP degree at which this model's layer was measured on this GPU."""
-        degrees = sorted(
-            {k.tp_degree for k in self.keys_of(gpu_type)},
-            key=lambda degree: (abs(np.log2(degree / tp_degree)), degree),
-        )
-        for degree in degrees:
+
+        def distance(degree: int) -> tuple[float, int]:
+            return abs(np.log2(degree / tp_degree)), degree
+
+        degrees = {key.tp_degree for key in self.keys_of(gpu_type)}
+        for degree in sorted(degrees, key=distance):
             points = self.points(self.key(gpu_type, degree), name)
             if points:
                 return degree, points
@@ -110,7 +133,8 @@ class MeasuredLayers:
 
         The layer was measured at microbatch `base`. None if there is no such degree.
         """
-        for degree in (2**i for i in range(tp_degree.bit_length() - 1)):
+        for exponent in range(tp_degree.bit_length() - 1):
+            degree = 2**exponent
             points = self.points(self.key(gpu_type, degree), name)
             if base in points:
                 return degree, points[base]

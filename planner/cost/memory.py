@@ -19,6 +19,7 @@ from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
 
+FP32_BYTES = 4
 # Compute copy (its own only beside a 16-bit one), fp32 master, fp32 gradient and the two moments of
 # AdamW. Products in fp8 cast copies that are in bf16.
 STATE_BYTES = {
@@ -32,12 +33,17 @@ STATE_BYTES = {
 # what it adds: the compute copy, which in fp32 is the master itself where a worker keeps it whole.
 OPTIMIZER_BYTES = 12
 COPY_BYTES = {"fp32": 4, "tf32": 4, "bf16": 0, "fp16": 0, "fp8": 0}
-# of a block's split activations, where its modules are not known: of Llama's and GPT-2's 0.56 and
-# 0.5
 SELECTIVE_SHARE = 0.6
-LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama's are a quarter
-LARGEST_OF_EXPERTS = 2 / 3  # of a block's weights: the stack of gate and up of all experts
-FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
+"""Share of a block's split activations that `selective` keeps, where its modules are not known.
+
+Of Llama's and GPT-2's it keeps 0.56 and 0.5.
+"""
+LARGEST_OF_BLOCK = 1 / 3
+"""Share of a block's weights in its largest: an MLP matrix of GPT-2; Llama's are a quarter."""
+LARGEST_OF_EXPERTS = 2 / 3
+"""The same in a block with experts: the stack of gate and up of all experts."""
+FLAT_BYTES = 4
+"""Bytes of a parameter in a flat fp32 buffer for the gradients' all-reduce."""
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 WEIGHT_FORMATS = {"tf32": "fp32", "fp8": "bf16"}
 """Format of weights by that of products, where they differ."""
@@ -87,9 +93,10 @@ class MemoryTerms:
 
         Zero if there is one holder.
         """
-        return (1.0 - 1.0 / holders) * self.optimizer_bytes - (
-            self.copy_bytes if holders > 1 else 0.0
-        )
+        saved = (1.0 - 1.0 / holders) * self.optimizer_bytes
+        if holders > 1:
+            saved -= self.copy_bytes
+        return saved
 
     def shared(self, holders: int) -> "MemoryTerms":
         """Return the terms with optimizer state shared out among `holders`."""
@@ -118,31 +125,40 @@ def memory_terms(
 
     Optimizer state is whole on each worker.
     """
-    tokens, dtype, tp_degree = on_rank.tokens, on_rank.dtype, on_rank.tp_degree
-    layers = (spec.embedding, *spec.blocks, spec.head)
+    dtype = on_rank.dtype
+    tp_degree = on_rank.tp_degree
+    layers = spec.layers
     scalars = np.array([layer.parameters_per_worker(tp_degree) for layer in layers])
     frozen = np.array([layer.frozen_per_worker(tp_degree) for layer in layers])
     if spec.tied_embeddings:
         scalars[-1] += spec.tied_parameters / tp_degree
         frozen[-1] += spec.frozen_tied_parameters / tp_degree
-    per_parameter = parameters.state_bytes_per_parameter or _state_bytes(dtype, parameters)
+
     kept, peak = _activations(spec, on_rank, recompute, parameters)
-    if parameters.fused_head_elements is not None:
+    if parameters.fused_head_elements is None:
+        peak[-1] = logits_bytes(spec, on_rank.tokens, tp_degree, dtype, parameters)
+    else:
         # A fused head has its gradients at the end of its forward: what it keeps is gone before any
         # block's backward. It has one microbatch at a time: a last stage keeps one in flight
         # (`planner.plan.check_plan`), however many earlier ones do.
         elements = parameters.fused_head_elements
-        peak[-1] = fused_head_bytes(spec, tokens, dtype, elements, tp_degree) + kept[-1]
+        peak[-1] = fused_head_bytes(spec, on_rank.tokens, dtype, elements, tp_degree) + kept[-1]
         kept[-1] = 0.0
-    else:
-        peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters)
-    peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
-    shared = OPTIMIZER_BYTES
+    largest = np.array(_largest_tensors(spec)) / tp_degree
+    peak += largest * VALUE_BYTES[dtype]
+
+    per_parameter = parameters.state_bytes_per_parameter or _state_bytes(dtype, parameters)
+    may_share = OPTIMIZER_BYTES
     if parameters.half_gradients and dtype == "fp16":
-        shared += FLAT_BYTES
-    optimizer = scalars * min(shared, per_parameter)
-    state = scalars * per_parameter + frozen * _frozen_bytes(spec, dtype)
-    return MemoryTerms(state, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
+        # each holder has an fp32 copy of the gradients of its own part alone
+        may_share += FLAT_BYTES
+    return MemoryTerms(
+        state_bytes=scalars * per_parameter + frozen * _frozen_bytes(spec, dtype),
+        optimizer_bytes=scalars * min(may_share, per_parameter),
+        copy_bytes=scalars * COPY_BYTES[dtype],
+        activation_bytes=kept,
+        peak_bytes=peak,
+    )
 
 
 def _state_bytes(dtype: str, parameters: CostParameters) -> int:
@@ -171,7 +187,7 @@ def _activations(
 
     Peak bytes: what a layer's backward needs beyond the kept bytes, with what it recomputes.
     """
-    layers = (spec.embedding, *spec.blocks, spec.head)
+    layers = spec.layers
     scale = parameters.activation_scale
     by_modules = parameters.autograd_activations
 
@@ -183,6 +199,7 @@ def _activations(
     kept = stored_bytes(recompute)
     peak = np.array([backward_bytes(layer, on_rank, by_modules) for layer in layers])
     if recompute == "full":
+        # a block keeps its input, unless it would keep less than that anyway
         input_bytes = on_rank.tokens * spec.hidden_size * on_rank.value_bytes
         kept[1:-1] = np.minimum(whole[1:-1], input_bytes)
     return kept, peak + whole - kept
@@ -193,11 +210,13 @@ def _largest_tensors(spec: ModelSpec) -> list[float]:
 
     Its gradient of one microbatch is whole before it is added to the others' gradients.
     """
-    blocks = [
-        block.parameters * (LARGEST_OF_EXPERTS if block.has_experts else LARGEST_OF_BLOCK)
-        for block in spec.blocks
-    ]
-    return [spec.embedding.parameters, *blocks, spec.head.parameters + spec.tied_parameters]
+    blocks = []
+    for block in spec.blocks:
+        share = LARGEST_OF_EXPERTS if block.has_experts else LARGEST_OF_BLOCK
+        blocks.append(block.parameters * share)
+    # a tied head multiplies by the embedding's weight
+    head = spec.head.parameters + spec.tied_parameters
+    return [spec.embedding.parameters, *blocks, head]
 
 
 def activation_bytes(
@@ -212,13 +231,14 @@ def activation_bytes(
     `full` gives the same as `none`: the caller knows the layer's input.
     """
     known = layer.autograd if by_modules else None
-    shared = 0.0
     if known is None:
         split = layer.split_activation_values
         replicated = layer.replicated_activation_values
-        if recompute != "selective":
+        shared = 0.0
+        if recompute == "selective":
+            split *= SELECTIVE_SHARE
+        else:
             split += layer.attention_heads * on_rank.sequence_length
-        split *= SELECTIVE_SHARE if recompute == "selective" else 1.0
     elif recompute == "selective":
         split = known.selective_split
         replicated = known.selective_replicated
@@ -228,7 +248,9 @@ def activation_bytes(
         replicated = known.replicated
         shared = known.key_value
     tp_degree = on_rank.tp_degree
-    scalars = replicated + split / tp_degree + shared * layer.split_excess(tp_degree)
+    # several ranks hold one unit of keys and values if there are fewer units than ranks
+    excess = shared * layer.split_excess(tp_degree)
+    scalars = replicated + split / tp_degree + excess
     return float(scalars * on_rank.tokens * on_rank.value_bytes)
 
 
@@ -249,9 +271,9 @@ def backward_bytes(layer: LayerSpec, on_rank: TokensOnRank, by_modules: bool = F
     if by_modules and layer.autograd is not None:
         per_value = on_rank.tokens * on_rank.value_bytes / tp_degree
         # Values that are kept after the attention are gone at its backward pass.
-        freed = max(0.0, layer.autograd.split - 4 * layer.attention_width) * per_value
-        scores_bytes = explicit_scores_bytes(layer, on_rank)
-        return max(layer.autograd.backward * per_value, scores_bytes - freed)
+        kept_after = max(0.0, layer.autograd.split - 4 * layer.attention_width)
+        scores_bytes = explicit_scores_bytes(layer, on_rank) - kept_after * per_value
+        return max(layer.autograd.backward * per_value, scores_bytes)
     scores = 2.0 * layer.attention_heads * on_rank.sequence_length / tp_degree
     widest = layer.split_activation_values / tp_degree / 2
     return float(max(scores, widest) * on_rank.tokens * on_rank.value_bytes)
@@ -279,8 +301,10 @@ def logits_bytes(
     chunk_bytes = parameters.loss_chunk_bytes
     kept = 2 * VALUE_BYTES[dtype] * logits
     if chunk_bytes is None:
-        return kept + (1 if parameters.fuses_loss else 2) * 4 * logits
-    return kept + (1 if VALUE_BYTES[dtype] == 4 else 2) * min(4 * logits, chunk_bytes)
+        num_fp32 = 1 if parameters.fuses_loss else 2
+        return kept + num_fp32 * FP32_BYTES * logits
+    num_fp32 = 1 if VALUE_BYTES[dtype] == FP32_BYTES else 2
+    return kept + num_fp32 * min(FP32_BYTES * logits, chunk_bytes)
 
 
 def fused_head_bytes(
@@ -290,9 +314,11 @@ def fused_head_bytes(
 
     The head's weight gradient, which the forward pass makes, is among `_largest_tensors`.
     """
+    value_bytes = VALUE_BYTES[dtype]
+    fp32_bytes = 0 if value_bytes == FP32_BYTES else FP32_BYTES
     chunk = min(tokens * spec.vocab_size / tp_degree, chunk_elements)
-    in_fp32 = 0 if VALUE_BYTES[dtype] == 4 else 4
-    return chunk * (VALUE_BYTES[dtype] + in_fp32) + tokens * spec.hidden_size * VALUE_BYTES[dtype]
+    input_gradient_bytes = tokens * spec.hidden_size * value_bytes
+    return chunk * (value_bytes + fp32_bytes) + input_gradient_bytes
 
 
 def with_cut_sequence(
@@ -313,10 +339,15 @@ def with_cut_sequence(
     peak = memory.peak_bytes.copy()
     share = value_bytes * (1.0 - 1.0 / ranks)
     for index, layer in enumerate(spec.blocks, start=1):
-        known = layer.autograd if by_modules else None
-        whole = layer.replicated_activation_values if known is None else known.replicated
+        whole = layer.replicated_activation_values
+        if by_modules and layer.autograd is not None:
+            whole = layer.autograd.replicated
         saved = max(0.0, whole - 2.0 * spec.hidden_size) * share
-        of_input = spec.hidden_size * share if recompute == "full" else saved
-        kept[index] = max(0.0, kept[index] - of_input)
-        peak[index] = max(0.0, peak[index] - (saved - of_input))
+        # a block that recomputes all keeps its input alone, and has the rest at its peak
+        saved_of_kept = saved
+        if recompute == "full":
+            saved_of_kept = spec.hidden_size * share
+        saved_of_peak = saved - saved_of_kept
+        kept[index] = max(0.0, kept[index] - saved_of_kept)
+        peak[index] = max(0.0, peak[index] - saved_of_peak)
     return replace(memory, activation_bytes=kept, peak_bytes=peak)

@@ -253,11 +253,12 @@ def usual_framework(plans: Sequence[Plan]) -> str:
     Plans with stages or tensor parallelism are taken for DeepSpeed's; others cannot be its pipeline
     engine's: FSDP's if they share out state, else plain PyTorch's.
     """
-    pipelines = [pipeline for plan in plans for pipeline in plan.pipelines]
-    stages = [stage for pipeline in pipelines for stage in pipeline.stages]
-    one_worker_each = len(stages) == len(pipelines) and all(s.tp_degree == 1 for s in stages)
-    if not one_worker_each or any(plan.spmd is not None for plan in plans):
-        return "deepspeed"
-    if any(stage.shard_optimizer for stage in stages):
-        return "fsdp"
-    return "pytorch"
+    shares_out = False
+    for plan in plans:
+        if plan.spmd is not None:
+            return "deepspeed"
+        for pipeline in plan.pipelines:
+            if len(pipeline.workers) > 1:
+                return "deepspeed"
+            shares_out = shares_out or pipeline.stages[0].shard_optimizer
+    return "fsdp" if shares_out else "pytorch"

@@ -53,10 +53,8 @@ class Prediction:
     @property
     def fits_devices(self) -> bool:
         """True if every worker fits in its memory."""
-        return all(
-            self.memory_bytes_by_worker[w] <= limit
-            for w, limit in self.memory_limit_bytes_by_worker.items()
-        )
+        used = self.memory_bytes_by_worker
+        return all(used[w] <= limit for w, limit in self.memory_limit_bytes_by_worker.items())
 
     @property
     def tightest_worker(self) -> tuple[str, float]:
@@ -64,12 +62,11 @@ class Prediction:
 
         Above 1 it does not fit.
         """
-        share = {
-            w: self.memory_bytes_by_worker[w] / limit
-            for w, limit in self.memory_limit_bytes_by_worker.items()
-        }
-        worker = max(share, key=lambda w: share[w])
-        return worker, share[worker]
+        shares = {}
+        for worker, limit in self.memory_limit_bytes_by_worker.items():
+            shares[worker] = self.memory_bytes_by_worker[worker] / limit
+        fullest = max(shares, key=lambda worker: shares[worker])
+        return fullest, shares[fullest]
 
     @property
     def communicators_by_worker(self) -> dict[str, int]:
@@ -88,6 +85,8 @@ class Prediction:
 
         `estimated` lists what was not measured.
         """
+        communicators = self.communicators_by_worker
+        communicator_bytes = {w: n * COMMUNICATOR_BYTES for w, n in communicators.items()}
         return {
             "step_time_s": self.step_time_s,
             "sequences_per_s": self.sequences_per_s,
@@ -100,10 +99,8 @@ class Prediction:
             "breakdown_s": dict(self.breakdown_s),
             "memory_bytes_by_worker": dict(self.memory_bytes_by_worker),
             "memory_limit_bytes_by_worker": dict(self.memory_limit_bytes_by_worker),
-            "communicators_by_worker": dict(self.communicators_by_worker),
-            "communicator_bytes_by_worker": {
-                w: n * COMMUNICATOR_BYTES for w, n in self.communicators_by_worker.items()
-            },
+            "communicators_by_worker": dict(communicators),
+            "communicator_bytes_by_worker": communicator_bytes,
             "fits": self.fits,
             "estimated": list(self.estimated),
         }

@@ -33,16 +33,16 @@ class PlanPrices:
             sliced=self._basis.parameters.sliced_boundaries,
         )
         zones = self._basis.links.zones
-        return tuple(
-            ZoneTransfer(pair, num_bytes, zones.usd_per_gb(*pair))
-            for pair, num_bytes in sorted(carried.items())
-        )
+        transfers = []
+        for pair, num_bytes in sorted(carried.items()):
+            transfers.append(ZoneTransfer(pair, num_bytes, zones.usd_per_gb(*pair)))
+        return tuple(transfers)
 
     def nodes_usd_per_hour(self, plan: Plan) -> float | None:
         """Return the price of the nodes in use; None if one has none."""
-        nodes = {
-            node.name: node.node_type.usd_per_hour
-            for node in map(self._basis.fleet.node_of, plan.workers)
-        }
-        prices = [price for price in nodes.values() if price is not None]
-        return sum(prices) if len(prices) == len(nodes) else None
+        total = 0.0
+        for kind in dict(self._basis.fleet.members_of(plan.workers)).values():
+            if kind.usd_per_hour is None:
+                return None
+            total += kind.usd_per_hour
+        return total

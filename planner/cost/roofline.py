@@ -18,6 +18,7 @@ from planner.cost.memory import VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.model_spec import LayerSpec
 
+SIXTEEN_BITS = ("fp16", "bf16")
 ELEMENTWISE_PASSES = 6.0
 """Times that an eager forward pass reads or writes each value that a block keeps."""
 FUSED_PASSES = 2.0
@@ -76,10 +77,13 @@ def measured_matmul_flops(gpu_type: str, dtype: str) -> float | None:
     if row is None or device is None:
         return None
     formats = [dtype]
-    if dtype in ("fp16", "bf16") and device.fp16_flops == device.bf16_flops:
-        formats = [dtype, "bf16" if dtype == "fp16" else "fp16"]
-    rates = [row[f"{name}_tflops"] for name in formats if row.get(f"{name}_tflops")]
-    return float(rates[0]) * 1e12 if rates else None
+    if dtype in SIXTEEN_BITS and device.fp16_flops == device.bf16_flops:
+        formats += [other for other in SIXTEEN_BITS if other != dtype]
+    for name in formats:
+        tflops = row.get(f"{name}_tflops")
+        if tflops:
+            return float(tflops) * 1e12
+    return None
 
 
 @cache
@@ -105,7 +109,7 @@ def device_rates(device: GpuType, dtype: str, parameters: CostParameters) -> Dev
     matmul = measured or device.peak_flops(dtype) * usual_share_of_peak(dtype)
     attention = ATTENTION_SHARE * matmul
     row = _rows().get(device.name)
-    if row is not None and row["attention_tflops"] and dtype in ("fp16", "bf16"):
+    if row is not None and row["attention_tflops"] and dtype in SIXTEEN_BITS:
         attention = float(row["attention_tflops"]) * 1e12
     memory = device.memory_bytes_per_s * parameters.memory_efficiency
     return DeviceRates(matmul, attention, memory, measured is not None)
@@ -143,6 +147,11 @@ class LayerWork:
         return each * self.microbatch
 
     @property
+    def product_flops(self) -> float:
+        """FLOPs of the products with weights."""
+        return self.flops - self.score_flops
+
+    @property
     def computed_score_flops(self) -> float:
         """`score_flops` with those that chunks under a sliding window compute in vain."""
         keys = self.layer.computed_keys_per_query(self.sequence_length)
@@ -167,13 +176,15 @@ def block_seconds(
     Attention is causal: half of the S x S products are computed.
     """
     rates = device_rates(device, work.dtype, parameters)
-    products_s = (work.flops - work.score_flops) / rates.matmul_flops
+    products_s = work.product_flops / rates.matmul_flops
     attention_s = work.computed_score_flops / 2 / rates.attention_flops
-    slides = work.layer.slides(work.sequence_length)
-    attention_backward = ATTENTION_BACKWARD + slides  # chunks are computed again
+    attention_backward = ATTENTION_BACKWARD
+    if work.layer.slides(work.sequence_length):
+        attention_backward += 1  # chunks are computed again
     is_fused = parameters.fuses_block(work.tp_degree)
     passes = FUSED_PASSES if is_fused else ELEMENTWISE_PASSES
     traffic_s = passes * work.kept_bytes / rates.memory_bytes_per_s
+
     forward_s = products_s + attention_s + traffic_s
     backward_s = 2 * products_s + attention_backward * attention_s + 2 * traffic_s
     weights = work.layer.parameters_per_worker(work.tp_degree)
@@ -209,8 +220,9 @@ def grouped_seconds(
     products_s = 2.0 * used * work.tokens / rates.matmul_flops
     padded_s = products_s * padded_share(experts, work.tokens)
     read_s = weights * VALUE_BYTES[work.dtype] / rates.memory_bytes_per_s
-    one_s = max(padded_s, read_s) - products_s
-    return one_s, one_s + padded_s - products_s
+    # a product with the weights, and in the backward pass one for their gradients
+    with_weights_s = max(padded_s, read_s) - products_s
+    return with_weights_s, with_weights_s + padded_s - products_s
 
 
 def fp8_ratios(device: GpuType, work: LayerWork, parameters: CostParameters) -> tuple[float, float]:
@@ -222,15 +234,14 @@ def fp8_ratios(device: GpuType, work: LayerWork, parameters: CostParameters) -> 
     forward_s, backward_s = block_seconds(device, work, parameters)
     rates = device_rates(device, "bf16", parameters)
     speedup = device.peak_flops("fp8") / device.peak_flops("bf16")
-    products_s = (work.flops - work.score_flops) / rates.matmul_flops
+    products_s = work.product_flops / rates.matmul_flops
     saved_s = products_s * (1.0 - 1.0 / speedup)
     weights = work.layer.parameters_per_worker(work.tp_degree)
     values = FP8_INPUTS * work.tokens * weights / max(1, work.layer.attention_width)
     cast_s = FP8_CAST_BYTES * (weights + values) / rates.memory_bytes_per_s
-    return (
-        (forward_s - saved_s + cast_s) / forward_s,
-        (backward_s - 2 * saved_s + 2 * cast_s) / backward_s,
-    )
+    forward_ratio = (forward_s - saved_s + cast_s) / forward_s
+    backward_ratio = (backward_s - 2 * saved_s + 2 * cast_s) / backward_s
+    return forward_ratio, backward_ratio
 
 
 def explicit_seconds(
@@ -245,8 +256,10 @@ def explicit_seconds(
         return 0.0, 0.0
     keys = work.layer.computed_keys_per_query(work.sequence_length) / 2
     scores = explicit.heads / work.tp_degree * work.tokens * keys
-    per_s = device_rates(device, work.dtype, parameters).memory_bytes_per_s
-    return scores * explicit.forward_traffic / per_s, scores * explicit.backward_traffic / per_s
+    bytes_per_s = device_rates(device, work.dtype, parameters).memory_bytes_per_s
+    forward_s = scores * explicit.forward_traffic / bytes_per_s
+    backward_s = scores * explicit.backward_traffic / bytes_per_s
+    return forward_s, backward_s
 
 
 def replicated_seconds(device: GpuType, work: LayerWork, parameters: CostParameters) -> float:
@@ -255,5 +268,6 @@ def replicated_seconds(device: GpuType, work: LayerWork, parameters: CostParamet
     They are those beyond the share that a division of the whole block by the TP degree includes.
     """
     values = work.layer.replicated_activation_values * work.tokens
-    not_cut = FUSED_PASSES * values * VALUE_BYTES[work.dtype] * (1.0 - 1.0 / work.tp_degree)
-    return not_cut / device_rates(device, work.dtype, parameters).memory_bytes_per_s
+    beyond_share = 1.0 - 1.0 / work.tp_degree
+    moved_bytes = FUSED_PASSES * values * VALUE_BYTES[work.dtype] * beyond_share
+    return moved_bytes / device_rates(device, work.dtype, parameters).memory_bytes_per_s

@@ -48,6 +48,7 @@ class StageChoices:
         """
         if self._parameters.offload_optimizer:
             plan = plan.offloading()
+        # shares depend on formats, and what fits in memory on both
         plan = self.with_formats(plan)
         plan = self._memory.with_shares(plan)
         choices = self._assumed.choices
@@ -63,8 +64,10 @@ class StageChoices:
 
         Fewest in flight first; each plan once.
         """
-        ways = (self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1))
-        return list(dict.fromkeys(ways))
+        ways = dict[Plan, None]()
+        for most in range(1, MOST_AHEAD + 1):
+            ways[self.working_ahead(plan, most)] = None
+        return list(ways)
 
     def with_formats(self, plan: Plan) -> Plan:
         """Return the plan with the format of each stage's GPU types, where not the precision."""
@@ -72,16 +75,20 @@ class StageChoices:
             return plan
         pipelines = []
         for pipeline in plan.pipelines:
-            stages = tuple(map(self._with_format, pipeline.stages))
-            pipelines.append(replace(pipeline, stages=stages))
+            stages = [self._with_format(stage) for stage in pipeline.stages]
+            pipelines.append(replace(pipeline, stages=tuple(stages)))
         return replace(plan, pipelines=tuple(pipelines))
 
     def _with_format(self, stage: Stage) -> Stage:
-        compute = self._formats.of(replace(stage, compute=None))
+        unnamed = replace(stage, compute=None)
+        compute = self._formats.of(unnamed)
+        # a plan names formats only where they differ from the job's precision
+        if compute == self._workload.precision:
+            return unnamed
         for each in COMPUTE_FORMATS:
-            if each == compute != self._workload.precision:
+            if each == compute:
                 return replace(stage, compute=each)
-        return replace(stage, compute=None)
+        return unnamed
 
     def with_dispatch(self, plan: Plan) -> Plan:
         """Return the plan with an allowed way of tokens to experts for each stage.
@@ -92,9 +99,10 @@ class StageChoices:
             return plan
         pipelines = []
         for pipeline in plan.pipelines:
-            numbers = range(len(pipeline.stages))
-            stages = tuple(self._with_dispatch(pipeline, number) for number in numbers)
-            pipelines.append(replace(pipeline, stages=stages))
+            stages = []
+            for index in range(len(pipeline.stages)):
+                stages.append(self._with_dispatch(pipeline, index))
+            pipelines.append(replace(pipeline, stages=tuple(stages)))
         return replace(plan, pipelines=tuple(pipelines))
 
     def _with_dispatch(self, pipeline: Pipeline, index: int) -> Stage:
@@ -105,6 +113,7 @@ class StageChoices:
             return sending
         if self.dispatch_gain_s(pipeline, index) <= 0:
             return by_sum
+        # its buffers take room that a sum does not need
         terms = self._stages.terms(_with_stage(pipeline, index, sending), index)
         return sending if terms.room(0.0) >= pipeline.in_flight(index) else by_sum
 
@@ -118,9 +127,8 @@ class StageChoices:
         by_sum = replace(stage, expert_dispatch=None, sequence_parallel=was_cut)
         recompute = stage.recompute or self._workload.recompute
         may_cut = self._parameters.may_cut_sequence and recompute != "selective"
-        sending = replace(
-            by_sum, expert_dispatch="all_to_all", sequence_parallel=was_cut or may_cut
-        )
+        is_cut = was_cut or may_cut
+        sending = replace(by_sum, expert_dispatch="all_to_all", sequence_parallel=is_cut)
         return by_sum, sending
 
     def dispatch_gain_s(self, pipeline: Pipeline, index: int) -> float:
@@ -128,11 +136,14 @@ class StageChoices:
 
         They are those of a microbatch in both passes.
         """
-        by_sum, sending = (
-            sum(self._stages.seconds(_with_stage(pipeline, index, each), index))
-            for each in self._ways_of(pipeline.stages[index])
-        )
-        return by_sum - sending
+        by_sum, sending = self._ways_of(pipeline.stages[index])
+        by_sum_s = self._both_passes_s(_with_stage(pipeline, index, by_sum), index)
+        sending_s = self._both_passes_s(_with_stage(pipeline, index, sending), index)
+        return by_sum_s - sending_s
+
+    def _both_passes_s(self, pipeline: Pipeline, index: int) -> float:
+        forward_s, backward_s = self._stages.seconds(pipeline, index)
+        return forward_s + backward_s
 
 
 def _with_stage(pipeline: Pipeline, index: int, stage: Stage) -> Pipeline:

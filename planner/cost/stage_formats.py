@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 
 from planner.cluster import Fleet
-from planner.cost.memory import VALUE_BYTES
+from planner.cost.memory import FP32_BYTES, VALUE_BYTES
 from planner.formats import shared_format
 from planner.plan import ComputeFormat, Plan, Stage
 
-FP32_BYTES = 4
 _OF_VALUES = {"fp8": "bf16"}
 """Format of hidden states by that of products, where they differ."""
 
@@ -41,11 +40,13 @@ class StageFormats:
 
     def of(self, stage: Stage) -> str:
         """Return the format of a stage: the one it names, else that of its workers' GPU types."""
-        if stage.compute is not None or not self.by_type:
-            return stage.compute or self.precision
+        if stage.compute is not None:
+            return stage.compute
+        if not self.by_type:
+            return self.precision
         known = self._known.get(stage.workers)
         if known is None:
-            types = {self.fleet.gpu_type(worker) for worker in stage.workers}
+            types = self.fleet.gpu_types_of(stage.workers)
             formats = {each: self.of_type(each) for each in types}
             known = self._known[stage.workers] = shared_format(formats)
         return known
@@ -55,7 +56,7 @@ class StageFormats:
         found: dict[str, list[str]] = {}
         for stage in plan.stages:
             compute = self.of(stage)
-            for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in stage.workers}):
+            for gpu_type in sorted(self.fleet.gpu_types_of(stage.workers)):
                 used = found.setdefault(gpu_type, [])
                 if compute not in used:
                     used.append(compute)
@@ -71,8 +72,11 @@ class StageFormats:
         They are in the format of both stages, or in fp32 if these differ
         (`autohet.runtime.parallel.borders.border_dtype`). Products in fp8 return bf16.
         """
-        one, other = (_OF_VALUES.get(each, each) for each in (one, other))
-        width = VALUE_BYTES[one] if one == other else FP32_BYTES
-        if one == "fp16" and self._scales_gradients:
+        one = _OF_VALUES.get(one, one)
+        other = _OF_VALUES.get(other, other)
+        is_scaled = one == "fp16" and self._scales_gradients
+        if one == other and not is_scaled:
+            width = VALUE_BYTES[one]
+        else:
             width = FP32_BYTES
         return float(microbatch * self._values_by_sequence * width)

@@ -23,9 +23,8 @@ def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
     lanes = _lanes(plan, cost.fleet)
     events = list(_names(plan, cost.fleet, lanes))
     for number, pipeline in enumerate(plan.pipelines):
-        timeline = simulate_pipeline(
-            cost.steps.pipeline_times(plan, pipeline), pipeline.num_microbatches
-        )
+        times = cost.steps.pipeline_times(plan, pipeline)
+        timeline = simulate_pipeline(times, pipeline.num_microbatches)
         events += _pipeline_events(number, pipeline, timeline, lanes)
     events += _sync_events(cost.steps.simulate(plan), lanes)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -33,17 +32,18 @@ def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
 
 def _lanes(plan: Plan, fleet: Fleet) -> dict[str, tuple[int, int]]:
     """Map each worker to (process of its node, lane of its own)."""
-    process: dict[str, int] = {}
-    return {
-        worker: (process.setdefault(fleet.node_of(worker).name, len(process)), lane)
-        for lane, worker in enumerate(plan.workers)
-    }
+    processes: dict[str, int] = {}
+    lanes = {}
+    for lane, worker in enumerate(plan.workers):
+        process = processes.setdefault(fleet.node_of(worker).name, len(processes))
+        lanes[worker] = (process, lane)
+    return lanes
 
 
 def _names(plan: Plan, fleet: Fleet, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
     for worker in plan.workers:
         node = fleet.node_of(worker)
-        (pid, tid) = lanes[worker]
+        pid, tid = lanes[worker]
         label = f"{node.name} ({node.node_type.gpu_type})"
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": label}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": worker}}
@@ -79,20 +79,13 @@ def _pipeline_events(
         ("B", "backward", timeline.backward_start_s, timeline.backward_end_s),
     )
     for index, stage in enumerate(pipeline.stages):
+        place = {"pipeline": number, "stage": index}
         for letter, category, starts, ends in tables:
             for m in range(pipeline.num_microbatches):
+                start = float(starts[index, m])
+                end = float(ends[index, m])
                 for worker in stage.workers:
-                    start = float(starts[index, m])
-                    end = float(ends[index, m])
-                    yield _event(
-                        f"{letter}{m}",
-                        category,
-                        start,
-                        end,
-                        lanes[worker],
-                        pipeline=number,
-                        stage=index,
-                    )
+                    yield _event(f"{letter}{m}", category, start, end, lanes[worker], **place)
 
 
 def _sync_events(
@@ -115,7 +108,9 @@ def _sync_events(
         }
         for worker, (begin, until) in event.spans.items():
             start = max(begin, drawn.get(worker, 0.0))
-            end = drawn[worker] = max(until, start)
+            end = max(until, start)
+            drawn[worker] = end
             yield _event(name, "sync", start, end, lanes[worker], **facts)
     for worker, start in sync.update_start_s.items():
-        yield _event("optimizer", "update", start, start + sync.update_s[worker], lanes[worker])
+        end = start + sync.update_s[worker]
+        yield _event("optimizer", "update", start, end, lanes[worker])

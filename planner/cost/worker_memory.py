@@ -57,16 +57,19 @@ class WorkerMemory:
         recompute: Recompute,
         share: TensorShare | None,
     ) -> MemoryTerms:
+        parameters = self._parameters
         spec = self._spec
         cut: float = tp_degree
         if share is not None:
             spec = spec.with_share(share)
             cut = 1 / share.fraction
-        parameters = self._parameters
         length = self._sequence_length
         on_rank = TokensOnRank(microbatch * length, length, compute, cut)
         memory = memory_terms(spec, on_rank, recompute, parameters)
-        if parameters.sequence_parallel and tp_degree > 1 and recompute != "selective":
+
+        # selective recomputation is not combined with it
+        cuts_sequence = parameters.sequence_parallel and recompute != "selective"
+        if cuts_sequence and tp_degree > 1:
             inside = self._formats.inside_bytes(microbatch, compute)
             value_bytes = inside / self._spec.hidden_size
             by_modules = parameters.autograd_activations

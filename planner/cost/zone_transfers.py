@@ -56,21 +56,27 @@ def bytes_between_zones(
     sums: the plan's all-reduces. formats: bytes of hidden states between stages. sliced: hidden
     states cross from node to node in slices.
     """
-    zone_of = {worker: fleet.node_of(worker).node_type.zone for worker in plan.workers}
+    zone_of = {}
+    for worker, kind in zip(plan.workers, fleet.node_types_of(plan.workers), strict=True):
+        zone_of[worker] = kind.zone
     found: dict[ZonePair, float] = {}
-    if len(set(zone_of.values()) - {""}) < 2:
+    known_zones = set(zone_of.values()) - {""}
+    if len(known_zones) < 2:
         return found
+
     for pipeline in plan.pipelines:
-        for pair, num_bytes in _crossings(pipeline, zone_of, formats, sliced=sliced).items():
+        crossings = _crossings(pipeline, zone_of, formats, sliced=sliced)
+        for pair, num_bytes in crossings.items():
             _add(found, pair, num_bytes * pipeline.num_microbatches)
+
     for job in sums:
-        count = len(job.members)
-        nodes = dict.fromkeys((fleet.node_of(w).name, zone_of[w]) for w in job.members)
-        zones = [zone for _, zone in nodes]
-        for i, zone in enumerate(zones):
-            if are_apart(zone, zones[i - 1]):
-                carried = ring_bytes(count, job.num_bytes)
-                _add(found, zone_pair(zone, zones[i - 1]), carried)
+        carried = ring_bytes(len(job.members), job.num_bytes)
+        # a ring goes from node to node, and from the last one back to the first
+        ring = [kind.zone for kind in dict(fleet.members_of(job.members)).values()]
+        for i, zone in enumerate(ring):
+            before = ring[i - 1]
+            if are_apart(zone, before):
+                _add(found, zone_pair(zone, before), carried)
     return found
 
 
@@ -83,12 +89,14 @@ def _crossings(
         message = formats.border_bytes(
             pipeline.microbatch_sequences, formats.of(one), formats.of(other)
         )
-        for sender, receiver in ((one, other), (other, one)):
-            for each in transfers_between(sender, receiver):
-                ends = zone_of[each.source], zone_of[each.target]
-                if are_apart(*ends):
-                    part = 1 / each.slices if sliced else 1.0
-                    _add(found, zone_pair(*ends), part * message)
+        hidden_states = transfers_between(one, other)
+        gradients = transfers_between(other, one)
+        for transfer in (*hidden_states, *gradients):
+            source = zone_of[transfer.source]
+            target = zone_of[transfer.target]
+            if are_apart(source, target):
+                part = 1 / transfer.slices if sliced else 1.0
+                _add(found, zone_pair(source, target), part * message)
     return found
 
 
