@@ -93,6 +93,10 @@ class Node:
         return tuple(f"{self.name}/{index}" for index in range(self.node_type.num_gpus))
 
 
+Member = tuple[str, NodeType]
+"""Node name and node type of one worker of a group."""
+
+
 def node_of(worker: str) -> str:
     """The name of a worker's node, also of one that is in no fleet any more."""
     return worker.rsplit("/", 1)[0]
@@ -154,7 +158,7 @@ class Fleet:
         """Return the GPU types of these workers."""
         return {self.gpu_type(worker) for worker in workers}
 
-    def members_of(self, workers: Iterable[str]) -> list[tuple[str, NodeType]]:
+    def members_of(self, workers: Iterable[str]) -> list[Member]:
         """Return node name and node type of each worker, in the order of the workers."""
         nodes = [self.node_of(worker) for worker in workers]
         return [(node.name, node.node_type) for node in nodes]

@@ -138,6 +138,9 @@ WaysByLikeness = dict[Hashable, _Way]
 they depend on: the same on any fleet.
 """
 _Seconds = tuple[tuple[float, ...], tuple[float, ...]]
+_SecondsByStages = dict[int, _Seconds]
+_PlanKey = tuple[tuple[int, int], ...]
+_HopKey = tuple[NodeType, NodeType, bool, float, int, NicFlows]
 
 
 class BoundaryCosts:
@@ -173,8 +176,8 @@ class BoundaryCosts:
         self._number = {node.name: i for i, node in enumerate(fleet.nodes)}
         self._ways: dict[tuple[int, int], tuple[tuple[Stage, ...], _Way]] = {}
         self._alike: WaysByLikeness = {} if known is None else known
-        self._hop_s: dict[tuple[NodeType, NodeType, bool, float, int, NicFlows], float] = {}
-        self._latest: tuple[tuple[tuple[int, int], ...], Plan, dict[int, _Seconds]] | None = None
+        self._hop_s: dict[_HopKey, float] = {}
+        self._latest: tuple[_PlanKey, Plan, _SecondsByStages] | None = None
 
     def between_s(
         self,
@@ -219,8 +222,10 @@ class BoundaryCosts:
         """
         key = (sender, receiver, same_node, num_bytes, slices, flows)
         if key not in self._hop_s:
-            seconds = self.links.message_s(sender, receiver, same_node, num_bytes / slices, *flows)
-            self._hop_s[key] = seconds + self.links.all_gather_s(receiver, slices, num_bytes)
+            slice_bytes = num_bytes / slices
+            message_s = self.links.message_s(sender, receiver, same_node, slice_bytes, *flows)
+            gather_s = self.links.all_gather_s(receiver, slices, num_bytes)
+            self._hop_s[key] = message_s + gather_s
             evict_oldest(self._hop_s, _REMEMBERED)
         return self._hop_s[key]
 
@@ -237,7 +242,7 @@ class BoundaryCosts:
         _, _, seconds_by_stages = self._latest
         return seconds_by_stages[id(pipeline.stages)]
 
-    def _seconds_by_stages(self, plan: Plan) -> dict[int, _Seconds]:
+    def _seconds_by_stages(self, plan: Plan) -> _SecondsByStages:
         """Return the seconds of each pipeline by the identity of its stages."""
         ways = [self._way(pipeline) for pipeline in plan.pipelines]
         nodes = len(self._number)
@@ -246,7 +251,7 @@ class BoundaryCosts:
         hops = _joined(_numbered(ways))
         seconds = hops.seconds(leaving.shared(nodes), arriving.shared(nodes))
 
-        found = dict[int, _Seconds]()
+        found: _SecondsByStages = {}
         begin = 0
         for pipeline, way in zip(plan.pipelines, ways, strict=True):
             end = begin + len(way.entry)
@@ -255,7 +260,9 @@ class BoundaryCosts:
             begin = end
 
             by_entry = slowest.tolist()
-            found[id(pipeline.stages)] = tuple(by_entry[::2]), tuple(by_entry[1::2])
+            hidden_states_s = tuple(by_entry[::2])
+            gradients_s = tuple(by_entry[1::2])
+            found[id(pipeline.stages)] = hidden_states_s, gradients_s
         return found
 
     def _way(self, pipeline: Pipeline) -> _Way:
@@ -305,9 +312,11 @@ class BoundaryCosts:
                 hop_s = self.hop_s(sender, sender, size, True, row.slices)
                 least_s[row.entry] = max(least_s[row.entry], hop_s)
             else:
+                receiver = kinds[row.receiver]
                 counts[row] = count
-                hops.append(self._hop(sender, kinds[row.receiver], size, row.slices))
+                hops.append(self._hop(sender, receiver, size, row.slices))
 
+        # the shapes also hold if all transfers are inside nodes
         table = np.array(list(counts), dtype=np.int64).reshape(-1, len(_Row._fields))
         entry, sending, taking, sending_node, taking_node, slices = table.T
         flows = np.array(list(counts.values())) / np.maximum(slices, 1)
@@ -422,5 +431,6 @@ def _joined(parts: Sequence[_Arrays]) -> _Arrays:
     kind = type(parts[0])
     arrays = []
     for each in fields(kind):
-        arrays.append(np.concatenate([getattr(part, each.name) for part in parts]))
+        columns = [getattr(part, each.name) for part in parts]
+        arrays.append(np.concatenate(columns))
     return kind(*arrays)

@@ -22,6 +22,7 @@ from planner.plan import Plan
 
 ModelOf = Callable[[Plan, CostParameters], CostModel]
 """Makes the cost model of a plan (its length, its precision) with some parameters."""
+Floats = NDArray[np.float64]
 MEASURED_SPREAD = 0.04
 SPREADS = {
     "launch_exposure": 0.1,
@@ -101,7 +102,7 @@ def _predict_s(
     runs: Sequence[MeasuredRun],
     model_of: ModelOf,
     parameters: CostParameters,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Predicted seconds; a few models, one for each sequence length, serve all runs."""
     models: dict[int, CostModel] = {}
     seconds = []
@@ -124,16 +125,15 @@ def _mean_error(
     return float(np.abs(predicted / measured - 1).mean())
 
 
-def moved(
-    defaults: CostParameters, spreads: dict[str, float], steps: NDArray[np.float64]
-) -> CostParameters:
+def moved(defaults: CostParameters, spreads: dict[str, float], steps: Floats) -> CostParameters:
     """Multiply each named parameter of `defaults` by exp(step * spread).
 
     A last step beyond them moves stage_overhead_s.
     """
     values = {}
     for (name, spread), step in zip(spreads.items(), steps, strict=False):
-        values[name] = float(getattr(defaults, name) * np.exp(step * spread))
+        factor = np.exp(step * spread)
+        values[name] = float(getattr(defaults, name) * factor)
 
     # it is zero by default, which no factor moves, and no time is negative
     if len(steps) > len(spreads):
@@ -149,7 +149,7 @@ def _fit_times(
 ) -> CostParameters:
     log_measured = np.log([run.measured_s for run in runs])
 
-    def residuals(steps: NDArray[np.float64]) -> NDArray[np.float64]:
+    def residuals(steps: Floats) -> Floats:
         parameters = moved(defaults, SPREADS, steps)
         predicted = _predict_s(runs, model_of, parameters)
         errors = (np.log(predicted) - log_measured) / MEASURED_SPREAD
@@ -169,7 +169,7 @@ def _fit_memory(
         return defaults
     log_measured = np.log([float(run.measured_memory_bytes or 1.0) for run in known])
 
-    def residuals(steps: NDArray[np.float64]) -> NDArray[np.float64]:
+    def residuals(steps: Floats) -> Floats:
         parameters = moved(defaults, MEMORY_SPREADS, steps)
         peaks = []
         for run in known:
@@ -182,19 +182,17 @@ def _fit_memory(
     return moved(defaults, MEMORY_SPREADS, steps)
 
 
-def _soften(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
+def _soften(residuals: Floats) -> Floats:
     """Apply the pseudo-Huber loss, so that one odd run cannot dominate.
 
     Its square is r^2 for small residuals and grows like |r| for large ones.
     """
     loss = 2 * (np.sqrt(1 + residuals**2) - 1)
-    signed: NDArray[np.float64] = np.sign(residuals) * np.sqrt(loss)
+    signed: Floats = np.sign(residuals) * np.sqrt(loss)
     return signed
 
 
-def _least_squares(
-    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], size: int
-) -> NDArray[np.float64]:
+def _least_squares(residuals: Callable[[Floats], Floats], size: int) -> Floats:
     """Minimize by Levenberg-Marquardt from the defaults, with forward differences.
 
     There are few parameters, and the residuals are cheap and smooth.
@@ -212,7 +210,8 @@ def _least_squares(
 
         # more damping makes smaller steps, until one of them helps
         for _ in range(8):
-            trial = steps - np.linalg.solve(curvature + damping * np.eye(size), gradient)
+            damped = curvature + damping * np.eye(size)
+            trial = steps - np.linalg.solve(damped, gradient)
             found = residuals(trial)
             if found @ found < current @ current:
                 break

@@ -29,7 +29,8 @@ class Curve:
             return float(y[0] * microbatch / x[0])
         if microbatch > x[-1]:
             half = max(2, len(x) // 2)
-            slope = max(0.0, float(np.polyfit(x[-half:], y[-half:], 1)[0]))
+            fitted_slope, _ = np.polyfit(x[-half:], y[-half:], 1)
+            slope = max(0.0, float(fitted_slope))
             return float(y[-1] + slope * (microbatch - x[-1]))
         if microbatch < x[0]:
             # the straight line may fall below zero, a line through the origin does not
@@ -45,7 +46,8 @@ class Curve:
         Launch time: the seconds beyond work in proportion to the largest measured microbatch.
         """
         seconds = self.at(microbatch)
-        work = float(self.seconds[-1]) * microbatch / float(self.microbatches[-1])
+        largest = float(self.microbatches[-1])
+        work = float(self.seconds[-1]) * microbatch / largest
         launch = max(0.0, seconds - work)
         return seconds - (1.0 - launch_exposure) * launch
 

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import NodeType
+from planner.cluster import Member, NodeType
 from planner.cost.basis import CostBasis
 from planner.cost.even_layers import LEAST_OWN, LayerTimes
 from planner.cost.experts import USUAL_LOAD_SPREAD, imbalance
@@ -53,7 +53,7 @@ class ExpertGroup:
     its blocks again in the backward pass.
     """
 
-    members: tuple[tuple[str, NodeType], ...]
+    members: tuple[Member, ...]
     shares: tuple[TensorShare, ...]
     microbatch: int
     compute: str
@@ -205,7 +205,8 @@ class DispatchCosts:
         found = []
         for share in group.shares:
             held = max(1, experts.of_share(share))
-            load = imbalance(experts, held, held / experts.number, len(group.shares), spread)
+            fraction = held / experts.number
+            load = imbalance(experts, held, fraction, len(group.shares), spread)
             found.append(min(1.0, load * reach(experts, held)))
         return found
 

@@ -341,13 +341,14 @@ def sole_state(plan: Plan, fleet: Fleet, spec: ModelSpec) -> Sole:
 
 WHOLE = -1
 """Part number for tensors that each rank of a stage holds whole."""
+_Part = tuple[str, int]  # layer, and part of what tensor parallelism cuts of it
 HostPiece = tuple[str, int, float]
 """Piece of a layer: layer, part of what tensor parallelism cuts of it, scalars."""
 
 
-def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[tuple[str, int], set[str]]:
+def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[_Part, set[str]]:
     """Names of the nodes that hold each piece."""
-    found = defaultdict[tuple[str, int], set[str]](set)
+    found = defaultdict[_Part, set[str]](set)
     for shard, names in holders_by_shard(plan, fleet, spec.num_layers).items():
         for part in (shard.part, WHOLE):
             found[shard.layer, part] |= names

@@ -106,7 +106,8 @@ class LayerTimeModel:
         model = self._eager if recompute == "selective" else self
         whole = model._single_pass(gpu_type, tp_degree, microbatch, share=share)
         cut = 1 / _fraction(tp_degree, share)
-        again_s = self._again_s(gpu_type, cut, microbatch, whole.forward_s[1:-1], recompute)
+        blocks_s = whole.forward_s[1:-1]
+        again_s = self._again_s(gpu_type, cut, microbatch, blocks_s, recompute)
         backward_s = whole.backward_s.copy()
         backward_s[1:-1] += again_s
         return replace(whole, backward_s=backward_s)

@@ -25,13 +25,15 @@ from typing import Any
 import numpy as np
 
 from planner.catalogue import canonical_gpu_type
-from planner.cluster import NodeType, node_of
+from planner.cluster import Member, NodeType, node_of
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.plan import Stage
 from planner.profile import read_table
 from planner.zones import EC2_ZONES, ZoneLink, ZoneTable
 
+_Pair = tuple[str, str, str]  # scope, GPU type, GPU type of the peer
+_Points = tuple[tuple[float, ...], tuple[float, ...]]
 _COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s")
 
 
@@ -42,7 +44,7 @@ class LinkTable:
     curves: (scope, gpu type, peer) -> rising (log2 bytes, bytes per second).
     """
 
-    curves: Mapping[tuple[str, str, str], tuple[tuple[float, ...], tuple[float, ...]]]
+    curves: Mapping[_Pair, _Points]
 
     def bytes_per_s(
         self, scope: str, gpu_type: str, peer: str, message_bytes: float
@@ -51,15 +53,20 @@ class LinkTable:
 
         Interpolated over the logarithm of the size, flat beyond its ends.
         """
-        curve = self.curves.get((scope, gpu_type, peer)) or self.curves.get((scope, peer, gpu_type))
+        # a link is as fast either way
+        curve = self.curves.get((scope, gpu_type, peer))
+        if curve is None:
+            curve = self.curves.get((scope, peer, gpu_type))
         if curve is None:
             return None
-        return float(np.interp(np.log2(max(message_bytes, 1.0)), *curve))
+        sizes, rates = curve
+        size = np.log2(max(message_bytes, 1.0))
+        return float(np.interp(size, sizes, rates))
 
 
 def read_links(path: str | Path) -> LinkTable:
     """Reads a link table (CSV or Parquet); ConfigError names the row that is wrong."""
-    points: dict[tuple[str, str, str], dict[float, float]] = {}
+    points: dict[_Pair, dict[float, float]] = {}
     for number, row in enumerate(read_table(path, "links"), 1):
         what = f"row {number} of links '{path}'"
         wrong = set(row) ^ set(_COLUMNS)
@@ -118,7 +125,8 @@ class Links:
         curves = {}
         for (scope, gpu, peer), (sizes, rates) in self.table.curves.items():
             factor = scale.get((scope, gpu), 1.0)
-            curves[scope, gpu, peer] = (sizes, tuple(rate * factor for rate in rates))
+            scaled = tuple(rate * factor for rate in rates)
+            curves[scope, gpu, peer] = (sizes, scaled)
         return replace(self, table=LinkTable(curves))
 
     def bandwidth(
@@ -165,7 +173,8 @@ class Links:
         """Return the link between the zones of two node types; None within one zone."""
         if one.zone == other.zone:
             return None
-        return self.zones.link(one.zone, other.zone) or self.zones.absent(one.zone, other.zone)
+        link = self.zones.link(one.zone, other.zone)
+        return link or self.zones.absent(one.zone, other.zone)
 
     def hop_latency(self, one: NodeType, other: NodeType) -> float:
         """Seconds before the first byte of a message between two nodes."""
@@ -208,7 +217,7 @@ class Links:
 
     def all_reduce_s(
         self,
-        members: Sequence[tuple[str, NodeType]],
+        members: Sequence[Member],
         num_bytes: float,
         flows: float | Mapping[str, float] = 1.0,
     ) -> float:
@@ -244,6 +253,7 @@ class Links:
         Any two count, since the ring's order is not known here.
         """
         shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
+        # nodes of one type with as many rings are equal: a ring of many nodes has few kinds of them
         ends = dict.fromkeys((kind, shared[name]) for name, kind in nodes.items())
         slowest = math.inf
         for one, other in itertools.combinations_with_replacement(ends, 2):
@@ -253,9 +263,7 @@ class Links:
             slowest = min(slowest, rate)
         return slowest
 
-    def all_to_all_s(
-        self, members: Sequence[tuple[str, NodeType]], to_each: Sequence[float]
-    ) -> float:
+    def all_to_all_s(self, members: Sequence[Member], to_each: Sequence[float]) -> float:
         """Return seconds in which every member sends `to_each[i]` bytes to each member i.
 
         members: (node name, node type). Messages to the members of other nodes share the NICs. The
@@ -281,7 +289,8 @@ class Links:
                 slowest = max(slowest, num_bytes / (self._reached(count) * rate))
 
         between_s = self._between_zones_s([kind for _, kind in members]) / count
-        return slowest + (count - 1) * self.latency(len(on_node) == 1) + between_s
+        latency_s = (count - 1) * self.latency(len(on_node) == 1)
+        return slowest + latency_s + between_s
 
     def _between_zones_s(self, ring: Sequence[NodeType]) -> float:
         """Return the latency in seconds that hops between zones add to a trip around a ring."""
@@ -325,7 +334,8 @@ class Links:
         part = num_bytes / count
         link = self.bandwidth(node_type, node_type, True, part)
         rate = min(link, self.parameters.gather_bytes_per_s)
-        return (count - 1) * part / rate + (count - 1) * self.latency(True)
+        rounds = count - 1
+        return rounds * part / rate + rounds * self.latency(True)
 
 
 def ring_bytes(count: int, num_bytes: float) -> float:

@@ -227,7 +227,9 @@ class CostModel:
         known = self._predictions.get(plan)
         if known is None:
             known = self._predictions[plan] = self._predict(plan)
-            evict_oldest(self._predictions, max(1, _REMEMBERED // len(self.fleet.workers)))
+            # a prediction has entries for each worker, so large fleets keep fewer
+            most = max(1, _REMEMBERED // len(self.fleet.workers))
+            evict_oldest(self._predictions, most)
         return known
 
     def _predict(self, plan: Plan) -> Prediction:
@@ -278,6 +280,7 @@ class CostModel:
     def _limits_bytes(self, plan: Plan) -> dict[str, int]:
         """Return the bytes that a plan may use of each worker's memory."""
         found = dict[str, int]()
-        for worker, kind in zip(plan.workers, self.fleet.node_types_of(plan.workers), strict=True):
+        for worker in plan.workers:
+            kind = self.fleet.node_of(worker).node_type
             found[worker] = int(self.worker_memory.limit_bytes(kind))
         return found

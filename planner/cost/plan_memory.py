@@ -33,8 +33,10 @@ from planner.plan import Pipeline, Plan, Recompute, Stage
 _REMEMBERED = 16  # plans, each asked for several times in a row
 
 
-Synced = dict[object, tuple[tuple[SyncJob, ...], Mapping[str, float]]]
-"""All-reduces and bytes of communicators by a plan's stages: the same on any fleet."""
+JobsAndBytes = tuple[tuple[SyncJob, ...], Mapping[str, float]]
+"""All-reduces of a plan and the bytes of each worker's communicators."""
+Synced = dict[object, JobsAndBytes]
+"""Those of plans by their stages: the same on any fleet."""
 
 
 class PlanMemory:
@@ -151,9 +153,11 @@ class PlanMemory:
         state = {worker: rank.state_bytes for worker, rank in self._ranks(plan)}
         moved = self.staged_by_node(plan)
         offloaded = self.offloaded_by_node(plan)
+        fleet = self._stages.fleet
         found = []
-        for node in by_node(plan, self._stages.fleet, self.spec, state, moved, kept):
-            found.append(replace(node, offloaded_bytes=offloaded.get(node.node, 0.0)))
+        for node in by_node(plan, fleet, self.spec, state, moved, kept):
+            offloaded_bytes = offloaded.get(node.node, 0.0)
+            found.append(replace(node, offloaded_bytes=offloaded_bytes))
         return tuple(found)
 
     def _ranks(self, plan: Plan) -> Iterator[tuple[str, RankBytes]]:
@@ -235,7 +239,8 @@ class PlanMemory:
         """Return the stage `index` of the first pipeline in which it fits, else of the last."""
         for pipeline in candidates:
             stage = pipeline.stages[index]
-            room = self._stages.terms(pipeline, index, sharing).room(_most_of(taken, stage))
+            terms = self._stages.terms(pipeline, index, sharing)
+            room = terms.room(_most_of(taken, stage))
             if room >= pipeline.in_flight(index):
                 return stage
         return candidates[-1].stages[index]
@@ -282,7 +287,7 @@ class PlanMemory:
         """Return communicator bytes of each worker; empty if communicators are not counted."""
         return self._jobs(plan)[1] if self.parameters.communicator_bytes else {}
 
-    def _jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
+    def _jobs(self, plan: Plan) -> JobsAndBytes:
         """Return a plan's all-reduces and the bytes of its workers' communicators.
 
         They depend on its stages alone.
@@ -298,7 +303,7 @@ class PlanMemory:
             evict_oldest(self._synced, _REMEMBERED)
         return known
 
-    def _new_jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
+    def _new_jobs(self, plan: Plan) -> JobsAndBytes:
         jobs = sync_jobs(plan, self.spec, self.parameters)
         sums = Counter[str]()
         for job in jobs:

@@ -40,8 +40,9 @@ class PlanPrices:
 
     def nodes_usd_per_hour(self, plan: Plan) -> float | None:
         """Return the price of the nodes in use; None if one has none."""
+        kinds = dict(self._basis.fleet.members_of(plan.workers))
         total = 0.0
-        for kind in dict(self._basis.fleet.members_of(plan.workers)).values():
+        for kind in kinds.values():
             if kind.usd_per_hour is None:
                 return None
             total += kind.usd_per_hour

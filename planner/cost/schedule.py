@@ -79,6 +79,7 @@ def ends_of_stages(times: PipelineTimes, num_microbatches: int) -> tuple[float, 
     return tuple(ends[-1] for ends in backward_ends)
 
 
+_Actions = Iterable[tuple[int, int]]  # stage and microbatch; ~microbatch marks a backward
 _Ends = tuple[list[list[float]], list[list[float]]]
 
 
@@ -99,7 +100,7 @@ def _no_ends(depth: int, k: int) -> list[list[float]]:
     return [[0.0] * k for _ in range(depth)]
 
 
-def _run_beside(times: PipelineTimes, k: int, actions: Iterable[tuple[int, int]]) -> _Ends:
+def _run_beside(times: PipelineTimes, k: int, actions: _Actions) -> _Ends:
     """Run the pipeline with transfers beside all work.
 
     Transfers of one sender follow each other.
@@ -149,7 +150,7 @@ def _run_beside(times: PipelineTimes, k: int, actions: Iterable[tuple[int, int]]
     return done_f, done_b
 
 
-def _run_occupying(times: PipelineTimes, k: int, actions: Iterable[tuple[int, int]]) -> _Ends:
+def _run_occupying(times: PipelineTimes, k: int, actions: _Actions) -> _Ends:
     """Run the pipeline with transfers that occupy their receiver before its action.
 
     If they occupy "both", they also occupy the sender after its action.

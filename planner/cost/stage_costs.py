@@ -4,11 +4,13 @@ Searches change few stages of a plan at a time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import NodeType
+from planner.cluster import Member, NodeType
 from planner.cost.basis import CostBasis
 from planner.cost.even_layers import LayerTimes
 from planner.cost.eviction import evict_oldest
@@ -25,11 +27,58 @@ from planner.redundancy import layers_of
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 ESTIMATED_DISPATCH = "all-to-all of tokens to experts: from links and even routing, not measured"
 TermsByStage = dict[tuple[Hashable, ...], StageTerms]
 """Terms of stages by all that they depend on: the same on any fleet."""
 
+_Share = TensorShare | None  # None: as the TP degree defines it
+_Part = tuple[NodeType, _Share]
+_TermsOfPipeline = tuple[tuple[Stage, ...], tuple[StageTerms, ...]]
 _REMEMBERED = 4096  # pipelines
+
+
+@dataclass(frozen=True)
+class _PlacedStage:
+    """One stage of a pipeline, and the sharing of its optimizer state."""
+
+    pipeline: Pipeline
+    index: int
+    sharing: Sharing = NOT_SHARED
+
+    @property
+    def stage(self) -> Stage:
+        return self.pipeline.stages[self.index]
+
+    @property
+    def size(self) -> int:
+        """Sequences of a microbatch."""
+        return self.pipeline.microbatch_sequences
+
+    @property
+    def is_whole_model(self) -> bool:
+        return len(self.pipeline.stages) == 1
+
+    @cached_property
+    def entries(self) -> Ints:
+        """Its entries of the layer arrays: 0 the embedding, 1.. the blocks, -1 the head."""
+        entries = list(range(self.stage.first_layer + 1, self.stage.end_layer + 1))
+        if self.index == 0:
+            entries.insert(0, 0)
+        if self.index == len(self.pipeline.stages) - 1:
+            entries.append(-1)
+        return np.array(entries, dtype=np.int64)
+
+    @cached_property
+    def is_shared(self) -> Bools:
+        """True for each of its entries whose optimizer state is shared out."""
+        names = layers_of(self.stage, self.index, len(self.pipeline.stages))
+        return np.array([name in self.sharing.layers for name in names], dtype=np.bool_)
+
+    @cached_property
+    def own_parts(self) -> Floats:
+        """Share of each entry's optimizer state that one worker holds and updates."""
+        return np.where(self.is_shared, 1.0 / self.sharing.holders, 1.0)
 
 
 class StageCosts:
@@ -57,9 +106,7 @@ class StageCosts:
         self.memory = memory
         self.dispatch = dispatch
         self._known = known
-        self._by_pipeline: dict[
-            tuple[int, int, Sharing], tuple[tuple[Stage, ...], tuple[StageTerms, ...]]
-        ] = {}
+        self._by_pipeline: dict[tuple[int, int, Sharing], _TermsOfPipeline] = {}
 
     def terms(self, pipeline: Pipeline, index: int, sharing: Sharing = NOT_SHARED) -> StageTerms:
         """Return the terms of one stage of a pipeline.
@@ -80,9 +127,11 @@ class StageCosts:
         key = (id(stages), size, sharing)
         known = self._by_pipeline.get(key)
         if known is None:
-            terms = tuple(self._stage_terms(pipeline, i, sharing) for i in range(len(stages)))
+            terms = []
+            for index in range(len(stages)):
+                terms.append(self._stage_terms(pipeline, index, sharing))
             # the stages are kept, so that no others have the same id
-            known = self._by_pipeline[key] = stages, terms
+            known = self._by_pipeline[key] = stages, tuple(terms)
             evict_oldest(self._by_pipeline, _REMEMBERED)
         return known[1]
 
@@ -110,7 +159,8 @@ class StageCosts:
         known = self._known.get(key)
         if known is None:
             stage_sharing = Sharing(holders, shared_layers, offloads)
-            known = self._known[key] = self._terms(pipeline, index, stage_sharing)
+            placed = _PlacedStage(pipeline, index, stage_sharing)
+            known = self._known[key] = self._terms(placed)
         return known
 
     def _place_key(self, stage: Stage) -> Hashable:
@@ -125,7 +175,8 @@ class StageCosts:
 
     def work_s(self, pipeline: Pipeline) -> float:
         """Return forward and backward seconds of one microbatch in the slowest stage."""
-        return max(each.forward_s + each.backward_s for each in self.every_terms(pipeline))
+        every_terms = self.every_terms(pipeline)
+        return max(terms.forward_s + terms.backward_s for terms in every_terms)
 
     def estimated(self, plan: Plan) -> tuple[str, ...]:
         """Return the times of a plan's stages that are estimated, not measured, each once."""
@@ -143,16 +194,14 @@ class StageCosts:
         They are its slowest worker's. rated: as if no node were slowed down.
         """
         if rated:
-            return self._seconds(pipeline, index, rated=True)
+            return self._seconds(_PlacedStage(pipeline, index), rated=True)
         terms = self.terms(pipeline, index)
         return terms.forward_s, terms.backward_s
 
-    def _seconds(
-        self, pipeline: Pipeline, index: int, *, rated: bool = False
-    ) -> tuple[float, float]:
-        stage = pipeline.stages[index]
-        chosen = _entries(stage, index, len(pipeline.stages))
-        size = pipeline.microbatch_sequences
+    def _seconds(self, placed: _PlacedStage, *, rated: bool = False) -> tuple[float, float]:
+        stage = placed.stage
+        entries = placed.entries
+        size = placed.size
         spread_s = self._spread_tp_s(stage, size)
         # overheads do not depend on how fast a node computes, so its slowdown leaves them alone
         overhead_s = stage.num_layers * spread_s + self.parameters.stage_overhead_s
@@ -162,12 +211,12 @@ class StageCosts:
         for kind, share in dict.fromkeys(self._parts(stage)):
             times = self._layer_times(kind, share, stage, size)
             slowdown = 1.0 if rated else kind.slowdown
-            own_forward = slowdown * float(times.forward_s[chosen].sum())
-            own_backward = slowdown * float(times.backward_s[chosen].sum())
+            own_forward = slowdown * float(times.forward_s[entries].sum())
+            own_backward = slowdown * float(times.backward_s[entries].sum())
 
             added_forward, added_backward = self._dispatch_s(times, stage, size, spread_s)
-            own_forward += float(added_forward[chosen].sum())
-            own_backward += float(added_backward[chosen].sum())
+            own_forward += float(added_forward[entries].sum())
+            own_backward += float(added_backward[entries].sum())
 
             forward = max(forward, own_forward + overhead_s)
             backward = max(backward, own_backward + overhead_s)
@@ -187,138 +236,121 @@ class StageCosts:
         group = self.dispatch.group_of(stage, size, recomputes=recomputes)
         return self.dispatch.added_by_layer(times, group, spread_s)
 
-    def _parts(self, stage: Stage) -> list[tuple[NodeType, TensorShare | None]]:
+    def _parts(self, stage: Stage) -> list[_Part]:
         """Return each rank's node type and share of what is cut.
 
         The share is None if the TP degree defines it.
         """
-        parts = list[tuple[NodeType, TensorShare | None]]()
+        parts = list[_Part]()
         for rank, kind in enumerate(self.fleet.node_types_of(stage.workers)):
             share = stage.share(rank) if stage.tp_shares else None
             parts.append((kind, share))
         return parts
 
-    def _layer_times(
-        self, kind: NodeType, share: TensorShare | None, stage: Stage, size: int
-    ) -> LayerTimes:
+    def _layer_times(self, kind: NodeType, share: _Share, stage: Stage, size: int) -> LayerTimes:
         recompute = stage.recompute or self.recompute
         compute = self.formats.of(stage)
         return self.layer_times.times(
             kind.gpu_type, compute, stage.tp_degree, size, recompute, share
         )
 
-    def _terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
-        stage = pipeline.stages[index]
-        count = len(pipeline.stages)
-        size = pipeline.microbatch_sequences
-        chosen = _entries(stage, index, count)
-        is_shared = _is_shared(stage, index, count, sharing)
-        updated = np.where(is_shared, 1.0 / sharing.holders, 1.0)
-
+    def _terms(self, placed: _PlacedStage) -> StageTerms:
+        stage = placed.stage
         # in the order of names, so that notes do not depend on the order of the workers
         parts = sorted(dict.fromkeys(self._parts(stage)), key=_name_and_share)
         seconds = []
         notes = dict[str, None]()
         for kind, share in parts:
-            times = self._layer_times(kind, share, stage, size)
-            seconds.append(kind.slowdown * float(updated @ times.update_s[chosen]))
+            times = self._layer_times(kind, share, stage, placed.size)
+            rated_s = float(placed.own_parts @ times.update_s[placed.entries])
+            seconds.append(kind.slowdown * rated_s)
             notes.update(dict.fromkeys(times.estimated))
         if stage.expert_dispatch == "all_to_all":
             notes[ESTIMATED_DISPATCH] = None
 
         update_s = max(seconds)
-        ranks = self._bytes_by_rank(pipeline, index, sharing)
+        ranks = self._bytes_by_rank(placed)
         if ranks[0].host_bytes:
-            update_s = self._offloaded_s(pipeline, index, ranks)
-        forward_s, backward_s = self._seconds(pipeline, index)
+            update_s = self._offloaded_s(stage, ranks)
+        forward_s, backward_s = self._seconds(placed)
         return StageTerms(forward_s, backward_s, update_s, ranks, tuple(notes))
 
-    def _offloaded_s(self, pipeline: Pipeline, index: int, ranks: Sequence[RankBytes]) -> float:
+    def _offloaded_s(self, stage: Stage, ranks: Sequence[RankBytes]) -> float:
         """Return the seconds of the slowest worker's update in host memory."""
-        stage = pipeline.stages[index]
         value_bytes = VALUE_BYTES[self.formats.of(stage)]
+        kinds = self.fleet.node_types_of(stage.workers)
         seconds = []
-        for rank, worker in zip(ranks, stage.workers, strict=True):
-            kind = self.fleet.node_of(worker).node_type
+        for rank, kind in zip(ranks, kinds, strict=True):
             update_s = offloaded_update_s(kind, value_bytes, self.parameters)
             seconds.append(rank.host_bytes / OPTIMIZER_BYTES * update_s)
         return max(seconds)
 
-    def _bytes_by_rank(
-        self, pipeline: Pipeline, index: int, sharing: Sharing
-    ) -> tuple[RankBytes, ...]:
+    def _bytes_by_rank(self, placed: _PlacedStage) -> tuple[RankBytes, ...]:
         """Return the bytes of each rank.
 
         Workers with equal shares count as the fullest of them, whatever their node types.
         """
-        stage = pipeline.stages[index]
+        stage = placed.stage
         if not stage.tp_shares:
             kinds = set(self.fleet.node_types_of(stage.workers))
-            fullest = self._bytes_of(pipeline, index, sharing, None, kinds)
+            fullest = self._bytes_of(placed, None, kinds)
             return (fullest,) * stage.tp_degree
 
         ranks = []
         for kind, share in self._parts(stage):
-            ranks.append(self._bytes_of(pipeline, index, sharing, share, {kind}))
+            ranks.append(self._bytes_of(placed, share, {kind}))
         return tuple(ranks)
 
-    def _bytes_of(
-        self,
-        pipeline: Pipeline,
-        index: int,
-        sharing: Sharing,
-        share: TensorShare | None,
-        kinds: set[NodeType],
-    ) -> RankBytes:
+    def _bytes_of(self, placed: _PlacedStage, share: _Share, kinds: set[NodeType]) -> RankBytes:
         """Return the bytes of a worker with `share`, on the node type of `kinds` with least room.
 
         share: None if the TP degree defines it.
         """
-        stage = pipeline.stages[index]
-        count = len(pipeline.stages)
-        size = pipeline.microbatch_sequences
-        chosen = _entries(stage, index, count)
-        is_shared = _is_shared(stage, index, count, sharing)
-        holders = sharing.holders
-        memory = self._memory_terms(stage, size, share, offloads=sharing.offloads)
+        stage = placed.stage
+        entries = placed.entries
+        holders = placed.sharing.holders
+        memory = self._memory_terms(placed, share)
 
         fixed = max(self.memory.fixed_bytes(kind) for kind in kinds)
         if self.parameters.full_shard and holders > 1:
-            state = memory.state_bytes[chosen] / holders
-            fixed += self._gathered_bytes(chosen, stage.tp_degree)
+            # a layer is whole only while it runs or is about to
+            state = memory.state_bytes[entries] / holders
+            fixed += self._gathered_bytes(entries, stage.tp_degree)
         else:
-            saved = memory.saved_bytes(holders)[chosen]
-            state = memory.state_bytes[chosen] - is_shared * saved
-        own_part = np.where(is_shared, 1.0 / holders, 1.0)
-        kept = (memory.optimizer_bytes + memory.host_bytes)[chosen] * own_part
+            saved = memory.saved_bytes(holders)[entries]
+            state = memory.state_bytes[entries] - placed.is_shared * saved
+        kept = (memory.optimizer_bytes + memory.host_bytes)[entries] * placed.own_parts
 
         # the terms count the tied tensor at both ends; a stage with both ends holds it once
-        if count == 1 and self.spec.tied_embeddings:
+        if placed.is_whole_model and self.spec.tied_embeddings:
             tp_degree = stage.tp_degree if share is None else 1 / share.fraction
             once = 1.0 - self.spec.tied_share(tp_degree)
             state[0] *= once
             kept[0] *= once
 
-        held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
-        held += self.parameters.border_messages * self._border_bytes(pipeline, index)
+        # layers run one after the other, so that the largest peak alone counts
+        largest_peak = memory.peak_bytes[entries].max()
+        held = float(state.sum() + largest_peak) + fixed
+        border_bytes = self._border_bytes(placed.pipeline, placed.index)
+        held += self.parameters.border_messages * border_bytes
         if stage.expert_dispatch == "all_to_all":
-            held += self.dispatch.buffer_bytes(stage, size)
+            held += self.dispatch.buffer_bytes(stage, placed.size)
 
         limit = min(self.memory.limit_bytes(kind) for kind in kinds)
         kept_bytes = float(kept.sum())
         return RankBytes(
             held_bytes=held,
-            activation_bytes=float(memory.activation_bytes[chosen].sum()),
+            activation_bytes=float(memory.activation_bytes[entries].sum()),
             free_bytes=limit - held,
             state_bytes=kept_bytes,
             room_bytes=limit - fixed,
             host_bytes=kept_bytes if np.any(memory.host_bytes) else 0.0,
         )
 
-    def _memory_terms(
-        self, stage: Stage, size: int, share: TensorShare | None, *, offloads: bool
-    ) -> MemoryTerms:
+    def _memory_terms(self, placed: _PlacedStage, share: _Share) -> MemoryTerms:
         """Return the bytes of every layer as the stage would hold it."""
+        stage = placed.stage
+        size = placed.size
         recompute = stage.recompute or self.recompute
         compute = self.formats.of(stage)
         memory = self.memory.terms(compute, stage.tp_degree, size, recompute, share)
@@ -330,7 +362,7 @@ class StageCosts:
             memory = with_cut_sequence(
                 memory, self.spec, value_bytes, stage.tp_degree, recompute, by_modules
             )
-        if offloads and not self.parameters.offload_optimizer:
+        if placed.sharing.offloads and not self.parameters.offload_optimizer:
             memory = memory.offloaded()
         return memory
 
@@ -350,7 +382,7 @@ class StageCosts:
             total += self.formats.border_bytes(pipeline.microbatch_sequences, mine, other)
         return total
 
-    def _gathered_bytes(self, chosen: NDArray[np.int64], tp_degree: int) -> float:
+    def _gathered_bytes(self, entries: Ints, tp_degree: int) -> float:
         """Return bytes of gathered weights and of one layer's gradient.
 
         The weights are those of the layers gathered at one time; both are in the format in which
@@ -359,9 +391,10 @@ class StageCosts:
         layers = self.spec.layers
         weights = []
         largest_gradient = 0.0
-        for i in chosen:
-            trained = layers[i].parameters_per_worker(tp_degree)
-            weights.append(trained + layers[i].frozen_per_worker(tp_degree))
+        for entry in entries:
+            layer = layers[entry]
+            trained = layer.parameters_per_worker(tp_degree)
+            weights.append(trained + layer.frozen_per_worker(tp_degree))
             largest_gradient = max(largest_gradient, trained)
 
         weights.sort(reverse=True)
@@ -374,7 +407,8 @@ class StageCosts:
         The profile is measured inside one node.
         """
         members = self.fleet.members_of(stage.workers)
-        num_bytes = self.formats.inside_bytes(microbatch, self.formats.of(stage))
+        compute = self.formats.of(stage)
+        num_bytes = self.formats.inside_bytes(microbatch, compute)
         return spread_tp_s(self.links, members, num_bytes)
 
     def seconds_of_shares(
@@ -384,20 +418,20 @@ class StageCosts:
 
         Infinite if memory, less `taken_bytes`, does not hold the microbatches in flight.
         """
-        stage = pipeline.stages[index]
-        size = pipeline.microbatch_sequences
-        chosen = _entries(stage, index, len(pipeline.stages))
+        placed = _PlacedStage(pipeline, index, sharing)
+        stage = placed.stage
         in_flight = pipeline.in_flight(index)
         kinds = self.fleet.node_types_of(stage.workers)
         experts = self.spec.experts
         known: dict[tuple[NodeType, float, int, int], float] = {}
 
         def compute(kind: NodeType, share: TensorShare) -> float:
-            memory = self._bytes_of(pipeline, index, sharing, share, {kind})
+            memory = self._bytes_of(placed, share, {kind})
             if memory.free_bytes - taken_bytes < in_flight * memory.activation_bytes:
                 return np.inf
-            times = self._layer_times(kind, share, stage, size)
-            return kind.slowdown * float((times.forward_s + times.backward_s)[chosen].sum())
+            times = self._layer_times(kind, share, stage, placed.size)
+            both_passes_s = times.forward_s + times.backward_s
+            return kind.slowdown * float(both_passes_s[placed.entries].sum())
 
         def seconds(rank: int, share: TensorShare) -> float:
             # Shares of one size differ in place alone, which matters only by the keys and values
@@ -412,7 +446,7 @@ class StageCosts:
         return seconds
 
 
-def spread_tp_s(links: Links, members: Sequence[tuple[str, NodeType]], num_bytes: float) -> float:
+def spread_tp_s(links: Links, members: Sequence[Member], num_bytes: float) -> float:
     """Return seconds by which a block's two all-reduces exceed a profile, in one direction.
 
     members: (node name, node type) over several nodes. A profile is measured inside one node.
@@ -429,22 +463,6 @@ def spread_tp_s(links: Links, members: Sequence[tuple[str, NodeType]], num_bytes
     return 2 * max(0.0, over - inside)
 
 
-def _entries(stage: Stage, index: int, num_stages: int) -> NDArray[np.int64]:
-    """The stage's entries of the layer arrays: 0 the embedding, 1.. the blocks, -1 the head."""
-    chosen = list(range(stage.first_layer + 1, stage.end_layer + 1))
-    if index == 0:
-        chosen.insert(0, 0)
-    if index == num_stages - 1:
-        chosen.append(-1)
-    return np.array(chosen, dtype=np.int64)
-
-
-def _is_shared(stage: Stage, index: int, num_stages: int, sharing: Sharing) -> Bools:
-    """Return True for each of the stage's entries whose optimizer state is shared out."""
-    names = layers_of(stage, index, num_stages)
-    return np.array([name in sharing.layers for name in names], dtype=np.bool_)
-
-
-def _name_and_share(part: tuple[NodeType, TensorShare | None]) -> tuple[str, tuple[int, ...]]:
+def _name_and_share(part: _Part) -> tuple[str, tuple[int, ...]]:
     kind, share = part
     return kind.name, share or ()

@@ -6,8 +6,9 @@ have unequal TP degrees. Then all-reduces run side by side on shared links, and 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from planner.cluster import Fleet, NodeType
+from planner.cluster import Fleet, Member, NodeType
 from planner.communicators import workers_of_unit
 from planner.cost.eviction import evict_oldest
 from planner.cost.links import Links
@@ -19,9 +20,18 @@ SyncKind = tuple[str, float, str]
 """Name, slowdown and zone of a node type: its nodes may be in several zones at several prices."""
 
 
-KnownRings = dict[tuple[object, ...], tuple[float, dict[SyncKind, float], dict[SyncKind, float]]]
-"""Seconds of a ring, of a NIC and of a link inside a node by kind, by bytes and members."""
+class RingTimes(NamedTuple):
+    """Seconds of a ring, and those for which it fills a NIC and a link inside a node, by kind."""
 
+    seconds: float
+    nic_s: dict[SyncKind, float]
+    own_s: dict[SyncKind, float]
+
+
+KnownRings = dict[tuple[object, ...], RingTimes]
+"""Times of rings by bytes and members."""
+
+_BytesByMembers = dict[tuple[str, ...], float]
 _REMEMBERED = 4096  # rings
 
 
@@ -52,7 +62,7 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     has_ends_apart = len(plan.pipelines[0].stages) > 1
     layers = spec.layers
     head = spec.num_layers + 1
-    bytes_by_members: dict[tuple[str, ...], float] = {}
+    bytes_by_members: _BytesByMembers = {}
     for first, last in _runs(plan, spec.num_layers):
         run = layers[first : last + 1]
         replicated = sum(layer.replicated_parameters for layer in run)
@@ -92,7 +102,7 @@ def _runs(plan: Plan, num_layers: int) -> list[tuple[int, int]]:
 
 
 def _add(
-    found: dict[tuple[str, ...], float],
+    found: _BytesByMembers,
     stages: list[Stage],
     units: int,
     split_bytes: float,
@@ -122,7 +132,7 @@ def _tied_jobs(plan: Plan, spec: ModelSpec, units: int, width: float, union: boo
         else:
             groups.append(ends)
 
-    found: dict[tuple[str, ...], float] = {}
+    found: _BytesByMembers = {}
     for stages in groups:
         _add(found, stages, units, spec.tied_parameters * width)
     jobs = []
@@ -258,7 +268,9 @@ def side_by_side(
             carried[link] = until
             spans[link] = begin, until
             end = max(end, until)
-        span_of = {worker: spans[link] for worker, link in ring.link_of.items()}
+        span_of = {}
+        for worker, link in ring.link_of.items():
+            span_of[worker] = spans[link]
         events.append(SyncEvent(jobs[i], start, end, span_of))
 
     # not before: no start waits for the other all-reduces
@@ -287,33 +299,32 @@ class Rings:
     def of(self, job: SyncJob) -> Ring:
         """Return the ring of an all-reduce."""
         by_node: dict[str, list[str]] = {}
+        kinds: dict[str, NodeType] = {}
         for worker in job.members:
-            by_node.setdefault(self._fleet.node_of(worker).name, []).append(worker)
-        nodes = list[tuple[NodeType, int]]()
-        for mine in by_node.values():
-            nodes.append((self._fleet.node_of(mine[0]).node_type, len(mine)))
+            node = self._fleet.node_of(worker)
+            by_node.setdefault(node.name, []).append(worker)
+            kinds[node.name] = node.node_type
+        nodes = [(kinds[name], len(mine)) for name, mine in by_node.items()]
+        times = self._times(nodes, job.num_bytes)
         is_one_node = len(nodes) == 1
-        seconds, nic_s, own_s = self._seconds(nodes, job.num_bytes)
 
         link_s = dict[str, float]()
         link_of = dict[str, str]()
-        for (name, mine), (kind, count) in zip(by_node.items(), nodes, strict=True):
-            if count > 1:
-                link_s |= dict.fromkeys(mine, own_s[_kind(kind)])
+        for name, mine in by_node.items():
+            kind = _kind(kinds[name])
+            if len(mine) > 1:
+                link_s |= dict.fromkeys(mine, times.own_s[kind])
             if is_one_node:
                 link_of |= {worker: worker for worker in mine}
             else:
-                link_s[name] = nic_s[_kind(kind)]
+                link_s[name] = times.nic_s[kind]
                 link_of |= dict.fromkeys(mine, name)
-        return Ring(seconds, link_s, link_of)
+        return Ring(times.seconds, link_s, link_of)
 
-    def _seconds(
-        self, nodes: list[tuple[NodeType, int]], num_bytes: float
-    ) -> tuple[float, dict[SyncKind, float], dict[SyncKind, float]]:
-        """Return seconds of a ring over these members.
+    def _times(self, nodes: list[tuple[NodeType, int]], num_bytes: float) -> RingTimes:
+        """Return the times of a ring over these members.
 
-        nodes: (node type, members) of each node. Result: seconds of the whole ring, then by node
-        type the seconds of a NIC and of a link inside a node.
+        nodes: (node type, members) of each node.
         """
         around = [(*_kind(kind), count) for kind, count in nodes]
         # the order round the ring counts only for the latency between zones
@@ -322,16 +333,17 @@ class Rings:
             around.sort()
         key = (num_bytes, *around)
         if key not in self._known:
-            members = list[tuple[str, NodeType]]()
+            members = list[Member]()
             for i, (kind, count) in enumerate(nodes):
                 members += [(str(i), kind)] * count
+            number = len(members)
 
             nic_s: dict[SyncKind, float] = {}
             own_s: dict[SyncKind, float] = {}
             for kind, _ in nodes:
-                nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, len(members), num_bytes)
-                own_s[_kind(kind)] = self._links.ring_link_s(kind, True, len(members), num_bytes)
+                nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, number, num_bytes)
+                own_s[_kind(kind)] = self._links.ring_link_s(kind, True, number, num_bytes)
             seconds = self._links.all_reduce_s(members, num_bytes)
-            self._known[key] = seconds, nic_s, own_s
+            self._known[key] = RingTimes(seconds, nic_s, own_s)
             evict_oldest(self._known, _REMEMBERED)
         return self._known[key]

@@ -13,6 +13,8 @@ from planner.cost.step_times import Simulation
 from planner.plan import Pipeline, Plan
 
 _MICROSECONDS = 1e6
+_Event = dict[str, Any]
+_Lane = tuple[int, int]  # process of a node, lane of a worker
 
 
 def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _lanes(plan: Plan, fleet: Fleet) -> dict[str, tuple[int, int]]:
+def _lanes(plan: Plan, fleet: Fleet) -> dict[str, _Lane]:
     """Map each worker to (process of its node, lane of its own)."""
     processes: dict[str, int] = {}
     lanes = {}
@@ -40,25 +42,23 @@ def _lanes(plan: Plan, fleet: Fleet) -> dict[str, tuple[int, int]]:
     return lanes
 
 
-def _names(plan: Plan, fleet: Fleet, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def _names(plan: Plan, fleet: Fleet, lanes: dict[str, _Lane]) -> Iterator[_Event]:
     for worker in plan.workers:
         node = fleet.node_of(worker)
         pid, tid = lanes[worker]
         label = f"{node.name} ({node.node_type.gpu_type})"
-        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": label}}
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": worker}}
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": pid,
-            "tid": tid,
-            "args": {"sort_index": tid},
-        }
+        facts = (
+            ("process_name", {"name": label}),
+            ("thread_name", {"name": worker}),
+            ("thread_sort_index", {"sort_index": tid}),
+        )
+        for name, args in facts:
+            yield {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
 def _event(
-    name: str, category: str, start_s: float, end_s: float, lane: tuple[int, int], **args: object
-) -> dict[str, Any]:
+    name: str, category: str, start_s: float, end_s: float, lane: _Lane, **args: object
+) -> _Event:
     return {
         "ph": "X",
         "name": name,
@@ -72,8 +72,8 @@ def _event(
 
 
 def _pipeline_events(
-    number: int, pipeline: Pipeline, timeline: Timeline, lanes: dict[str, tuple[int, int]]
-) -> Iterator[dict[str, Any]]:
+    number: int, pipeline: Pipeline, timeline: Timeline, lanes: dict[str, _Lane]
+) -> Iterator[_Event]:
     tables = (
         ("F", "forward", timeline.forward_start_s, timeline.forward_end_s),
         ("B", "backward", timeline.backward_start_s, timeline.backward_end_s),
@@ -88,9 +88,7 @@ def _pipeline_events(
                     yield _event(f"{letter}{m}", category, start, end, lanes[worker], **place)
 
 
-def _sync_events(
-    simulation: Simulation, lanes: dict[str, tuple[int, int]]
-) -> Iterator[dict[str, Any]]:
+def _sync_events(simulation: Simulation, lanes: dict[str, _Lane]) -> Iterator[_Event]:
     """Yield events of all-reduces and updates.
 
     All-reduces run side by side, but a worker's lane shows them one after the other, each for as

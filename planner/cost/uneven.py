@@ -41,11 +41,13 @@ class UnevenGroup:
         return tuple(dict.fromkeys(self.kinds))
 
 
+Shares = tuple[int, ...]
+"""Parts of each rank."""
 Seconds = Callable[[int, TensorShare], float]
 """Seconds of a rank of a stage with a share; infinite if it may not have that share."""
 
 
-def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> tuple[int, ...]:
+def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> Shares:
     """Return the number of parts of each rank with which the slowest rank ends earliest.
 
     Each rank gets one part at least; the division has as few parts as are as fast. finest: parts at
@@ -54,11 +56,12 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> t
     division is allowed.
     """
 
-    def load(shares: tuple[int, ...]) -> list[tuple[float, int]]:
+    def load(shares: Shares) -> list[tuple[float, int]]:
         """Return seconds and units of each rank, the slowest first."""
         loads = []
         for rank, share in enumerate(placed(shares)):
-            loads.append((seconds(rank, share), len(share.units(units))))
+            num_units = len(share.units(units))
+            loads.append((seconds(rank, share), num_units))
         return sorted(loads, reverse=True)
 
     found = []
@@ -79,7 +82,7 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> t
 
 
 @cache
-def _divisions(parts: int, ranks: int) -> list[tuple[int, ...]]:
+def _divisions(parts: int, ranks: int) -> list[Shares]:
     """Return all divisions of `parts` among ranks that each have one part at least.
 
     Those with most parts for the first ranks come first.
@@ -95,7 +98,10 @@ def placed(shares: Sequence[int]) -> list[TensorShare]:
     """Return the share of each rank: consecutive ranges of parts, in rank order."""
     ends = list(itertools.accumulate(shares))
     parts = ends[-1]
-    return [TensorShare(end - own, end, parts) for own, end in zip(shares, ends, strict=True)]
+    found = []
+    for own, end in zip(shares, ends, strict=True):
+        found.append(TensorShare(end - own, end, parts))
+    return found
 
 
 def slowest_s(seconds: Seconds, shares: Sequence[int]) -> float:
@@ -141,12 +147,15 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     some GPU does the layer, whatever the shares. Bytes: the fullest GPU's, scaled to the room of
     the GPU with least room.
     """
+    tp_degree = len(group.kinds)
+    shares = placed(group.shares)
     ranks = []
-    for kind, share in zip(group.kinds, placed(group.shares), strict=True):
-        ranks.append(cost.layers.costs(kind, len(group.kinds), microbatch, share))
+    for kind, share in zip(group.kinds, shares, strict=True):
+        ranks.append(cost.layers.costs(kind, tp_degree, microbatch, share))
 
     def largest(name: str) -> Floats:
-        return np.asarray(np.max([getattr(rank, name) for rank in ranks], axis=0))
+        by_rank = [getattr(rank, name) for rank in ranks]
+        return np.asarray(np.max(by_rank, axis=0))
 
     forward_s = largest("forward_s")
     backward_s = largest("backward_s")
@@ -163,7 +172,9 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     scales = [least_room / each for each in room]
 
     def fullest(name: str) -> Floats:
-        scaled = [scale * getattr(rank, name) for scale, rank in zip(scales, ranks, strict=True)]
+        scaled = []
+        for scale, rank in zip(scales, ranks, strict=True):
+            scaled.append(scale * getattr(rank, name))
         return np.asarray(np.max(scaled, axis=0))
 
     return replace(
@@ -181,7 +192,10 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
 def _spread_s(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
     """Return seconds that a group over several nodes adds to a block, in one direction."""
     formats = cost.stage_formats
-    compute = shared_format({k.gpu_type: formats.of_type(k.gpu_type) for k in group.kinds})
+    by_type = {}
+    for kind in group.kinds:
+        by_type[kind.gpu_type] = formats.of_type(kind.gpu_type)
+    compute = shared_format(by_type)
     # GPUs of one type are on one node: the type's name stands for the node's
     members = [(kind.name, kind) for kind in group.kinds]
     return spread_tp_s(cost.links, members, formats.inside_bytes(microbatch, compute))
@@ -216,4 +230,5 @@ def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
         gpus = min(group.kinds.count(kind), cost.spec.max_tp_degree)
         degree = 2 ** int(math.log2(gpus))
         even.append(_whole_s(cost, kind, degree, microbatch))
-    return min(even) / float(costs.forward_s.sum() + costs.backward_s.sum())
+    uneven_s = float(costs.forward_s.sum() + costs.backward_s.sum())
+    return min(even) / uneven_s

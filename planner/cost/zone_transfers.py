@@ -57,8 +57,8 @@ def bytes_between_zones(
     states cross from node to node in slices.
     """
     zone_of = {}
-    for worker, kind in zip(plan.workers, fleet.node_types_of(plan.workers), strict=True):
-        zone_of[worker] = kind.zone
+    for worker in plan.workers:
+        zone_of[worker] = fleet.node_of(worker).node_type.zone
     found: dict[ZonePair, float] = {}
     known_zones = set(zone_of.values()) - {""}
     if len(known_zones) < 2:
@@ -72,7 +72,8 @@ def bytes_between_zones(
     for job in sums:
         carried = ring_bytes(len(job.members), job.num_bytes)
         # a ring goes from node to node, and from the last one back to the first
-        ring = [kind.zone for kind in dict(fleet.members_of(job.members)).values()]
+        kinds = dict(fleet.members_of(job.members))
+        ring = [kind.zone for kind in kinds.values()]
         for i, zone in enumerate(ring):
             before = ring[i - 1]
             if are_apart(zone, before):
