@@ -163,10 +163,6 @@ class Fleet:
         nodes = [self.node_of(worker) for worker in workers]
         return [(node.name, node.node_type) for node in nodes]
 
-    def node_types_of(self, workers: Iterable[str]) -> list[NodeType]:
-        """Return the node type of each worker, in the order of the workers."""
-        return [self.node_of(worker).node_type for worker in workers]
-
     def usd_per_hour(self) -> float | None:
         """Price of all nodes; None where one has no price."""
         prices = [node.node_type.usd_per_hour for node in self.nodes]

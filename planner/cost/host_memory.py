@@ -17,7 +17,7 @@ from planner.cost.memory import OPTIMIZER_BYTES
 from planner.cost.stage_terms import sharing_of
 from planner.model_spec import ModelSpec
 from planner.plan import Plan, Stage
-from planner.redundancy import EMBEDDING, HEAD, holders_by_shard, layer_named, layers_of
+from planner.redundancy import EMBEDDING, HEAD, holders_by_shard, layer_named, stages_with_layers
 
 SNAPSHOT_FILES = 2
 """Snapshot files of each worker: a snapshot overwrites the older one (`memory_budget.FILES`)."""
@@ -358,13 +358,11 @@ def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[_Part, set[str]]:
 
 
 def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[HostPiece]]:
-    parts = max(stage.num_parts for stage in plan.stages)
+    parts = plan.num_parts
     found = dict[str, list[HostPiece]]()
     for pipeline in plan.pipelines:
-        count = len(pipeline.stages)
-        tied = 0 if count == 1 else spec.tied_parameters
-        for index, stage in enumerate(pipeline.stages):
-            names = layers_of(stage, index, count)
+        tied = 0 if len(pipeline.stages) == 1 else spec.tied_parameters
+        for stage, names in stages_with_layers(pipeline):
             for rank, worker in enumerate(stage.workers):
                 pieces = list[HostPiece]()
                 for name in names:

@@ -74,10 +74,10 @@ NOT_SHARED = Sharing()
 def sharing_of(plan: Plan) -> Sharing:
     """Return the sharing of optimizer state in a plan."""
     # the layers of a single pipeline have one holder each, whatever its stages say
-    if len(plan.pipelines) > 1:
-        layers = sharded_layers(plan)
-        if layers:
-            return Sharing(len(plan.pipelines), layers, plan.offloads)
+    has_several_holders = len(plan.pipelines) > 1
+    # searches ask this of every plan: only plans that share out pay for the names of their layers
+    if has_several_holders and any(stage.shard_optimizer for stage in plan.stages):
+        return Sharing(len(plan.pipelines), sharded_layers(plan), plan.offloads)
 
     if plan.offloads:
         return Sharing(offloads=True)

@@ -56,7 +56,7 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     of them (`planner.plan.Stage.share`). Keys and values are cut into fewer if the model says so: a
     unit then lies on several ranks.
     """
-    units = max(stage.num_parts for stage in plan.stages)
+    units = plan.num_parts
     width = parameters.sync_bytes_per_parameter
     union = spec.tied_embeddings and parameters.tied_sync == "union"
     has_ends_apart = len(plan.pipelines[0].stages) > 1
