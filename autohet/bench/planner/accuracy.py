@@ -40,7 +40,11 @@ ResultRow = dict[str, Any]
 def measurements_folder() -> Path | None:
     """Return the folder of published measurements, or None if there is none."""
     given = os.environ.get("AUTOHET_MEASUREMENTS")
-    folder = Path(given) if given else Path(__file__).resolve().parents[3].parent / "shared"
+    if given:
+        folder = Path(given)
+    else:
+        checkout = Path(__file__).resolve().parents[3]
+        folder = checkout.parent / "shared"
     return folder if (folder / "data").is_dir() else None
 
 
@@ -61,12 +65,8 @@ def accuracy_rows() -> list[ResultRow]:
     for make in needing:
         if folder is None:
             name = make.__name__.strip("_").removesuffix("_rows")
-            rows.append(
-                {
-                    "on": name,
-                    "skipped": "no measurements here: set AUTOHET_MEASUREMENTS to their folder",
-                }
-            )
+            why = "no measurements here: set AUTOHET_MEASUREMENTS to their folder"
+            rows.append({"on": name, "skipped": why})
         else:
             rows += make(folder)
     return rows
@@ -115,12 +115,12 @@ def _published(folder: Path, name: str) -> tuple[ResultRow, ResultRow, str]:
             timeout=120,
         )
         at = Path(directory)
-        links = at / "links.csv"
         job = Job.from_yaml(at / "job.yaml")
-        inputs = planning_inputs(
-            job, profile=at / "profile.csv", links=links if links.exists() else None
-        )
-        inputs = replace(inputs, parameters=framework_parameters("deepspeed", inputs.parameters))
+        table = at / "links.csv"
+        links = table if table.exists() else None
+        inputs = planning_inputs(job, profile=at / "profile.csv", links=links)
+        parameters = framework_parameters("deepspeed", inputs.parameters)
+        inputs = replace(inputs, parameters=parameters)
         fleet = cluster_from_yaml(at / "cluster.yaml").fleet()
         runs = read_runs(at / "runs.csv")
 
@@ -130,10 +130,12 @@ def _published(folder: Path, name: str) -> tuple[ResultRow, ResultRow, str]:
         )
 
     fit = calibrate(runs[:CALIBRATION_RUNS], model_of, inputs.parameters)
+    names = sorted(fit.to_document()["parameters"])
+    fitted = f"{CALIBRATION_RUNS} runs: " + ", ".join(names)
+    before = scores(runs, model_of(runs[0].plan, inputs.parameters))
     rest = runs[CALIBRATION_RUNS:]
-    fitted = f"{CALIBRATION_RUNS} runs: " + ", ".join(sorted(fit.to_document()["parameters"]))
-    plain = model_of(runs[0].plan, inputs.parameters)
-    return scores(runs, plain), scores(rest, model_of(runs[0].plan, fit.parameters)), fitted
+    after = scores(rest, model_of(runs[0].plan, fit.parameters))
+    return before, after, fitted
 
 
 def scores(runs: Sequence[MeasuredRun], model: CostModel) -> ResultRow:
@@ -142,29 +144,40 @@ def scores(runs: Sequence[MeasuredRun], model: CostModel) -> ResultRow:
     Figures: absolute relative errors, rank correlation, regret of choosing by prediction, error of
     peak memory.
     """
-    predictions = [model.predict(run.plan) for run in runs]
     measured = [run.measured_s for run in runs]
-    predicted = [p.step_time_s for p in predictions]
-    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
-    best = min(range(len(runs)), key=lambda i: predicted[i])
+    predicted = []
+    errors = []
+    memory_errors = []
+    for run in runs:
+        prediction = model.predict(run.plan)
+        predicted.append(prediction.step_time_s)
+        errors.append(abs(prediction.step_time_s / run.measured_s - 1))
+        if run.measured_memory_bytes:
+            peak = max(prediction.memory_bytes_by_worker.values())
+            memory_errors.append(abs(peak / run.measured_memory_bytes - 1))
+
+    chosen = min(range(len(runs)), key=lambda i: predicted[i])
     row: ResultRow = {
         "runs": len(runs),
         "mape": statistics.mean(errors),
         "median": statistics.median(errors),
         "worst": max(errors),
         "spearman": statistics.correlation(_ranks(measured), _ranks(predicted)),
-        "regret": measured[best] / min(measured),
+        "regret": measured[chosen] / min(measured),
     }
-    memory = []
-    for prediction, run in zip(predictions, runs, strict=True):
-        if run.measured_memory_bytes:
-            peak = max(prediction.memory_bytes_by_worker.values())
-            memory.append(abs(peak / run.measured_memory_bytes - 1))
-    return row | ({"memory_mape": statistics.mean(memory)} if memory else {})
+    if memory_errors:
+        row["memory_mape"] = statistics.mean(memory_errors)
+    return row
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(v < x for v in values) + sum(v == x for v in values) / 2 for x in values]
+    """Return the rank of each value; equal values have the mean of their ranks."""
+    ranks = []
+    for value in values:
+        smaller = sum(other < value for other in values)
+        equal = values.count(value)
+        ranks.append(smaller + equal / 2)
+    return ranks
 
 
 # ---- FASOP's measured iteration, part by part ----
@@ -186,16 +199,25 @@ def _fasop_rows(folder: Path) -> list[ResultRow]:
         "vocab_size": 51200,
         "n_positions": 1024,
     }
+    spec = model_spec_from_config("gpt2xl", config, precision="fp16")
+    entries = json.loads((at / "profiles.json").read_text())
+    profile = ProfileTable(_fasop_profile(entries))
     model = CostModel(
         fleet,
-        Workload(model_spec_from_config("gpt2xl", config, precision="fp16"), 1024, "fp16"),
-        Measurements(ProfileTable(_fasop_profile(json.loads((at / "profiles.json").read_text())))),
+        Workload(spec, 1024, "fp16"),
+        Measurements(profile),
         framework_parameters("megatron", CostParameters()),
     )
+
     prediction = model.predict(plan)
-    sync = model.steps.simulate(plan).sync
-    by_stage = {e.job.members[0]: e.end_s - e.start_s for e in sync.events if not e.job.tied}
-    tied = max(e.end_s - e.start_s for e in sync.events if e.job.tied)
+    by_stage = {}
+    tied = 0.0
+    for event in model.steps.simulate(plan).sync.events:
+        seconds = event.end_s - event.start_s
+        if event.job.tied:
+            tied = max(tied, seconds)
+        else:
+            by_stage[event.job.members[0]] = seconds
     pairs = {
         "pipeline_s": (prediction.breakdown_s["pipeline"], 0.9203),
         "grad_sync_7_layers_s": (by_stage["a10-0/0"], 0.0556),
@@ -204,9 +226,10 @@ def _fasop_rows(folder: Path) -> list[ResultRow]:
         "embedding_sync_s": (tied, trace["embedding_allreduce_ms"] / 1e3),
         "total_s": (prediction.step_time_s, trace["iteration_s"]),
     }
-    parts = {
-        name: {"predicted": p, "measured": m, "error": p / m - 1} for name, (p, m) in pairs.items()
-    }
+    parts = {}
+    for name, (predicted, measured) in pairs.items():
+        error = predicted / measured - 1
+        parts[name] = {"predicted": predicted, "measured": measured, "error": error}
     return [
         {
             "on": "FASOP: one iteration of GPT-2 XL on 1 A100 and 7 A10 nodes, part by part",
@@ -216,7 +239,7 @@ def _fasop_rows(folder: Path) -> list[ResultRow]:
             ),
             "held_out": "the iteration",
             "parts": parts,
-            "worst_part": max(abs(p["error"]) for p in parts.values()),
+            "worst_part": max(abs(part["error"]) for part in parts.values()),
             "total_error": abs(parts["total_s"]["error"]),
             "reach": {"worst_part": 0.10, "total_error": 0.03},
         }
@@ -225,18 +248,20 @@ def _fasop_rows(folder: Path) -> list[ResultRow]:
 
 def _fasop_plan(trace: ResultRow) -> tuple[Fleet, Plan]:
     def node_type(name: str, gpu: str, gib: int, intra_gbps: float) -> NodeType:
-        return NodeType(name, gpu, 4, gib * 2**30, intra_gbps * 1e9 / 8, 40e9 / 8)
+        bytes_per_s = intra_gbps * 1e9 / 8
+        return NodeType(name, gpu, 4, gib * 2**30, bytes_per_s, 40e9 / 8)
 
     a100 = node_type("a100", "A100", 40, 1840)
     a10 = node_type("a10", "A10", 24, 128)
-    names = ["a100-0", *(f"a10-{i}" for i in range(7))]
-    nodes = [Node(name, a100 if i == 0 else a10) for i, name in enumerate(names)]
+    nodes = [Node("a100-0", a100)]
+    for i in range(7):
+        nodes.append(Node(f"a10-{i}", a10))
     pipelines = []
     for replica in range(trace["dp"]):
         first = 0
         stages = []
-        for name, count in zip(names, trace["partition"], strict=True):
-            stages.append(Stage(first, count, (f"{name}/{replica}",)))
+        for node, count in zip(nodes, trace["partition"], strict=True):
+            stages.append(Stage(first, count, (f"{node.name}/{replica}",)))
             first += count
         pipelines.append(Pipeline(tuple(stages), 16, 1))
     return Fleet(0, tuple(nodes)), Plan("gpt2xl", 64, 1, 1024, tuple(pipelines))
@@ -271,9 +296,10 @@ def _metis_rows(folder: Path) -> list[ResultRow]:
     for row in measured:
         path = at / f"DeviceType.A100_tp{row['tp']}_bs{row['mbs']}.json"
         entries[int(row["tp"]), int(row["mbs"])] = json.loads(path.read_text())
-    profile = ProfileTable(
-        [m for (tp, size), entry in entries.items() for m in _metis_profile(tp, size, entry)]
-    )
+    rows = list[Measurement]()
+    for (tp, size), entry in entries.items():
+        rows += _metis_profile(tp, size, entry)
+    profile = ProfileTable(rows)
     config = {
         "model_type": "gpt2",
         "n_layer": 8,
@@ -283,7 +309,8 @@ def _metis_rows(folder: Path) -> list[ResultRow]:
         "n_positions": 1024,
     }
     spec = model_spec_from_config("gpt3", config, precision="fp16")
-    fleet = Fleet(0, (Node("a100-0", NodeType("a100", "A100-80", 4, 80 * 2**30, 2.3e11, 5e9)),))
+    kind = NodeType("a100", "A100-80", 4, 80 * 2**30, 2.3e11, 5e9)
+    fleet = Fleet(0, (Node("a100-0", kind),))
     errors = {}
     for row in measured:
         tp = int(row["tp"])
@@ -295,9 +322,9 @@ def _metis_rows(folder: Path) -> list[ResultRow]:
         model = CostModel(fleet, Workload(spec, 1024, "fp16"), Measurements(profile), parameters)
         stage = Stage(0, 8, tuple(f"a100-0/{i}" for i in range(tp)))
         plan = Plan("gpt3", size, size, 1024, (Pipeline((stage,), 1, size),))
-        errors[f"tp{tp} microbatch {size}"] = (
-            model.predict(plan).step_time_s / (float(row["measured_total_ms"]) / 1e3) - 1
-        )
+        measured_s = float(row["measured_total_ms"]) / 1e3
+        predicted_s = model.predict(plan).step_time_s
+        errors[f"tp{tp} microbatch {size}"] = predicted_s / measured_s - 1
     return [
         {
             "on": "Metis: nine iterations on A100 (one stage, one microbatch)",
@@ -317,13 +344,13 @@ def _metis_profile(tp: int, size: int, entry: ResultRow) -> list[Measurement]:
     added to the head.
     """
     time = entry["execution_time"]
-    total = entry["execution_time"]["layer_compute_total_ms"]
+    total = time["layer_compute_total_ms"]
     rest = time["forward_backward_time_ms"] - sum(total)
     named = {"embedding": total[0], "block": total[1], "head": total[-1] + rest}
-    updates = dict.fromkeys(named, time["optimizer_time_ms"] / len(total))
+    update_ms = time["optimizer_time_ms"] / len(total)
     found = []
     for layer, ms in named.items():
-        seconds = (ms / 3e3, 2 * ms / 3e3, updates[layer] / 1e3)
+        seconds = (ms / 3e3, 2 * ms / 3e3, update_ms / 1e3)
         found.append(Measurement("gpt3", "A100-80", "fp16", tp, 1024, size, layer, *seconds))
     return found
 
@@ -336,9 +363,8 @@ def _hap_rows(folder: Path) -> list[ResultRow]:
 
     Figures: bytes of the tensor per second, mean over 4 to 256 MB.
     """
-    entries = json.loads((folder / "data" / "hap" / "hap_profile_constants.json").read_text())[
-        "hap"
-    ]
+    constants = folder / "data" / "hap" / "hap_profile_constants.json"
+    entries = json.loads(constants.read_text())["hap"]
     measured = next(entry["all_reduce"] for entry in entries if "V100" in entry["device_flops"])
     kind = NodeType("v100", "V100-16", 8, 16 * 2**30, 1.5e11, 10.4e9 / 8)
     members = [(f"v100-{i // 8}", kind) for i in range(64)]
@@ -371,15 +397,21 @@ def layer_times_row() -> ResultRow:
     table = default_profile()
     for key in table.keys:
         for points in table.layers(key).values():
-            sizes = sorted(points)
-            held = sizes[2::3]
+            held_out = sorted(points)[2::3]
             for backward in (False, True):
-                both = {b: points[b].backward_s if backward else points[b].forward_s for b in sizes}
-                values = {b: seconds for b, seconds in both.items() if seconds}
-                kept = {b: v for b, v in values.items() if b not in held}
-                if len(kept) >= 2:
-                    curve = make_curve(kept)
-                    errors += [abs(curve.at(b) / values[b] - 1) for b in held if b in values]
+                values = {}
+                for size, point in sorted(points.items()):
+                    seconds = point.backward_s if backward else point.forward_s
+                    if seconds:
+                        values[size] = seconds
+
+                kept = {size: values[size] for size in values if size not in held_out}
+                if len(kept) < 2:
+                    continue
+                curve = make_curve(kept)
+                for size in held_out:
+                    if size in values:
+                        errors.append(abs(curve.at(size) / values[size] - 1))
     return {
         "on": "layer times of Cephalo and Zorse (bundled)",
         "fitted": "two of three points of each curve",
@@ -394,5 +426,12 @@ def reached(row: ResultRow) -> bool | None:
     """Return True if a row reaches all its limits; None if it was skipped or has no limits."""
     if "skipped" in row or not row["reach"]:
         return None
-    higher = {"spearman"}
-    return all(row[k] >= v if k in higher else row[k] <= v for k, v in row["reach"].items())
+    for name, limit in row["reach"].items():
+        # a rank correlation should be large, all other figures small
+        if name == "spearman":
+            is_reached = row[name] >= limit
+        else:
+            is_reached = row[name] <= limit
+        if not is_reached:
+            return False
+    return True

@@ -90,9 +90,15 @@ def fasop_rows(folder: Path, *, pareto: bool = True) -> list[ResultRow]:
     Each row has `reached`: true if it reaches its limits.
     """
     profiles = json.loads((folder / "data" / "fasop" / "profiles.json").read_text())
-    rows = [partition_row(profiles, case) for case in CASES if case.model in PUBLISHED]
-    rows += [row for case in CASES for row in fasop_search_rows(profiles, case)]
-    return [*rows, pareto_row(profiles)] if pareto else rows
+    rows = []
+    for case in CASES:
+        if case.model in PUBLISHED:
+            rows.append(partition_row(profiles, case))
+    for case in CASES:
+        rows += fasop_search_rows(profiles, case)
+    if pareto:
+        rows.append(pareto_row(profiles))
+    return rows
 
 
 # ---- its measurements, models and clusters ----
@@ -128,15 +134,15 @@ def fasop_profile(entries: Sequence[ResultRow], case: FasopCase) -> ProfileTable
             for layer, seconds in _layers(case.model, entry, size).items():
                 rows.append(
                     Measurement(
-                        case.model,
-                        entry["gpu"],
-                        "fp16",
-                        entry["tp"],
-                        case.length,
-                        size,
-                        layer,
-                        seconds,
-                        2 * seconds,
+                        model=case.model,
+                        gpu_type=entry["gpu"],
+                        dtype="fp16",
+                        tp_degree=entry["tp"],
+                        sequence_length=case.length,
+                        microbatch_sequences=size,
+                        layer=layer,
+                        forward_s=seconds,
+                        backward_s=2 * seconds,
                     )
                 )
     return ProfileTable(rows)
@@ -152,16 +158,18 @@ def _layers(model: str, entry: ResultRow, size: int) -> dict[str, float]:
     if model != "T5":
         names = {"embedding": "embedding", "transformer_layer": "block", "post_process": "head"}
         return {ours: grown(theirs, ours) for theirs, ours in names.items()}
+
     encoder = grown("encoder_layer", "encoder")
     decoder = grown("decoder_layer", "decoder")
     found = {
         "embedding": grown("enc_embedding", "embedding"),
         "head": grown("decoder_last_incl_post", "decoder") - decoder,
     }
-    found |= {f"block:{i}": encoder for i in range(23)}
-    found |= {"block:23": grown("encoder_last_incl_post", "encoder")}
-    found |= {"block:24": decoder + grown("dec_embedding", "dec_embedding")}
-    return found | {f"block:{i}": decoder for i in range(25, 48)}
+    for block in range(48):
+        found[f"block:{block}"] = encoder if block < 24 else decoder
+    found["block:23"] = grown("encoder_last_incl_post", "encoder")
+    found["block:24"] = decoder + grown("dec_embedding", "dec_embedding")
+    return found
 
 
 def spec(case: FasopCase) -> ModelSpec:
@@ -178,9 +186,8 @@ def spec(case: FasopCase) -> ModelSpec:
         "n_positions": case.length,
     }
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return model_spec_from_config(
-        case.model, {"model_type": "gpt2"} | sizes | tokens, precision="fp16"
-    )
+    config = {"model_type": "gpt2"} | sizes | tokens
+    return model_spec_from_config(case.model, config, precision="fp16")
 
 
 def fleet(
@@ -195,19 +202,30 @@ def fleet(
     Their usable memory is 39.59 and 22.2 GiB (40 and 24 here: the cost model leaves its own
     margin).
     """
+    fast_gbps, slow_gbps = gbps
     fast = NodeType(
-        "a100", "A100", gpus, 40 * GIB, 1840e9 / 8, gbps[0] * 1e9 / 8, 32.7726, max_nodes=a100
+        name="a100",
+        gpu_type="A100",
+        num_gpus=gpus,
+        gpu_memory_bytes=40 * GIB,
+        intra_node_bytes_per_s=1840e9 / 8,
+        inter_node_bytes_per_s=fast_gbps * 1e9 / 8,
+        usd_per_hour=32.7726,
+        max_nodes=a100,
     )
     slow = NodeType(
-        "a10", "A10", gpus, 24 * GIB, 252e9 / 8, gbps[1] * 1e9 / 8, a10_usd, max_nodes=a10
+        name="a10",
+        gpu_type="A10",
+        num_gpus=gpus,
+        gpu_memory_bytes=24 * GIB,
+        intra_node_bytes_per_s=252e9 / 8,
+        inter_node_bytes_per_s=slow_gbps * 1e9 / 8,
+        usd_per_hour=a10_usd,
+        max_nodes=a10,
     )
-    return Fleet(
-        0,
-        (
-            *(Node(f"a100-{i}", fast) for i in range(a100)),
-            *(Node(f"a10-{i}", slow) for i in range(a10)),
-        ),
-    )
+    fast_nodes = [Node(f"a100-{i}", fast) for i in range(a100)]
+    slow_nodes = [Node(f"a10-{i}", slow) for i in range(a10)]
+    return Fleet(0, (*fast_nodes, *slow_nodes))
 
 
 def request(entries: Sequence[ResultRow], case: FasopCase, of: Fleet, **wishes: Any) -> Request:
@@ -216,14 +234,12 @@ def request(entries: Sequence[ResultRow], case: FasopCase, of: Fleet, **wishes: 
     That is Megatron-LM with fp16 gradients and a two-step sum of the tied embedding. Its layer
     times are taken as they are, as in its own model.
     """
-    parameters = replace(framework_parameters("megatron", CostParameters()), launch_exposure=1.0)
+    megatron = framework_parameters("megatron", CostParameters())
+    parameters = replace(megatron, launch_exposure=1.0)
     model = spec(case)
-    cost = CostModel(
-        of,
-        Workload(model, case.length, "fp16"),
-        Measurements(fasop_profile(entries, case)),
-        parameters,
-    )
+    workload = Workload(model, case.length, "fp16")
+    measurements = Measurements(fasop_profile(entries, case))
+    cost = CostModel(of, workload, measurements, parameters)
     return Request(
         of,
         model,
@@ -257,15 +273,16 @@ def partition_row(entries: Sequence[ResultRow], case: FasopCase) -> ResultRow:
         BoundaryTransfers(asked).seconds(staged, size),
         kinds_change(sums[0]),
     )
-    ends = min(
-        tried, key=lambda cut: asked.cost.predict(_plan(case, staged, cut, size)).step_time_s
-    )
-    theirs = tuple(itertools.accumulate(published[:-1]))
-    offset = [end - (1 if case.model == "T5" and end > 25 else 0) for end in theirs]
-    seconds = {
-        name: asked.cost.predict(_plan(case, staged, (*cut, tables.num_layers), size)).step_time_s
-        for name, cut in (("ours", ends[:-1]), ("published", offset))
-    }
+
+    def step_s(ends: Sequence[int]) -> float:
+        return asked.cost.predict(_plan(case, staged, ends, size)).step_time_s
+
+    ends = min(tried, key=step_s)
+    theirs = _our_ends(case, published)
+    ours_s = step_s((*ends[:-1], tables.num_layers))
+    published_s = step_s((*theirs, tables.num_layers))
+    partition = _counted(case, ends)
+    is_equal = partition == list(published)
     found = plan_with("fasop", asked)
     return {
         "on": (
@@ -273,28 +290,43 @@ def partition_row(entries: Sequence[ResultRow], case: FasopCase) -> ResultRow:
             f" {tp}, {dp} pipelines, microbatch {size}"
         ),
         "published": list(published),
-        "partition": _counted(case, ends),
-        "equal": _counted(case, ends) == list(published),
-        "step_time_s": seconds["ours"],
-        "published_step_time_s": seconds["published"],
+        "partition": partition,
+        "equal": is_equal,
+        "step_time_s": ours_s,
+        "published_step_time_s": published_s,
         "fasop_best_step_time_s": found.prediction.step_time_s,
-        "reached": (
-            _counted(case, ends) == list(published) or seconds["ours"] < seconds["published"]
-        ),
+        "reached": is_equal or ours_s < published_s,
     }
 
 
+def _our_ends(case: FasopCase, published: Sequence[int]) -> list[int]:
+    """Return the ends of all published stages but the last in our layers.
+
+    The decoder's embedding of T5 is a layer of its own in FASOP's count alone.
+    """
+    found = []
+    for end in itertools.accumulate(published[:-1]):
+        is_past_decoder_embedding = case.model == "T5" and end > 25
+        found.append(end - 1 if is_past_decoder_embedding else end)
+    return found
+
+
 def _plan(case: FasopCase, staged: Staged, ends: Sequence[int], size: int) -> Plan:
-    pipelines = []
+    """Return the plan of stages that end at these layers, with embedding and head."""
     blocks = ends[-1] - 2
+    cut = []
+    begin = 0
+    for end in ends:
+        cut.append((max(begin - 1, 0), min(end - 1, blocks)))
+        begin = end
+
+    num_microbatches = case.batch // size // staged.width
+    pipelines = []
     for d in range(staged.width):
-        cuts = [
-            (max(a - 1, 0), min(b - 1, blocks)) for a, b in zip((0, *ends[:-1]), ends, strict=True)
-        ]
-        stages = tuple(
-            Stage(a, b - a, groups[d]) for (a, b), groups in zip(cuts, staged.stages, strict=True)
-        )
-        pipelines.append(Pipeline(stages, case.batch // size // staged.width, size))
+        stages = []
+        for (first, last), groups in zip(cut, staged.stages, strict=True):
+            stages.append(Stage(first, last - first, groups[d]))
+        pipelines.append(Pipeline(tuple(stages), num_microbatches, size))
     return Plan(case.model, case.batch, size, case.length, tuple(pipelines))
 
 
@@ -303,7 +335,7 @@ def _counted(case: FasopCase, ends: Sequence[int]) -> list[int]:
 
     For T5 it counts two embeddings, and no head.
     """
-    counts = [b - a for a, b in zip((0, *ends[:-1]), ends, strict=True)]
+    counts = [end - begin for begin, end in itertools.pairwise((0, *ends))]
     if case.model == "T5":
         decoder = next(i for i, end in enumerate(ends) if end > 25)
         counts[decoder] += 1
@@ -313,34 +345,35 @@ def _counted(case: FasopCase, ends: Sequence[int]) -> list[int]:
 
 def fasop_search_rows(entries: Sequence[ResultRow], case: FasopCase) -> Iterator[ResultRow]:
     """Seconds of our searches on its equal and mixed clusters."""
-    for name, of, theirs in zip(
-        ("A10 only", "1 node of A100"),
-        (fleet(0, case.nodes), fleet(1, case.nodes - 1)),
-        case.published_s,
-        strict=True,
-    ):
-        on = f"FASOP's case {case.model}, {case.nodes} nodes of 4, {name}"
-        row: ResultRow = {"on": on, "published_search_s": theirs, "reach_s": 1.0}
+    clusters = (
+        ("A10 only", fleet(0, case.nodes)),
+        ("1 node of A100", fleet(1, case.nodes - 1)),
+    )
+    for (name, of), theirs in zip(clusters, case.published_s, strict=True):
+        row: ResultRow = {
+            "on": f"FASOP's case {case.model}, {case.nodes} nodes of 4, {name}",
+            "published_search_s": theirs,
+            "reach_s": 1.0,
+        }
         for strategy in ("fasop", "autohet"):
             asked = request(entries, case, of)
             begin = time.process_time()
             answer = plan_with(strategy, asked)
             row[f"{strategy}_cpu_s"] = round(time.process_time() - begin, 3)
             row[f"{strategy}_step_time_s"] = answer.prediction.step_time_s
+
+        longest_s = max(row["fasop_cpu_s"], row["autohet_cpu_s"])
         never_worse = row["autohet_step_time_s"] <= row["fasop_step_time_s"] * (1 + 1e-9)
-        yield row | {
-            "reached": (
-                max(row["fasop_cpu_s"], row["autohet_cpu_s"]) < row["reach_s"] and never_worse
-            )
-        }
+        row["reached"] = longest_s < row["reach_s"] and never_worse
+        yield row
 
 
 def pareto_row(entries: Sequence[ResultRow]) -> ResultRow:
     """Return the row of the front over 80 fleets of up to 8 + 8 nodes of 8 GPUs, GPT-2 XL."""
-    case = replace(next(case for case in CASES if case.model == "gpt2XL"), nodes=16)
-    asked = request(
-        entries, case, fleet(8, 8, 8, (400.0, 100.0), 9.773), objective="pareto", time_limit_s=120.0
-    )
+    smaller = next(case for case in CASES if case.model == "gpt2XL")
+    case = replace(smaller, nodes=16)
+    of = fleet(8, 8, 8, (400.0, 100.0), 9.773)
+    asked = request(entries, case, of, objective="pareto", time_limit_s=120.0)
     begin = time.process_time()
     front = plan_with("fasop", asked).front
     cpu_s = round(time.process_time() - begin, 2)

@@ -36,6 +36,7 @@ def fleet_rows(cases: int = CASES) -> Iterator[ResultRow]:
     over_fewer = list[float]()
     spent = 0.0
     gaps = list[float]()
+
     begin = cpu_seconds()
     for seed in range(cases):
         request = random_case(random.Random(seed))
@@ -46,10 +47,14 @@ def fleet_rows(cases: int = CASES) -> Iterator[ResultRow]:
             continue
         step, gap = answer
         gaps.append(gap)
+
         others = _steps_s([_answer(request, other) for other in OTHERS])
-        over_others += [step / min(others)] if others else []
+        if others:
+            over_others.append(step / min(others))
         fewer = _steps_s([_answer(less, "autohet") for less in _without_one(request)])
-        over_fewer += [step / min(fewer)] if fewer else []
+        if fewer:
+            over_fewer.append(step / min(fewer))
+
     yield {
         "on": (
             f"{len(gaps)} random fleets of 17 to 128 GPUs of two to four types: our step time over"
@@ -81,22 +86,24 @@ def random_case(rng: random.Random) -> Request:
     per_node = rng.choice([4, 8])
     gpus = rng.randint(17, 128)
     kinds = rng.sample(sorted(TYPES), rng.choice([2, 3, 3, 4]))
-    nodes = [max(1, gpus // len(kinds) // per_node + rng.choice([-1, 0, 1])) for _ in kinds]
-    counts = {kind: per_node * count for kind, count in zip(kinds, nodes, strict=True)}
-    spec = rng.choice(
-        [
-            GPT_26,
-            _llama("llama-7b", 32, 4096, 11008),
-            _llama("llama-13b", 40, 5120, 13824),
-            LLAMA_70B,
-        ]
-    )
+    nodes_each = gpus // len(kinds) // per_node
+    counts = {}
+    for kind in kinds:
+        nodes = max(1, nodes_each + rng.choice([-1, 0, 1]))
+        counts[kind] = per_node * nodes
+
+    specs = [
+        GPT_26,
+        _llama("llama-7b", 32, 4096, 11008),
+        _llama("llama-13b", 40, 5120, 13824),
+        LLAMA_70B,
+    ]
+    spec = rng.choice(specs)
     if rng.random() < 0.3:
         spec = tied(spec)
     batch = max(8, int(sum(counts.values()) * rng.choice([0.5, 1, 2, 4])))
-    return request_of(
-        spec, synthetic_fleet(counts, per_node), batch, rng.choice([1024, 2048, 4096])
-    )
+    fleet = synthetic_fleet(counts, per_node)
+    return request_of(spec, fleet, batch, rng.choice([1024, 2048, 4096]))
 
 
 def _llama(name: str, layers: int, width: int, mlp: int) -> ModelSpec:
@@ -117,7 +124,6 @@ def _answer(request: Request, strategy: str) -> tuple[float, float] | None:
 
 
 def _without_one(request: Request) -> Iterator[Request]:
-    types = dict.fromkeys(node.node_type for node in request.fleet.nodes)
-    for left_out in types:
+    for left_out in request.fleet.node_types:
         nodes = tuple(node for node in request.fleet.nodes if node.node_type != left_out)
         yield narrowed(request, Fleet(request.fleet.generation, nodes))

@@ -26,9 +26,13 @@ def rows(*, full: bool = False) -> Iterator[tuple[str, ResultRow]]:
         yield "accuracy", row | {"reached": reached(row)}
     for row in _fasop(full):
         yield "search", row
-    for part in SEARCH_PARTS if full else QUICK_PARTS:
+
+    parts = SEARCH_PARTS if full else QUICK_PARTS
+    for part in parts:
         for row in search_rows(part):
-            yield "search", row if "reached" in row else row | {"reached": search_reached(row)}
+            if "reached" not in row:
+                row |= {"reached": search_reached(row)}
+            yield "search", row
 
 
 def _fasop(full: bool) -> list[ResultRow]:
@@ -62,28 +66,31 @@ def search_reached(row: ResultRow) -> bool | None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the rows; return exit code 1 if a row that was run does not reach its limits."""
+    file = sys.stderr if args.json else sys.stdout
     document: dict[str, list[ResultRow]] = {"accuracy": [], "search": []}
+    all_reached = True
     for part, row in rows(full=args.full):
         document[part].append(row)
-        print_row(part, row, sys.stderr if args.json else sys.stdout, brief=args.json)
+        all_reached = all_reached and row["reached"] is not False
+        print_row(part, row, file, brief=args.json)
     if args.json:
         json.dump(document, sys.stdout)
         print()
-    return int(any(row["reached"] is False for found in document.values() for row in found))
+    return 0 if all_reached else 1
 
 
 def print_row(part: str, row: ResultRow, file: Any, *, brief: bool = False) -> None:
     """Print one row for a person; `brief` leaves out its figures."""
-    verdict = {
-        True: "reached",
-        False: "NOT REACHED",
-        None: "skipped" if "skipped" in row else "no limit",
-    }
-    print(f"{part} | {verdict[row['reached']]} | {row['on']}", file=file, flush=True)
-    for key, value in () if brief else row.items():
-        if key not in _HIDDEN:
-            print(
-                f"    {key}: {round(value, 4) if isinstance(value, float) else value}",
-                file=file,
-                flush=True,
-            )
+    if row["reached"] is None:
+        verdict = "skipped" if "skipped" in row else "no limit"
+    else:
+        verdict = "reached" if row["reached"] else "NOT REACHED"
+    print(f"{part} | {verdict} | {row['on']}", file=file, flush=True)
+    if brief:
+        return
+
+    for key, value in row.items():
+        if key in _HIDDEN:
+            continue
+        shown = round(value, 4) if isinstance(value, float) else value
+        print(f"    {key}: {shown}", file=file, flush=True)

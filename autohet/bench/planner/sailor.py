@@ -4,9 +4,9 @@ Its published cost model judges the result.
 """
 
 import importlib.util
-import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,9 +42,8 @@ SAILOR = {
 
 def load_judge(measurements: Path) -> ModuleType:
     """Load the judge's own program from the folder of measured data."""
-    spec = importlib.util.spec_from_file_location(
-        "sailor_judge", measurements / "tools" / "sailor_judge.py"
-    )
+    program = measurements / "tools" / "sailor_judge.py"
+    spec = importlib.util.spec_from_file_location("sailor_judge", program)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -59,21 +58,27 @@ def sailor_tables(
 
     The fleet has `counts` GPUs of each type, four a node.
     """
-    resources = tuple(
-        _resource(gpu, count) for gpu, count in zip(gpus, counts, strict=True) if count
-    )
-    choices = itertools.product(enumerate(resources), (1, 2, 4))
-    kinds = tuple(Kind(r, tp, resource.num_gpus // tp) for (r, resource), tp in choices)
+    resources = []
+    for gpu, count in zip(gpus, counts, strict=True):
+        if count:
+            resources.append(_resource(gpu, count))
+
+    kinds = []
+    for number, resource in enumerate(resources):
+        for tp_degree in (1, 2, 4):
+            kinds.append(Kind(number, tp_degree, resource.num_gpus // tp_degree))
+
     rows = _rows(judge, resources, kinds)
+    # seconds there and back are in one table: the judge lets only receivers wait for transfers
     between = _boundaries(judge, resources, kinds, rows)
     return Tables(
         model,
         batch,
         SEQUENCE_LENGTH,
         MOST_STAGES,
-        resources,
-        kinds,
-        rows,
+        tuple(resources),
+        tuple(kinds),
+        tuple(rows),
         between,
         between,
         "receiver",
@@ -81,63 +86,82 @@ def sailor_tables(
 
 
 def _resource(gpu: str, count: int) -> Resource:
+    # transfers and sums take what the judge says, so that the links' speeds do not matter
     kind = NodeType(gpu, gpu, 4, judge_memory(gpu), 1e11, 1e10)
-    return Resource(kind, tuple(f"{gpu}-{i}" for i in range(count // 4)))
+    nodes = tuple(f"{gpu}-{i}" for i in range(count // 4))
+    return Resource(kind, nodes)
 
 
-def _rows(judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...]) -> tuple[Row, ...]:
+def _rows(judge: Any, resources: Sequence[Resource], kinds: Sequence[Kind]) -> list[Row]:
     """Return a row for each kind and each microbatch size that the judge has measured."""
     rows = []
     for number, kind in enumerate(kinds):
         gpu = resources[kind.resource].node_type.gpu_type
-        for microbatch in sorted(int(size) for size in judge.profile[gpu]):
+        sizes = sorted(int(size) for size in judge.profile[gpu])
+        for microbatch in sizes:
             row = _row(judge, gpu, number, kind.tp_degree, microbatch)
             if row is not None:
                 rows.append(row)
-    return tuple(rows)
+    return rows
 
 
 def judge_memory(gpu: str) -> int:
     return {"A100-40": 40, "V100-16": 16, "GH-96": 96}[gpu] * GIB
 
 
-def _row(judge: Any, gpu: str, kind: int, tp: int, mbs: int) -> Row | None:
-    layers = judge.profile[gpu].get(str(mbs), {}).get(str(tp))
+def _row(judge: Any, gpu: str, kind: int, tp: int, microbatch: int) -> Row | None:
+    """Return the row of one kind of stage; None if the judge has not measured it."""
+    layers = judge.profile[gpu].get(str(microbatch), {}).get(str(tp))
     info = judge.info.get(str(tp))
     if layers is None or info is None:
         return None
-    order = [str(i) for i in range(judge.num_layers)]
-    params = np.array([info[i]["params_floats"] for i in order], dtype=float)
-    acts = np.array([info[i]["act_mem_floats"] for i in order], dtype=float)
-    whole = np.array([judge.info["1"][i]["params_floats"] for i in order], dtype=float)
+
+    forward_s = []
+    backward_s = []
+    parameters = []
+    activations = []
+    whole_parameters = []
+    for number in range(judge.num_layers):
+        layer = str(number)
+        forward_s.append(layers[layer][0])
+        backward_s.append(layers[layer][1])
+        parameters.append(info[layer]["params_floats"])
+        activations.append(info[layer]["act_mem_floats"])
+        whole_parameters.append(judge.info["1"][layer]["params_floats"])
+
     return Row(
         kind=kind,
-        microbatch=mbs,
-        forward_s=np.array([layers[i][0] for i in order]),
-        backward_s=np.array([layers[i][1] for i in order]),
-        state_bytes=params * 24,
-        activation_bytes=acts * 4 * mbs,
-        sync_bytes=whole * 4 / tp,
+        microbatch=microbatch,
+        forward_s=np.array(forward_s),
+        backward_s=np.array(backward_s),
+        state_bytes=np.array(parameters, dtype=float) * 24,
+        activation_bytes=np.array(activations, dtype=float) * 4 * microbatch,
+        sync_bytes=np.array(whole_parameters, dtype=float) * 4 / tp,
         fixed_bytes=2e9 if tp == 1 else 3e9,
         limit_bytes=float(judge_memory(gpu)),
     )
 
 
 def _boundaries(
-    judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]
+    judge: Any, resources: Sequence[Resource], kinds: Sequence[Kind], rows: Sequence[Row]
 ) -> Floats:
     """Return the boundaries' seconds, (rows, rows) as in `Tables`."""
-    act = judge.info["1"]["1"]["act_output_floats"] * 4
-    out = np.full((len(rows), len(rows)), np.inf)
-    for i, j in itertools.product(range(len(rows)), repeat=2):
-        if rows[i].microbatch == rows[j].microbatch:
-            a = kinds[rows[i].kind]
-            b = kinds[rows[j].kind]
-            size = act * rows[i].microbatch
-            names = [resources[kind.resource].node_type.gpu_type for kind in (a, b)]
-            out[i, j] = judge.transfer_s(size, names[0], a.tp_degree, names[1], b.tp_degree)
-            out[i, j] += judge.transfer_s(size, names[1], b.tp_degree, names[0], a.tp_degree)
-    return out
+    output_bytes = judge.info["1"]["1"]["act_output_floats"] * 4
+    seconds = np.full((len(rows), len(rows)), np.inf)
+    for i, sending in enumerate(rows):
+        for j, taking in enumerate(rows):
+            # stages of one pipeline have one microbatch size
+            if sending.microbatch != taking.microbatch:
+                continue
+            size = output_bytes * sending.microbatch
+            one = kinds[sending.kind]
+            other = kinds[taking.kind]
+            one_gpu = resources[one.resource].node_type.gpu_type
+            other_gpu = resources[other.resource].node_type.gpu_type
+            there_s = judge.transfer_s(size, one_gpu, one.tp_degree, other_gpu, other.tp_degree)
+            back_s = judge.transfer_s(size, other_gpu, other.tp_degree, one_gpu, one.tp_degree)
+            seconds[i, j] = there_s + back_s
+    return seconds
 
 
 class SailorSync:
@@ -152,17 +176,17 @@ class SailorSync:
         self._names = [resource.node_type.gpu_type for resource in tables.resources]
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
+        """Return the seconds of the sync of `number` pipelines of one shape."""
         kinds = [self._tables.kind(row) for row in shape.rows]
-        stages = zip(shape.rows, shape.starts, shape.ends, kinds, strict=True)
-        size = max(
-            self._tables.sums.stage_sync_bytes(row, start, end) * kind.tp_degree
-            for row, start, end, kind in stages
-        )
+        sizes = []
+        for row, start, end, kind in zip(shape.rows, shape.starts, shape.ends, kinds, strict=True):
+            stage_bytes = self._tables.sums.stage_sync_bytes(row, start, end)
+            sizes.append(stage_bytes * kind.tp_degree)
+        least_degree = min(4, *(kind.tp_degree for kind in kinds))
+
         used = sorted({kind.resource for kind in kinds})
         ring = sorted(self._names[used[i % len(used)]] for i in range(number))
-        return float(
-            self._judge.all_reduce_s(size / min(4, *(kind.tp_degree for kind in kinds)), ring)
-        )
+        return float(self._judge.all_reduce_s(max(sizes) / least_degree, ring))
 
     def after_kinds_s(self, number: Ints, *_: Any) -> Floats:
         """Return zeros: the closed form ranks too many candidates to compute it for each."""
@@ -170,9 +194,12 @@ class SailorSync:
 
 
 def verdict(module: ModuleType, judge: Any, document: dict[str, Any]) -> dict[str, Any]:
-    scores: dict[str, Any] = json.loads(json.dumps(module.score(judge, document)))
+    """Return the judge's scores of a plan as plain JSON values."""
+    text = json.dumps(module.score(judge, document))
+    scores: dict[str, Any] = json.loads(text)
     return scores
 
 
 def ratio(ours: float, theirs: float) -> float:
+    """Return our seconds over theirs, rounded down to four places."""
     return math.floor(1e4 * ours / theirs) / 1e4
