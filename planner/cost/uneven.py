@@ -41,13 +41,13 @@ class UnevenGroup:
         return tuple(dict.fromkeys(self.kinds))
 
 
-Shares = tuple[int, ...]
+PartsByRank = tuple[int, ...]
 """Parts of each rank."""
 Seconds = Callable[[int, TensorShare], float]
 """Seconds of a rank of a stage with a share; infinite if it may not have that share."""
 
 
-def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> Shares:
+def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> PartsByRank:
     """Return the number of parts of each rank with which the slowest rank ends earliest.
 
     Each rank gets one part at least; the division has as few parts as are as fast. finest: parts at
@@ -56,7 +56,7 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> S
     division is allowed.
     """
 
-    def load(shares: Shares) -> list[tuple[float, int]]:
+    def load(shares: PartsByRank) -> list[tuple[float, int]]:
         """Return seconds and units of each rank, the slowest first."""
         loads = []
         for rank, share in enumerate(placed(shares)):
@@ -82,7 +82,7 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> S
 
 
 @cache
-def _divisions(parts: int, ranks: int) -> list[Shares]:
+def _divisions(parts: int, ranks: int) -> list[PartsByRank]:
     """Return all divisions of `parts` among ranks that each have one part at least.
 
     Those with most parts for the first ranks come first.
