@@ -5,8 +5,10 @@ before its forward and its backward, and its gradients are reduced to their owne
 the work on its neighbours.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from planner.model_spec import LayerSpec
 from planner.plan import Plan
 
 GATHERED_LAYERS = 2
@@ -19,12 +21,29 @@ Collectives take processors and memory bandwidth from the work.
 
 
 def share_out_all(plan: Plan) -> Plan:
-    """The plan in which every stage shares its optimizer state out."""
+    """Return the plan in which every stage shares its optimizer state out."""
     pipelines = []
     for pipeline in plan.pipelines:
         stages = [replace(stage, shard_optimizer=True) for stage in pipeline.stages]
         pipelines.append(replace(pipeline, stages=tuple(stages)))
     return replace(plan, pipelines=tuple(pipelines))
+
+
+def gathered_scalars(layers: Sequence[LayerSpec], tp_degree: int) -> float:
+    """Return the scalars of gathered weights and of one layer's gradient on a worker.
+
+    The weights are those of the layers gathered at one time. Frozen ones are gathered as well, but
+    have no gradient.
+    """
+    weights = []
+    largest_gradient = 0.0
+    for layer in layers:
+        trained = layer.parameters_per_worker(tp_degree)
+        weights.append(trained + layer.frozen_per_worker(tp_degree))
+        largest_gradient = max(largest_gradient, trained)
+
+    weights.sort(reverse=True)
+    return sum(weights[:GATHERED_LAYERS]) + largest_gradient
 
 
 def overlapped_s(

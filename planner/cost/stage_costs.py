@@ -15,7 +15,7 @@ from planner.cost.basis import CostBasis
 from planner.cost.even_layers import LayerTimes
 from planner.cost.eviction import evict_oldest
 from planner.cost.expert_dispatch import DispatchCosts
-from planner.cost.full_shard import GATHERED_LAYERS
+from planner.cost.full_shard import gathered_scalars
 from planner.cost.layer_times import LayerTimesByFormat
 from planner.cost.links import Links
 from planner.cost.memory import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms, with_cut_sequence
@@ -315,7 +315,9 @@ class StageCosts:
         if self.parameters.full_shard and holders > 1:
             # a layer is whole only while it runs or is about to
             state = memory.state_bytes[entries] / holders
-            fixed += self._gathered_bytes(entries, stage.tp_degree)
+            layers = [self.spec.layers[entry] for entry in entries]
+            width = self.parameters.sync_bytes_per_parameter
+            fixed += gathered_scalars(layers, stage.tp_degree) * width
         else:
             saved = memory.saved_bytes(holders)[entries]
             state = memory.state_bytes[entries] - placed.is_shared * saved
@@ -381,25 +383,6 @@ class StageCosts:
             other = self.formats.of(neighbour)
             total += self.formats.border_bytes(pipeline.microbatch_sequences, mine, other)
         return total
-
-    def _gathered_bytes(self, entries: Ints, tp_degree: int) -> float:
-        """Return bytes of gathered weights and of one layer's gradient.
-
-        The weights are those of the layers gathered at one time; both are in the format in which
-        they are sent.
-        """
-        layers = self.spec.layers
-        weights = []
-        largest_gradient = 0.0
-        for entry in entries:
-            layer = layers[entry]
-            trained = layer.parameters_per_worker(tp_degree)
-            weights.append(trained + layer.frozen_per_worker(tp_degree))
-            largest_gradient = max(largest_gradient, trained)
-
-        weights.sort(reverse=True)
-        whole = sum(weights[:GATHERED_LAYERS]) + largest_gradient
-        return float(whole * self.parameters.sync_bytes_per_parameter)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
         """Return seconds that a group over several nodes adds to each block of the profile.
