@@ -10,81 +10,24 @@ too.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from recovery.state.holdings import Source
 from recovery.transfer.bounds import Demand, lower_bound_s
+from recovery.transfer.lines import Lines
 from recovery.transfer.links import LinkRates
 from recovery.transfer.messages import Send
-from recovery.transfer.placement import Placement
+from recovery.transfer.placement import Holders, Placement, Sources
 
 MEMORY, DISK, PEER, S3 = range(4)
-
-
-class Lines:
-    """Seconds that each resource is busy so far."""
-
-    def __init__(self, links: LinkRates) -> None:
-        self._links = links
-        self.out: dict[str, float] = {}
-        self.into: dict[str, float] = {}
-        self.disk: dict[str, float] = {}
-        self.memory: dict[str, float] = {}
-        self.s3: dict[str, float] = {}
-        self.pair: dict[tuple[str, str], float] = {}
-        self.s3_total = 0.0
-
-    def until(self, source: Source, node: str, num_bytes: int) -> float:
-        """Return the seconds until the source's lines end if it gives `num_bytes` to `node`."""
-        at = source.node
-        until = self.out.get(at, 0.0) + num_bytes / self._links.network(at)
-        if source.kind == "disk":
-            until = max(until, self.disk.get(at, 0.0) + num_bytes / self._links.disk(at))
-        if self._links.pair_bytes_per_s:
-            until = max(
-                until, self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(at, node)
-            )
-        return until
-
-    def take_peer(self, source: Source, node: str, num_bytes: int) -> None:
-        at = source.node
-        self.out[at] = self.out.get(at, 0.0) + num_bytes / self._links.network(at)
-        self.into[node] = self.into.get(node, 0.0) + num_bytes / self._links.network(node)
-        if source.kind == "disk":
-            self.take_disk(at, num_bytes)
-        if self._links.pair_bytes_per_s:
-            self.pair[at, node] = self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(
-                at, node
-            )
-
-    def take_s3(self, node: str, num_bytes: int) -> None:
-        self.s3[node] = self.s3.get(node, 0.0) + num_bytes / self._links.s3(node)
-        self.into[node] = self.into.get(node, 0.0) + num_bytes / self._links.network(node)
-        self.s3_total += num_bytes / self._links.s3_total_bytes_per_s
-
-    def take_disk(self, node: str, num_bytes: int) -> None:
-        self.disk[node] = self.disk.get(node, 0.0) + num_bytes / self._links.disk(node)
-
-    def take_memory(self, node: str, num_bytes: int) -> None:
-        self.memory[node] = self.memory.get(node, 0.0) + num_bytes / self._links.memory_bytes_per_s
-
-    def busy_until(self, source: Source, node: str) -> float:
-        """Return the end in seconds of the busiest line between `source` and `node`."""
-        at = source.node
-        if source.kind == "s3":
-            return max(self.s3.get(node, 0.0), self.into.get(node, 0.0), self.s3_total)
-        own = self.disk.get(at, 0.0) if source.kind == "disk" else 0.0
-        if at == node:
-            return max(own, self.memory.get(node, 0.0))
-        return max(
-            own, self.out.get(at, 0.0), self.into.get(node, 0.0), self.pair.get((at, node), 0.0)
-        )
-
-    def busiest(self) -> float:
-        tables = (self.out, self.into, self.disk, self.memory, self.s3)
-        loads = [load for table in tables for load in table.values()]
-        return max([*loads, *self.pair.values(), self.s3_total])
+_DISTANCE_AT_HOME: Mapping[str, int] = {"memory": 0, "worker": 1, "disk": 2}
+_DISTANCE_OF_PEER: Mapping[str, int] = {"worker": 3, "memory": 4, "disk": 5}
+_Group = tuple[str, tuple[str, ...]]
+"""A node that lacks a shard, and its workers that get the shard together."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +38,8 @@ class Assignment:
     itself, the latter come in messages.
     """
 
-    fetches: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
-    received: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
+    fetches: Mapping[str, Mapping[Sources, list[int]]]
+    received: Mapping[str, Mapping[Sources, list[int]]]
     sends: Sequence[Send]
     tier_bytes: tuple[int, int, int, int]
     makespan_s: float
@@ -148,9 +91,9 @@ class _Ends:
 
     def for_node(self, node: str) -> list[float]:
         """Return each source's end time in seconds for this destination."""
-        if self._by_pair:
-            return [self._lines.until(source, node, self._num_bytes) for source in self.sources]
-        return self._until
+        if not self._by_pair:
+            return self._until
+        return [self._lines.until(source, node, self._num_bytes) for source in self.sources]
 
 
 class _Balancer:
@@ -158,20 +101,25 @@ class _Balancer:
 
     def __init__(self, placement: Placement, links: LinkRates) -> None:
         self.placement = placement
+        self.holders = placement.holders
+        self.num_bytes = placement.num_bytes
         self.links = links
         self.lines = Lines(links)
-        self.fetches: dict[str, dict[tuple[Source, ...], list[int]]] = {}
-        self.received: dict[str, dict[tuple[Source, ...], list[int]]] = {}
+
+        self.fetches: dict[str, dict[Sources, list[int]]] = {}
+        self.received: dict[str, dict[Sources, list[int]]] = {}
         self.sends: list[Send] = []
         self.tier_bytes = [0, 0, 0, 0]
-        self.busy_bytes: dict[str, int] = {}
-        self.remote: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
-        self._ordered: dict[tuple[tuple[int, ...], str, Source], tuple[Source, ...]] = {}
-        self._nearest: dict[tuple[tuple[int, ...], str], tuple[Source, ...]] = {}
-        self._local: dict[tuple[tuple[int, ...], str], Source | None] = {}
-        self.reserved_s: dict[str, float] = {}
-        self._nodes: dict[tuple[int, ...], tuple[str, ...]] = {}
-        self._originals: dict[tuple[int, ...], tuple[Source, ...]] = {}
+        self.busy_bytes: defaultdict[str, int] = defaultdict(int)
+        self.reserved_s: defaultdict[str, float] = defaultdict(float)
+        self.remote: dict[int, list[_Group]] = {}
+
+        # Many shards have the same holders: what follows from those is computed once.
+        self._ordered: dict[tuple[Holders, str, Source], Sources] = {}
+        self._nearest: dict[tuple[Holders, str], Sources] = {}
+        self._local: dict[tuple[Holders, str], Source | None] = {}
+        self._nodes: dict[Holders, tuple[str, ...]] = {}
+        self._originals: dict[Holders, Sources] = {}
 
     # -- what lies on the worker's own node
 
@@ -184,41 +132,49 @@ class _Balancer:
         for worker in sorted(self.placement.needs):
             node = self.placement.node_by_worker[worker]
             for shard in self.placement.needs[worker]:
-                source = self._local_source(self.placement.holders[shard], node)
+                source = self._local_source(self.holders[shard], node)
                 if source is None:
                     wanting.setdefault((shard, node), []).append(worker)
-                else:
-                    self._take(worker, shard, source, DISK if source.kind == "disk" else MEMORY)
-        for (shard, node), workers in wanting.items():
-            relay = self.links.memory_bytes_per_s > self.links.network(node) or self._only_durable(
-                shard
-            )
-            groups = [tuple(workers)] if relay else [(worker,) for worker in workers]
-            self.remote.setdefault(shard, []).extend((node, group) for group in groups)
+                    continue
 
-    def _local_source(self, holders: tuple[int, ...], node: str) -> Source | None:
+                tier = DISK if source.kind == "disk" else MEMORY
+                self._take(worker, shard, source, tier)
+
+        for (shard, node), workers in wanting.items():
+            groups = self.remote.setdefault(shard, [])
+            if self._comes_once(shard, node):
+                groups.append((node, tuple(workers)))
+            else:
+                groups.extend((node, (worker,)) for worker in workers)
+
+    def _comes_once(self, shard: int, node: str) -> bool:
+        """Return True if one worker of `node` gets a shard and passes it on to its neighbours."""
+        if self.links.memory_bytes_per_s > self.links.network(node):
+            return True
+        return self._only_durable(shard)
+
+    def _local_source(self, holders: Holders, node: str) -> Source | None:
         key = (holders, node)
         if key not in self._local:
-            rank = {"memory": 0, "worker": 1, "disk": 2}
-            sources = [self.placement.sources[number] for number in holders]
-            local = [source for source in sources if source.node == node]
-            here = [source for source in local if source.kind in rank]
-            self._local[key] = min(
-                here, key=lambda source: (rank[source.kind], source), default=None
+            here = []
+            for source in self.placement.sources_at(holders):
+                if source.node == node and source.kind in _DISTANCE_AT_HOME:
+                    here.append(source)
+
+            nearest = min(
+                here, key=lambda source: (_DISTANCE_AT_HOME[source.kind], source), default=None
             )
+            self._local[key] = nearest
         return self._local[key]
 
     def _only_durable(self, shard: int) -> bool:
-        return not self._peers(self.placement.holders[shard])
+        return not self._peers(self.holders[shard])
 
-    def _peers(self, holders: tuple[int, ...]) -> tuple[Source, ...]:
+    def _peers(self, holders: Holders) -> Sources:
         if holders not in self._originals:
-            sources = map(self.placement.sources.__getitem__, holders)
-            rank = {"worker": 0, "memory": 1, "disk": 2}
-            peers = sorted(
-                (s for s in sources if s.kind != "s3"),
-                key=lambda source: (rank[source.kind], source),
-            )
+            sources = self.placement.sources_at(holders)
+            peers = [source for source in sources if source.kind != "s3"]
+            peers.sort(key=lambda source: (_DISTANCE_OF_PEER[source.kind], source))
             self._originals[holders] = tuple(peers)
         return self._originals[holders]
 
@@ -233,11 +189,13 @@ class _Balancer:
         self.reader_of = self._durable_readers()
         for shard in self.remote:
             self._reserve(shard, 1.0)
-        num_bytes = self.placement.num_bytes
-        holders = self.placement.holders
-        order = sorted(self.remote, key=lambda s: (len(self._peers(holders[s])), -num_bytes[s], s))
-        for shard in order:
+
+        for shard in sorted(self.remote, key=self._priority):
             self._spread(shard, self.remote[shard])
+
+    def _priority(self, shard: int) -> tuple[int, int, int]:
+        num_peers = len(self._peers(self.holders[shard]))
+        return (num_peers, -self.num_bytes[shard], shard)
 
     def _durable_readers(self) -> dict[int, str]:
         """Choose the reader of each shard that several nodes lack and only durable storage holds.
@@ -245,45 +203,48 @@ class _Balancer:
         Every node takes whole runs of neighbouring shards, up to one common level of its line to
         storage. Neighbours are contiguous there, and one request brings many.
         """
-        alone: dict[str, float] = {}
+        loads: defaultdict[str, float] = defaultdict(float)
         shared: dict[tuple[str, ...], list[int]] = {}
         for shard, groups in sorted(self.remote.items()):
-            nodes = tuple(sorted({node for node, _ in groups}))
             if not self._only_durable(shard):
                 continue
+
+            nodes = tuple(sorted({node for node, _ in groups}))
             if len(nodes) == 1:
-                alone[nodes[0]] = alone.get(nodes[0], 0.0) + self.placement.num_bytes[
-                    shard
-                ] / self.links.s3(nodes[0])
+                node = nodes[0]
+                loads[node] += self.num_bytes[shard] / self.links.s3(node)
             else:
                 shared.setdefault(nodes, []).append(shard)
+
         readers: dict[int, str] = {}
+        # Fewest nodes first: the shards that more nodes lack can still level the loads.
         for nodes, shards in sorted(shared.items(), key=lambda item: (len(item[0]), item)):
-            readers.update(self._runs(nodes, shards, alone))
+            readers.update(self._runs(nodes, shards, loads))
         return readers
 
     def _runs(
-        self, nodes: tuple[str, ...], shards: list[int], loads: dict[str, float]
+        self, nodes: tuple[str, ...], shards: list[int], loads: defaultdict[str, float]
     ) -> Iterator[tuple[int, str]]:
         """Assign `shards`, in order, to `nodes` so that their `loads` end as level as possible.
 
         `loads` are in seconds and are updated; shards stay whole.
         """
-        num_bytes = self.placement.num_bytes
+        num_bytes = self.num_bytes
         speed = self.links.s3
-        level = _level(
-            [(loads.get(node, 0.0), speed(node)) for node in nodes],
-            sum(num_bytes[s] for s in shards),
-        )
-        left = sorted(nodes, key=lambda node: (loads.get(node, 0.0), node))
+        lines = [(loads[node], speed(node)) for node in nodes]
+        level = _level(lines, sum(num_bytes[shard] for shard in shards))
+
+        left = sorted(nodes, key=lambda node: (loads[node], node))
         for shard in shards:
-            node = left[0]
-            seconds = num_bytes[shard] / speed(node)
-            while len(left) > 1 and loads.get(node, 0.0) + 0.5 * seconds > level:
+            while len(left) > 1:
+                seconds = num_bytes[shard] / speed(left[0])
+                is_full = loads[left[0]] + 0.5 * seconds > level
+                if not is_full:
+                    break
                 left.pop(0)
-                node = left[0]
-                seconds = num_bytes[shard] / speed(node)
-            loads[node] = loads.get(node, 0.0) + seconds
+
+            node = left[0]
+            loads[node] += num_bytes[shard] / speed(node)
             yield shard, node
 
     def _reserve(self, shard: int, sign: float) -> None:
@@ -291,64 +252,73 @@ class _Balancer:
 
         One transfer of the shard is shared among its holders' nodes.
         """
-        nodes = self._holding_nodes(self.placement.holders[shard])
+        num_bytes = self.num_bytes[shard]
+        nodes = self._holding_nodes(self.holders[shard])
         for node in nodes:
-            seconds = self.placement.num_bytes[shard] / self.links.network(node) / len(nodes)
-            self.reserved_s[node] = self.reserved_s.get(node, 0.0) + sign * seconds
+            seconds = num_bytes / self.links.network(node) / len(nodes)
+            self.reserved_s[node] += sign * seconds
 
-    def _holding_nodes(self, holders: tuple[int, ...]) -> tuple[str, ...]:
+    def _holding_nodes(self, holders: Holders) -> tuple[str, ...]:
         if holders not in self._nodes:
-            self._nodes[holders] = tuple(sorted({source.node for source in self._peers(holders)}))
+            nodes = {source.node for source in self._peers(holders)}
+            self._nodes[holders] = tuple(sorted(nodes))
         return self._nodes[holders]
 
     def _demand(self) -> Demand:
+        destinations = {}
+        for shard, groups in self.remote.items():
+            destinations[shard] = [node for node, _ in groups]
+
         return Demand(
             placement=self.placement,
-            destinations={
-                shard: [node for node, _ in groups] for shard, groups in self.remote.items()
-            },
+            destinations=destinations,
             memory_s=dict(self.lines.memory),
             disk_s=dict(self.lines.disk),
         )
 
-    def _spread(self, shard: int, groups: list[tuple[str, tuple[str, ...]]]) -> None:
+    def _spread(self, shard: int, groups: list[_Group]) -> None:
         """Bring one shard to every node that lacks it.
 
         It comes from its holders, or from a node that has just received it.
         """
-        originals = self._peers(self.placement.holders[shard])
+        originals = self._peers(self.holders[shard])
         self._reserve(shard, -1.0)
         if len(groups) > 1:
-            first = self.reader_of.get(shard)
-            out = self.lines.out
-            groups = sorted(
-                groups, key=lambda group: (group[0] != first, out.get(group[0], 0.0), group)
-            )
+            groups = sorted(groups, key=partial(self._turn, self.reader_of.get(shard)))
+
         served: list[tuple[Source, int]] = []
-        held, relayed = self._ends(shard, originals), self._ends(shard, ())
+        held = self._ends(shard, originals)
+        relayed = self._ends(shard, ())
         for node, workers in groups:
-            leader = (
-                workers[0]
-                if len(workers) == 1
-                else min(workers, key=lambda w: (self.busy_bytes.get(w, 0), w))
-            )
+            leader = min(workers, key=lambda worker: (self._busy_bytes(worker), worker))
             source, depth = self._best(shard, node, held, relayed, served)
             tier = S3 if source.kind == "s3" else PEER
             self._take(leader, shard, source, tier, depth)
-            arrived = depth + 1 if source.kind == "worker" else 1
+
+            arrived = 1
+            if source.kind == "worker":
+                arrived = depth + 1
             here = Source("worker", node, leader, self.placement.step)
             served.append((here, arrived))
             relayed.add(here)
-            for ends in (held, relayed):
-                ends.refresh(source.node)
+            held.refresh(source.node)
+            relayed.refresh(source.node)
+
             for worker in workers:
                 if worker != leader:
                     self._take(worker, shard, here, MEMORY, arrived)
 
+    def _turn(self, reader: str | None, group: _Group) -> tuple[bool, float, _Group]:
+        """Return the sort key of a group: the reader of durable storage, then idle cards first."""
+        node, _ = group
+        return (node != reader, self.lines.out.get(node, 0.0), group)
+
+    def _busy_bytes(self, worker: str) -> int:
+        return self.busy_bytes.get(worker, 0)
+
     def _ends(self, shard: int, sources: Sequence[Source]) -> _Ends:
-        return _Ends(
-            self.lines, bool(self.links.pair_bytes_per_s), self.placement.num_bytes[shard], sources
-        )
+        by_pair = bool(self.links.pair_bytes_per_s)
+        return _Ends(self.lines, by_pair, self.num_bytes[shard], sources)
 
     def _best(
         self, shard: int, node: str, held: _Ends, relayed: _Ends, served: list[tuple[Source, int]]
@@ -358,36 +328,54 @@ class _Balancer:
         Of several, the one that does least is taken. Relays are used only once the holders' lines
         are too long.
         """
-        best = None
-        depth = 0
-        best_until = float("inf")
-        if until := held.for_node(node):
-            best_until = min(until)
-            at = until.index(best_until)
-            if until.count(best_until) > 1:
-                equal = (other for other, ends in enumerate(until) if ends == best_until)
-                at = min(
-                    equal,
-                    key=lambda other: (self.busy_bytes.get(held.sources[other].name, 0), other),
-                )
-            best = held.sources[at]
-        late = best is None or best_until + self.reserved_s.get(best.node, 0.0) > self.target_s
-        if served and late and min(until := relayed.for_node(node)) < best_until:
-            best, depth = served[until.index(min(until))]
-        return (best, depth) if best is not None else (self._durable(shard), 0)
+        holder: Source | None = None
+        holder_until = math.inf
+        holders_until = held.for_node(node)
+        if holders_until:
+            holder_until = min(holders_until)
+            holder = self._idlest(held.sources, holders_until, holder_until)
+
+        if holder is None:
+            is_late = True
+        else:
+            is_late = holder_until + self.reserved_s.get(holder.node, 0.0) > self.target_s
+
+        if served and is_late:
+            relays_until = relayed.for_node(node)
+            relay_until = min(relays_until)
+            if relay_until < holder_until:
+                return served[relays_until.index(relay_until)]
+
+        if holder is None:
+            return self._durable(shard), 0
+        return holder, 0
+
+    def _idlest(self, sources: Sequence[Source], until: Sequence[float], earliest: float) -> Source:
+        """Return the source that does least of those that end at `earliest`, else the first."""
+        first = until.index(earliest)
+        if until.count(earliest) == 1:
+            return sources[first]
+
+        equal = []
+        for source, end in zip(sources, until, strict=True):
+            if end == earliest:
+                equal.append(source)
+        return min(equal, key=lambda source: self._busy_bytes(source.name))
 
     def _durable(self, shard: int) -> Source:
-        holders = self.placement.holders[shard]
-        sources = (self.placement.sources[number] for number in holders)
-        return next(source for source in sources if source.kind == "s3")
+        for source in self.placement.sources_at(self.holders[shard]):
+            if source.kind == "s3":
+                return source
+        raise AssertionError(f"shard {shard} has no source")
 
     # -- book-keeping
 
     def _take(self, worker: str, shard: int, source: Source, tier: int, depth: int = 0) -> None:
         node = self.placement.node_by_worker[worker]
-        num_bytes = self.placement.num_bytes[shard]
+        num_bytes = self.num_bytes[shard]
         self.tier_bytes[tier] += num_bytes
-        self.busy_bytes[worker] = self.busy_bytes.get(worker, 0) + num_bytes
+        self.busy_bytes[worker] += num_bytes
+
         if tier == MEMORY:
             self.lines.take_memory(node, num_bytes)
         elif tier == DISK:
@@ -396,45 +384,45 @@ class _Balancer:
             self.lines.take_peer(source, node, num_bytes)
         else:
             self.lines.take_s3(node, num_bytes)
+
+        # A worker's process serves nobody: what it gives comes in messages.
         table = self.fetches
         if source.kind == "worker":
             table = self.received
-            self.busy_bytes[source.name] = self.busy_bytes.get(source.name, 0) + num_bytes
+            self.busy_bytes[source.name] += num_bytes
             self.sends.append(Send(shard, source.name, worker, depth))
-        sources = self._with_fallbacks(self.placement.holders[shard], node, source)
+
+        sources = self._with_fallbacks(self.holders[shard], node, source)
         table.setdefault(worker, {}).setdefault(sources, []).append(shard)
 
-    def _with_fallbacks(
-        self, holders: tuple[int, ...], node: str, first: Source
-    ) -> tuple[Source, ...]:
+    def _with_fallbacks(self, holders: Holders, node: str, first: Source) -> Sources:
         key = (holders, node, first)
         if key not in self._ordered:
-            self._ordered[key] = (
-                first,
-                *(source for source in self._by_distance(holders, node) if source != first),
-            )
+            nearest = self._by_distance(holders, node)
+            others = [source for source in nearest if source != first]
+            self._ordered[key] = (first, *others)
         return self._ordered[key]
 
-    def _by_distance(self, holders: tuple[int, ...], node: str) -> tuple[Source, ...]:
+    def _by_distance(self, holders: Holders, node: str) -> Sources:
         key = (holders, node)
         if key not in self._nearest:
-            sources = map(self.placement.sources.__getitem__, holders)
-            self._nearest[key] = tuple(
-                sorted(sources, key=lambda source: (distance(source, node), source))
-            )
+            sources = self.placement.sources_at(holders)
+            sources.sort(key=lambda source: (distance(source, node), source))
+            self._nearest[key] = tuple(sources)
         return self._nearest[key]
 
     def result(self) -> Assignment:
         memory, disk, peer, s3 = self.tier_bytes
         makespan_s = self.lines.busiest()
         return Assignment(
-            self.fetches,
-            self.received,
-            self.sends,
-            (memory, disk, peer, s3),
-            makespan_s,
-            min(self.target_s, makespan_s),
-            self.lines,
+            fetches=self.fetches,
+            received=self.received,
+            sends=self.sends,
+            tier_bytes=(memory, disk, peer, s3),
+            makespan_s=makespan_s,
+            # Rounding may put the bound above the schedule that reaches it.
+            lower_bound_s=min(self.target_s, makespan_s),
+            lines=self.lines,
         )
 
 
@@ -445,9 +433,13 @@ def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
     """
     ordered = sorted(lines)
     for count in range(1, len(ordered) + 1):
-        speed = sum(rate for _, rate in ordered[:count])
-        level = (num_bytes + sum(load * rate for load, rate in ordered[:count])) / speed
-        if count == len(ordered) or level <= ordered[count][0]:
+        filled = ordered[:count]
+        speed = sum(rate for _, rate in filled)
+        bytes_before = sum(load * rate for load, rate in filled)
+        level = (num_bytes + bytes_before) / speed
+
+        is_last = count == len(ordered)
+        if is_last or level <= ordered[count][0]:
             return level
     return 0.0
 
@@ -459,7 +451,6 @@ def distance(source: Source, node: str) -> int:
     """
     if source.kind == "s3":
         return 6
-    here = source.node == node
-    return {"memory": 0 if here else 4, "worker": 1 if here else 3, "disk": 2 if here else 5}[
-        source.kind
-    ]
+    if source.node == node:
+        return _DISTANCE_AT_HOME[source.kind]
+    return _DISTANCE_OF_PEER[source.kind]

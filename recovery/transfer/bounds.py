@@ -5,11 +5,12 @@ No choice of sources beats it, given the tiers' order and the links.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recovery.transfer.links import LinkRates
-from recovery.transfer.placement import Placement
+from recovery.transfer.placement import Holders, Placement
 
 
 @dataclass(frozen=True)
@@ -38,44 +39,53 @@ def lower_bound_s(demand: Demand, links: LinkRates) -> float:
     * bytes that only durable storage holds, once, at the sum of the needing nodes' links to it, and
       at its own limit.
     """
-    into: dict[str, float] = {}
-    sole: dict[str, float] = {}
-    sole_disk: dict[str, float] = dict(demand.disk_s)
+    into: defaultdict[str, float] = defaultdict(float)
+    sole: defaultdict[str, float] = defaultdict(float)
+    sole_disk: defaultdict[str, float] = defaultdict(float, demand.disk_s)
     senders: set[str] = set()
     durable_nodes: set[str] = set()
-    delivered = durable = 0
-    sole_holder = _sole_holders(demand.placement)
+    delivered = 0
+    durable = 0
+
+    holding_by_holders = _holding_nodes(demand.placement)
     for shard, nodes in demand.destinations.items():
         num_bytes = demand.placement.num_bytes[shard]
-        holding_nodes, only_disk = sole_holder[demand.placement.holders[shard]]
+        holding_nodes, only_disk = holding_by_holders[demand.placement.holders[shard]]
         for node in nodes:
-            into[node] = into.get(node, 0.0) + num_bytes / links.network(node)
+            into[node] += num_bytes / links.network(node)
         senders.update(nodes, holding_nodes)
-        delivered += num_bytes * (len(nodes) - (0 if holding_nodes else 1))
+
         if not holding_nodes:
+            # The first of the nodes reads it from durable storage, which is no delivery.
+            delivered += num_bytes * (len(nodes) - 1)
             durable += num_bytes
             durable_nodes.update(nodes)
-        elif len(holding_nodes) == 1:
+            continue
+
+        delivered += num_bytes * len(nodes)
+        if len(holding_nodes) == 1:
             node = holding_nodes[0]
-            sole[node] = sole.get(node, 0.0) + num_bytes / links.network(node)
+            sole[node] += num_bytes / links.network(node)
             if only_disk:
-                sole_disk[node] = sole_disk.get(node, 0.0) + num_bytes / links.disk(node)
+                sole_disk[node] += num_bytes / links.disk(node)
+
     bounds = [0.0, *into.values(), *sole.values(), *sole_disk.values(), *demand.memory_s.values()]
     if delivered:
-        bounds.append(delivered / sum(links.network(node) for node in senders))
+        senders_speed = sum(links.network(node) for node in senders)
+        bounds.append(delivered / senders_speed)
     if durable:
-        bounds.append(
-            durable / min(sum(links.s3(node) for node in durable_nodes), links.s3_total_bytes_per_s)
-        )
+        readers_speed = sum(links.s3(node) for node in durable_nodes)
+        bounds.append(durable / min(readers_speed, links.s3_total_bytes_per_s))
     return max(bounds)
 
 
-def _sole_holders(placement: Placement) -> dict[tuple[int, ...], tuple[tuple[str, ...], bool]]:
+def _holding_nodes(placement: Placement) -> dict[Holders, tuple[tuple[str, ...], bool]]:
     """Map each distinct holder set to its nodes, and to True if it is on disks alone."""
-    table: dict[tuple[int, ...], tuple[tuple[str, ...], bool]] = {}
+    table: dict[Holders, tuple[tuple[str, ...], bool]] = {}
     for holders in set(placement.holders):
-        sources = [placement.sources[number] for number in holders]
+        sources = placement.sources_at(holders)
         peers = [source for source in sources if source.kind != "s3"]
-        nodes = tuple(sorted({source.node for source in peers}))
-        table[holders] = (nodes, all(source.kind == "disk" for source in peers))
+        nodes = {source.node for source in peers}
+        only_disk = all(source.kind == "disk" for source in peers)
+        table[holders] = (tuple(sorted(nodes)), only_disk)
     return table

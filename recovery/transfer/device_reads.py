@@ -9,7 +9,7 @@ device computes the checksums of what has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,23 +61,27 @@ class DeviceTier:
         if slots is None:
             yield from self.tier.read(source, shards, checksums, into)
             return
+
         files: dict[ShardId, SnapshotFile] = {}
         for shard in shards:
             try:
                 files[shard] = self.tier.store.file_of(source, shard)
             except ShardUnavailable as error:
                 yield shard, error
+
         arrived = {shard: _contiguous(self.targets[shard]) for shard in files}
         try:
             self._fill(slots, files, arrived)
         except (EOFError, OSError) as error:
             raise ShardUnavailable(shards[0], str(source), str(error)) from error
+
         found = self.copies.checksums(list(arrived.values()))
         for (shard, tensor), checksum in zip(arrived.items(), found, strict=True):
             problem = _problem(files[shard], shard, checksum, checksums.get(shard))
             if problem is not None:
                 yield shard, problem
                 continue
+
             target = self.targets[shard]
             if tensor is not target:
                 self.copies.move(target, tensor)
@@ -100,18 +104,25 @@ class DeviceTier:
         try:
             for number, span in enumerate(_spans(files, arrived)):
                 turn = number % len(slots)
+                # The device may still read the slot's former bytes.
                 pending[turn]()
+
                 slot = slots[turn][: span.end - span.start]
                 span.file.read_bytes_into(slot.numpy().data, span.start)
-                targets = [target for _, target in span.parts]
-                sources = [
-                    slot[offset - span.start : offset - span.start + target.numel()]
-                    for offset, target in span.parts
-                ]
-                pending[turn] = self.copies.start(targets, sources)
+                pending[turn] = self._copy_parts(span, slot)
         finally:
             for wait in pending:
                 wait()
+
+    def _copy_parts(self, span: ReadSpan, slot: Tensor) -> Callable[[], None]:
+        """Begin to copy a span's bytes in `slot` to its targets; return the wait for that."""
+        targets = []
+        sources = []
+        for offset, target in span.parts:
+            begin = offset - span.start
+            targets.append(target)
+            sources.append(slot[begin : begin + target.numel()])
+        return self.copies.start(targets, sources)
 
 
 def _contiguous(target: Tensor) -> Tensor:
@@ -125,24 +136,27 @@ def _spans(
     files: Mapping[ShardId, SnapshotFile], arrived: Mapping[ShardId, Tensor]
 ) -> Iterator[ReadSpan]:
     """Cut what is to be read into pieces of at most SLOT_BYTES that lie together in a file."""
+    offsets = {shard: file.extent(shard).offset for shard, file in files.items()}
     open_span: ReadSpan | None = None
-    for shard, file in sorted(files.items(), key=lambda each: each[1].extent(each[0]).offset):
+    for shard in sorted(files, key=offsets.__getitem__):
+        file = files[shard]
         target = arrived[shard].view(-1).view(torch.uint8)
-        offset = file.extent(shard).offset
-        for start in range(0, target.numel(), SLOT_BYTES):
-            part = target[start : start + SLOT_BYTES]
-            place = (offset + start, part)
-            end = offset + start + part.numel()
-            if (
-                open_span is not None
-                and open_span.file is file
-                and end - open_span.start <= SLOT_BYTES
-            ):
-                open_span = ReadSpan(file, open_span.start, end, (*open_span.parts, place))
-                continue
+        for position in range(0, target.numel(), SLOT_BYTES):
+            part = target[position : position + SLOT_BYTES]
+            start = offsets[shard] + position
+            end = start + part.numel()
+
+            if open_span is not None and open_span.file is file:
+                fits = end - open_span.start <= SLOT_BYTES
+                if fits:
+                    parts = (*open_span.parts, (start, part))
+                    open_span = ReadSpan(file, open_span.start, end, parts)
+                    continue
+
             if open_span is not None:
                 yield open_span
-            open_span = ReadSpan(file, offset + start, end, (place,))
+            open_span = ReadSpan(file, start, end, ((start, part),))
+
     if open_span is not None:
         yield open_span
 

@@ -108,25 +108,31 @@ class DeviceWrites:
         None if no more memory may be pinned.
         """
         with self._lock:
-            if shard not in self._pinned:
-                if not 0 < num_bytes <= self._room:
-                    return None
-                try:
-                    self._pinned[shard] = self.copies.pinned(num_bytes)
-                except RuntimeError as error:
-                    logger.warning(
-                        "a shard is restored through memory that is not pinned, slower: %s", error
-                    )
-                    return None
-                self._room -= num_bytes
-            return self._pinned[shard].numpy().data
+            pinned = self._pinned.get(shard)
+            if pinned is not None:
+                return pinned.numpy().data
+
+            if not 0 < num_bytes <= self._room:
+                return None
+            try:
+                pinned = self.copies.pinned(num_bytes)
+            except RuntimeError as error:
+                logger.warning(
+                    "a shard is restored through memory that is not pinned, slower: %s", error
+                )
+                return None
+
+            self._pinned[shard] = pinned
+            self._room -= num_bytes
+            return pinned.numpy().data
 
     def write(self, shard: ShardId, target: Tensor, data: Tensor) -> None:
         """Write a shard; return when the device has it and `data` may be overwritten."""
         self.copies.copy(target, data)
         with self._lock:
             used = self._pinned.pop(shard, None)
-            self._room += 0 if used is None else used.nbytes
+            if used is not None:
+                self._room += used.nbytes
 
 
 def writes_to(device: torch.device) -> DeviceWrites | None:
@@ -134,4 +140,6 @@ def writes_to(device: torch.device) -> DeviceWrites | None:
 
     Call it after the targets are allocated, in the thread that allocated them.
     """
-    return DeviceWrites(CudaCopies(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return DeviceWrites(CudaCopies(device))

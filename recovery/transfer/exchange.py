@@ -12,12 +12,10 @@ have no snapshot yet.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +39,8 @@ One for its buffer, and no more than MESSAGE_BYTES / DIRECT_BYTES + 1 for shards
 """
 NOT_AVAILABLE = -1
 _ALIGNMENT = 16
+_WORD_BYTES = 8
+"""Size in bytes of one shard's checksum in a message."""
 
 
 class MessageGroup(Protocol):
@@ -56,13 +56,23 @@ class MessageGroup(Protocol):
 
 @dataclass
 class _Flight:
-    """Message in flight: its buffer of small shards, and the flat bytes of each large one."""
+    """Message in flight: its buffer of small shards, and the flat bytes of each large one.
+
+    `works` belong to `tensors`, in the same order.
+    """
 
     message: Message
     works: list[Any]
     buffer: Tensor
     direct: Mapping[ShardId, Tensor]
-    num_bytes: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.buffer, *self.direct.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ class Exchange:
         self._device = device
         self._state = state
         self._flights: deque[_Flight] = deque()
-        self._coming: dict[ShardId, int] = {}
+        self._coming: set[ShardId] = set()
         self._bytes = 0
         self._free: list[Tensor] = []
 
@@ -111,96 +121,124 @@ class Exchange:
         """Run all messages; errors of the group when a peer is lost are passed on."""
         for message in messages:
             if message.source == self._worker:
+                # What this message passes on may itself be on the way here.
                 while any(shard in self._coming for shard in message.shards):
                     self._finish_oldest()
                 flight = self._sent(message)
             else:
                 flight = self._awaited(message)
-                self._coming.update(dict.fromkeys(message.shards, message.position))
+                self._coming.update(message.shards)
+
             self._flights.append(flight)
             self._bytes += flight.num_bytes
             while self._bytes > IN_FLIGHT_BYTES and len(self._flights) > 1:
                 self._finish_oldest()
+
         while self._flights:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         flight = self._flights.popleft()
-        for work, tensor in zip(
-            flight.works, [flight.buffer, *flight.direct.values()], strict=True
-        ):
+        message = flight.message
+        is_received = message.source != self._worker
+
+        for work, tensor in zip(flight.works, flight.tensors, strict=True):
             began = time.monotonic()
             self._group.wait_on_host(work)
-            if flight.message.source != self._worker:
-                self._state.waited(flight.message, tensor.numel(), time.monotonic() - began)
+            if is_received:
+                self._state.waited(message, tensor.numel(), time.monotonic() - began)
+
         self._bytes -= flight.num_bytes
-        if flight.message.source != self._worker:
+        if is_received:
             self._unpack(flight)
-            for shard in flight.message.shards:
-                self._coming.pop(shard, None)
+            self._coming.difference_update(message.shards)
+
         self._free.append(flight.buffer)
-        while (
-            len(self._free) > 1
-            and sum(old.untyped_storage().nbytes() for old in self._free) > IN_FLIGHT_BYTES
-        ):
+        self._trim_free()
+
+    def _trim_free(self) -> None:
+        """Release the oldest free buffers, but never the last one, beyond the bytes in flight."""
+        while len(self._free) > 1:
+            free_bytes = sum(old.untyped_storage().nbytes() for old in self._free)
+            if free_bytes <= IN_FLIGHT_BYTES:
+                return
             del self._free[0]
 
     def _split(self, shards: Sequence[ShardId]) -> tuple[list[ShardId], list[ShardId]]:
         """Split shards into packed ones and those sent by themselves, alike at both ends."""
-        large = [self._layout.shard_bytes(shard) >= DIRECT_BYTES for shard in shards]
-        assert sum(large) < _TENSORS, f"{sum(large)} large shards in one message"
-        return list(compress(shards, map(operator.not_, large))), list(compress(shards, large))
+        packed = []
+        direct = []
+        for shard in shards:
+            if self._layout.shard_bytes(shard) >= DIRECT_BYTES:
+                direct.append(shard)
+            else:
+                packed.append(shard)
+        assert len(direct) < _TENSORS, f"{len(direct)} large shards in one message"
+        return packed, direct
 
     def _sent(self, message: Message) -> _Flight:
         packed, direct = self._split(message.shards)
         views = {shard: self._state.view_of(shard) for shard in message.shards}
-        flats = {}
+        flats: dict[ShardId, Tensor] = {}
         for shard in direct:
             view = views[shard]
             if view is not None:
                 flats[shard] = _flat(view.to(self._device))
         buffer = self._packed(message.shards, packed, views, flats)
-        # What is not to be had is sent as anything: the receiver waits for as many bytes.
-        sent = [
-            flats[shard] if shard in flats else self._buffer(self._layout.shard_bytes(shard))
-            for shard in direct
-        ]
-        works = [
-            self._group.send(each, message.destination, tag)
-            for tag, each in _tagged(message, [buffer, *sent])
-        ]
-        return _Flight(
-            message, works, buffer, dict(zip(direct, sent, strict=True)), _size([buffer, *sent])
-        )
+
+        sent = {}
+        for shard in direct:
+            if shard in flats:
+                sent[shard] = flats[shard]
+            else:
+                # What is not to be had is sent as anything: the receiver waits for as many bytes.
+                sent[shard] = self._buffer(self._layout.shard_bytes(shard))
+
+        works = []
+        for tag, tensor in _tagged(message, [buffer, *sent.values()]):
+            works.append(self._group.send(tensor, message.destination, tag))
+        return _Flight(message, works, buffer, sent)
 
     def _awaited(self, message: Message) -> _Flight:
         packed, direct = self._split(message.shards)
-        buffer = self._buffer(self._extent(packed)[0] + 8 * len(message.shards))
+        trailer = self._trailer_offset(packed)
+        buffer = self._buffer(trailer + _WORD_BYTES * len(message.shards))
         places = {shard: self._place(shard) for shard in direct}
-        tensors = [buffer, *places.values()]
-        works = [
-            self._group.recv(each, message.source, tag) for tag, each in _tagged(message, tensors)
-        ]
-        return _Flight(message, works, buffer, places, _size(tensors))
+
+        works = []
+        for tag, tensor in _tagged(message, [buffer, *places.values()]):
+            works.append(self._group.recv(tensor, message.source, tag))
+        return _Flight(message, works, buffer, places)
 
     def _place(self, shard: ShardId) -> Tensor:
         place = self._state.place_of(shard)
-        return self._buffer(self._layout.shard_bytes(shard)) if place is None else place
+        if place is None:
+            return self._buffer(self._layout.shard_bytes(shard))
+        return place
 
-    def _extent(self, shards: Sequence[ShardId]) -> tuple[int, int]:
-        """Return the trailer's offset and the size of the whole message, in bytes."""
-        trailer = sum(_aligned(self._layout.shard_bytes(shard)) for shard in shards)
-        return trailer, trailer + 8 * len(shards)
+    def _trailer_offset(self, packed: Sequence[ShardId]) -> int:
+        """Return the offset in bytes of a message's checksums, behind its packed shards."""
+        return sum(_aligned(self._layout.shard_bytes(shard)) for shard in packed)
+
+    def _pieces(
+        self, buffer: Tensor, packed: Sequence[ShardId]
+    ) -> Iterator[tuple[ShardId, Tensor]]:
+        """Yield each packed shard with its bytes in a message's buffer."""
+        position = 0
+        for shard in packed:
+            size = self._layout.shard_bytes(shard)
+            yield shard, buffer[position : position + size]
+            position += _aligned(size)
 
     def _buffer(self, num_bytes: int) -> Tensor:
         """Return a buffer of exactly this size, over an earlier message's memory if that fits."""
         for number, old in enumerate(self._free):
-            storage_bytes = old.untyped_storage().nbytes()
-            if num_bytes <= storage_bytes <= 2 * num_bytes:
+            storage = old.untyped_storage()
+            # Not a much larger one: the next large message would have to allocate again.
+            if num_bytes <= storage.nbytes() <= 2 * num_bytes:
                 del self._free[number]
-                return torch.empty(0, dtype=torch.uint8, device=self._device).set_(
-                    old.untyped_storage(), 0, (num_bytes,), (1,)
-                )
+                buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+                return buffer.set_(storage, 0, (num_bytes,), (1,))
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _packed(
@@ -211,39 +249,42 @@ class Exchange:
         flats: Mapping[ShardId, Tensor],
     ) -> Tensor:
         """Pack a message's buffer: the small shards' bytes, and the checksums of all shards."""
-        trailer, _ = self._extent(packed)
-        buffer = self._buffer(trailer + 8 * len(shards))
+        trailer = self._trailer_offset(packed)
+        buffer = self._buffer(trailer + _WORD_BYTES * len(shards))
         pieces = dict(flats)
-        position = 0
-        for shard in packed:
-            size = self._layout.shard_bytes(shard)
-            piece = buffer[position : position + size]
+        for shard, piece in self._pieces(buffer, packed):
             view = views[shard]
             if view is not None:
                 piece.view(view.dtype).view(view.shape).copy_(view)
                 pieces[shard] = piece
-            position += _aligned(size)
-        sums = dict(zip(pieces, checksums(list(pieces.values())), strict=True))
-        words = [_as_word(sums[shard]) if shard in sums else NOT_AVAILABLE for shard in shards]
+
+        word_by_shard = {}
+        sums = checksums(list(pieces.values()))
+        for shard, value in zip(pieces, sums, strict=True):
+            word_by_shard[shard] = _as_word(value)
+
+        words = [word_by_shard.get(shard, NOT_AVAILABLE) for shard in shards]
         buffer[trailer:].view(torch.int64).copy_(torch.tensor(words))
         return buffer
 
     def _unpack(self, flight: _Flight) -> None:
         shards = flight.message.shards
         packed, _ = self._split(shards)
-        trailer, _ = self._extent(packed)
         by_shard = dict(flight.direct)
-        position = 0
-        for shard in packed:
-            size = self._layout.shard_bytes(shard)
-            by_shard[shard] = flight.buffer[position : position + size]
-            position += _aligned(size)
+        by_shard.update(self._pieces(flight.buffer, packed))
         pieces = [by_shard[shard] for shard in shards]
-        missed = []
+
+        trailer = self._trailer_offset(packed)
         sent = flight.buffer[trailer:].view(torch.int64).tolist()
+        missed = []
         for shard, piece, came, said in zip(shards, pieces, checksums(pieces), sent, strict=True):
             expected = self._state.expected(shard)
-            if said != NOT_AVAILABLE and (came in expected if expected else _as_word(came) == said):
+            if expected:
+                is_intact = came in expected
+            else:
+                is_intact = _as_word(came) == said
+
+            if said != NOT_AVAILABLE and is_intact:
                 self._state.take(flight.message, shard, piece)
             else:
                 missed.append(shard)
@@ -256,12 +297,10 @@ def _flat(view: Tensor) -> Tensor:
     return view.contiguous().view(-1).view(torch.uint8)
 
 
-def _tagged(message: Message, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    return [(message.position * _TENSORS + number, tensor) for number, tensor in enumerate(tensors)]
-
-
-def _size(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+def _tagged(message: Message, tensors: Sequence[Tensor]) -> Iterable[tuple[int, Tensor]]:
+    """Return each of a message's tensors with its tag, which both ends count alike."""
+    first_tag = message.position * _TENSORS
+    return enumerate(tensors, first_tag)
 
 
 def _as_word(value: int) -> int:
@@ -269,8 +308,12 @@ def _as_word(value: int) -> int:
 
     All ones would read as not available, and the shard would come from elsewhere.
     """
-    return value - (1 << 64) if value >> 63 else value
+    is_negative = value >> 63
+    if is_negative:
+        return value - (1 << 64)
+    return value
 
 
 def _aligned(size: int) -> int:
+    """Return `size` rounded up to the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

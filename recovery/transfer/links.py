@@ -31,24 +31,22 @@ class LinkRates:
     pair_bytes_per_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        singles = {
+        rates = {
             "memory_bytes_per_s": self.memory_bytes_per_s,
             "disk_bytes_per_s": self.disk_bytes_per_s,
             "network_bytes_per_s": self.network_bytes_per_s,
             "s3_bytes_per_s": self.s3_bytes_per_s,
             "s3_total_bytes_per_s": self.s3_total_bytes_per_s,
         }
-        tables: tuple[Mapping[str, float], ...] = (
-            self.network_by_node,
-            self.disk_by_node,
-            self.s3_by_node,
-        )
-        for table in tables:
-            singles.update({f"speed of {node}": rate for node, rate in table.items()})
-        singles.update({f"speed of {pair}": rate for pair, rate in self.pair_bytes_per_s.items()})
-        for name, rate in singles.items():
-            if not rate > 0:
-                raise ValueError(f"{name} must be above 0 bytes per second, not {rate}")
+        for name, rate in rates.items():
+            _require_positive(name, rate)
+
+        for table in (self.network_by_node, self.disk_by_node, self.s3_by_node):
+            for node, rate in table.items():
+                _require_positive(f"speed of {node}", rate)
+
+        for pair, rate in self.pair_bytes_per_s.items():
+            _require_positive(f"speed of {pair}", rate)
 
     def network(self, node: str) -> float:
         return self.network_by_node.get(node, self.network_bytes_per_s)
@@ -57,7 +55,15 @@ class LinkRates:
         return self.disk_by_node.get(node, self.disk_bytes_per_s)
 
     def s3(self, node: str) -> float:
-        return min(self.s3_by_node.get(node, self.s3_bytes_per_s), self.network(node))
+        """Return the speed from durable storage to `node`, which its network card limits, too."""
+        rate = self.s3_by_node.get(node, self.s3_bytes_per_s)
+        return min(rate, self.network(node))
 
     def pair(self, source: str, destination: str) -> float:
         return self.pair_bytes_per_s.get((source, destination), math.inf)
+
+
+def _require_positive(name: str, rate: float) -> None:
+    # Not `rate <= 0`, which a NaN passes.
+    if not rate > 0:
+        raise ValueError(f"{name} must be above 0 bytes per second, not {rate}")

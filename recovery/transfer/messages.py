@@ -59,22 +59,29 @@ def make_messages(
     """
     streams: dict[tuple[int, str, str], list[int]] = {}
     for send in sends:
-        streams.setdefault((send.depth, send.source, send.destination), []).append(send.shard)
+        stream = streams.setdefault((send.depth, send.source, send.destination), [])
+        stream.append(send.shard)
+
     arrival: dict[tuple[str, int], int] = {}
     keyed: list[tuple[int, int, str, str, list[int]]] = []
+    # Streams by depth: when one passes a shard on, the round in which the shard comes is known.
     for (depth, source, destination), shards in sorted(streams.items()):
         round_number = 0
         for bundle in _bundles(sorted(shards), placement.num_bytes, message_bytes):
-            after = max((arrival.get((source, shard), -1) for shard in bundle), default=-1)
-            round_number = max(round_number, after + 1)
+            for shard in bundle:
+                first_possible = arrival.get((source, shard), -1) + 1
+                round_number = max(round_number, first_possible)
+
             keyed.append((round_number, depth, source, destination, bundle))
-            arrival.update({(destination, shard): round_number for shard in bundle})
+            for shard in bundle:
+                arrival[destination, shard] = round_number
             round_number += 1
+
     keyed.sort(key=lambda entry: entry[:4])
-    return [
-        Message(position, source, destination, tuple(placement.shards[shard] for shard in bundle))
-        for position, (_, _, source, destination, bundle) in enumerate(keyed)
-    ]
+    messages = []
+    for position, (_, _, source, destination, bundle) in enumerate(keyed):
+        messages.append(Message(position, source, destination, placement.shards_at(bundle)))
+    return messages
 
 
 def _bundles(shards: list[int], num_bytes: Sequence[int], limit: int) -> list[list[int]]:
@@ -85,7 +92,8 @@ def _bundles(shards: list[int], num_bytes: Sequence[int], limit: int) -> list[li
     bundles: list[list[int]] = []
     size = 0
     for shard in shards:
-        if not bundles or size + num_bytes[shard] > limit:
+        is_full = size + num_bytes[shard] > limit
+        if not bundles or is_full:
             bundles.append([])
             size = 0
         bundles[-1].append(shard)

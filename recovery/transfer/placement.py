@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
+
+Holders = tuple[int, ...]
+"""Indices of the sources that hold one shard, ascending."""
+Sources = tuple[Source, ...]
+"""Sources of a shard in the order in which they are asked."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Placement:
     shards: tuple[ShardId, ...]
     num_bytes: tuple[int, ...]
     sources: tuple[Source, ...]
-    holders: tuple[tuple[int, ...], ...]
+    holders: tuple[Holders, ...]
     kept: Mapping[str, tuple[int, ...]]
     needs: Mapping[str, tuple[int, ...]]
 
@@ -33,8 +38,19 @@ class Placement:
         node = self.node_by_worker.get(worker)
         if node is not None:
             return node
-        live = (source for source in self.sources if source.kind == "worker")
-        return next(source.node for source in live if source.name == worker)
+
+        for source in self.sources:
+            if source.kind == "worker" and source.name == worker:
+                return source.node
+        raise KeyError(worker)
+
+    def sources_at(self, numbers: Iterable[int]) -> list[Source]:
+        """Return the sources with these indices, in the same order."""
+        return [self.sources[number] for number in numbers]
+
+    def shards_at(self, numbers: Iterable[int]) -> tuple[ShardId, ...]:
+        """Return the shards with these indices, in the same order."""
+        return tuple(self.shards[number] for number in numbers)
 
     @staticmethod
     def of(
@@ -48,25 +64,40 @@ class Placement:
         unplaced = [worker for worker in layout.workers if worker not in node_by_worker]
         if unplaced:
             raise ValueError(f"workers {', '.join(unplaced)} of the layout have no node")
+
         shards = tuple(sorted(set().union(*layout.shards_by_worker.values())))
         index = {shard: number for number, shard in enumerate(shards)}
+
         by_source = _shards_by_source(holdings, step, excluded, obtained, node_by_worker)
         sources = tuple(sorted(by_source))
         holders = _holders(index, [by_source[source] for source in sources])
-        live = {source.name: by_source[source] for source in sources if source.kind == "worker"}
+
+        live: dict[str, frozenset[ShardId]] = {}
+        for source in sources:
+            if source.kind == "worker":
+                live[source.name] = by_source[source]
+
         kept: dict[str, tuple[int, ...]] = {}
         needs: dict[str, tuple[int, ...]] = {}
         for worker, wanted in layout.shards_by_worker.items():
             own = live.get(worker, frozenset())
             kept[worker] = tuple(sorted(index[shard] for shard in wanted & own))
             needs[worker] = tuple(sorted(index[shard] for shard in wanted - own))
-        needed = [number for numbers in needs.values() for number in numbers]
-        missing = {shards[number] for number in needed if not holders[number]}
+
+        missing = _without_holder(needs, holders)
         if missing:
-            raise NotRestorable(step, tuple(sorted(missing)))
-        placed = {worker: node_by_worker[worker] for worker in layout.workers}
-        num_bytes = tuple(layout.shard_bytes(shard) for shard in shards)
-        return Placement(step, placed, shards, num_bytes, sources, holders, kept, needs)
+            raise NotRestorable(step, tuple(sorted(shards[number] for number in missing)))
+
+        return Placement(
+            step=step,
+            node_by_worker={worker: node_by_worker[worker] for worker in layout.workers},
+            shards=shards,
+            num_bytes=tuple(layout.shard_bytes(shard) for shard in shards),
+            sources=sources,
+            holders=holders,
+            kept=kept,
+            needs=needs,
+        )
 
 
 def _shards_by_source(
@@ -79,29 +110,54 @@ def _shards_by_source(
     held: dict[Source, frozenset[ShardId]] = {}
     for holding in holdings:
         if holding.step == step:
-            held[holding.source] = held.get(holding.source, frozenset()) | holding.shards
+            so_far = held.get(holding.source, frozenset())
+            held[holding.source] = so_far | holding.shards
+
     live = {source.name: source for source in held if source.kind == "worker"}
     for worker, shards in obtained.items():
-        source = live.get(worker, Source("worker", node_by_worker[worker], worker, step))
+        source = live.get(worker)
+        if source is None:
+            source = Source("worker", node_by_worker[worker], worker, step)
         held[source] = held.get(source, frozenset()) | frozenset(shards)
+
     bad: dict[Source, set[ShardId]] = {}
     for source, shard in excluded:
         bad.setdefault(source, set()).add(shard)
-    return {
-        source: shards - bad[source] if source in bad else shards for source, shards in held.items()
-    }
+
+    for source, damaged in bad.items():
+        if source in held:
+            held[source] -= damaged
+    return held
 
 
 def _holders(
     index: Mapping[ShardId, int], shards_of_source: list[frozenset[ShardId]]
-) -> tuple[tuple[int, ...], ...]:
+) -> tuple[Holders, ...]:
+    """Return, for each shard of `index`, the indices of the sources that hold it, ascending."""
     lists: list[list[int]] = [[] for _ in index]
     for number, held in enumerate(shards_of_source):
         for shard in held:
             position = index.get(shard)
             if position is not None:
                 lists[position].append(number)
+
     # One tuple object for each distinct holder set: there are few, and equality tests become
     # identity tests.
-    interned: dict[tuple[int, ...], tuple[int, ...]] = {}
-    return tuple(interned.setdefault(key, key) for key in map(tuple, lists))
+    interned: dict[Holders, Holders] = {}
+    holders = []
+    for numbers in lists:
+        key = tuple(numbers)
+        holders.append(interned.setdefault(key, key))
+    return tuple(holders)
+
+
+def _without_holder(
+    needs: Mapping[str, Sequence[int]], holders: Sequence[Sequence[int]]
+) -> set[int]:
+    """Return the indices of the shards that some worker needs and no source holds."""
+    missing = set()
+    for numbers in needs.values():
+        for number in numbers:
+            if not holders[number]:
+                missing.add(number)
+    return missing

@@ -7,9 +7,10 @@ replaced by the next one.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +69,9 @@ class _Destinations(Mapping[ShardId, memoryview]):
         self._shards = dict.fromkeys(shards)
 
     def __getitem__(self, shard: ShardId) -> memoryview:
-        memory = self._sink.memory_of(shard) if shard in self._shards else None
+        if shard not in self._shards:
+            raise KeyError(shard)
+        memory = self._sink.memory_of(shard)
         if memory is None:
             raise KeyError(shard)
         return memory
@@ -95,11 +98,17 @@ class _Attempt(ChildEvent):
         parent: threading.Event | None,
     ) -> None:
         super().__init__(parent)
-        self.source, self.left, self.late_at = source, dict.fromkeys(shards), late_at
+        self.source = source
+        self.left = dict.fromkeys(shards)
+        self.late_at = late_at
         self.began = time.monotonic()
         self.num_bytes = 0
-        self.ended, self.putting = threading.Event(), threading.Lock()
+        self.ended = threading.Event()
+        self.putting = threading.Lock()
         self.hedge: Future[Rest] | None = None
+
+    def is_late(self, now: float) -> bool:
+        return now > max(self.late_at, self.began + LATE_AT_LEAST_S)
 
     def release_references(self) -> None:
         """Wait until the put in progress, if any, has ended."""
@@ -152,10 +161,13 @@ class Reads:
     def tier(self, source: Source) -> str:
         if source.kind == "s3":
             return "s3"
-        return source.kind if source.node == self.node else "peer"
+        if source.node == self.node:
+            return source.kind
+        return "peer"
 
     def start(self, fetch: Fetch) -> Future[None]:
         """Start a fetch. One thread calls it; its future raises Cancelled, or a fault of ours."""
+        # Live workers give only by messages, and those of this shard have failed already.
         readable = tuple(source for source in fetch.sources if source.kind != "worker")
         first = self.tier(readable[0]) if readable else "memory"
         asked = Fetch(readable, fetch.shards, fetch.expected_s)
@@ -171,13 +183,15 @@ class Reads:
         Durable storage runs its own streams, so its fetches stay whole.
         """
         for fetch in fetches:
-            if fetch.sources[0].kind == "s3":
+            tier = self.tier(fetch.sources[0])
+            if tier == "s3":
                 yield fetch
                 continue
-            direct = self.to_device and self.tier(fetch.sources[0]) == "memory"
-            yield from split_fetch(
-                fetch, self.layout, FETCH_BYTES_TO_DEVICE if direct else FETCH_BYTES
-            )
+
+            limit_bytes = FETCH_BYTES
+            if self.to_device and tier == "memory":
+                limit_bytes = FETCH_BYTES_TO_DEVICE
+            yield from split_fetch(fetch, self.layout, limit_bytes)
 
     def _fetch(self, fetch: Fetch) -> None:
         """Get these shards from the first source that gives each of them.
@@ -187,15 +201,18 @@ class Reads:
         left = list(fetch.shards)
         sources = list(fetch.sources)
         with self._lock:
-            sources.sort(key=self._is_slow)  # stable: known to be slow comes last
+            # The sort is stable: sources known to be slow come last, the others stay in order.
+            sources.sort(key=self._is_slow)
+
         while left and sources:
             source = sources.pop(0)
-            left, sources = self._read_from(
-                source, left, Fetch(tuple(sources), (), fetch.expected_s)
-            )
+            rest = Fetch(tuple(sources), (), fetch.expected_s)
+            left, sources = self._read_from(source, left, rest)
+
         with self._lock:
             self.missing.update(left)
-            self.failures += [f"{shard} has no source left" for shard in left]
+            for shard in left:
+                self.failures.append(f"{shard} has no source left")
 
     def _read_from(self, source: Source, shards: list[ShardId], rest: Fetch) -> Rest:
         """Read what `source` gives; returns what it does not, and the sources to ask for that."""
@@ -242,23 +259,24 @@ class Reads:
         Ends early, without an error, if the attempt is set.
         """
         source = attempt.source
+        where = str(source)
         problems = list[str]()
         checksums = self.schedule.checksums_of(source)
         tier = self.tier(source)
         try:
-            check(self.cancelled, str(source))
-            for shard, data in self.tier_of(source, attempt).read(
-                source, list(attempt.left), checksums, into
-            ):
+            check(self.cancelled, where)
+            reader = self.tier_of(source, attempt)
+            for shard, data in reader.read(source, list(attempt.left), checksums, into):
                 if isinstance(data, RecoveryError):
                     problems.append(str(data))
                 elif data.nbytes != self.layout.shard_bytes(shard):
                     problems.append(f"{shard} from {source} has {data.nbytes} bytes")
                 else:
                     self._put(attempt, shard, data, tier)
-                check(attempt, str(source))
+                check(attempt, where)
         except Cancelled:
-            check(self.cancelled, str(source))
+            # The whole restore's end is passed on; that of this attempt alone is no error.
+            check(self.cancelled, where)
         except (RecoveryError, OSError) as error:
             problems.append(f"{source}: {error}")
         return problems
@@ -276,18 +294,26 @@ class Reads:
         logger.warning("%d shards not from %s: %s", len(shards), source, "; ".join(problems[:3]))
         with self._lock:
             self.failures += problems
-            self.bad += [(source, shard) for shard in shards]
+            self._blame(source, shards)
+
+    def _blame(self, source: Source, shards: Iterable[ShardId]) -> None:
+        """Record copies that the next schedule must avoid. The caller holds the lock."""
+        for shard in shards:
+            self.bad.append((source, shard))
 
     # sources that are late
 
     def _late_at(self, source: Source, rest: Fetch) -> float:
         after = max(LATE_AT_LEAST_S, LATE_RATIO * rest.expected_s)
         with self._lock:
+            # A slow source is asked last, long after the time that the schedule foresaw for it.
             began = time.monotonic() if self._is_slow(source) else self._began
         return began + after
 
     def _is_slow(self, source: Source) -> bool:
-        return source.node in self.slow or (self.tier(source), source.node) in self._too_slow
+        if source.node in self.slow:
+            return True
+        return (self.tier(source), source.node) in self._too_slow
 
     def _watch(self, attempt: _Attempt, rest: Fetch) -> None:
         with self._lock:
@@ -304,13 +330,14 @@ class Reads:
             with self._lock:
                 late = []
                 for attempt, rest in self._watched.items():
-                    if now > max(attempt.late_at, attempt.began + LATE_AT_LEAST_S):
+                    if attempt.is_late(now):
                         late.append((attempt, rest))
+
                 for attempt, rest in late:
                     del self._watched[attempt]
-                    attempt.hedge = in_thread(
-                        partial(self._hedge, attempt, rest.sources), f"{attempt.source}'s hedge"
-                    )
+                    hedge = partial(self._hedge, attempt, rest.sources)
+                    attempt.hedge = in_thread(hedge, f"{attempt.source}'s hedge")
+
             for attempt, rest in late:
                 logger.warning(
                     "%s is late with %d shards: %s is asked, too",
@@ -329,15 +356,17 @@ class Reads:
         left = list(late.left)[::-1]
         sources = list(sources)
         while left and sources:
-            attempt = _Attempt(sources.pop(0), left, float("inf"), self.cancelled)
+            attempt = _Attempt(sources.pop(0), left, math.inf, self.cancelled)
             self._hedged_read(attempt, late)
             left = [shard for shard in attempt.left if shard in late.left]
             with self._lock:
-                self.bad += [(attempt.source, shard) for shard in left]
+                self._blame(attempt.source, left)
             if late.ended.is_set():
                 break
+
         late.ended.wait()
-        return [shard for shard in left if shard in late.left], sources
+        still_left = [shard for shard in left if shard in late.left]
+        return still_left, sources
 
     def _hedged_read(self, attempt: _Attempt, late: _Attempt) -> None:
         """Read as `_read` does, in parallel with a late attempt.
@@ -345,15 +374,18 @@ class Reads:
         The bytes go into separate memory until the late attempt writes nothing any more.
         """
         source = attempt.source
+        checksums = self.schedule.checksums_of(source)
         try:
-            tier = self.tier_of(source, attempt)
-            for shard, data in tier.read(
-                source, list(attempt.left), self.schedule.checksums_of(source), {}
-            ):
-                if late.ended.is_set() and not late.left:
+            reader = self.tier_of(source, attempt)
+            for shard, data in reader.read(source, list(attempt.left), checksums, {}):
+                late_has_all = late.ended.is_set() and not late.left
+                if late_has_all:
                     return
-                if isinstance(data, RecoveryError) or data.nbytes != self.layout.shard_bytes(shard):
+                if isinstance(data, RecoveryError):
                     continue
+                if data.nbytes != self.layout.shard_bytes(shard):
+                    continue
+
                 if not late.is_set():
                     self._overtaken(late, source)
                 late.ended.wait()
@@ -371,14 +403,16 @@ class Reads:
         late.set()
         late.ended.wait()
         seconds = max(time.monotonic() - late.began, WATCH_S)
+
+        tier = self.tier(late.source)
+        node = late.source.node
         with self._lock:
-            self.bad += [(late.source, shard) for shard in late.left]
+            self._blame(late.source, late.left)
             if not failed and late.left:
-                self._too_slow.add((self.tier(late.source), late.source.node))
-                if (
-                    self.tier(late.source) == "peer"
-                ):  # a slow disk of its own says nothing of a node's links
-                    self.slow[late.source.node] = max(late.num_bytes / seconds, 1.0)
+                self._too_slow.add((tier, node))
+                # A slow disk says nothing of its node's links.
+                if tier == "peer":
+                    self.slow[node] = max(late.num_bytes / seconds, 1.0)
             self.failures.append(
                 f"{late.source} gave {late.num_bytes} bytes in {seconds:.1f} s and was overtaken by"
                 f" {by}"

@@ -29,7 +29,7 @@ from recovery.transfer.device_writes import writes_to
 from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, ExchangedState, MessageGroup
 from recovery.transfer.messages import Message
 from recovery.transfer.reads import Reads
-from recovery.transfer.schedule import Fetch, TransferSchedule, WorkerPart
+from recovery.transfer.schedule import TIERS, Fetch, TransferSchedule, WorkerPart, shards_of
 from recovery.transfer.senders import Senders
 from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, ReadDurable, Tier
 
@@ -43,9 +43,8 @@ __all__ = [
     "restore",
 ]
 
-WAKE_S = (
-    0.05  # between two looks at a fetch that may have ended without the shard that is waited for
-)
+WAKE_S = 0.05
+"""Seconds between two looks at a fetch that may have ended without the shard that is waited for."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,9 @@ class Access:
         """
         if source.kind == "s3":
             return DurableTier(self.read_durable)
-        return (
-            NodeTier(self.store)
-            if source.node == node
-            else PeerTier(self.agents, pool, self.timeout_s, cancelled or self.cancelled)
-        )
+        if source.node == node:
+            return NodeTier(self.store)
+        return PeerTier(self.agents, pool, self.timeout_s, cancelled or self.cancelled)
 
 
 @dataclass
@@ -115,9 +112,7 @@ class Restored:
     """
 
     state: dict[str, Tensor]
-    bytes_by_tier: dict[str, int] = field(
-        default_factory=lambda: {"memory": 0, "disk": 0, "peer": 0, "s3": 0}
-    )
+    bytes_by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
     bad: tuple[tuple[Source, ShardId], ...] = ()
@@ -144,7 +139,9 @@ class RestoreTask:
     def part(self) -> WorkerPart:
         """This worker's part of the schedule; an empty one if it has none."""
         found = self.schedule.parts.get(self.worker)
-        return WorkerPart(self.worker, "", self.schedule.step) if found is None else found
+        if found is None:
+            return WorkerPart(self.worker, "", self.schedule.step)
+        return found
 
 
 @dataclass
@@ -202,6 +199,7 @@ class _Restore:
         self._schedule = schedule = task.schedule
         self._device = torch.device(task.device)
         self._state_device = torch.device(task.state_device or task.device)
+
         live, self._state, self._in_place = self._with_room(task.live)
         self._live: dict[ShardId, Tensor] = {}
         if live is not None:
@@ -209,11 +207,15 @@ class _Restore:
             here = frozenset(shard for shard in own if shard.tensor in live.state)
             self._live.update(shard_views(live.layout.tensors, here, live.state))
             self._live.update(live.arrived)
+
+        self._targets: dict[ShardId, Tensor] = {}
         wanted = layout.shards_by_worker.get(part.worker, frozenset())
-        self._targets = shard_views(layout.tensors, wanted, self._state) if wanted else {}
+        if wanted:
+            self._targets = shard_views(layout.tensors, wanted, self._state)
+
         self._writes = writes_to(self._state_device)
         self._fetched: dict[ShardId, Future[None]] = {}
-        self._received = {shard for fetch in part.message_fallbacks for shard in fetch.shards}
+        self._received = set(shards_of(part.message_fallbacks))
         self._node_by_worker = {name: each.node for name, each in schedule.parts.items()}
         self._lock = threading.Lock()
         self._came = threading.Condition(self._lock)
@@ -230,8 +232,9 @@ class _Restore:
             slow=progress.slow,
             to_device=self._writes is not None,
         )
-        fetched = (shard for fetch in part.fetches for shard in fetch.shards)
-        self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
+
+        coming = [*shards_of(part.fetches), *self._received]
+        self._total = sum(layout.shard_bytes(shard) for shard in coming)
 
     def _with_room(
         self, live: LiveState | None
@@ -257,6 +260,7 @@ class _Restore:
         """
         if self._part.worker not in self._layout.shards_by_worker:
             return {}, set()
+
         in_place = self._taken_over(live)
         state: dict[str, Tensor] = {}
         for name, units in self._layout.units_of(self._part.worker).items():
@@ -264,9 +268,13 @@ class _Restore:
                 state[name] = live.state[name]
             else:
                 state[name] = empty_local(self._layout.tensors[name], units, self._state_device)
-        shards = [shard for message in self._part.messages for shard in message.shards]
-        messages = sum(self._layout.shard_bytes(shard) for shard in shards)
-        torch.empty(min(IN_FLIGHT_BYTES, messages), dtype=torch.uint8, device=self._device)
+
+        message_bytes = 0
+        for message in self._part.messages:
+            for shard in message.shards:
+                message_bytes += self._layout.shard_bytes(shard)
+        # Allocated and released: the messages' memory must not be short once they run.
+        torch.empty(min(IN_FLIGHT_BYTES, message_bytes), dtype=torch.uint8, device=self._device)
         return state, in_place
 
     def _taken_over(self, live: LiveState | None) -> set[str]:
@@ -277,13 +285,12 @@ class _Restore:
         kept part is copied instead.
         """
         worker = self._part.worker
-        keep = set(self._part.keep)
-        if (
-            live is None
-            or worker not in self._layout.shards_by_worker
-            or worker not in live.layout.shards_by_worker
-        ):
+        if live is None or worker not in self._layout.shards_by_worker:
             return set()
+        if worker not in live.layout.shards_by_worker:
+            return set()
+
+        keep = set(self._part.keep)
         before = live.layout.units_of(worker)
         found = set()
         for name, units in self._layout.units_of(worker).items():
@@ -294,11 +301,15 @@ class _Restore:
                 and all(shard in keep for shard in here)
                 and live.state[name].device.type == self._state_device.type
             )
+            # Shards that arrived lie in memory of their own, not in the old tensor.
             if as_it_is and not any(shard in live.arrived for shard in here):
                 found.add(name)
-        return found.intersection(
-            *(found if names <= found else found - names for names in names_by_memory(live.state))
-        )
+
+        whole = set(found)
+        for sharing in names_by_memory(live.state):
+            if not sharing <= found:
+                whole -= sharing
+        return whole
 
     @torch.no_grad()
     def run(self) -> Restored:
@@ -307,24 +318,27 @@ class _Restore:
             for fetch in reads.split(self._part.fetches):
                 self._start(fetch)
             self._require_kept()
+
             pending = []
             if self._device.type == self._state_device.type == "cpu":
                 pending.append(reads.in_background(self._copy_kept))
-            else:  # on the stream of the calling thread, which does not wait for it
+            else:
+                # On the stream of the calling thread, which does not wait for it.
                 self._copy_kept()
+
             self._exchange()
             for done in {*self._fetched.values(), *pending}:
                 done.result()
+
         if reads.missing:
             raise RestoreError(self._part.worker, tuple(reads.failures), tuple(reads.bad))
-        by_tier = {tier: self._bytes[tier] for tier in ("memory", "disk", "peer", "s3")}
         return Restored(
-            self._state,
-            by_tier,
-            time.monotonic() - began,
-            tuple(reads.failures),
-            tuple(reads.bad),
-            dict(reads.slow),
+            state=self._state,
+            bytes_by_tier={tier: self._bytes[tier] for tier in TIERS},
+            seconds=time.monotonic() - began,
+            failures=tuple(reads.failures),
+            bad=tuple(reads.bad),
+            slow=dict(reads.slow),
         )
 
     def _require_kept(self) -> None:
@@ -359,12 +373,12 @@ class _Restore:
     def _exchange(self) -> None:
         senders = Senders(self._part.worker, self._schedule)
         state = ExchangedState(
-            self._view_of,
-            self._place_of,
-            self._take,
-            self._miss,
-            self._expected,
-            senders.waited,
+            view_of=self._view_of,
+            place_of=self._place_of,
+            take=self._take,
+            miss=self._miss,
+            expected=self._expected,
+            waited=senders.waited,
         )
         try:
             exchange = Exchange(self._part.worker, self._layout, self._group, self._device, state)
@@ -382,7 +396,10 @@ class _Restore:
             self._await(shard)
         elif shard not in self._received:
             return self._live[shard]
-        return None if shard in self._reads.missing else self._targets[shard]
+
+        if shard in self._reads.missing:
+            return None
+        return self._targets[shard]
 
     def _place_of(self, shard: ShardId) -> Tensor | None:
         """Return the bytes of the new state that a shard belongs to, if they are contiguous.
@@ -390,8 +407,7 @@ class _Restore:
         Received bytes are written there, then checked. None if messages come to another device.
         """
         target = self._targets[shard]
-        is_place = target.is_contiguous() and target.numel() > 0
-        if not is_place or target.device.type != self._device.type:
+        if target.device.type != self._device.type or not _is_one_piece(target):
             return None
         return target.view(-1).view(torch.uint8)
 
@@ -421,15 +437,12 @@ class _Restore:
         """
         shards_by_sources: dict[tuple[Source, ...], list[ShardId]] = {}
         for shard in shards:
-            shards_by_sources.setdefault(
-                self._schedule.sources_of(self._part.worker, shard), []
-            ).append(shard)
+            sources = self._schedule.sources_of(self._part.worker, shard)
+            shards_by_sources.setdefault(sources, []).append(shard)
+
         for (first, *others), group in shards_by_sources.items():
-            self._reads.note(
-                first,
-                group,
-                [f"{shard} from {first} arrived damaged or not at all" for shard in group],
-            )
+            problems = [f"{shard} from {first} arrived damaged or not at all" for shard in group]
+            self._reads.note(first, group, problems)
             self._start(Fetch(tuple(others), tuple(group)))
 
     # reads
@@ -440,9 +453,11 @@ class _Restore:
         Onto a device, the node's own memory is read by a DeviceTier.
         """
         tier = self._access.tier(source, cancelled, node=self._part.node, pool=self._pool)
-        if self._writes is None or source.kind != "memory" or not isinstance(tier, NodeTier):
+        if self._writes is None:
             return tier
-        return DeviceTier(tier, self._writes.copies, self._targets)
+        if source.kind == "memory" and isinstance(tier, NodeTier):
+            return DeviceTier(tier, self._writes.copies, self._targets)
+        return tier
 
     def _start(self, fetch: Fetch) -> None:
         """Start a fetch; only the thread that runs the messages calls it and uses `_fetched`."""
@@ -458,7 +473,7 @@ class _Restore:
         target = self._targets[shard]
         if self._writes is not None:
             return self._writes.memory_of(shard, target.nbytes)
-        if target.device.type != "cpu" or not target.is_contiguous() or not target.numel():
+        if target.device.type != "cpu" or not _is_one_piece(target):
             return None
         return target.view(-1).view(torch.uint8).numpy().data
 
@@ -467,11 +482,13 @@ class _Restore:
         target = self._targets[shard]
         if data.dtype == torch.uint8 and target.dtype != torch.uint8:
             data = data.view(TORCH_DTYPES[self._layout.tensors[shard.tensor].dtype])
+
         in_place = data.data_ptr() == target.data_ptr()
         if self._writes is not None and data.device.type == "cpu" and not in_place:
             self._writes.write(shard, target, data.view(target.shape))
         elif not in_place:
             target.copy_(data.view(target.shape))
+
         with self._lock:
             self._progress.arrived[shard] = target
             self._here.add(shard)
@@ -480,3 +497,7 @@ class _Restore:
             done = self._bytes.total()
         if self._progress.report is not None:
             self._progress.report(done, self._total)
+
+
+def _is_one_piece(target: Tensor) -> bool:
+    return target.is_contiguous() and target.numel() > 0

@@ -38,6 +38,14 @@ class Fetch:
     expected_s: float = 0.0
 
 
+def shards_of(fetches: Iterable[Fetch]) -> list[ShardId]:
+    """Return the shards of all `fetches`, in order."""
+    shards: list[ShardId] = []
+    for fetch in fetches:
+        shards += fetch.shards
+    return shards
+
+
 @dataclass(frozen=True)
 class WorkerPart:
     """Part of one worker in a restore: keep, fetch by itself, and exchange with other workers.
@@ -89,21 +97,34 @@ class TransferSchedule:
         """
         giver = self.sources_of(worker, shard)[0]
         known = set[int]()
-        while handed_on := self.sources_of(giver.name, shard) if giver.kind == "worker" else ():
+        handed_on = self._sources_of_giver(giver, shard)
+        while handed_on:
             giver, *others = handed_on
             for other in others:
                 checksums = self.checksums_of(other)
                 if shard in checksums:
                     known.add(checksums[shard])
+            handed_on = self._sources_of_giver(giver, shard)
+
         first = self.checksums_of(giver).get(shard)
-        return known | {first} if first is not None else ()
+        if first is None:
+            # Live memory without a snapshot may differ in rounding from every known copy.
+            return ()
+        return known | {first}
+
+    def _sources_of_giver(self, giver: Source, shard: ShardId) -> tuple[Source, ...]:
+        """Return the sources of a shard that `giver` passes on; empty if it has it by itself."""
+        if giver.kind != "worker":
+            return ()
+        return self.sources_of(giver.name, shard)
 
     @cached_property
     def _sources(self) -> dict[tuple[str, ShardId], tuple[Source, ...]]:
         table: dict[tuple[str, ShardId], tuple[Source, ...]] = {}
         for part in self.parts.values():
             for fetch in (*part.fetches, *part.message_fallbacks):
-                table.update({(part.worker, shard): fetch.sources for shard in fetch.shards})
+                for shard in fetch.shards:
+                    table[part.worker, shard] = fetch.sources
         return table
 
     def sources_of(self, worker: str, shard: ShardId) -> tuple[Source, ...]:
@@ -156,40 +177,41 @@ def _checksums(
     known: dict[Source, dict[ShardId, int]] = {}
     for holding in held:
         known.setdefault(holding.source, {}).update(holding.checksums)
+
     found: dict[Source, Mapping[ShardId, int]] = {}
     for source in sources:
-        own = (
-            known.get(replace(source, kind="memory"))
-            if source.kind == "worker"
-            else known.get(source)
-        )
-        if own:
-            found[source] = own
+        recorded_by = source
+        if source.kind == "worker":
+            # Live memory has the bytes of the worker's own snapshot of the same step.
+            recorded_by = replace(source, kind="memory")
+        checksums = known.get(recorded_by)
+        if checksums:
+            found[source] = checksums
     return found
 
 
 def _as_schedule(
     placement: Placement, assignment: Assignment, checksums: Mapping[Source, Mapping[ShardId, int]]
 ) -> TransferSchedule:
-    messages = make_messages(assignment.sends, placement)
     messages_by_worker: dict[str, list[Message]] = {}
-    for message in messages:
+    for message in make_messages(assignment.sends, placement):
         messages_by_worker.setdefault(message.source, []).append(message)
         messages_by_worker.setdefault(message.destination, []).append(message)
-    workers = sorted({*placement.node_by_worker, *messages_by_worker})
+
     parts = {}
-    for worker in workers:
+    for worker in sorted({*placement.node_by_worker, *messages_by_worker}):
         fetches = assignment.fetches.get(worker, {})
         received = assignment.received.get(worker, {})
         parts[worker] = WorkerPart(
             worker=worker,
             node=placement.node_of(worker),
             step=placement.step,
-            keep=tuple(placement.shards[shard] for shard in placement.kept.get(worker, ())),
+            keep=placement.shards_at(placement.kept.get(worker, ())),
             fetches=_fetches(placement, worker, fetches, assignment),
             messages=tuple(messages_by_worker.get(worker, ())),
             message_fallbacks=_fetches(placement, worker, received, assignment),
         )
+
     return TransferSchedule(
         step=placement.step,
         parts=parts,
@@ -209,6 +231,6 @@ def _fetches(
     node = placement.node_of(worker)
     fetches = []
     for sources, numbers in shards_by_sources.items():
-        shards = tuple(placement.shards[number] for number in numbers)
-        fetches.append(Fetch(sources, shards, assignment.expected_s(sources[0], node)))
+        expected_s = assignment.expected_s(sources[0], node)
+        fetches.append(Fetch(sources, placement.shards_at(numbers), expected_s))
     return tuple(fetches)

@@ -47,10 +47,13 @@ class Senders:
         nothing meanwhile is not slow: it has died, or waits for another worker itself.
         """
         found: dict[str, float] = {}
-        for fetch in self.schedule.parts[self.worker].message_fallbacks if self._paces else ():
-            pace = self._paces.get(fetch.sources[0].name, _Pace())
-            if pace.num_bytes and pace.waited_s > max(
-                LATE_AT_LEAST_S, LATE_RATIO * fetch.expected_s
-            ):
-                found[fetch.sources[0].node] = pace.num_bytes / pace.waited_s
+        if not self._paces:
+            return found
+
+        for fetch in self.schedule.parts[self.worker].message_fallbacks:
+            sender = fetch.sources[0]
+            pace = self._paces.get(sender.name, _Pace())
+            late_after_s = max(LATE_AT_LEAST_S, LATE_RATIO * fetch.expected_s)
+            if pace.num_bytes and pace.waited_s > late_after_s:
+                found[sender.node] = pace.num_bytes / pace.waited_s
         return found

@@ -30,13 +30,14 @@ class TierThreads:
 
     def _pool(self, tier: str) -> ThreadPoolExecutor:
         with self._lock:
-            if tier not in self._pools:
+            pool = self._pools.get(tier)
+            if pool is None:
                 num_threads = THREADS_BY_TIER.get(tier, 4)
                 if tier == "memory" and self._to_device:
                     num_threads = MEMORY_THREADS_TO_DEVICE
                 pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"restore-{tier}")
                 self._pools[tier] = self._stack.enter_context(pool)
-            return self._pools[tier]
+            return pool
 
     def close(self) -> None:
         self._stack.close()

@@ -81,17 +81,18 @@ class NodeTier:
         into: Into,
     ) -> Iterator[tuple[ShardId, ShardAnswer]]:
         for shard in shards:
+            expected = checksums.get(shard)
+            memory = into.get(shard)
             try:
-                memory = into.get(shard)
-                expected = checksums.get(shard)
                 if memory is None and source.kind == "memory":
                     yield shard, _as_tensor(self.store.read(source, shard, expected))
                     continue
+
                 file = self.store.file_of(source, shard)
-                if memory is None:  # page by page, a mapping would be slower
-                    memory = (
-                        torch.empty(file.extent(shard).num_bytes, dtype=torch.uint8).numpy().data
-                    )
+                if memory is None:
+                    # Not from a mapping, which reads a disk page by page and is slower.
+                    own = torch.empty(file.extent(shard).num_bytes, dtype=torch.uint8)
+                    memory = own.numpy().data
                 file.read_into(shard, memory, expected)
                 yield shard, _as_tensor(memory)
             except (ShardUnavailable, ShardCorrupt) as error:
@@ -121,9 +122,13 @@ class PeerTier:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
             raise ShardUnavailable(shards[0], str(source), "its node has no agent")
+
         with self.pool.client(*endpoint, self.timeout_s) as client:
             for shard, data in client.read(source, shards, checksums, into, self.cancelled):
-                yield shard, data if isinstance(data, RecoveryError) else _as_tensor(data)
+                if isinstance(data, RecoveryError):
+                    yield shard, data
+                else:
+                    yield shard, _as_tensor(data)
 
 
 @dataclass(frozen=True)
@@ -139,20 +144,18 @@ class DurableTier:
         checksums: Mapping[ShardId, int],
         into: Into,
     ) -> Iterator[tuple[ShardId, ShardAnswer]]:
+        where = str(source)
         try:
             for shard, tensor in self.read_durable(source.name, source.step, shards, into):
                 expected = checksums.get(shard)
                 if expected is None or checksum(tensor_bytes(tensor)) == expected:
                     yield shard, tensor
                 else:
-                    yield (
-                        shard,
-                        ShardCorrupt(shard, str(source), "its bytes are not those of the schedule"),
-                    )
+                    why = "its bytes are not those of the schedule"
+                    yield shard, ShardCorrupt(shard, where, why)
         except KeyError as error:
-            raise ShardUnavailable(
-                error.args[0], str(source), "the checkpoint has no such shard"
-            ) from error
+            shard = error.args[0]
+            raise ShardUnavailable(shard, where, "the checkpoint has no such shard") from error
 
 
 def _as_tensor(data: memoryview) -> Tensor:
