@@ -47,12 +47,18 @@ class Ancestry:
         A parent that is newer than the oldest entry and has no entry gets one, too.
         """
         oldest = min(entries, default=0)
-        parents = {entry.parent for entry in entries.values() if entry.parent is not None}
-        lost = {*unknown, *(parent for parent in parents if parent > oldest)} - entries.keys()
-        placeholders = {
-            number: Descent(generation=number, parent=None, first_step=0) for number in lost
-        }
-        return Ancestry({**placeholders, **entries}, frozenset(lost))
+        lost = set(unknown)
+        for entry in entries.values():
+            # Entries before the oldest were forgotten on purpose, those after it were lost.
+            if entry.parent is not None and entry.parent > oldest:
+                lost.add(entry.parent)
+        lost -= entries.keys()
+
+        known: dict[int, Descent] = {}
+        for number in lost:
+            known[number] = Descent(generation=number, parent=None, first_step=0)
+        known.update(entries)
+        return Ancestry(known, frozenset(lost))
 
     @property
     def newest(self) -> int | None:
@@ -82,9 +88,11 @@ class Ancestry:
         while entry is not None:
             yield entry, last
             last = min(last, entry.first_step)
+
             # A parent is older than its child: a damaged entry leads into no circle.
-            older = entry.parent is not None and entry.parent < entry.generation
-            entry = self.entries.get(entry.parent) if older and entry.parent is not None else None
+            if entry.parent is None or entry.parent >= entry.generation:
+                return
+            entry = self.entries.get(entry.parent)
 
     def contains(self, tip: int, generation: int, step: int) -> bool:
         """Return True if `tip`'s history includes the state of `step` that `generation` wrote."""

@@ -30,7 +30,8 @@ class RunningChecksum:
     def update(self, data: memoryview) -> None:
         """Add bytes: a multiple of BLOCK_BYTES, or the end."""
         for start in range(0, len(data), BLOCK_BYTES):
-            self._digests.append(xxh3_64_intdigest(data[start : start + BLOCK_BYTES]))
+            block = data[start : start + BLOCK_BYTES]
+            self._digests.append(xxh3_64_intdigest(block))
 
     def value(self) -> int:
         return combined(self._digests)

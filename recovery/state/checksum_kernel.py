@@ -27,19 +27,22 @@ def block_lanes(pieces: Sequence[Tensor], keys: Tensor) -> Tensor:
     keys: `device_checksum.kernel_keys()`.
     """
     device = pieces[0].device
-    addresses = [
-        np.arange(piece.data_ptr(), piece.data_ptr() + piece.numel(), BLOCK_BYTES, dtype=np.int64)
-        for piece in pieces
-    ]
+    addresses = []
+    for piece in pieces:
+        start = piece.data_ptr()
+        end = start + piece.numel()
+        addresses.append(np.arange(start, end, BLOCK_BYTES, dtype=np.int64))
     table = torch.from_numpy(np.concatenate(addresses)).to(device)
-    lanes = torch.empty(len(table), 8, dtype=torch.int64, device=device)
-    if len(table):
-        grid = (triton.cdiv(len(table), _BLOCKS_PER_PROGRAM),)
+
+    num_blocks = len(table)
+    lanes = torch.empty(num_blocks, 8, dtype=torch.int64, device=device)
+    if num_blocks:
+        grid = (triton.cdiv(num_blocks, _BLOCKS_PER_PROGRAM),)
         _lanes_of_blocks[grid](
             table,
             keys.to(device),
             lanes,
-            len(table),
+            num_blocks,
             WORDS=BLOCK_BYTES // 8,
             BLOCKS=_BLOCKS_PER_PROGRAM,
             num_warps=_WARPS,

@@ -45,10 +45,12 @@ _PRIME64 = (
     0x27D4EB2F165667C5,
 )
 _LANES = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
-_STRIPES = 16  # (secret - stripe) / 8 of them lie between two scrambles
+_STRIPES = 16
+"""Stripes between two scrambles: (secret's bytes - stripe's bytes) / 8."""
 _STRIPE_BYTES = 64
 _ROUND_BYTES = _STRIPES * _STRIPE_BYTES
-_BATCH_BYTES = 64 << 20  # temporaries of about four times as much
+_BATCH_BYTES = 64 << 20
+"""Bytes digested at once by torch's kernels; their temporaries take about four times as much."""
 
 
 def checksums(pieces: Sequence[Tensor]) -> list[int]:
@@ -86,18 +88,15 @@ def on_device(pieces: Sequence[Tensor]) -> list[int]:
     """Return checksums as `checksums` does, by the device arithmetic wherever the tensors are."""
     if not pieces:
         return []
-    sizes = [piece.numel() for piece in pieces]
+
     digests = block_digests([_whole_blocks(piece) for piece in pieces]).cpu().numpy()
-    rests = []
-    for piece, size in zip(pieces, sizes, strict=True):
-        if size % BLOCK_BYTES:
-            rests.append(piece[size - size % BLOCK_BYTES :])
-    rest_bytes = torch.cat(rests).cpu().numpy().data if rests else memoryview(b"")
+    rest_bytes = _rests(pieces)
+
     found = []
     block = 0
     at = 0
-    for size in sizes:
-        num_blocks, rest = divmod(size, BLOCK_BYTES)
+    for piece in pieces:
+        num_blocks, rest = divmod(piece.numel(), BLOCK_BYTES)
         digests_of_piece = array("Q", digests[block : block + num_blocks].tobytes())
         if rest or not num_blocks:
             digests_of_piece.append(checksum(rest_bytes[at : at + rest]))
@@ -109,7 +108,21 @@ def on_device(pieces: Sequence[Tensor]) -> list[int]:
 
 def _whole_blocks(piece: Tensor) -> Tensor:
     rest = piece.numel() % BLOCK_BYTES
-    return piece[: piece.numel() - rest] if rest else piece
+    if not rest:
+        return piece
+    return piece[: piece.numel() - rest]
+
+
+def _rests(pieces: Sequence[Tensor]) -> memoryview:
+    """Return, on the host, the bytes of all pieces behind their last whole blocks."""
+    rests = []
+    for piece in pieces:
+        rest = piece.numel() % BLOCK_BYTES
+        if rest:
+            rests.append(piece[piece.numel() - rest :])
+    if not rests:
+        return memoryview(b"")
+    return torch.cat(rests).cpu().numpy().data
 
 
 def block_digests(pieces: Sequence[Tensor]) -> Tensor:
@@ -118,14 +131,19 @@ def block_digests(pieces: Sequence[Tensor]) -> Tensor:
     Shape [blocks], int64 bit patterns, on the pieces' device.
     """
     device = pieces[0].device
-    if device.type == "cuda" and (by_kernel := _triton_digests(device)) is not None:
-        return by_kernel(pieces)
+    if device.type == "cuda":
+        by_kernel = _triton_digests(device)
+        if by_kernel is not None:
+            return by_kernel(pieces)
     return _torch_digests(pieces)
 
 
 def _torch_digests(pieces: Sequence[Tensor]) -> Tensor:
-    parts = [_digests(_rounds(batch)) for batch in _batches(pieces)]
-    return torch.cat([torch.empty(0, dtype=torch.int64, device=pieces[0].device), *parts])
+    # The empty tensor is the result if no piece has a block.
+    parts = [torch.empty(0, dtype=torch.int64, device=pieces[0].device)]
+    for batch in _batches(pieces):
+        parts.append(_digests(_rounds(batch)))
+    return torch.cat(parts)
 
 
 @cache
@@ -144,14 +162,20 @@ def _triton_digests(device: torch.device) -> Callable[[Sequence[Tensor]], Tensor
     if found != _torch_digests(sample).tolist():
         logger.warning("Checksums on the GPU use PyTorch's kernels; Triton gives other bits")
         return None
-    return lambda pieces: merge_lanes(
-        lanes_by_kernel([_aligned(piece) for piece in pieces], kernel_keys())
-    )
+
+    def digests(pieces: Sequence[Tensor]) -> Tensor:
+        aligned = [_aligned(piece) for piece in pieces]
+        lanes = lanes_by_kernel(aligned, kernel_keys())
+        return merge_lanes(lanes)
+
+    return digests
 
 
 def _aligned(piece: Tensor) -> Tensor:
     """Return the piece, or a copy if its memory does not begin at a whole 64-bit word."""
-    return piece.clone() if piece.data_ptr() % 8 else piece
+    if piece.data_ptr() % 8:
+        return piece.clone()
+    return piece
 
 
 def _batches(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -177,7 +201,9 @@ def _batches(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return _aligned(parts[0]) if len(parts) == 1 else torch.cat(list(parts))
+    if len(parts) == 1:
+        return _aligned(parts[0])
+    return torch.cat(list(parts))
 
 
 def _rounds(data: Tensor) -> Tensor:
@@ -189,19 +215,23 @@ def _digests(blocks: Tensor) -> Tensor:
     """Digest [blocks, rounds, stripes, lanes] words."""
     device = blocks.device
     num_rounds = blocks.shape[1]
-    keys = kernel_keys()[:_STRIPES].to(device)
-    added = _added(blocks, keys)
+    keys = kernel_keys().to(device)
+    stripe_keys = keys[:_STRIPES]
+    scramble_key, last_key, start = keys[_STRIPES:]
+
+    added = _added(blocks, stripe_keys)
     # The last stripe is not taken in its turn, but once more, with a key of its own, at the very
     # end.
     last = blocks[:, -1, -1]
     sums = added.sum(dim=2)
     sums[:, -1] -= added[:, -1, -1]
-    scramble_key, last_key, start = kernel_keys()[_STRIPES:].to(device)
+
     lanes = start.expand(blocks.shape[0], 8)
     for number in range(num_rounds):
         lanes = lanes + sums[:, number]
         if number < num_rounds - 1:
-            lanes = ((lanes ^ _shifted(lanes, 47)) ^ scramble_key) * _PRIME32[0]
+            mixed = lanes ^ _shifted(lanes, 47)
+            lanes = (mixed ^ scramble_key) * _PRIME32[0]
     lanes = lanes + _added(last, last_key)
     return merge_lanes(lanes)
 
@@ -212,8 +242,13 @@ def _added(words: Tensor, keys: Tensor) -> Tensor:
     Each is the neighbour's word plus the product of the keyed word's halves.
     """
     keyed = words ^ keys
-    product = (keyed & _MASK_32) * _shifted(keyed, 32)
-    return product.add_(words.view(*words.shape[:-1], 4, 2).flip(-1).flatten(-2))
+    low = keyed & _MASK_32
+    high = _shifted(keyed, 32)
+    product = low * high
+
+    pairs = words.view(*words.shape[:-1], 4, 2)
+    neighbours = pairs.flip(-1).flatten(-2)
+    return product.add_(neighbours)
 
 
 def kernel_keys() -> Tensor:
@@ -235,7 +270,8 @@ def merge_lanes(lanes: Tensor) -> Tensor:
     """
     mixed = lanes ^ _secret(11, 8).to(lanes.device)
     start = _constants([BLOCK_BYTES * _PRIME64[0] & _MASK_64]).to(lanes.device)
-    digest = _folded_product(mixed[:, 0::2], mixed[:, 1::2]).sum(dim=1) + start
+    products = _folded_product(mixed[:, 0::2], mixed[:, 1::2])
+    digest = products.sum(dim=1) + start
     digest = digest ^ _shifted(digest, 37)
     digest = digest * 0x165667919E3779F9
     return digest ^ _shifted(digest, 32)
@@ -259,10 +295,14 @@ def _shifted(words: Tensor, by: int) -> Tensor:
 
 
 def _secret(start: int, words: int) -> Tensor:
-    return torch.frombuffer(bytearray(_SECRET[start : start + 8 * words]), dtype=torch.int64)
+    part = bytearray(_SECRET[start : start + 8 * words])
+    return torch.frombuffer(part, dtype=torch.int64)
 
 
 def _constants(values: Sequence[int]) -> Tensor:
-    return torch.tensor(
-        [value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64
-    )
+    """Return unsigned 64-bit values as int64 of the same bits."""
+    signed = []
+    for value in values:
+        is_negative = value >> 63
+        signed.append(value - (1 << 64) if is_negative else value)
+    return torch.tensor(signed, dtype=torch.int64)

@@ -36,6 +36,7 @@ class Source:
             raise ValueError(f"source kind {self.kind!r} is not one of {', '.join(SOURCE_KINDS)}")
 
     def __str__(self) -> str:
+        # Durable storage belongs to no node.
         where = f" on {self.node}" if self.node else ""
         return f"{self.kind} of {self.name}{where} at step {self.step}"
 
@@ -61,7 +62,10 @@ def restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) ->
     """Return the newest step at which every one of `shards` has a holder; None if there is none."""
     needed = frozenset(shards)
     by_step = _held_by_step(holdings)
-    return next((step for step in sorted(by_step, reverse=True) if needed <= by_step[step]), None)
+    for step in sorted(by_step, reverse=True):
+        if needed <= by_step[step]:
+            return step
+    return None
 
 
 def require_restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) -> int:
@@ -70,12 +74,15 @@ def require_restorable_step(shards: Collection[ShardId], holdings: Iterable[Hold
     step = restorable_step(shards, holdings)
     if step is not None:
         return step
+
     needed = frozenset(shards)
     by_step = _held_by_step(holdings)
     if not by_step:
         raise NotRestorable(None, tuple(sorted(needed)))
+
     best = max(by_step, key=lambda candidate: (len(needed & by_step[candidate]), candidate))
-    raise NotRestorable(best, tuple(sorted(needed - by_step[best])))
+    missing = needed - by_step[best]
+    raise NotRestorable(best, tuple(sorted(missing)))
 
 
 def _held_by_step(holdings: Iterable[Holding]) -> dict[int, set[ShardId]]:

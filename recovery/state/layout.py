@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 ITEM_BYTES_BY_DTYPE: Mapping[str, int] = {
@@ -57,6 +58,7 @@ class TensorSpec:
         if self.dtype not in ITEM_BYTES_BY_DTYPE:
             known = ", ".join(ITEM_BYTES_BY_DTYPE)
             raise ValueError(f"{self.name}: dtype {self.dtype!r} is not one of {known}")
+
         if self.split_dim is None:
             if len(self.cuts) != 2:
                 raise ValueError(
@@ -64,19 +66,16 @@ class TensorSpec:
                     f" {self.cuts}"
                 )
             return
+
         if not 0 <= self.split_dim < len(self.shape):
             raise ValueError(
                 f"{self.name}: split_dim {self.split_dim} is not a dimension of shape {self.shape}"
             )
-        ascending = all(low < high for low, high in zip(self.cuts, self.cuts[1:], strict=False))
-        if (
-            len(self.cuts) < 2
-            or self.cuts[0] != 0
-            or self.cuts[-1] != self.shape[self.split_dim]
-            or not ascending
-        ):
+
+        size = self.shape[self.split_dim]
+        if not _are_cuts_of(size, self.cuts):
             raise ValueError(
-                f"{self.name}: cuts {self.cuts} must ascend from 0 to {self.shape[self.split_dim]},"
+                f"{self.name}: cuts {self.cuts} must ascend from 0 to {size},"
                 f" the size of dimension {self.split_dim}"
             )
 
@@ -104,15 +103,17 @@ class TensorSpec:
     def unit_offset(self, unit: int) -> tuple[int, ...]:
         """Return the index of the unit's first element in the whole tensor."""
         self._check_unit(unit)
-        return tuple(
-            self.cuts[unit] if dim == self.split_dim else 0 for dim in range(len(self.shape))
-        )
+        offset = [0] * len(self.shape)
+        if self.split_dim is not None:
+            offset[self.split_dim] = self.cuts[unit]
+        return tuple(offset)
 
     def unit_slices(self, unit: int) -> tuple[slice, ...]:
         """Return the slices that take the unit out of the whole tensor."""
-        offset = self.unit_offset(unit)
-        shape = self.unit_shape(unit)
-        return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        slices = []
+        for start, size in zip(self.unit_offset(unit), self.unit_shape(unit), strict=True):
+            slices.append(slice(start, start + size))
+        return tuple(slices)
 
     def unit_bytes(self, unit: int) -> int:
         self._check_unit(unit)
@@ -120,9 +121,11 @@ class TensorSpec:
 
     @cached_property
     def _bytes_by_unit(self) -> tuple[int, ...]:
-        return tuple(
-            math.prod(self.unit_shape(unit)) * self.item_bytes for unit in range(self.num_units)
-        )
+        sizes = []
+        for unit in range(self.num_units):
+            num_elements = math.prod(self.unit_shape(unit))
+            sizes.append(num_elements * self.item_bytes)
+        return tuple(sizes)
 
     def local_shape(self, units: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the concatenation of `units` along `split_dim`."""
@@ -130,21 +133,27 @@ class TensorSpec:
             self._check_unit(unit)
         if self.split_dim is None:
             return self.shape
-        size = sum(self.cuts[unit + 1] - self.cuts[unit] for unit in units)
-        return (*self.shape[: self.split_dim], size, *self.shape[self.split_dim + 1 :])
+
+        shape = list(self.shape)
+        shape[self.split_dim] = sum(self.unit_extent(unit) for unit in units)
+        return tuple(shape)
 
     def local_slices(self, units: Sequence[int]) -> dict[int, tuple[slice, ...]]:
         """Map each of a worker's ascending `units` to its slices of the local tensor."""
         slices_by_unit: dict[int, tuple[slice, ...]] = {}
         position = 0
         for unit in units:
-            size = self.cuts[unit + 1] - self.cuts[unit]
-            slices_by_unit[unit] = tuple(
-                slice(position, position + size) if dim == self.split_dim else slice(0, extent)
-                for dim, extent in enumerate(self.shape)
-            )
-            position += size
+            end = position + self.unit_extent(unit)
+            slices = [slice(0, extent) for extent in self.shape]
+            if self.split_dim is not None:
+                slices[self.split_dim] = slice(position, end)
+            slices_by_unit[unit] = tuple(slices)
+            position = end
         return slices_by_unit
+
+    def unit_extent(self, unit: int) -> int:
+        """Return the unit's size along `split_dim`."""
+        return self.cuts[unit + 1] - self.cuts[unit]
 
     def _check_unit(self, unit: int) -> None:
         if not 0 <= unit < self.num_units:
@@ -170,6 +179,13 @@ class TensorSpec:
         )
 
 
+def _are_cuts_of(size: int, cuts: Sequence[int]) -> bool:
+    """Return True if `cuts` are two or more boundaries that ascend from 0 to `size`."""
+    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != size:
+        return False
+    return all(low < high for low, high in pairwise(cuts))
+
+
 @dataclass(frozen=True)
 class Layout:
     """The whole state and who holds which shard of it, in one generation.
@@ -183,16 +199,21 @@ class Layout:
     shards_by_worker: Mapping[str, frozenset[ShardId]]
 
     def __post_init__(self) -> None:
-        distinct = {
-            id(shards): (worker, shards) for worker, shards in self.shards_by_worker.items()
-        }
+        # Workers may share one set of shards, which is then checked once.
+        distinct: dict[int, tuple[str, frozenset[ShardId]]] = {}
+        for worker, shards in self.shards_by_worker.items():
+            distinct[id(shards)] = (worker, shards)
+
         for worker, shards in distinct.values():
             for shard in shards:
-                spec = self.tensors.get(shard.tensor)
-                if spec is None or not 0 <= shard.unit < spec.num_units:
+                if not self._has(shard):
                     raise ValueError(
                         f"{worker} is to hold {shard}, which is no shard of this state"
                     )
+
+    def _has(self, shard: ShardId) -> bool:
+        spec = self.tensors.get(shard.tensor)
+        return spec is not None and 0 <= shard.unit < spec.num_units
 
     @cached_property
     def _holders_by_shard(self) -> dict[ShardId, tuple[str, ...]]:
@@ -209,7 +230,10 @@ class Layout:
     @cached_property
     def shards(self) -> frozenset[ShardId]:
         """Every shard of the state, held or not."""
-        return frozenset(shard for spec in self.tensors.values() for shard in spec.shards)
+        shards: set[ShardId] = set()
+        for spec in self.tensors.values():
+            shards.update(spec.shards)
+        return frozenset(shards)
 
     def holders(self, shard: ShardId) -> tuple[str, ...]:
         """Return the workers that hold `shard`, sorted by name; empty if none does."""

@@ -36,7 +36,7 @@ def unit_views(
     views = {}
     position = 0
     for unit in units:
-        size = spec.cuts[unit + 1] - spec.cuts[unit]
+        size = spec.unit_extent(unit)
         views[unit] = local.narrow(spec.split_dim, position, size)
         position += size
     return views
@@ -46,11 +46,13 @@ def check_local(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> 
     """Raise ValueError unless `local` has the shape and dtype of the concatenated `units`."""
     if list(units) != sorted(set(units)):
         raise ValueError(f"{spec.name}: units {tuple(units)} must ascend without repetition")
+
     expected = spec.local_shape(units)
     if tuple(local.shape) != expected or local.dtype != TORCH_DTYPES[spec.dtype]:
+        found_dtype = str(local.dtype).removeprefix("torch.")
         raise ValueError(
             f"{spec.name}: units {tuple(units)} make a {spec.dtype} tensor of shape {expected}, "
-            f"not {str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)}"
+            f"not {found_dtype} of shape {tuple(local.shape)}"
         )
 
 
@@ -58,7 +60,8 @@ def empty_local(
     spec: TensorSpec, units: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Return an uninitialised contiguous local tensor for `units`."""
-    return torch.empty(spec.local_shape(units), dtype=TORCH_DTYPES[spec.dtype], device=device)
+    shape = spec.local_shape(units)
+    return torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
 
 
 def assemble(
@@ -101,5 +104,6 @@ def names_by_memory(state: Mapping[str, torch.Tensor]) -> list[set[str]]:
     """
     found: dict[int, set[str]] = {}
     for name, tensor in state.items():
-        found.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+        address = tensor.untyped_storage().data_ptr()
+        found.setdefault(address, set()).add(name)
     return list(found.values())
