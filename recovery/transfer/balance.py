@@ -21,7 +21,7 @@ from recovery.transfer.bounds import Demand, lower_bound_s
 from recovery.transfer.lines import Lines
 from recovery.transfer.links import LinkRates
 from recovery.transfer.messages import Send
-from recovery.transfer.placement import Holders, Placement, Sources
+from recovery.transfer.placement import HolderSet, Placement, SourceOrder
 
 MEMORY, DISK, PEER, S3 = range(4)
 _DISTANCE_AT_HOME: Mapping[str, int] = {"memory": 0, "worker": 1, "disk": 2}
@@ -38,8 +38,8 @@ class Assignment:
     itself, the latter come in messages.
     """
 
-    fetches: Mapping[str, Mapping[Sources, list[int]]]
-    received: Mapping[str, Mapping[Sources, list[int]]]
+    fetches: Mapping[str, Mapping[SourceOrder, list[int]]]
+    received: Mapping[str, Mapping[SourceOrder, list[int]]]
     sends: Sequence[Send]
     tier_bytes: tuple[int, int, int, int]
     makespan_s: float
@@ -106,8 +106,8 @@ class _Balancer:
         self.links = links
         self.lines = Lines(links)
 
-        self.fetches: dict[str, dict[Sources, list[int]]] = {}
-        self.received: dict[str, dict[Sources, list[int]]] = {}
+        self.fetches: dict[str, dict[SourceOrder, list[int]]] = {}
+        self.received: dict[str, dict[SourceOrder, list[int]]] = {}
         self.sends: list[Send] = []
         self.tier_bytes = [0, 0, 0, 0]
         self.busy_bytes: defaultdict[str, int] = defaultdict(int)
@@ -115,11 +115,11 @@ class _Balancer:
         self.remote: dict[int, list[_Group]] = {}
 
         # Many shards have the same holders: what follows from those is computed once.
-        self._ordered: dict[tuple[Holders, str, Source], Sources] = {}
-        self._nearest: dict[tuple[Holders, str], Sources] = {}
-        self._local: dict[tuple[Holders, str], Source | None] = {}
-        self._nodes: dict[Holders, tuple[str, ...]] = {}
-        self._originals: dict[Holders, Sources] = {}
+        self._ordered: dict[tuple[HolderSet, str, Source], SourceOrder] = {}
+        self._nearest: dict[tuple[HolderSet, str], SourceOrder] = {}
+        self._local: dict[tuple[HolderSet, str], Source | None] = {}
+        self._nodes: dict[HolderSet, tuple[str, ...]] = {}
+        self._originals: dict[HolderSet, SourceOrder] = {}
 
     # -- what lies on the worker's own node
 
@@ -153,7 +153,7 @@ class _Balancer:
             return True
         return self._only_durable(shard)
 
-    def _local_source(self, holders: Holders, node: str) -> Source | None:
+    def _local_source(self, holders: HolderSet, node: str) -> Source | None:
         key = (holders, node)
         if key not in self._local:
             here = []
@@ -170,7 +170,7 @@ class _Balancer:
     def _only_durable(self, shard: int) -> bool:
         return not self._peers(self.holders[shard])
 
-    def _peers(self, holders: Holders) -> Sources:
+    def _peers(self, holders: HolderSet) -> SourceOrder:
         if holders not in self._originals:
             sources = self.placement.sources_at(holders)
             peers = [source for source in sources if source.kind != "s3"]
@@ -258,7 +258,7 @@ class _Balancer:
             seconds = num_bytes / self.links.network(node) / len(nodes)
             self.reserved_s[node] += sign * seconds
 
-    def _holding_nodes(self, holders: Holders) -> tuple[str, ...]:
+    def _holding_nodes(self, holders: HolderSet) -> tuple[str, ...]:
         if holders not in self._nodes:
             nodes = {source.node for source in self._peers(holders)}
             self._nodes[holders] = tuple(sorted(nodes))
@@ -395,7 +395,7 @@ class _Balancer:
         sources = self._with_fallbacks(self.holders[shard], node, source)
         table.setdefault(worker, {}).setdefault(sources, []).append(shard)
 
-    def _with_fallbacks(self, holders: Holders, node: str, first: Source) -> Sources:
+    def _with_fallbacks(self, holders: HolderSet, node: str, first: Source) -> SourceOrder:
         key = (holders, node, first)
         if key not in self._ordered:
             nearest = self._by_distance(holders, node)
@@ -403,7 +403,7 @@ class _Balancer:
             self._ordered[key] = (first, *others)
         return self._ordered[key]
 
-    def _by_distance(self, holders: Holders, node: str) -> Sources:
+    def _by_distance(self, holders: HolderSet, node: str) -> SourceOrder:
         key = (holders, node)
         if key not in self._nearest:
             sources = self.placement.sources_at(holders)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recovery.transfer.links import LinkRates
-from recovery.transfer.placement import Holders, Placement
+from recovery.transfer.placement import HolderSet, Placement
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ def lower_bound_s(demand: Demand, links: LinkRates) -> float:
     return max(bounds)
 
 
-def _holding_nodes(placement: Placement) -> dict[Holders, tuple[tuple[str, ...], bool]]:
+def _holding_nodes(placement: Placement) -> dict[HolderSet, tuple[tuple[str, ...], bool]]:
     """Map each distinct holder set to its nodes, and to True if it is on disks alone."""
-    table: dict[Holders, tuple[tuple[str, ...], bool]] = {}
+    table: dict[HolderSet, tuple[tuple[str, ...], bool]] = {}
     for holders in set(placement.holders):
         sources = placement.sources_at(holders)
         peers = [source for source in sources if source.kind != "s3"]

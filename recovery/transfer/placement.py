@@ -9,10 +9,10 @@ from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
 
-Holders = tuple[int, ...]
+HolderSet = tuple[int, ...]
 """Indices of the sources that hold one shard, ascending."""
-Sources = tuple[Source, ...]
-"""Sources of a shard in the order in which they are asked."""
+SourceOrder = tuple[Source, ...]
+"""SourceOrder of a shard in the order in which they are asked."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Placement:
     shards: tuple[ShardId, ...]
     num_bytes: tuple[int, ...]
     sources: tuple[Source, ...]
-    holders: tuple[Holders, ...]
+    holders: tuple[HolderSet, ...]
     kept: Mapping[str, tuple[int, ...]]
     needs: Mapping[str, tuple[int, ...]]
 
@@ -132,7 +132,7 @@ def _shards_by_source(
 
 def _holders(
     index: Mapping[ShardId, int], shards_of_source: list[frozenset[ShardId]]
-) -> tuple[Holders, ...]:
+) -> tuple[HolderSet, ...]:
     """Return, for each shard of `index`, the indices of the sources that hold it, ascending."""
     lists: list[list[int]] = [[] for _ in index]
     for number, held in enumerate(shards_of_source):
@@ -143,7 +143,7 @@ def _holders(
 
     # One tuple object for each distinct holder set: there are few, and equality tests become
     # identity tests.
-    interned: dict[Holders, Holders] = {}
+    interned: dict[HolderSet, HolderSet] = {}
     holders = []
     for numbers in lists:
         key = tuple(numbers)
