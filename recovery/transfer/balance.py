@@ -21,11 +21,10 @@ from recovery.transfer.bounds import Demand, lower_bound_s
 from recovery.transfer.lines import Lines
 from recovery.transfer.links import LinkRates
 from recovery.transfer.messages import Send
-from recovery.transfer.placement import HolderSet, Placement, SourceOrder
+from recovery.transfer.placement import Placement, SourceOrder
+from recovery.transfer.source_choices import SourceChoices
 
 MEMORY, DISK, PEER, S3 = range(4)
-_DISTANCE_AT_HOME: Mapping[str, int] = {"memory": 0, "worker": 1, "disk": 2}
-_DISTANCE_OF_PEER: Mapping[str, int] = {"worker": 3, "memory": 4, "disk": 5}
 _Group = tuple[str, tuple[str, ...]]
 """A node that lacks a shard, and its workers that get the shard together."""
 
@@ -105,6 +104,7 @@ class _Balancer:
         self.num_bytes = placement.num_bytes
         self.links = links
         self.lines = Lines(links)
+        self.choices = SourceChoices(placement)
 
         self.fetches: dict[str, dict[SourceOrder, list[int]]] = {}
         self.received: dict[str, dict[SourceOrder, list[int]]] = {}
@@ -113,13 +113,6 @@ class _Balancer:
         self.busy_bytes: defaultdict[str, int] = defaultdict(int)
         self.reserved_s: defaultdict[str, float] = defaultdict(float)
         self.remote: dict[int, list[_Group]] = {}
-
-        # Many shards have the same holders: what follows from those is computed once.
-        self._ordered: dict[tuple[HolderSet, str, Source], SourceOrder] = {}
-        self._nearest: dict[tuple[HolderSet, str], SourceOrder] = {}
-        self._local: dict[tuple[HolderSet, str], Source | None] = {}
-        self._nodes: dict[HolderSet, tuple[str, ...]] = {}
-        self._originals: dict[HolderSet, SourceOrder] = {}
 
     # -- what lies on the worker's own node
 
@@ -132,7 +125,7 @@ class _Balancer:
         for worker in sorted(self.placement.needs):
             node = self.placement.node_by_worker[worker]
             for shard in self.placement.needs[worker]:
-                source = self._local_source(self.holders[shard], node)
+                source = self.choices.local(self.holders[shard], node)
                 if source is None:
                     wanting.setdefault((shard, node), []).append(worker)
                     continue
@@ -153,30 +146,8 @@ class _Balancer:
             return True
         return self._only_durable(shard)
 
-    def _local_source(self, holders: HolderSet, node: str) -> Source | None:
-        key = (holders, node)
-        if key not in self._local:
-            here = []
-            for source in self.placement.sources_at(holders):
-                if source.node == node and source.kind in _DISTANCE_AT_HOME:
-                    here.append(source)
-
-            nearest = min(
-                here, key=lambda source: (_DISTANCE_AT_HOME[source.kind], source), default=None
-            )
-            self._local[key] = nearest
-        return self._local[key]
-
     def _only_durable(self, shard: int) -> bool:
-        return not self._peers(self.holders[shard])
-
-    def _peers(self, holders: HolderSet) -> SourceOrder:
-        if holders not in self._originals:
-            sources = self.placement.sources_at(holders)
-            peers = [source for source in sources if source.kind != "s3"]
-            peers.sort(key=lambda source: (_DISTANCE_OF_PEER[source.kind], source))
-            self._originals[holders] = tuple(peers)
-        return self._originals[holders]
+        return not self.choices.peers(self.holders[shard])
 
     # -- what must come from elsewhere
 
@@ -194,7 +165,7 @@ class _Balancer:
             self._spread(shard, self.remote[shard])
 
     def _priority(self, shard: int) -> tuple[int, int, int]:
-        num_peers = len(self._peers(self.holders[shard]))
+        num_peers = len(self.choices.peers(self.holders[shard]))
         return (num_peers, -self.num_bytes[shard], shard)
 
     def _durable_readers(self) -> dict[int, str]:
@@ -253,16 +224,10 @@ class _Balancer:
         One transfer of the shard is shared among its holders' nodes.
         """
         num_bytes = self.num_bytes[shard]
-        nodes = self._holding_nodes(self.holders[shard])
+        nodes = self.choices.nodes(self.holders[shard])
         for node in nodes:
             seconds = num_bytes / self.links.network(node) / len(nodes)
             self.reserved_s[node] += sign * seconds
-
-    def _holding_nodes(self, holders: HolderSet) -> tuple[str, ...]:
-        if holders not in self._nodes:
-            nodes = {source.node for source in self._peers(holders)}
-            self._nodes[holders] = tuple(sorted(nodes))
-        return self._nodes[holders]
 
     def _demand(self) -> Demand:
         destinations = {}
@@ -281,7 +246,7 @@ class _Balancer:
 
         It comes from its holders, or from a node that has just received it.
         """
-        originals = self._peers(self.holders[shard])
+        originals = self.choices.peers(self.holders[shard])
         self._reserve(shard, -1.0)
         if len(groups) > 1:
             groups = sorted(groups, key=partial(self._turn, self.reader_of.get(shard)))
@@ -347,7 +312,7 @@ class _Balancer:
                 return served[relays_until.index(relay_until)]
 
         if holder is None:
-            return self._durable(shard), 0
+            return self.choices.durable(self.holders[shard]), 0
         return holder, 0
 
     def _idlest(self, sources: Sequence[Source], until: Sequence[float], earliest: float) -> Source:
@@ -361,12 +326,6 @@ class _Balancer:
             if end == earliest:
                 equal.append(source)
         return min(equal, key=lambda source: self._busy_bytes(source.name))
-
-    def _durable(self, shard: int) -> Source:
-        for source in self.placement.sources_at(self.holders[shard]):
-            if source.kind == "s3":
-                return source
-        raise AssertionError(f"shard {shard} has no source")
 
     # -- book-keeping
 
@@ -392,24 +351,8 @@ class _Balancer:
             self.busy_bytes[source.name] += num_bytes
             self.sends.append(Send(shard, source.name, worker, depth))
 
-        sources = self._with_fallbacks(self.holders[shard], node, source)
+        sources = self.choices.with_fallbacks(self.holders[shard], node, source)
         table.setdefault(worker, {}).setdefault(sources, []).append(shard)
-
-    def _with_fallbacks(self, holders: HolderSet, node: str, first: Source) -> SourceOrder:
-        key = (holders, node, first)
-        if key not in self._ordered:
-            nearest = self._by_distance(holders, node)
-            others = [source for source in nearest if source != first]
-            self._ordered[key] = (first, *others)
-        return self._ordered[key]
-
-    def _by_distance(self, holders: HolderSet, node: str) -> SourceOrder:
-        key = (holders, node)
-        if key not in self._nearest:
-            sources = self.placement.sources_at(holders)
-            sources.sort(key=lambda source: (distance(source, node), source))
-            self._nearest[key] = tuple(sources)
-        return self._nearest[key]
 
     def result(self) -> Assignment:
         memory, disk, peer, s3 = self.tier_bytes
@@ -442,15 +385,3 @@ def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
         if is_last or level <= ordered[count][0]:
             return level
     return 0.0
-
-
-def distance(source: Source, node: str) -> int:
-    """Return the distance rank of a source from a worker on `node`.
-
-    Its node's memory 0 and 1, its disk 2, peers 3 to 5, durable storage 6.
-    """
-    if source.kind == "s3":
-        return 6
-    if source.node == node:
-        return _DISTANCE_AT_HOME[source.kind]
-    return _DISTANCE_OF_PEER[source.kind]

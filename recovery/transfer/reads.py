@@ -294,12 +294,7 @@ class Reads:
         logger.warning("%d shards not from %s: %s", len(shards), source, "; ".join(problems[:3]))
         with self._lock:
             self.failures += problems
-            self._blame(source, shards)
-
-    def _blame(self, source: Source, shards: Iterable[ShardId]) -> None:
-        """Record copies that the next schedule must avoid. The caller holds the lock."""
-        for shard in shards:
-            self.bad.append((source, shard))
+            self.bad += _copies(source, shards)
 
     # sources that are late
 
@@ -360,7 +355,7 @@ class Reads:
             self._hedged_read(attempt, late)
             left = [shard for shard in attempt.left if shard in late.left]
             with self._lock:
-                self._blame(attempt.source, left)
+                self.bad += _copies(attempt.source, left)
             if late.ended.is_set():
                 break
 
@@ -407,7 +402,7 @@ class Reads:
         tier = self.tier(late.source)
         node = late.source.node
         with self._lock:
-            self._blame(late.source, late.left)
+            self.bad += _copies(late.source, late.left)
             if not failed and late.left:
                 self._too_slow.add((tier, node))
                 # A slow disk says nothing of its node's links.
@@ -417,3 +412,8 @@ class Reads:
                 f"{late.source} gave {late.num_bytes} bytes in {seconds:.1f} s and was overtaken by"
                 f" {by}"
             )
+
+
+def _copies(source: Source, shards: Iterable[ShardId]) -> list[tuple[Source, ShardId]]:
+    """Return the source's copies of `shards`, as `bad` lists them."""
+    return [(source, shard) for shard in shards]
