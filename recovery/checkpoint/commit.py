@@ -128,6 +128,7 @@ def commit_checkpoint(
         storage.delete([step_prefix(step) + MANIFEST_NAME])
     elif committed is not None:
         return _same_state(storage, committed, facts.job, layout.tensors)
+
     files = _chosen_files(storage, step, layout, list(receipts))
     manifest = Manifest(
         step=step,
@@ -202,17 +203,21 @@ def find_newest(
         except (ManifestInvalid, CheckpointDamaged) as error:
             damaged.append(error)
             continue
-        if manifest is None:  # removed meanwhile
+        if manifest is None:
+            # It was removed after it was listed.
             continue
+
         found.append((info, manifest))
         unknown = unknown or _unknown_entries(ancestry, [manifest])
         if not unknown and of_present_history(ancestry, manifest.generation, info.step):
             return NewestCheckpoint(info, manifest, tuple(damaged))
+
     if not found:
         return NewestCheckpoint(None, None, tuple(damaged), unknown)
     if unknown:
         found.sort(key=lambda each: (each[1].generation, each[0].step), reverse=True)
-    return NewestCheckpoint(*found[0], tuple(damaged), unknown)
+    info, manifest = found[0]
+    return NewestCheckpoint(info, manifest, tuple(damaged), unknown)
 
 
 def _unknown_entries(ancestry: Ancestry, manifests: Iterable[Manifest]) -> str:
@@ -265,11 +270,11 @@ def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
         if newest.manifest is None:
             raise CheckpointMissing(storage.uri, None)
         return newest.manifest
+
     manifest = _committed(storage, step)
     if manifest is None:
-        raise CheckpointMissing(
-            storage.uri, step, tuple(info.step for info in list_checkpoints(storage))
-        )
+        there = tuple(info.step for info in list_checkpoints(storage))
+        raise CheckpointMissing(storage.uri, step, there)
     return manifest
 
 
@@ -311,14 +316,18 @@ def _same_state(
             " its own"
         )
         raise CheckpointConflict(storage.uri, manifest.step, reason)
-    theirs = {name: (spec.shape, spec.dtype) for name, spec in manifest.specs.items()}
-    if theirs != {name: (spec.shape, spec.dtype) for name, spec in specs.items()}:
+    if _shapes(manifest.specs) != _shapes(specs):
         reason = (
             f"is committed by job {job!r} with other tensors: has its model changed? use another"
             " storage prefix"
         )
         raise CheckpointConflict(storage.uri, manifest.step, reason)
     return manifest
+
+
+def _shapes(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of each tensor; cuts may differ between layouts of one model."""
+    return {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
 
 
 def _chosen_files(
@@ -340,10 +349,13 @@ def _chosen_files(
                         " have diverged"
                     )
                     raise CheckpointConflict(storage.uri, step, reason)
+
             fresh = tuple(stored for stored in file.shards if stored.shard not in checksums)
-            checksums.update({stored.shard: stored.checksum for stored in fresh})
+            for stored in fresh:
+                checksums[stored.shard] = stored.checksum
             if fresh:
                 files.append(DataFile(file.name, file.num_bytes, file.writer, fresh))
+
     missing = sorted(layout.shards - checksums.keys())
     if missing:
         raise CheckpointIncomplete(step, tuple(map(str, missing)))
@@ -356,7 +368,8 @@ def _tensor_entry(spec: TensorSpec) -> TensorEntry:
 
 def _check_files(storage: Storage, manifest: Manifest) -> None:
     """Check before the commit that every data file is in the storage, whole."""
-    if missing := wrong_files(storage, manifest):
+    missing = wrong_files(storage, manifest)
+    if missing:
         raise CheckpointIncomplete(manifest.step, missing)
 
 
@@ -364,14 +377,17 @@ def wrong_files(storage: Storage, manifest: Manifest) -> tuple[str, ...]:
     """Return the data files that are missing or whose size differs from the manifest's."""
     prefix = step_prefix(manifest.step)
     sizes = {info.name: info.size for info in storage.list(prefix)}
-    return tuple(
-        file.name for file in manifest.files if sizes.get(prefix + file.name) != file.num_bytes
-    )
+    wrong = []
+    for file in manifest.files:
+        if sizes.get(prefix + file.name) != file.num_bytes:
+            wrong.append(file.name)
+    return tuple(wrong)
 
 
 def require_files(storage: Storage, manifest: Manifest) -> None:
     """Raise CheckpointDamaged unless all data files of a committed checkpoint are there, whole."""
-    if wrong := wrong_files(storage, manifest):
+    wrong = wrong_files(storage, manifest)
+    if wrong:
         reason = f"{len(wrong)} files are missing or have a wrong size ({wrong[0]})"
         raise CheckpointDamaged(storage.uri, manifest.step, reason)
 
@@ -382,6 +398,7 @@ def _put_manifest(storage: Storage, manifest: Manifest) -> Manifest:
     encoded = encode_manifest(manifest)
     storage.put(prefix + METADATA_NAME, encode_dcp_metadata(manifest))
     try:
+        # If there is none: of two coordinators one commits, and both get the same manifest.
         storage.put(prefix + MANIFEST_NAME, encoded, if_none_match=True)
     except ObjectExists:
         winner = _committed(storage, manifest.step)

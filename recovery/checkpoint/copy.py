@@ -46,19 +46,25 @@ def copy_checkpoint(
         _require_same_job(target, manifest)
         prefix = step_prefix(manifest.step)
         there = {info.name: info.size for info in target.list(prefix)}
+        total = sum(file.num_bytes for file in manifest.files)
         done = 0
         for file in manifest.files:
-            if there.get(prefix + file.name) != file.num_bytes:
-                target.put(prefix + file.name, _checked(source, manifest, file))
+            name = prefix + file.name
+            if there.get(name) != file.num_bytes:
+                target.put(name, _checked(source, manifest, file))
             done += file.num_bytes
             if progress is not None:
-                progress(done, sum(each.num_bytes for each in manifest.files))
-        for name in beside(manifest):
-            _copy_all(source, target, name)
+                progress(done, total)
+
+        for further in beside(manifest):
+            _copy_all(source, target, further)
         _replace_journal(source, target)
+
         target.put(prefix + METADATA_NAME, source.get(prefix + METADATA_NAME))
+        # Last: before, the target has no checkpoint of this step.
         target.put(prefix + MANIFEST_NAME, encode_manifest(manifest))
         require_files(target, manifest)
+
     logger.info("Copied step %d to %s", manifest.step, checkpoint_uri(target, manifest.step))
     return manifest
 
@@ -76,11 +82,16 @@ def _checked(source: Storage, manifest: Manifest, file: DataFile) -> bytearray:
     data = bytearray(file.num_bytes)
     whole = memoryview(data)
     stride = source.options.part_bytes
+
+    def fetch(start: int) -> None:
+        source.get_into(name, start, whole[start : start + stride])
+
     with ThreadPoolExecutor(source.options.concurrency, "checkpoint-copy") as pool:
-        starts = range(0, file.num_bytes, stride)
-        list(pool.map(lambda at: source.get_into(name, at, whole[at : at + stride]), starts))
+        # The list takes every result, so that an error of any part is raised.
+        list(pool.map(fetch, range(0, file.num_bytes, stride)))
+
     for stored in file.shards:
-        found = checksum(whole[stored.offset : stored.offset + stored.num_bytes])
+        found = checksum(whole[stored.offset : stored.end])
         if found != stored.checksum:
             reason = f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
             raise CheckpointCorrupt(f"{source.uri}/{name}", stored.shard, reason)
@@ -91,7 +102,8 @@ def _replace_journal(source: Storage, target: Storage) -> None:
     """Give `target` the journal of `source`: a generation of `target` alone was abandoned."""
     names = {info.name for info in source.list(JOURNAL)}
     _copy_all(source, target, JOURNAL)
-    target.delete([info.name for info in target.list(JOURNAL) if info.name not in names])
+    abandoned = [info.name for info in target.list(JOURNAL) if info.name not in names]
+    target.delete(abandoned)
 
 
 def _copy_all(source: Storage, target: Storage, prefix: str) -> None:

@@ -34,14 +34,15 @@ def encode_dcp_metadata(manifest: Manifest) -> bytes:
     """Return the pickled `Metadata` that DCP's FileSystemReader opens first."""
     storage_data = {}
     for shard, (file_name, stored) in manifest.locations.items():
-        offset = torch.Size(manifest.specs[shard.tensor].unit_offset(shard.unit))
+        spec = manifest.specs[shard.tensor]
+        offset = torch.Size(spec.unit_offset(shard.unit))
         index = MetadataIndex(shard.tensor, offset, shard.unit)
         storage_data[index] = _StorageInfo(file_name, stored.item_offset, stored.item_bytes)
+
     metadata = Metadata(
         state_dict_metadata={name: _tensor_metadata(spec) for name, spec in manifest.specs.items()},
-        planner_data={
-            name: (name,) for name in manifest.specs
-        },  # flat: no nested dictionaries to rebuild
+        # Flat: there are no nested dictionaries to rebuild.
+        planner_data={name: (name,) for name in manifest.specs},
         storage_data=storage_data,
         version=CURRENT_DCP_VERSION,
     )
@@ -52,10 +53,13 @@ def dcp_metadata_problem(data: bytes, manifest: Manifest) -> str:
     """Compare a stored `.metadata` with what the manifest implies; return the problem, or ""."""
     try:
         found = _contents(_MetadataUnpickler(io.BytesIO(data)).load())
-        same = found == _contents(pickle.loads(encode_dcp_metadata(manifest)))
+        expected = _contents(pickle.loads(encode_dcp_metadata(manifest)))
+        agrees = found == expected
     except Exception as error:  # noqa: BLE001
         return f"is damaged ({type(error).__name__}: {str(error)[:100]})"
-    return "" if same else "does not agree with the manifest"
+    if not agrees:
+        return "does not agree with the manifest"
+    return ""
 
 
 def files_of_dcp_metadata(data: bytes) -> frozenset[str]:
@@ -72,6 +76,7 @@ def _contents(metadata: Metadata) -> tuple[Any, ...]:
 
     A damaged one may lack any of these attributes.
     """
+    # A MetadataIndex compares without its `index`, which PyTorch reads.
     places = {(key, key.index): place for key, place in metadata.storage_data.items()}
     return metadata.state_dict_metadata, metadata.planner_data, places
 
@@ -126,10 +131,10 @@ def _member(encoding: Any, name: str) -> Any:
 
 
 def _tensor_metadata(spec: TensorSpec) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(spec.unit_offset(unit)), torch.Size(spec.unit_shape(unit)))
-        for unit in range(spec.num_units)
-    ]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=TORCH_DTYPES[spec.dtype]), torch.Size(spec.shape), chunks
-    )
+    chunks = []
+    for unit in range(spec.num_units):
+        offset = torch.Size(spec.unit_offset(unit))
+        shape = torch.Size(spec.unit_shape(unit))
+        chunks.append(ChunkStorageMetadata(offset, shape))
+    properties = TensorProperties(dtype=TORCH_DTYPES[spec.dtype])
+    return TensorStorageMetadata(properties, torch.Size(spec.shape), chunks)

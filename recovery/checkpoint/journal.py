@@ -99,8 +99,7 @@ class Journal:
         return found.ancestry()
 
     def _require_storage(self, found: Entries) -> None:
-        seen_before = {*self._known, *self._mine} or self._marked
-        if not self._marked or not seen_before or found.numbers & self._known.keys():
+        if not self._marked or found.numbers & self._known.keys():
             return
         if self._storage.size(self._marker) is None:
             raise JournalUnreachable(
@@ -129,10 +128,13 @@ class Journal:
         for generation in sorted(self._mine.keys() - self._put_before):
             self._put(self._mine[generation])
         found = self._read_own()
+
         absent = sorted(self._mine.keys() - self._known.keys())
+        if not absent:
+            return found
         for generation in absent:
             self._put(self._mine[generation])
-        return self._read_own() if absent else found
+        return self._read_own()
 
     def _read_own(self) -> Ancestry:
         """Read the journal as `read` does, and check that this driver's generation is the newest.
@@ -141,11 +143,15 @@ class Journal:
             Superseded: another driver has the same generation as this one, or a newer one.
         """
         found = self.read()
-        newest = None if found.newest is None else found.entries[found.newest]
-        if newest is None or not self._mine or newest.driver == self._driver:
+        if found.newest is None or not self._mine:
+            return found
+
+        newest = found.entries[found.newest]
+        if newest.driver == self._driver:
             return found
         if newest.generation in self._mine and newest.generation in found.unknown:
-            return found  # this driver's own, damaged
+            # This driver's own entry, damaged.
+            return found
         raise Superseded(self._storage.uri, newest.generation, newest.driver or "unknown")
 
     def _put(self, entry: Descent) -> None:
@@ -166,11 +172,16 @@ class Journal:
     def forget_before(self, generation: int) -> None:
         """Delete the entries before `generation`: no state of theirs is needed any more."""
         old = sorted(number for number in self._known if number < generation)
-        self._mine = {number: each for number, each in self._mine.items() if number >= generation}
-        self._storage.delete([entry_name(number) for number in old])  # the oldest first: no gap
-        self._known = {
-            number: entry for number, entry in self._known.items() if number >= generation
-        }
+        # Forgotten first: `check` would put them again.
+        self._mine = _entries_from(self._mine, generation)
+        # The oldest is deleted first: a deletion that is cut short leaves no gap.
+        self._storage.delete([entry_name(number) for number in old])
+        self._known = _entries_from(self._known, generation)
+
+
+def _entries_from(entries: Mapping[int, Descent], generation: int) -> dict[int, Descent]:
+    """Return the entries of `generation` and of later ones."""
+    return {number: entry for number, entry in entries.items() if number >= generation}
 
 
 @dataclass(frozen=True)
@@ -191,21 +202,28 @@ def read_ancestry(storage: Storage) -> Ancestry:
 
 def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
     """List the journal's entries and read those that are not in `known`."""
-    matches = (_ENTRY.match(info.name) for info in storage.list(PREFIX))
-    numbers = frozenset(int(match[1]) for match in matches if match)
+    numbers = set()
+    for info in storage.list(PREFIX):
+        match = _ENTRY.match(info.name)
+        if match:
+            numbers.add(int(match[1]))
+
     readable = {}
     for number in sorted(numbers):
         entry = known.get(number) or _read(storage, entry_name(number), number)
         if entry is not None:
             readable[number] = entry
-    return Entries(readable, numbers)
+    return Entries(readable, frozenset(numbers))
 
 
 def encode_entry(entry: Descent) -> bytes:
     """Encode the entry as JSON, with its checksum."""
-    return msgspec.json.encode(
-        _Stored(**msgspec.structs.asdict(entry), checksum=zlib.crc32(msgspec.json.encode(entry)))
-    )
+    stored = _Stored(**msgspec.structs.asdict(entry), checksum=_checksum(entry))
+    return msgspec.json.encode(stored)
+
+
+def _checksum(entry: Descent) -> int:
+    return zlib.crc32(msgspec.json.encode(entry))
 
 
 def _read(storage: Storage, name: str, generation: int) -> Descent | None:
@@ -217,13 +235,14 @@ def _read(storage: Storage, name: str, generation: int) -> Descent | None:
     except DocumentDamaged as error:
         logger.warning("%s/%s is not a journal entry: %s", storage.uri, name, error)
         return None
+
     fields = msgspec.structs.asdict(stored)
     checksum = fields.pop("checksum")
     entry = Descent(**fields)
     if entry.generation != generation:
         logger.warning("%s/%s is of generation %d", storage.uri, name, entry.generation)
         return None
-    if checksum is not None and checksum != zlib.crc32(msgspec.json.encode(entry)):
+    if checksum is not None and checksum != _checksum(entry):
         logger.warning("%s/%s is damaged: its checksum is wrong", storage.uri, name)
         return None
     return entry
@@ -234,4 +253,7 @@ def oldest_needed(generations: Iterable[int], ancestry: Ancestry) -> int:
 
     It is the oldest of `generations`, which wrote the state that is kept, and of the newest one.
     """
-    return min([*generations, *([] if ancestry.newest is None else [ancestry.newest])], default=0)
+    needed = list(generations)
+    if ancestry.newest is not None:
+        needed.append(ancestry.newest)
+    return min(needed, default=0)

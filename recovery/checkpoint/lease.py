@@ -32,7 +32,8 @@ MARKER_CONTENT = b"autohet driver\n"
 _LEASE = re.compile(r"^driver/[^/]+-\d+-[0-9a-f]{8}\.lease$")
 _MARKER = re.compile(r"^(driver/[^/]+-\d+-[0-9a-f]{8})\.mark$")
 LEASE_S = 15.0
-RENEWALS = 4  # within the time of a lease: three of them may fail
+RENEWALS = 4
+"""Renewals within the time of a lease: three of them may fail."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,16 +61,21 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def is_dead(self) -> bool:
         """True if the process is known to have ended, which only its own machine can tell."""
-        return self.boot == boot_id() != "" and process_start(self.process_id) != self.started
+        is_of_this_machine = self.boot == boot_id() != ""
+        if not is_of_this_machine:
+            return False
+        # Another process may have the same id by now: it was started at another time.
+        return process_start(self.process_id) != self.started
 
 
 def has_living_driver(storage: Storage, lease_s: float = LEASE_S) -> bool:
     """Return True if a driver has renewed a lease in this storage within `lease_s` seconds."""
     now = storage.now()
-    return any(
-        _LEASE.match(info.name) and now <= info.modified_s + lease_s
-        for info in storage.list(PREFIX)
-    )
+    for info in storage.list(PREFIX):
+        is_fresh = now <= info.modified_s + lease_s
+        if is_fresh and _LEASE.match(info.name):
+            return True
+    return False
 
 
 class DriverLease:
@@ -108,16 +114,18 @@ class DriverLease:
             pause(self.lease_s / RENEWALS / 2)
             now = {info.name: info for info in self._others()}
             for name in now.keys() & seen.keys():
-                if now[name].modified_s != seen[name].modified_s and (
-                    name < self.name or self._is_taken(name)
-                ):
+                is_renewed = now[name].modified_s != seen[name].modified_s
+                # A driver that only waits, too, gives way to the name that is first.
+                if is_renewed and (name < self.name or self._is_taken(name)):
                     self.release()
-                    raise LeaseHeld(
-                        self._storage.uri, name.removeprefix(PREFIX).removesuffix(".lease")
-                    )
+                    driver = name.removeprefix(PREFIX).removesuffix(".lease")
+                    raise LeaseHeld(self._storage.uri, driver)
+
             seen = {name: info for name, info in seen.items() if name in now}
             self.renew()
-        self._storage.delete([name for name in seen if self._holder(name) is not None])
+
+        expired = [name for name in seen if self._holder(name) is not None]
+        self._storage.delete(expired)
         self.holder = msgspec.structs.replace(self.holder, taken=True)
         self.renew()
 
@@ -125,7 +133,8 @@ class DriverLease:
         self._storage.put(self.name, msgspec.json.encode(self.holder))
 
     def release(self) -> None:
-        with suppress(StorageError):  # it runs out by itself
+        # It expires by itself.
+        with suppress(StorageError):
             self._storage.delete([self.name])
 
     def _others(self) -> list[ObjectInfo]:
@@ -133,23 +142,37 @@ class DriverLease:
 
         The markers of dead drivers are removed, too. Other objects there are not ours and stay.
         """
-        now = self._storage.now()  # before: nobody looks older than it was when it was seen
+        # The clock before the list: nobody looks older than it was when it was seen.
+        now = self._storage.now()
         there = list(self._storage.list(PREFIX))
         leases = [info for info in there if _LEASE.match(info.name) and info.name != self.name]
         holders = {info.name: self._holder(info.name) for info in leases}
-        old = {info.name for info in leases if now > info.modified_s + self.lease_s}
-        known = {name: holder for name, holder in holders.items() if holder is not None}
-        dead = [name for name, holder in known.items() if name in old or holder.is_dead]
+
+        living = []
+        dead = []
+        for info in leases:
+            holder = holders[info.name]
+            is_old = now > info.modified_s + self.lease_s
+            if holder is not None and (is_old or holder.is_dead):
+                dead.append(info.name)
+            elif not is_old:
+                living.append(info)
+
         self._storage.delete([*dead, *self._left_markers(there, dead)])
-        return [info for info in leases if info.name not in {*dead, *old}]
+        return living
 
     def _left_markers(self, there: Iterable[ObjectInfo], dead: Iterable[str]) -> list[str]:
         """Return the markers of drivers without a lease."""
-        living = {info.name for info in there} - set(dead) | {self.name}
+        leases = {info.name for info in there}
+        leases.difference_update(dead)
+        leases.add(self.name)
+
         markers = []
         for info in there:
             match = _MARKER.match(info.name)
-            if match and f"{match[1]}.lease" not in living and self._is_marker(info.name):
+            if match is None or f"{match[1]}.lease" in leases:
+                continue
+            if self._is_marker(info.name):
                 markers.append(info.name)
         return markers
 

@@ -52,6 +52,16 @@ class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shard(self) -> ShardId:
         return ShardId(self.tensor, self.unit)
 
+    @property
+    def end(self) -> int:
+        """Offset just past the raw elements."""
+        return self.offset + self.num_bytes
+
+    @property
+    def item_end(self) -> int:
+        """Offset just past the item."""
+        return self.item_offset + self.item_bytes
+
 
 class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Data file of a checkpoint: its name there, its size, its shards by ascending offset."""
@@ -107,7 +117,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @cached_property
     def locations(self) -> Mapping[ShardId, tuple[str, StoredShard]]:
         """Data file (its name within the checkpoint) and place of each shard."""
-        return {stored.shard: (file.name, stored) for file in self.files for stored in file.shards}
+        locations = {}
+        for file in self.files:
+            for stored in file.shards:
+                locations[stored.shard] = (file.name, stored)
+        return locations
 
     @property
     def shards(self) -> frozenset[ShardId]:
@@ -121,10 +135,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode the manifest, with its checksum filled in."""
+    checksum = _checksum(manifest)
+    return msgspec.json.encode(msgspec.structs.replace(manifest, checksum=checksum))
+
+
+def _checksum(manifest: Manifest) -> int:
+    """Return the CRC-32 of the manifest's document with checksum 0."""
     blank = msgspec.structs.replace(manifest, checksum=0)
-    return msgspec.json.encode(
-        msgspec.structs.replace(blank, checksum=zlib.crc32(msgspec.json.encode(blank)))
-    )
+    return zlib.crc32(msgspec.json.encode(blank))
 
 
 def decode_manifest(data: bytes, uri: str) -> Manifest:
@@ -139,7 +157,7 @@ def decode_manifest(data: bytes, uri: str) -> Manifest:
         manifest = decode_json(data, Manifest)
     except DocumentDamaged as error:
         raise ManifestInvalid(uri, str(error)) from error
-    expected = zlib.crc32(msgspec.json.encode(msgspec.structs.replace(manifest, checksum=0)))
+    expected = _checksum(manifest)
     if manifest.checksum != expected:
         raise ManifestInvalid(
             uri, f"its checksum is {expected:#010x}, not the recorded {manifest.checksum:#010x}"
@@ -171,26 +189,30 @@ def _check_places(manifest: Manifest, uri: str) -> None:
         raise ManifestInvalid(
             uri, f"was written on a {manifest.byteorder}-endian machine, this one is not"
         )
+
     try:
         expected: dict[ShardId, int] = {}
         for spec in manifest.specs.values():
-            expected |= {shard: spec.unit_bytes(shard.unit) for shard in spec.shards}
+            for shard in spec.shards:
+                expected[shard] = spec.unit_bytes(shard.unit)
     except (ValueError, IndexError) as error:
         raise ManifestInvalid(uri, str(error)) from error
+
     for file in manifest.files:
         for stored in file.shards:
             if expected.pop(stored.shard, None) != stored.num_bytes:
                 raise ManifestInvalid(
                     uri, f"shard {stored.shard} is unknown, listed twice, or has a wrong size"
                 )
-            item_end = stored.item_offset + stored.item_bytes
-            end = stored.offset + stored.num_bytes
-            if not 0 <= stored.item_offset <= stored.offset <= end <= item_end <= file.num_bytes:
+            is_in_item = stored.item_offset <= stored.offset <= stored.end <= stored.item_end
+            if not is_in_item or not 0 <= stored.item_offset <= stored.item_end <= file.num_bytes:
                 raise ManifestInvalid(uri, f"shard {stored.shard} lies outside of {file.name}")
+            # A reader of whole items reserves this much: a damaged size must not decide it.
             if stored.item_bytes > stored.num_bytes + ITEM_OVERHEAD_BYTES:
                 raise ManifestInvalid(
                     uri, f"the item of shard {stored.shard} has {stored.item_bytes} bytes"
                 )
+
     if expected:
         raise ManifestInvalid(
             uri, f"{len(expected)} shards have no place, {next(iter(expected))} among them"

@@ -46,6 +46,10 @@ class FileSpan:
     end: int
     shards: tuple[StoredShard, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
 
 def plan_reads(
     manifest: Manifest,
@@ -64,27 +68,25 @@ def plan_reads(
     Raises:
         KeyError: the manifest has no such shard.
     """
-    wanted = sorted(
-        (manifest.locations[shard] for shard in set(ids)),
-        key=lambda place: (place[0], place[1].offset),
-    )
+    wanted = [manifest.locations[shard] for shard in set(ids)]
+    wanted.sort(key=lambda place: (place[0], place[1].offset))
+
     spans: list[FileSpan] = []
     for file, stored in wanted:
-        start = stored.offset
-        end = stored.offset + stored.num_bytes
         if whole_items:
             start = stored.item_offset
-            end = stored.item_offset + stored.item_bytes
-        last = spans[-1] if spans else None
-        if (
-            last
-            and last.file == file
-            and start - last.end <= gap_bytes
-            and end - last.start <= span_bytes
-        ):
-            spans[-1] = FileSpan(file, last.start, end, (*last.shards, stored))
+            end = stored.item_end
         else:
-            spans.append(FileSpan(file, start, end, (stored,)))
+            start = stored.offset
+            end = stored.end
+
+        if spans and spans[-1].file == file:
+            last = spans[-1]
+            is_near = start - last.end <= gap_bytes
+            if is_near and end - last.start <= span_bytes:
+                spans[-1] = FileSpan(file, last.start, end, (*last.shards, stored))
+                continue
+        spans.append(FileSpan(file, start, end, (stored,)))
     return sorted(spans, key=lambda span: min(stored.shard for stored in span.shards))
 
 
@@ -111,8 +113,10 @@ def read_shards(
         CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError:
         the storage failed.
     """
-    found = _read(storage, manifest, ids, into or {}, _Reading(max_memory_bytes, False, requests))
-    with closing(found):  # also where this raises: whoever keeps the error keeps no threads
+    reading = _Reading(max_memory_bytes, whole_items=False, requests=requests)
+    found = _read(storage, manifest, ids, into or {}, reading)
+    # Closed also where this raises: whoever keeps the error keeps no threads.
+    with closing(found):
         for shard, outcome in found:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -150,7 +154,8 @@ def verify(
         storage failed.
     """
     with reading_checkpoint(storage, step) as manifest:
-        problems = [*_file_problems(storage, manifest), *_metadata_problems(storage, manifest)]
+        problems = _file_problems(storage, manifest)
+        problems += _metadata_problems(storage, manifest)
         done = 0
         for shard, outcome in _read(storage, manifest, None, {}, _Reading(whole_items=True)):
             if isinstance(outcome, Exception):
@@ -159,10 +164,15 @@ def verify(
             if progress:
                 progress(done, manifest.num_bytes)
         if problems:
+            # Raises where the checkpoint was removed meanwhile: that is no damage.
             open_checkpoint(storage, manifest.step)
-    uri = checkpoint_uri(storage, manifest.step)
+
     return VerifyReport(
-        manifest.step, uri, len(manifest.locations), manifest.num_bytes, tuple(problems)
+        step=manifest.step,
+        uri=checkpoint_uri(storage, manifest.step),
+        num_shards=len(manifest.locations),
+        num_bytes=manifest.num_bytes,
+        problems=tuple(problems),
     )
 
 
@@ -180,11 +190,9 @@ def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
         problem = dcp_metadata_problem(storage.get(name), manifest)
     except ObjectMissing:
         problem = "is missing"
-    return (
-        [f"{storage.uri}/{name} {problem}: stock PyTorch cannot load this checkpoint"]
-        if problem
-        else []
-    )
+    if not problem:
+        return []
+    return [f"{storage.uri}/{name} {problem}: stock PyTorch cannot load this checkpoint"]
 
 
 @dataclass
@@ -198,13 +206,13 @@ class _Fetch:
     bad: dict[ShardId, CheckpointCorrupt] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.span.end - self.span.start
-
     def raw(self, stored: StoredShard) -> torch.Tensor:
         first = stored.offset - self.span.start
         return self.buffer[first : first + stored.num_bytes]
+
+    def item(self, stored: StoredShard) -> torch.Tensor:
+        first = stored.item_offset - self.span.start
+        return self.buffer[first : first + stored.item_bytes]
 
 
 @dataclass(frozen=True)
@@ -223,34 +231,37 @@ def _read(
     into: Mapping[ShardId, memoryview],
     reading: _Reading,
 ) -> Generator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
-    ids = manifest.locations if ids is None else ids
-    spans = deque(
-        plan_reads(manifest, ids, storage.options.part_bytes, whole_items=reading.whole_items)
-    )
+    wanted = manifest.locations if ids is None else ids
+    part_bytes = storage.options.part_bytes
+    spans = deque(plan_reads(manifest, wanted, part_bytes, whole_items=reading.whole_items))
     flying: deque[_Fetch] = deque()
     over = threading.Event()
-    requests = reading.requests
-    if requests is None:  # else whoever owns the threads ends what they wait for
+
+    own: ThreadPoolExecutor | None = None
+    if reading.requests is None:
+        # With threads of others, whoever owns those ends what they wait for.
         storage = storage.until(over)
+        own = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
     reader = _Reader(storage, manifest, reading.whole_items, into)
-    own = (
-        ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
-        if requests is None
-        else None
-    )
+
     ahead = 0
-    with own or nullcontext(requests) as pool:
+    with own or nullcontext(reading.requests) as pool:
         assert pool is not None
         try:
             while spans or flying:
-                while spans and (
-                    not flying or ahead + spans[0].end - spans[0].start <= reading.max_memory_bytes
-                ):
-                    flying.append(reader.start(pool, spans.popleft()))
-                    ahead += flying[-1].num_bytes
+                while spans:
+                    fits = ahead + spans[0].num_bytes <= reading.max_memory_bytes
+                    # A span that is larger than the limit is read alone.
+                    if flying and not fits:
+                        break
+                    span = spans.popleft()
+                    flying.append(reader.start(pool, span))
+                    ahead += span.num_bytes
+
                 yield from reader.finish(flying[0])
-                ahead -= flying[0].num_bytes
-                reader.reuse(flying.popleft())
+                done = flying.popleft()
+                ahead -= done.span.num_bytes
+                reader.reuse(done)
         finally:
             over.set()
             _call_off(flying)
@@ -261,7 +272,12 @@ def _call_off(fetches: Iterable[_Fetch]) -> None:
 
     Each has the storage's own deadline.
     """
-    wait([part for fetch in list(fetches) for part in fetch.parts if not part.cancel()])
+    running = []
+    for fetch in list(fetches):
+        for part in fetch.parts:
+            if not part.cancel():
+                running.append(part)
+    wait(running)
 
 
 def _over(memory: memoryview) -> torch.Tensor:
@@ -308,22 +324,29 @@ class _Reader:
 
     def start(self, pool: Executor, span: FileSpan) -> _Fetch:
         stride = self._storage.options.part_bytes
+        # An empty span has one part, too: it is checked behind its last part.
         starts = range(span.start, max(span.end, span.start + 1), stride)
         fetch = _Fetch(span, self._buffer(span), len(starts))
-        fetch.parts.extend(
-            pool.submit(self._part, fetch, at, min(at + stride, span.end)) for at in starts
-        )
+        for start in starts:
+            end = min(start + stride, span.end)
+            fetch.parts.append(pool.submit(self._part, fetch, start, end))
         return fetch
 
     def _buffer(self, span: FileSpan) -> torch.Tensor:
-        num_bytes = span.end - span.start
+        num_bytes = span.num_bytes
         if self._alone(span):
             memory = self._into.get(span.shards[0].shard)
-            return self._new_buffer(num_bytes) if memory is None else _over(memory)
+            if memory is not None:
+                return _over(memory)
+            return self._new_buffer(num_bytes)
+
         for number, free in enumerate(self._free):
             if free.numel() >= num_bytes:
                 return self._free.pop(number)[:num_bytes]
-        return self._new_buffer(max(num_bytes, self._storage.options.part_bytes))[:num_bytes]
+
+        # Of a whole part's size, so that it serves any later span.
+        whole_bytes = max(num_bytes, self._storage.options.part_bytes)
+        return self._new_buffer(whole_bytes)[:num_bytes]
 
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         return empty_tensor((num_bytes,), torch.uint8, f"{self._storage.uri}/{self._prefix}")
@@ -336,24 +359,32 @@ class _Reader:
 
         No-op if the buffer is a shard's own memory.
         """
-        if not self._alone(fetch.span):
-            whole = torch.empty(0, dtype=torch.uint8).set_(fetch.buffer.untyped_storage())
-            self._free.append(whole)
+        if self._alone(fetch.span):
+            return
+        storage = fetch.buffer.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._free.append(whole)
 
     def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
         """Wait for the span, at most for the storage's own deadline of each request."""
         for part in fetch.parts:
             part.result()
+
         alone = self._alone(fetch.span)
         for stored in fetch.span.shards:
-            raw = fetch.raw(stored) if alone else self._taken(stored, fetch.raw(stored))
+            raw = fetch.raw(stored)
+            if not alone:
+                raw = self._taken(stored, raw)
             spec = self._manifest.specs[stored.tensor]
             tensor = raw.view(TORCH_DTYPES[spec.dtype]).view(spec.unit_shape(stored.unit))
             yield stored.shard, fetch.bad.get(stored.shard, tensor)
 
     def _taken(self, stored: StoredShard, raw: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a shard's bytes, in the caller's memory if there is any."""
         memory = self._into.get(stored.shard)
-        return raw.clone() if memory is None or not len(memory) else _over(memory).copy_(raw)
+        if memory is None or not len(memory):
+            return raw.clone()
+        return _over(memory).copy_(raw)
 
     def _part(self, fetch: _Fetch, start: int, end: int) -> None:
         error = self._fetch_range(fetch, start, end)
@@ -361,17 +392,15 @@ class _Reader:
             fetch.parts_left -= 1
             last = fetch.parts_left == 0
             if error:
-                fetch.bad.update(
-                    {
-                        stored.shard: self._corrupt(fetch, stored, error)
-                        for stored in fetch.span.shards
-                    }
-                )
+                for stored in fetch.span.shards:
+                    fetch.bad[stored.shard] = self._corrupt(fetch, stored, error)
         if last and not fetch.bad:
             self._check(fetch)
 
     def _fetch_range(self, fetch: _Fetch, start: int, end: int) -> str:
-        buffer = fetch.buffer.numpy().data[start - fetch.span.start : end - fetch.span.start]
+        """Read a part of a span into its buffer; return the problem, or ""."""
+        first = fetch.span.start
+        buffer = fetch.buffer.numpy().data[start - first : end - first]
         try:
             self._storage.get_into(self._prefix + fetch.span.file, start, buffer)
         except (ObjectMissing, ObjectTruncated) as error:
@@ -383,37 +412,43 @@ class _Reader:
 
         The transfer may have been at fault and not the storage.
         """
-        wrong = [stored for stored in fetch.span.shards if self._problem(fetch, stored)]
+        span = fetch.span
+        wrong = [stored for stored in span.shards if self._problem(fetch, stored)]
         if not wrong:
             return
+
         stride = self._storage.options.part_bytes
-        for start in range(fetch.span.start, fetch.span.end, stride):
-            self._fetch_range(fetch, start, min(start + stride, fetch.span.end))
-        for stored in fetch.span.shards:
-            if problem := self._problem(fetch, stored):
+        for start in range(span.start, span.end, stride):
+            self._fetch_range(fetch, start, min(start + stride, span.end))
+
+        for stored in span.shards:
+            problem = self._problem(fetch, stored)
+            if problem:
                 fetch.bad[stored.shard] = self._corrupt(fetch, stored, problem)
 
     def _problem(self, fetch: _Fetch, stored: StoredShard) -> str:
         found = checksum(fetch.raw(stored).numpy().data)
         if found != stored.checksum:
             return f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
-        return self._item_problem(fetch, stored) if self._whole_items else ""
+        if self._whole_items:
+            return self._item_problem(fetch, stored)
+        return ""
 
     def _item_problem(self, fetch: _Fetch, stored: StoredShard) -> str:
         """Check that stock PyTorch loads the same tensor; return the problem, or ""."""
-        first = stored.item_offset - fetch.span.start
-        item = io.BytesIO(fetch.buffer[first : first + stored.item_bytes].numpy().tobytes())
+        item = io.BytesIO(fetch.item(stored).numpy().tobytes())
         spec = self._manifest.specs[stored.tensor]
         try:
             tensor = torch.load(item, map_location="cpu", weights_only=True)
         except Exception as error:  # noqa: BLE001
             return f"torch.load cannot read it ({type(error).__name__}: {str(error)[:100]})"
+
         if tensor.shape != spec.unit_shape(stored.unit) or tensor.dtype != TORCH_DTYPES[spec.dtype]:
             return "torch.load makes another shape or dtype of it"
-        same = checksum(tensor_bytes(tensor)) == stored.checksum
-        return "" if same else "torch.load makes other values of it"
+        if checksum(tensor_bytes(tensor)) != stored.checksum:
+            return "torch.load makes other values of it"
+        return ""
 
     def _corrupt(self, fetch: _Fetch, stored: StoredShard, reason: str) -> CheckpointCorrupt:
-        return CheckpointCorrupt(
-            f"{self._storage.uri}/{self._prefix}{fetch.span.file}", stored.shard, reason
-        )
+        uri = f"{self._storage.uri}/{self._prefix}{fetch.span.file}"
+        return CheckpointCorrupt(uri, stored.shard, reason)

@@ -29,7 +29,8 @@ from recovery.storage.protocol import ObjectInfo, Storage
 logger = logging.getLogger(__name__)
 
 LEASE_S = 3600.0
-RENEWALS = 4  # within the time of a lease: three of them may fail
+RENEWALS = 4
+"""Renewals within the time of a lease: three of them may fail."""
 ORPHAN_AGE_S = 6 * 3600.0
 _STEP = re.compile(r"^step-(\d{8,})/")
 _LEASE = re.compile(r"^step-\d{8,}/reader-[0-9a-f]+-(\d+)\.lease$")
@@ -68,6 +69,7 @@ def reading_checkpoint(
     """
     asked = storage if cancelled is None else storage.until(cancelled)
     step = open_checkpoint(asked).step if step is None else step
+    # The lease's name says how long it lasts: retention in another process goes by it.
     lease = f"{step_prefix(step)}reader-{uuid.uuid4().hex[:12]}-{int(lease_s)}.lease"
     try:
         asked.put(lease, LEASE_CONTENT)
@@ -76,17 +78,18 @@ def reading_checkpoint(
             "Reading step %d without a lease (%s): retention may remove it meanwhile", step, error
         )
         lease = ""
+
     done = threading.Event()
+    # Without patience: the end waits for the thread.
+    impatient = storage.patient(0.0)
     keeper = threading.Thread(
-        target=_keep,
-        args=(storage.patient(0.0), lease, lease_s, done),  # the end waits for it
-        name="lease",
-        daemon=True,
+        target=_keep, args=(impatient, lease, lease_s, done), name="lease", daemon=True
     )
     if lease:
         keeper.start()
     try:
-        yield open_checkpoint(asked, step)  # now: it may have gone before the lease was seen
+        # Opened now: it may have gone before the lease was seen.
+        yield open_checkpoint(asked, step)
     finally:
         done.set()
         if lease:
@@ -105,7 +108,8 @@ def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -
             storage.put(lease, LEASE_CONTENT)
         except StorageError as error:
             logger.warning("The lease %s is not renewed this time: %s", lease, error)
-    with suppress(StorageError):  # it expires by itself
+    # It expires by itself.
+    with suppress(StorageError):
         storage.delete([lease])
 
 
@@ -131,17 +135,17 @@ def apply_retention(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
+
     manifests, problem = _read_all(storage, job)
     if problem:
         return Removal((), unknown=problem)
     steps = list(manifests)
-    newest = newest_checkpoint(storage)  # looked for later, it is never among those that look left
-    left = [step for step in steps if newest is not None and step > newest.step]
-    present = [step for step in steps if step not in left]
-    old = [] if keep is None else [step for step in present[:-keep] if step not in best]
-    old += left
+    # Read after the manifests: a checkpoint that is committed meanwhile is no abandoned one.
+    newest = newest_checkpoint(storage)
+    old = _unneeded_steps(steps, None if newest is None else newest.step, keep, best)
     if not old:
         return Removal(())
+
     now = storage.now()
     removed = []
     kept = []
@@ -153,6 +157,8 @@ def apply_retention(
             continue
         storage.delete([step_prefix(step) + MANIFEST_NAME])
         removed.append(step)
+
+        # Once more: no reader can come any more, now that the manifest has gone.
         objects = list(storage.list(step_prefix(step)))
         if _leased(objects, now):
             kept.append(
@@ -164,6 +170,27 @@ def apply_retention(
         else:
             count += 1 + _delete_all(storage, owned(storage, step, objects, manifests[step]))
     return Removal(tuple(removed), tuple(kept), count)
+
+
+def _unneeded_steps(
+    steps: list[int], newest: int | None, keep: int | None, best: Collection[int]
+) -> list[int]:
+    """Return those of the ascending `steps` that `apply_retention` may remove.
+
+    `newest` is the newest step of the job's present history.
+    """
+    present = []
+    abandoned = []
+    for step in steps:
+        if newest is not None and step > newest:
+            abandoned.append(step)
+        else:
+            present.append(step)
+
+    unneeded = []
+    if keep is not None:
+        unneeded = [step for step in present[:-keep] if step not in best]
+    return unneeded + abandoned
 
 
 def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], str]:
@@ -201,42 +228,61 @@ def remove_orphans(
     manifests, problem = _read_all(storage, None)
     if problem:
         return Removal((), unknown=problem)
+
     now = storage.now()
-    by_step: dict[int, list[ObjectInfo]] = {}
-    for info in storage.list("step-"):
-        if match := _STEP.match(info.name):
-            by_step.setdefault(int(match[1]), []).append(info)
+    by_step = _objects_by_step(storage)
     removed = []
     kept = []
     count = storage.abort_uploads("step-", min_age_s)
     for step, objects in sorted(by_step.items()):
         if step in writing or _leased(objects, now):
             continue
-        if step in manifests:
-            objects = _strays(manifests[step], objects, now - min_age_s)
+        manifest = manifests.get(step)
+        if manifest is not None:
+            objects = _strays(manifest, objects, now - min_age_s)
         elif max(info.modified_s for info in objects) >= now - min_age_s:
+            # A writer may still be at work here.
             continue
+
         mine = owned(storage, step, objects)
         count += _delete_all(storage, mine)
-        if step not in manifests and mine:
+        if manifest is None and mine:
             removed.append(step)
-        if len(mine) < len(objects):
-            kept.append((step, f"{len(objects) - len(mine)} objects are not proven to be ours"))
+        num_foreign = len(objects) - len(mine)
+        if num_foreign:
+            kept.append((step, f"{num_foreign} objects are not proven to be ours"))
     return Removal(tuple(removed), tuple(kept), count)
 
 
+def _objects_by_step(storage: Storage) -> dict[int, list[ObjectInfo]]:
+    by_step: dict[int, list[ObjectInfo]] = {}
+    for info in storage.list("step-"):
+        match = _STEP.match(info.name)
+        if match:
+            by_step.setdefault(int(match[1]), []).append(info)
+    return by_step
+
+
 def _strays(manifest: Manifest, objects: list[ObjectInfo], older_than: float) -> list[ObjectInfo]:
-    named = {file.name for file in manifest.files} | {METADATA_NAME, MANIFEST_NAME}
+    """Return the old ones of `objects` that the manifest does not name."""
+    named = {file.name for file in manifest.files}
+    named |= {METADATA_NAME, MANIFEST_NAME}
     prefix = step_prefix(manifest.step)
-    unnamed = [info for info in objects if info.name.removeprefix(prefix) not in named]
-    return [info for info in unnamed if info.modified_s < older_than]
+
+    strays = []
+    for info in objects:
+        is_old = info.modified_s < older_than
+        if is_old and info.name.removeprefix(prefix) not in named:
+            strays.append(info)
+    return strays
 
 
 def _leased(objects: list[ObjectInfo], now: float) -> bool:
-    return any(
-        (match := _LEASE.match(info.name)) and now < info.modified_s + float(match[1])
-        for info in objects
-    )
+    for info in objects:
+        match = _LEASE.match(info.name)
+        if match and now < info.modified_s + float(match[1]):
+            return True
+    return False
 
 
 def _delete_all(storage: Storage, objects: list[ObjectInfo]) -> int:

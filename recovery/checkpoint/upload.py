@@ -136,15 +136,12 @@ class Uploader:
             if self._busy_with is not None:
                 raise UploaderBusy(step, self._busy_with)
             self._abandoned.clear()
-            self._busy_with, self._outcome, self._copied = (
-                step,
-                None,
-                isinstance(state, SnapshotLease),
-            )
+            self._busy_with = step
+            self._outcome = None
+            self._copied = isinstance(state, SnapshotLease)
             borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
-            self._tasks.put(
-                _Task(step, worker, borrowed, layout, ids, proof)
-            )  # before `close` can put an end behind which nothing is done
+            # Under the lock: nothing that comes behind the end that `close` puts is done.
+            self._tasks.put(_Task(step, worker, borrowed, layout, ids, proof))
 
     def abandon(self) -> None:
         """Stop retrying the upload in flight once its current try has failed.
@@ -201,7 +198,9 @@ class Uploader:
 
         Raises as `wait` does.
         """
-        return None if self.busy else self.wait(0)
+        if self.busy:
+            return None
+        return self.wait(0)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Finish the upload that is on its way and join the thread; idempotent.
@@ -226,7 +225,11 @@ class Uploader:
         self.close()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            task = self._tasks.get()
+            if task is None:
+                return
+
             outcome: WorkerReceipt | Exception
             try:
                 outcome = self._write(task)
@@ -236,12 +239,15 @@ class Uploader:
                 outcome = UploadFailed(
                     f"upload of step {task.step} failed: {type(error).__name__}: {error}"
                 )
-            del task  # frees the copies before anybody is told that the memory is free
+            # Frees the copies before anybody is told that the memory is free.
+            del task
             self._finish(outcome)
 
     def _write(self, task: _Task) -> WorkerReceipt:
         report = self._progress
-        progress = (lambda done, total: report(task.step, done, total)) if report else None
+        progress: Callable[[int, int], None] | None = None
+        if report is not None:
+            progress = partial(report, task.step)
         borrowed = task.borrowed
 
         def write(
@@ -296,10 +302,9 @@ class Uploader:
     def _copies(self, task: _Task, borrowed: BorrowedState) -> dict[ShardId, torch.Tensor]:
         """Return the shards in host memory; release the tensors that they come from."""
         try:
+            own = task.layout.shards_by_worker[task.worker]
             with borrowed.reading() as state:
-                held = shard_views(
-                    task.layout.tensors, task.layout.shards_by_worker[task.worker], state
-                )
+                held = shard_views(task.layout.tensors, own, state)
                 views = {shard: _host_copy(held[shard]) for shard in task.ids}
             if borrowed.changed:
                 raise UploadFailed(
@@ -326,7 +331,10 @@ def _require_written(storage: Storage, receipt: WorkerReceipt, proof: str | None
         StorageMisplaced: they are not.
     """
     prefix = step_prefix(receipt.step)
-    lost = [f.name for f in receipt.files if storage.size(prefix + f.name) != f.num_bytes]
+    lost = []
+    for file in receipt.files:
+        if storage.size(prefix + file.name) != file.num_bytes:
+            lost.append(file.name)
     if proof is not None and storage.size(proof) is None:
         lost.append(proof)
     if lost:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from recovery.checkpoint.dcp import DATA_SUFFIX
-from recovery.checkpoint.item import ALIGNMENT, Envelope, envelope
+from recovery.checkpoint.item import ALIGNMENT, envelope
 from recovery.checkpoint.manifest import DataFile, StoredShard
 from recovery.checkpoint.ownership import LEASE_CONTENT, TRAILER_BYTES, trailer
 from recovery.errors import ShardCorrupt
@@ -52,7 +52,10 @@ class WorkerReceipt:
 
     @property
     def shards(self) -> frozenset[ShardId]:
-        return frozenset(stored.shard for file in self.files for stored in file.shards)
+        shards: set[ShardId] = set()
+        for file in self.files:
+            shards.update(stored.shard for stored in file.shards)
+        return frozenset(shards)
 
 
 def assign_writers(
@@ -64,21 +67,24 @@ def assign_writers(
     shards with the fewest holders before all others. A node's workers share its link, so a node's
     load counts before a worker's. Deterministic; a worker may get the empty set.
     """
-    node_by_worker = node_by_worker or {worker: worker for worker in layout.workers}
-    node_load = dict.fromkeys(node_by_worker.values(), 0)
+    nodes = node_by_worker or {worker: worker for worker in layout.workers}
+    node_load = dict.fromkeys(nodes.values(), 0)
     worker_load = dict.fromkeys(layout.workers, 0)
     written: dict[str, set[ShardId]] = {worker: set() for worker in layout.workers}
+
+    def turn(shard: ShardId) -> tuple[int, int, ShardId]:
+        return (len(layout.holders(shard)), -layout.shard_bytes(shard), shard)
+
+    def load(worker: str) -> tuple[int, int, str]:
+        return (node_load[nodes[worker]], worker_load[worker], worker)
+
     held = [shard for shard in layout.shards if layout.holders(shard)]
-    for shard in sorted(
-        held, key=lambda shard: (len(layout.holders(shard)), -layout.shard_bytes(shard), shard)
-    ):
-        writer = min(
-            layout.holders(shard),
-            key=lambda worker: (node_load[node_by_worker[worker]], worker_load[worker], worker),
-        )
+    for shard in sorted(held, key=turn):
+        writer = min(layout.holders(shard), key=load)
+        num_bytes = layout.shard_bytes(shard)
         written[writer].add(shard)
-        node_load[node_by_worker[writer]] += layout.shard_bytes(shard)
-        worker_load[writer] += layout.shard_bytes(shard)
+        node_load[nodes[writer]] += num_bytes
+        worker_load[writer] += num_bytes
     return {worker: frozenset(shards) for worker, shards in written.items()}
 
 
@@ -130,20 +136,22 @@ def write_views(
     """
     storage = part.storage
     step = part.step
+    prefix = step_prefix(step)
     started = time.monotonic()
-    meter = _Meter(sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views), progress)
+    total = sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views)
+    meter = _Meter(total, progress)
     files = []
     sent = 0
     present = 0
     for group in _file_groups(sorted(views), specs, part.max_file_bytes):
         items = [(shard, specs[shard.tensor], views[shard]) for shard in group]
         file, payload = _data_file(step, part.worker, items, checksums or {})
-        name = step_prefix(step) + file.name
+        name = prefix + file.name
         if storage.size(name) == file.num_bytes:
             # What lies here may be old: something young beside it keeps clean-ups away until the
             # commit.
             if not present:
-                lease = f"{step_prefix(step)}resumed-{uuid.uuid4().hex[:12]}.lease"
+                lease = f"{prefix}resumed-{uuid.uuid4().hex[:12]}.lease"
                 storage.put(lease, LEASE_CONTENT)
             present += file.num_bytes
             meter.add(file.num_bytes)
@@ -151,7 +159,15 @@ def write_views(
             storage.put(name, _Metered(payload, meter))
             sent += file.num_bytes
         files.append(file)
-    return WorkerReceipt(step, part.worker, tuple(files), sent, present, time.monotonic() - started)
+
+    return WorkerReceipt(
+        step=step,
+        worker=part.worker,
+        files=tuple(files),
+        bytes_sent=sent,
+        bytes_present=present,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _file_groups(
@@ -188,42 +204,39 @@ def _data_file(
     digest = hashlib.sha256()
     for shard, spec, tensor in items:
         data = TensorPayload(tensor)
-        shape = spec.unit_shape(shard.unit)
-        sums = payload_sums(data)
-        if checksums.get(shard, sums[1]) != sums[1]:
+        crc32, found = payload_sums(data)
+        if checksums.get(shard, found) != found:
             raise ShardCorrupt(
                 shard, worker, "it has changed in host memory since its snapshot was taken"
             )
-        wrap = envelope(spec.dtype, shape, data.size, sums[0])
-        stored = _place(shard, wrap, data.size, sums, position)
+
+        shape = spec.unit_shape(shard.unit)
+        wrap = envelope(spec.dtype, shape, data.size, crc32)
+        stored = StoredShard(
+            tensor=shard.tensor,
+            unit=shard.unit,
+            item_offset=position,
+            item_bytes=len(wrap.prefix) + data.size + len(wrap.suffix),
+            offset=position + len(wrap.prefix),
+            num_bytes=data.size,
+            crc32=crc32,
+            checksum=found,
+        )
         table.append(stored)
         digest.update(repr((stored, spec.dtype, shape)).encode())
-        end = stored.item_offset + stored.item_bytes
-        position = math.ceil(end / ALIGNMENT) * ALIGNMENT
-        parts += [
-            BytesPayload(wrap.prefix),
-            data,
-            BytesPayload(wrap.suffix + bytes(position - end)),
-        ]
+
+        position = math.ceil(stored.item_end / ALIGNMENT) * ALIGNMENT
+        padding = bytes(position - stored.item_end)
+        parts.append(BytesPayload(wrap.prefix))
+        parts.append(data)
+        parts.append(BytesPayload(wrap.suffix + padding))
+
     short = digest.hexdigest()[:16]
-    name = own_name(re.sub(r"[^A-Za-z0-9.-]", "_", worker), short, DATA_SUFFIX)
+    writer = re.sub(r"[^A-Za-z0-9.-]", "_", worker)
+    name = own_name(writer, short, DATA_SUFFIX)
     parts.append(BytesPayload(trailer(step, short)))
-    return DataFile(name, position + TRAILER_BYTES, worker, tuple(table)), ConcatPayload(parts)
-
-
-def _place(
-    shard: ShardId, wrap: Envelope, num_bytes: int, sums: tuple[int, int], position: int
-) -> StoredShard:
-    item_bytes = len(wrap.prefix) + num_bytes + len(wrap.suffix)
-    return StoredShard(
-        shard.tensor,
-        shard.unit,
-        position,
-        item_bytes,
-        position + len(wrap.prefix),
-        num_bytes,
-        *sums,
-    )
+    file = DataFile(name, position + TRAILER_BYTES, worker, tuple(table))
+    return file, ConcatPayload(parts)
 
 
 def payload_sums(payload: Payload) -> tuple[int, int]:
@@ -231,7 +244,8 @@ def payload_sums(payload: Payload) -> tuple[int, int]:
     crc32 = 0
     running = RunningChecksum()
     for offset in range(0, payload.size, _CHECKSUM_STRIDE):
-        piece = memoryview(payload.read(offset, min(_CHECKSUM_STRIDE, payload.size - offset)))
+        length = min(_CHECKSUM_STRIDE, payload.size - offset)
+        piece = memoryview(payload.read(offset, length))
         crc32 = zlib.crc32(piece, crc32)
         running.update(piece)
     return crc32, running.value()

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import threading
-import urllib.parse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -22,14 +21,15 @@ from recovery.cancellation import in_thread
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.private_files import make_private_directory, read_note, write_note
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter, has_writer
-from recovery.local.snapshot_format import SUFFIX, Extent, FileMap, generation_of
+from recovery.local.snapshot_format import SUFFIX, Extent, FileMap, escaped, generation_of
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 
 logger = logging.getLogger(__name__)
 
 COPIES_LIMIT = "copies.limit"
-PUSHED = ".pushed"  # in the names of copies from peers
+PUSHED = ".pushed"
+"""Part of the names of copies from peers."""
 NUM_EARLIER_COPIES = 2
 """Number of earlier copies in which a pushed shard's bytes are looked for."""
 _STEM = re.compile(r"\.s(\d+)\.g(\d+)" + re.escape(PUSHED))
@@ -58,7 +58,8 @@ class AgentStore:
         self._lock = threading.Lock()
         self._opening = {kind: threading.Lock() for kind in self._directories}
         """Locks held while files of a kind are opened: a hung disk does not block host memory."""
-        self._pushes = self._incoming_bytes = 0
+        self._pushes = 0
+        self._incoming_bytes = 0
         self._looking: Future[tuple[list[Holding], list[str]]] | None = None
         """Scan of the disk in flight, shared by all callers: a hung disk blocks only one thread."""
         self._newest_taken: tuple[int, int] | None = None
@@ -76,9 +77,10 @@ class AgentStore:
         """
         found, problems = self._held("memory")
         with self._lock:
-            looking = self._looking = self._looking or in_thread(
-                lambda: self._held("disk"), f"the disk of {self.node}"
-            )
+            if self._looking is None:
+                self._looking = in_thread(lambda: self._held("disk"), f"the disk of {self.node}")
+            looking = self._looking
+
         try:
             on_disk, wrong = looking.result(disk_within_s)
         except TimeoutError:
@@ -87,13 +89,16 @@ class AgentStore:
             logger.warning("%s", wrong[0])
         else:
             with self._lock:
-                self._looking = None if self._looking is looking else self._looking
+                # Another caller may have begun the next scan already.
+                if self._looking is looking:
+                    self._looking = None
         self.problems = (*problems, *wrong)
         return found + on_disk
 
     def _held(self, kind: str) -> tuple[list[Holding], list[str]]:
         problems: list[str] = []
-        return [file.holding(kind, self.node) for _, file in self._scan(problems, kind)], problems
+        holdings = [file.holding(kind, self.node) for _, file in self._scan(problems, kind)]
+        return holdings, problems
 
     def read(self, source: Source, shard: ShardId, expected: int | None = None) -> memoryview:
         """Return the verified bytes of a shard of `source`, without a copy.
@@ -148,9 +153,10 @@ class AgentStore:
         """Return the file as it is now; map it again only if it was replaced."""
         with self._opening[kind]:
             known = self._files.get((kind, path))
-            current = (
-                known.current() if known is not None and _is_there(known) else SnapshotFile(path)
-            )
+            if known is not None and _is_there(known):
+                current = known.current()
+            else:
+                current = SnapshotFile(path)
             with self._lock:
                 self._files[kind, path] = current
             return current
@@ -158,12 +164,16 @@ class AgentStore:
     def _forget_absent(self, kind: str, present: set[Path]) -> None:
         # A removed file's memory is only freed once nobody maps it.
         with self._lock:
-            for key in [key for key in self._files if key[0] == kind and key[1] not in present]:
-                del self._files[key]
+            for key in list(self._files):
+                known_kind, path = key
+                if known_kind == kind and path not in present:
+                    del self._files[key]
+
             # Not those of an earlier step in the same file.
             there = {id(file) for file in self._files.values()}
             for source, files in list(self._resolved.items()):
-                if not files or not there.issuperset(map(id, files)):
+                are_there = there.issuperset(map(id, files))
+                if not files or not are_there:
                     del self._resolved[source]
 
     # keeping
@@ -182,7 +192,10 @@ class AgentStore:
                 raise SnapshotError(self.node, "is about to leave and takes no more copies")
             self._newest_taken = max(self._newest_taken or (0, 0), (generation, step))
             self._pushes += 1
-            name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"  # noqa: E501
+            # The counter: a second push of the same step is another file.
+            number = f"{os.getpid()}-{self._pushes}"
+
+        name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{number}{SUFFIX}"
         try:
             with self._claimed(file_map.file_bytes):
                 return SnapshotFileWriter(self._directories["memory"] / name, file_map)
@@ -200,23 +213,24 @@ class AgentStore:
         filled: its checksum is the earlier copy's, and the bytes were checked on the way.
         """
         earlier = self._newest_copies(file_map.worker)
-        return [
-            any(_fill_equal(file, extent, expected, buffer) for file in earlier)
-            for extent, expected in zip(file_map.extents.items(), checksums, strict=True)
-        ]
+        filled = []
+        for placed, expected in zip(file_map.extents.items(), checksums, strict=True):
+            filled.append(any(_fill_equal(file, placed, expected, buffer) for file in earlier))
+        return filled
 
     def _newest_copies(self, worker: str) -> list[SnapshotFile]:
         """Return the newest committed copies of a worker in host memory, the newest first.
 
         These are the complete round's and, if a round was given up, that one's.
         """
-        pattern = f"{urllib.parse.quote(worker, safe='')}.s*{PUSHED}*{SUFFIX}"
+        pattern = f"{escaped(worker)}.s*{PUSHED}*{SUFFIX}"
         paths = self._directories["memory"].glob(pattern)
         found: list[SnapshotFile] = []
         for path in sorted(paths, key=_age_in_name, reverse=True):
             try:
                 found.append(self._open("memory", path))
-            except SnapshotError:  # it is being received, or was removed
+            except SnapshotError:
+                # It is being received, or was removed.
                 continue
             if len(found) == NUM_EARLIER_COPIES:
                 break
@@ -248,12 +262,12 @@ class AgentStore:
             taken = sum(_size(path) for path in memory.glob(f"*{PUSHED}*{SUFFIX}"))
         except OSError as error:
             raise SnapshotError(str(memory), f"cannot be used: {error}") from error
-        limit = (
-            system.f_blocks * system.f_frsize // 2
-            if self._max_copy_bytes is None
-            else self._max_copy_bytes
-        )
+
+        limit = self._max_copy_bytes
+        if limit is None:
+            limit = system.f_blocks * system.f_frsize // 2
         limit = min(limit, read_copies_limit(memory, limit))
+
         taken += self._incoming_bytes
         if taken + num_bytes > limit:
             raise SnapshotError(
@@ -267,11 +281,12 @@ class AgentStore:
         `before` is a (generation, step).
         """
         removed = 0
-        kinds = (
-            ("memory", "disk") if self._copies_on_disk else ("memory",)
-        )  # else a disk that hangs would hold up the push
+        kinds: tuple[str, ...] = ("memory",)
+        if self._copies_on_disk:
+            # Only then: a disk that hangs would hold up the push.
+            kinds = ("memory", "disk")
         for _, file in list(self._scan([], *kinds)):
-            if file.map.worker == worker and PUSHED in file.path.name and _age(file) < before:
+            if file.map.worker == worker and _is_pushed(file) and _age(file) < before:
                 file.path.unlink(missing_ok=True)
                 removed += 1
         self._scan_once(*kinds)
@@ -285,8 +300,11 @@ class AgentStore:
         with self._lock:
             self._refusing = True
             taken = self._newest_taken
-        there = [_age(file) for _, file in self._scan([]) if PUSHED in file.path.name]
-        return max([*there, *([] if taken is None else [taken])], default=None)
+
+        ages = [_age(file) for _, file in self._scan([]) if _is_pushed(file)]
+        if taken is not None:
+            ages.append(taken)
+        return max(ages, default=None)
 
     def prune(
         self,
@@ -305,12 +323,19 @@ class AgentStore:
         The caller knows newer state that is whole: of every shard in memory, and in durable storage
         for the disk.
         """
-        removed = 0 if generation is None else self._remove_uncommitted(generation)
+        removed = 0
+        if generation is not None:
+            removed = self._remove_uncommitted(generation)
+
         for kind, file in list(self._scan([])):
             written_in = generation_of(file.path)
             present = generation is None or written_in is None or written_in >= generation
-            owned = file.map.worker in living and PUSHED not in file.path.name and present
-            old = _age(file) < memory_before if kind == "memory" else file.commit.step < disk_before
+            owned = file.map.worker in living and not _is_pushed(file) and present
+            if kind == "memory":
+                old = _age(file) < memory_before
+            else:
+                old = file.commit.step < disk_before
+
             if old and not owned:
                 file.path.unlink(missing_ok=True)
                 removed += 1
@@ -323,9 +348,9 @@ class AgentStore:
         for directory in self._directories.values():
             for path in directory.glob(f"*{SUFFIX}"):
                 written_in = generation_of(path)
-                if written_in is None or written_in >= generation or has_writer(path):
+                if written_in is None or written_in >= generation:
                     continue
-                if not _is_committed(path):
+                if not has_writer(path) and not _is_committed(path):
                     path.unlink(missing_ok=True)
                     removed += 1
         return removed
@@ -338,16 +363,16 @@ class AgentStore:
         """
         removed = 0
         for directory in self._directories.values():
-            for path in [
-                *directory.glob(f"*{PUSHED}*{SUFFIX}"),
-                *directory.glob(f".*{PUSHED}*.tmp"),
-            ]:
+            copies = list(directory.glob(f"*{PUSHED}*{SUFFIX}"))
+            temporary = list(directory.glob(f".*{PUSHED}*.tmp"))
+            for path in copies + temporary:
                 if not has_writer(path) and (path.suffix == ".tmp" or not _is_committed(path)):
                     path.unlink(missing_ok=True)
                     removed += 1
         return removed
 
     def _scan_once(self, *kinds: str) -> None:
+        """Scan for the effect alone: files that are gone are unmapped."""
         for _ in self._scan([], *kinds):
             pass
 
@@ -382,7 +407,12 @@ def _is_there(file: SnapshotFile) -> bool:
         status = file.path.stat()
     except OSError:
         return False
-    return (status.st_dev, status.st_ino) == file.identity and status.st_size == file.num_bytes
+    is_same_file = (status.st_dev, status.st_ino) == file.identity
+    return is_same_file and status.st_size == file.num_bytes
+
+
+def _is_pushed(file: SnapshotFile) -> bool:
+    return PUSHED in file.path.name
 
 
 def _fill_equal(
@@ -394,14 +424,14 @@ def _fill_equal(
     if held is None or held.num_bytes != extent.num_bytes or file.checksum(shard) != expected:
         return False
     try:
-        file.read_into(shard, buffer[extent.offset : extent.offset + extent.num_bytes])
+        file.read_into(shard, buffer[extent.offset : extent.end])
     except (ShardUnavailable, ShardCorrupt):
         return False
     return True
 
 
 def _stem(worker: str, step: int, generation: int) -> str:
-    return f"{urllib.parse.quote(worker, safe='')}.s{step}.g{generation}"
+    return f"{escaped(worker)}.s{step}.g{generation}"
 
 
 def _age(file: SnapshotFile) -> tuple[int, int]:
@@ -411,13 +441,16 @@ def _age(file: SnapshotFile) -> tuple[int, int]:
 def _age_in_name(path: Path) -> tuple[int, int]:
     """Return (generation, step) of a copy's name, as `_stem` writes it."""
     found = _STEM.search(path.name)
-    return (int(found[2]), int(found[1])) if found else (0, 0)
+    if found is None:
+        return (0, 0)
+    return (int(found[2]), int(found[1]))
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # dropped meanwhile
+    except FileNotFoundError:
+        # It was dropped after it was listed.
         return 0
 
 

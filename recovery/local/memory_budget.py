@@ -59,9 +59,13 @@ def capacity_of(directory: Path | str, taken_bytes: int = 0) -> int:
     """
     make_private_directory(directory)
     system = os.statvfs(directory)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = max(0, USABLE * machine - taken_bytes)
-    return int(min(USABLE * system.f_blocks * system.f_frsize, free))
+    in_file_system = USABLE * system.f_blocks * system.f_frsize
+    in_machine = max(0, USABLE * _machine_bytes() - taken_bytes)
+    return int(min(in_file_system, in_machine))
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_remedy(directory: Path | str, wanted_bytes: int) -> str:
@@ -72,7 +76,7 @@ def memory_remedy(directory: Path | str, wanted_bytes: int) -> str:
     """
     system = os.statvfs(directory)
     size = system.f_blocks * system.f_frsize
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = _machine_bytes()
     needed = math.ceil(wanted_bytes / USABLE / 1e9)
     if wanted_bytes > USABLE * machine:
         return (
@@ -94,7 +98,9 @@ def _mount_point(path: Path) -> Path:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.0f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.0f} GB"
+    if num_bytes < 1e9:
+        return f"{num_bytes / 1e6:.0f} MB"
+    return f"{num_bytes / 1e9:.0f} GB"
 
 
 def share_out(
@@ -110,32 +116,30 @@ def share_out(
     If not all workers' snapshots fit, the smallest come first: more of them fit.
     """
     mine = sorted(worker for worker in layout.workers if node_by_worker[worker] == node)
+    whole = {worker: layout.shards_by_worker[worker] for worker in mine}
     sole_by_node = _sole_by_node(layout, node_by_worker)
-    sole = {
-        worker: layout.shards_by_worker[worker] & sole_by_node.get(node, frozenset())
-        for worker in mine
-    }
+    only_here = sole_by_node.get(node, frozenset())
+    sole = {worker: shards & only_here for worker, shards in whole.items()}
+
     left = capacity_bytes
     kept = dict.fromkeys(mine, frozenset[ShardId]())
     left = _grant(kept, sole, layout, left)
-    wanted = (
-        _copies_bytes(node, layout, sole_by_node, len(set(node_by_worker.values())))
-        if replicates
-        else 0
-    )
+
+    wanted = 0
+    if replicates:
+        num_nodes = len(set(node_by_worker.values()))
+        wanted = _copies_bytes(node, layout, sole_by_node, num_nodes)
     copies = min(wanted, left)
-    left = _grant(
-        kept, {worker: layout.shards_by_worker[worker] for worker in mine}, layout, left - copies
-    )
-    whole = [worker for worker in mine if kept[worker] == layout.shards_by_worker[worker]]
-    suffices = len(whole) == len(mine) and copies == wanted
-    everything = sum(_files_bytes(each, layout, layout.shards_by_worker[each]) for each in mine)
+
+    left = _grant(kept, whole, layout, left - copies)
+
+    everything = sum(_files_bytes(worker, layout, whole[worker]) for worker in mine)
     return Budget(
-        kept,
-        copies + left,
-        suffices,
-        _sentence(node, layout, kept, sole, capacity_bytes, copies + left),
-        everything + wanted,
+        shards_by_worker=kept,
+        copies_bytes=copies + left,
+        suffices=kept == whole and copies == wanted,
+        sentence=_sentence(node, layout, kept, sole, capacity_bytes, copies + left),
+        wanted_bytes=everything + wanted,
     )
 
 
@@ -147,7 +151,11 @@ def _sole_by_node(
     shared: set[ShardId] = set()
     for worker, shards in layout.shards_by_worker.items():
         node = node_by_worker[worker]
-        shared.update(shard for shard in shards if holders.setdefault(shard, node) != node)
+        for shard in shards:
+            first = holders.setdefault(shard, node)
+            if first != node:
+                shared.add(shard)
+
     found: dict[str, set[ShardId]] = {}
     for shard, node in holders.items():
         if shard not in shared:
@@ -177,7 +185,9 @@ def _grant(
 
 
 def _files_bytes(worker: str, layout: Layout, shards: frozenset[ShardId]) -> int:
-    return FILES * FileMap.of(worker, layout.tensors, sorted(shards)).file_bytes if shards else 0
+    if not shards:
+        return 0
+    return FILES * FileMap.of(worker, layout.tensors, sorted(shards)).file_bytes
 
 
 def _copies_bytes(
@@ -201,15 +211,17 @@ def _sentence(
 ) -> str:
     parts = []
     for worker, shards in kept.items():
-        what = f"{worker} keeps all of its state"
         if not shards:
-            what = f"{worker} keeps NOTHING of its state" + (
-                ", although no other node has it" if sole[worker] else ""
-            )
+            what = f"{worker} keeps NOTHING of its state"
+            if sole[worker]:
+                what += ", although no other node has it"
         elif shards != layout.shards_by_worker[worker]:
             what = f"{worker} keeps what no other node has"
+        else:
+            what = f"{worker} keeps all of its state"
         used = FILES * sum(layout.shard_bytes(shard) for shard in shards)
         parts.append(f"{what} ({used / 1e6:.0f} MB)")
+
     return (
         f"Of {capacity / 1e6:.0f} MB of host memory for snapshots on {node}, {'; '.join(parts)}; "
         f"{copies / 1e6:.0f} MB are left for other nodes' copies"

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
 from recovery.local.snapshot_files import NUM_BUFFERS, SnapshotFiles
-from recovery.local.snapshot_format import SUFFIX, FileMap, generation_of
+from recovery.local.snapshot_format import SUFFIX, FileMap, escaped, generation_of
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId, units_by_tensor
 
@@ -124,8 +123,11 @@ class SnapshotWriter:
     def takes(self, step: int) -> bool:
         """Return True if the snapshot of `step` is committed or in progress."""
         with self._changed:
-            job = self._job
-            return (job is not None and job[0] == step) or self.files.has(step)
+            if self._job is not None:
+                in_progress, _ = self._job
+                if in_progress == step:
+                    return True
+            return self.files.has(step)
 
     def lease(self, step: int) -> SnapshotLease:
         """Lease the snapshot of the step given to the last `start`.
@@ -152,7 +154,8 @@ class SnapshotWriter:
         with self._changed:
             assert not self._closed, "start() after close()"
             self._copied = isinstance(state, SnapshotLease)
-            self._job = (step, state if isinstance(state, SnapshotLease) else BorrowedState(state))
+            borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
+            self._job = (step, borrowed)
             self._changed.notify_all()
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
@@ -174,12 +177,10 @@ class SnapshotWriter:
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
-    def _wait_until(self, done: object, doing: str, timeout_s: float) -> None:
-        assert callable(done)
+    def _wait_until(self, done: Callable[[], bool], doing: str, timeout_s: float) -> None:
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: bool(done()) or self._error is not None, timeout_s
-            ):
+            is_over = self._changed.wait_for(lambda: done() or self._error is not None, timeout_s)
+            if not is_over:
                 raise SnapshotError(
                     str(self.directory), f"{self.worker} is still {doing} after {timeout_s:.3g} s"
                 )
@@ -208,7 +209,8 @@ class SnapshotWriter:
         finally:
             with self._changed:
                 self.files.end()
-                if self._error is not None:  # nobody asks any more
+                if self._error is not None:
+                    # Nobody asks any more.
                     logger.warning("%s", self._error)
 
     def _take_next(self) -> bool:
@@ -263,6 +265,8 @@ class SnapshotWriter:
         with self._changed:
             self._copied = True
             self._changed.notify_all()
+
+        # On the device before the record that makes it valid, and the record after it.
         if self._force_to_device:
             buffer.file.sync()
         if checksums is None:
@@ -272,12 +276,12 @@ class SnapshotWriter:
         if self._force_to_device:
             buffer.file.sync()
         self.files.commit(buffer, step)
+
         if self._on_commit is not None:
-            self._on_commit(
-                step,
-                sum(e.num_bytes for e in self._map.extents.values()),
-                time.monotonic() - started,
-            )
+            num_bytes = sum(extent.num_bytes for extent in self._map.extents.values())
+            self._on_commit(step, num_bytes, time.monotonic() - started)
+
+        # Both files hold this generation's steps now: nothing older is needed.
         if self.files.num_commits >= NUM_BUFFERS and not self._keep_older:
             self._keep_older = True
             remove_older(self.directory, self.worker, self.generation)
@@ -290,11 +294,11 @@ class SnapshotWriter:
         Raises SnapshotError if the snapshot was not taken.
         """
         with self._changed:
-            taken = self._changed.wait_for(
+            is_over = self._changed.wait_for(
                 lambda: self._job is None or self._job[0] != step, timeout_s
             )
             found = self.files.find(step)
-        if not taken or found is None:
+        if not is_over or found is None:
             raise SnapshotError(str(self.directory), f"the snapshot of step {step} was not taken")
         return found
 
@@ -339,9 +343,11 @@ def remove_older(
     directory: Path | str, worker: str, generation: int, but_steps: Collection[int] = ()
 ) -> None:
     """Remove `worker`'s own files of earlier generations, except snapshots of `but_steps`."""
-    for path in Path(directory).glob(f"{_escaped(worker)}.g*{SUFFIX}"):
+    for path in Path(directory).glob(f"{escaped(worker)}.g*{SUFFIX}"):
         written_in = generation_of(path)
-        if written_in is not None and written_in < generation and _step_of(path) not in but_steps:
+        if written_in is None or written_in >= generation:
+            continue
+        if _step_of(path) not in but_steps:
             path.unlink(missing_ok=True)
 
 
@@ -354,10 +360,6 @@ def _step_of(path: Path) -> int | None:
         return None
 
 
-def _escaped(worker: str) -> str:
-    return urllib.parse.quote(worker, safe="")
-
-
 def file_name(worker: str, generation: int, slot: int) -> str:
     """Name of one of a worker's two files in the host-memory directory."""
-    return f"{_escaped(worker)}.g{generation}.{slot}{SUFFIX}"
+    return f"{escaped(worker)}.g{generation}.{slot}{SUFFIX}"

@@ -20,6 +20,9 @@ from recovery.state.slices import TORCH_DTYPES, check_local, unit_views
 
 logger = logging.getLogger(__name__)
 
+_Target = tuple[tuple[int, ...], torch.Tensor]
+"""Units of one tensor, and the tensor over the file that takes them together."""
+
 
 class SnapshotBuffer:
     """Tensors over one snapshot file; owns the file's mapping until `close`.
@@ -32,40 +35,40 @@ class SnapshotBuffer:
         self, file: SnapshotFileWriter, local_units: Mapping[str, tuple[int, ...]]
     ) -> None:
         self.file = file
-        self.step: int | None = None  # what is committed in it
+        self.step: int | None = None
         self.sequence = 0
         self._units = local_units
         self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
-        self._registered = self._tried_to_register = self._closed = False
-        held = units_by_tensor(file.map.extents)
-        self._targets = {
-            name: self._targets_of(file.map.tensors[name], units) for name, units in held.items()
-        }
+        self._registered = False
+        self._tried_to_register = False
+        self._closed = False
 
-    def _targets_of(
-        self, spec: TensorSpec, units: Sequence[int]
-    ) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        self._targets: dict[str, list[_Target]] = {}
+        for name, units in units_by_tensor(file.map.extents).items():
+            self._targets[name] = self._targets_of(file.map.tensors[name], units)
+
+    def _targets_of(self, spec: TensorSpec, units: Sequence[int]) -> list[_Target]:
         """Return the tensors over the file that take the units.
 
         One tensor takes all units if they lie in the file as in the local tensor; else each has its
         own.
         """
-        extents = [
-            (unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)
-        ]
-        first = extents[0][1]
-        last = extents[-1][1]
-        together = last.offset + last.num_bytes - first.offset == sum(
-            extent.num_bytes for _, extent in extents
-        )
-        if spec.split_dim in (None, 0) and together:
-            return [(tuple(units), self._tensor(spec, tuple(units), first.offset))]
-        return [((unit,), self._tensor(spec, (unit,), extent.offset)) for unit, extent in extents]
+        extents = [self.file.map.extents[ShardId(spec.name, unit)] for unit in units]
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        are_adjacent = extents[-1].end - extents[0].offset == num_bytes
+        if spec.split_dim in (None, 0) and are_adjacent:
+            together = tuple(units)
+            return [(together, self._tensor(spec, together, extents[0].offset))]
+
+        targets: list[_Target] = []
+        for unit, extent in zip(units, extents, strict=True):
+            targets.append(((unit,), self._tensor(spec, (unit,), extent.offset)))
+        return targets
 
     def _tensor(self, spec: TensorSpec, units: tuple[int, ...], offset: int) -> torch.Tensor:
         num_bytes = sum(spec.unit_bytes(unit) for unit in units)
-        shape = spec.local_shape(units)
-        return self._bytes[offset : offset + num_bytes].view(TORCH_DTYPES[spec.dtype]).view(shape)
+        raw = self._bytes[offset : offset + num_bytes]
+        return raw.view(TORCH_DTYPES[spec.dtype]).view(spec.local_shape(units))
 
     @torch.no_grad()
     def copy_from(self, borrowed: BorrowedState) -> list[int] | None:
@@ -89,8 +92,10 @@ class SnapshotBuffer:
 
         None if the tensors are on several devices.
         """
-        if len({tensor.device for tensor in state.values()}) > 1:
+        devices = {tensor.device for tensor in state.values()}
+        if len(devices) > 1:
             return None
+
         specs = self.file.map.tensors
         views: dict[ShardId, torch.Tensor] = {}
         for name in self._targets:
@@ -108,15 +113,19 @@ class SnapshotBuffer:
             if name not in state:
                 raise ValueError(f"the worker's layout has {name}, its state has not")
             check_local(spec, units, state[name])
-            if targets[0][0] == units:
+
+            first_units, first_target = targets[0]
+            if first_units == units:
                 sources.append(state[name])
-                places.append(targets[0][1])
+                places.append(first_target)
                 continue
+
             views = unit_views(spec, units, state[name])
             for together, target in targets:
                 for unit, part in unit_views(spec, together, target).items():
                     sources.append(views[unit])
                     places.append(part)
+
         if places:
             torch._foreach_copy_(places, sources, non_blocking=non_blocking)
 
@@ -128,12 +137,11 @@ class SnapshotBuffer:
 
     def shards(self) -> dict[ShardId, torch.Tensor]:
         """Return each shard's tensor over the file's memory."""
-        extents = self.file.map.extents
-        specs = self.file.map.tensors
-        return {
-            shard: self._tensor(specs[shard.tensor], (shard.unit,), extents[shard].offset)
-            for shard in extents
-        }
+        tensors = {}
+        for shard, extent in self.file.map.extents.items():
+            spec = self.file.map.tensors[shard.tensor]
+            tensors[shard] = self._tensor(spec, (shard.unit,), extent.offset)
+        return tensors
 
     def _register(self) -> None:
         """Pin the mapped file, once, so that the GPU copies straight into it.

@@ -24,6 +24,7 @@ from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, Snaps
 from recovery.local.descriptor import Descriptor
 from recovery.local.private_files import create_private, make_private_directory, open_private
 from recovery.local.snapshot_format import (
+    CHECKSUM_BYTES,
     HEADER_OFFSET,
     RECORD,
     RECORD_OFFSET,
@@ -153,7 +154,7 @@ class SnapshotFile:
             ShardUnavailable: the file does not hold it.
         """
         extent = self.extent(shard)
-        return memoryview(self._map)[extent.offset : extent.offset + extent.num_bytes]
+        return memoryview(self._map)[extent.offset : extent.end]
 
     def read(self, shard: ShardId, expected: int | None = None) -> memoryview:
         """Return the shard's verified bytes, without a copy.
@@ -175,14 +176,15 @@ class SnapshotFile:
 
     def require(self, shard: ShardId, found: int, expected: int | None) -> None:
         """Raise unless `found` is the checksum of the committed content of `shard`, as `read`."""
-        if found != (self.checksum(shard) if expected is None else expected):
-            if not self.still_committed():
-                raise ShardUnavailable(
-                    shard, str(self.path), f"step {self.commit.step} was overwritten meanwhile"
-                )
-            raise ShardCorrupt(
-                shard, str(self.path), "checksum differs from the one recorded at the commit"
-            )
+        committed = self.checksum(shard) if expected is None else expected
+        if found == committed:
+            return
+
+        where = str(self.path)
+        if not self.still_committed():
+            why = f"step {self.commit.step} was overwritten meanwhile"
+            raise ShardUnavailable(shard, where, why)
+        raise ShardCorrupt(shard, where, "checksum differs from the one recorded at the commit")
 
     def current(self) -> SnapshotFile:
         """Return this file as it is now.
@@ -194,14 +196,17 @@ class SnapshotFile:
         """
         newest = copy.copy(self)
         newest.commit, newest._checksums = self._read_commit()
-        return self if newest.commit == self.commit else newest
+        if newest.commit == self.commit:
+            return self
+        return newest
 
     def still_committed(self) -> bool:
         """Return True if the file still holds the commit that was there when it was opened."""
         try:
-            return self._read_commit()[0] == self.commit
+            commit, _ = self._read_commit()
         except SnapshotError:
             return False
+        return commit == self.commit
 
     def _read(self, offset: int, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
@@ -220,8 +225,11 @@ class SnapshotFile:
             )
         if zlib.crc32(raw[:-4]) != crc:
             raise SnapshotError(str(self.path), "the commit record is damaged")
-        checksums = self._read(self.map.checksums_offset, 8 * len(self.map.extents))
+
+        table_bytes = CHECKSUM_BYTES * len(self.map.extents)
+        checksums = self._read(self.map.checksums_offset, table_bytes)
         if zlib.crc32(checksums) != checksums_crc:
+            # Either the table is damaged, or the writer began a step between the two reads.
             if self._read(RECORD_OFFSET, RECORD.size) != raw:
                 raise SnapshotUncommitted(str(self.path), "its writer has just begun the next step")
             raise SnapshotError(str(self.path), "the table of checksums is damaged")
@@ -269,11 +277,15 @@ class SnapshotFileWriter:
         """
         address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
         for start in range(0, len(self._map), POPULATE_BYTES):
+            if cancelled():
+                return False
+
             length = min(POPULATE_BYTES, len(self._map) - start)
             # By ctypes, since mmap.madvise would keep the interpreter to itself.
-            if cancelled() or _LIBC.madvise(
+            refused = _LIBC.madvise(
                 ctypes.c_void_p(address + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE
-            ):
+            )
+            if refused:
                 return False
         return True
 
@@ -284,26 +296,27 @@ class SnapshotFileWriter:
     def commit(self, step: int, generation: int) -> None:
         """Checksum the payload and commit it as the file's content."""
         whole = memoryview(self._map)
-        extents = self.map.extents.values()
-        sums = [
-            checksum(whole[extent.offset : extent.offset + extent.num_bytes]) for extent in extents
-        ]
+        sums = []
+        for extent in self.map.extents.values():
+            sums.append(checksum(whole[extent.offset : extent.end]))
         self.commit_with(step, generation, sums)
 
     def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:
         """Commit as `commit` does, with the caller's checksums, in the table's order."""
-        raw = np.asarray(checksums, dtype="<u8").tobytes()
-        self._descriptor.write(raw, self.map.checksums_offset)
+        table = np.asarray(checksums, dtype="<u8").tobytes()
+        self._descriptor.write(table, self.map.checksums_offset)
         self._sequence += 1
-        self._descriptor.write(
-            encode_commit(Commit(self._sequence, step, generation), raw), RECORD_OFFSET
-        )
+        # The record last: it makes payload and table the file's content.
+        record = encode_commit(Commit(self._sequence, step, generation), table)
+        self._descriptor.write(record, RECORD_OFFSET)
 
     def checksums(self) -> list[int]:
         """Return the checksums of the last commit, in the table's order."""
-        start = self.map.checksums_offset
         table: list[int] = np.frombuffer(
-            self._map, dtype="<u8", count=len(self.map.extents), offset=start
+            self._map,
+            dtype="<u8",
+            count=len(self.map.extents),
+            offset=self.map.checksums_offset,
         ).tolist()
         return table
 
@@ -338,13 +351,19 @@ def _create(
     prefix, header = file_map.prefix_and_header()
     make_private_directory(path.parent)
     with open(create_private(path), "w+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # by what is returned, copies of this one
+        # The lock stays with the mapping and the descriptor that are returned: copies of this one.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+        # Piece by piece: a large file takes seconds, after which nobody may want it any more.
         for start in range(0, file_map.file_bytes, CLAIM_BYTES):
             if cancelled():
                 raise OSError(errno.ECANCELED, "it is not wanted any more")
-            os.posix_fallocate(file.fileno(), start, min(CLAIM_BYTES, file_map.file_bytes - start))
+            length = min(CLAIM_BYTES, file_map.file_bytes - start)
+            os.posix_fallocate(file.fileno(), start, length)
+
         file.write(prefix)
         file.seek(HEADER_OFFSET)
         file.write(header)
         file.flush()
-        return mmap.mmap(file.fileno(), file_map.file_bytes), Descriptor(os.dup(file.fileno()))
+        mapping = mmap.mmap(file.fileno(), file_map.file_bytes)
+        return mapping, Descriptor(os.dup(file.fileno()))

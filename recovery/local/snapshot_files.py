@@ -14,7 +14,8 @@ from recovery.local.snapshot_file import SnapshotFileWriter
 logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
-MAX_BUFFERS = 5  # two steps may be held and one leased beside those two
+MAX_BUFFERS = 5
+"""Two steps may be held and one leased beside those two."""
 
 
 class SnapshotFiles:
@@ -56,9 +57,8 @@ class SnapshotFiles:
     def newest(self) -> int | None:
         """The newest step that is committed and there."""
         with self._lock:
-            return max(
-                (buffer.step for buffer in self.buffers if buffer.step is not None), default=None
-            )
+            steps = [buffer.step for buffer in self.buffers if buffer.step is not None]
+            return max(steps, default=None)
 
     def has(self, step: int) -> bool:
         """Return True if the snapshot of `step` is committed and still there."""
@@ -67,7 +67,10 @@ class SnapshotFiles:
     def find(self, step: int) -> SnapshotBuffer | None:
         """Return the file in which `step` is committed; None: in none."""
         with self._lock:
-            return next((buffer for buffer in self.buffers if buffer.step == step), None)
+            for buffer in self.buffers:
+                if buffer.step == step:
+                    return buffer
+            return None
 
     def hold(self, steps: Collection[int]) -> None:
         """Pin the snapshots of `steps` (at most two) and unpin all others."""
@@ -118,18 +121,26 @@ class SnapshotFiles:
         """
         with self._lock:
             held = self._held | {step for step, leases in self._leases.items() if leases}
+
         newest = max(self.buffers, key=lambda buffer: buffer.sequence)
-        free = [buffer for buffer in self.buffers if buffer.step is None or buffer.step not in held]
-        free = [buffer for buffer in free if buffer is not newest or newest.step is None]
+        free = []
+        for buffer in self.buffers:
+            is_empty = buffer.step is None
+            is_unneeded = buffer is not newest and buffer.step not in held
+            if is_empty or is_unneeded:
+                free.append(buffer)
         if free:
             return min(free, key=lambda buffer: buffer.sequence)
-        if len(self.buffers) < MAX_BUFFERS:
-            try:
-                self.buffers.append(self._new_buffer(len(self.buffers)))
-                return self.buffers[-1]
-            except SnapshotError as error:
-                logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
-        return None
+
+        if len(self.buffers) >= MAX_BUFFERS:
+            return None
+        try:
+            another = self._new_buffer(len(self.buffers))
+        except SnapshotError as error:
+            logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
+            return None
+        self.buffers.append(another)
+        return another
 
     def begin(self, buffer: SnapshotBuffer) -> None:
         """Make a file invalid, which is to take another step."""

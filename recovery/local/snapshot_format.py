@@ -18,11 +18,12 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+import urllib.parse
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +38,8 @@ RECORD = struct.Struct("<QqqII")
 RECORD_OFFSET = 256
 HEADER_OFFSET = 4096
 _ALIGNMENT = 64
+CHECKSUM_BYTES = 8
+"""Bytes of one shard's checksum in the table."""
 MAX_HEADER_BYTES = 256 << 20
 """A worker's table of some million shards."""
 
@@ -57,6 +60,25 @@ class Extent:
     offset: int
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        """Offset just past the shard."""
+        return self.offset + self.num_bytes
+
+
+class _Prefix(NamedTuple):
+    """Fields of the prefix, in the order of `PREFIX`; `crc` is over all others."""
+
+    magic: bytes
+    header_offset: int
+    header_bytes: int
+    header_crc: int
+    num_shards: int
+    checksums_offset: int
+    payload_offset: int
+    file_bytes: int
+    crc: int
+
 
 @dataclass(frozen=True)
 class FileMap:
@@ -74,29 +96,44 @@ class FileMap:
         """Lay `shards` out, in their order, in a new file."""
         header = _encode_header(worker, tensors, shards)
         checksums_offset = HEADER_OFFSET + _aligned(len(header), _ALIGNMENT)
-        payload_offset = _aligned(checksums_offset + 8 * len(shards), mmap.PAGESIZE)
+        checksums_end = checksums_offset + CHECKSUM_BYTES * len(shards)
+        payload_offset = _aligned(checksums_end, mmap.PAGESIZE)
+
         extents: dict[ShardId, Extent] = {}
         position = payload_offset
         for shard in shards:
             num_bytes = tensors[shard.tensor].unit_bytes(shard.unit)
             extents[shard] = Extent(position, num_bytes)
             position += _aligned(num_bytes, _ALIGNMENT)
-        used = {shard.tensor: tensors[shard.tensor] for shard in shards}
+
         return FileMap(
-            worker,
-            used,
-            extents,
-            checksums_offset,
-            payload_offset,
-            max(position, payload_offset + 1),
+            worker=worker,
+            tensors=_used(tensors, shards),
+            extents=extents,
+            checksums_offset=checksums_offset,
+            payload_offset=payload_offset,
+            file_bytes=max(position, payload_offset + 1),
         )
 
     def prefix_and_header(self) -> tuple[bytes, bytes]:
         header = _encode_header(self.worker, self.tensors, tuple(self.extents))
-        fields = (MAGIC, HEADER_OFFSET, len(header), zlib.crc32(header), len(self.extents))
-        places = (self.checksums_offset, self.payload_offset, self.file_bytes)
-        prefix = PREFIX.pack(*fields, *places, 0)
-        return prefix[:-4] + struct.pack("<I", zlib.crc32(prefix[:-4])), header
+        prefix = _Prefix(
+            magic=MAGIC,
+            header_offset=HEADER_OFFSET,
+            header_bytes=len(header),
+            header_crc=zlib.crc32(header),
+            num_shards=len(self.extents),
+            checksums_offset=self.checksums_offset,
+            payload_offset=self.payload_offset,
+            file_bytes=self.file_bytes,
+            crc=0,
+        )
+        return _with_crc(PREFIX.pack(*prefix)), header
+
+
+def escaped(worker: str) -> str:
+    """Return a worker's name as it stands in the names of its files."""
+    return urllib.parse.quote(worker, safe="")
 
 
 def generation_of(path: Path) -> int | None:
@@ -105,21 +142,34 @@ def generation_of(path: Path) -> int | None:
     None if the name is another file's.
     """
     match = _FILE_NAME.search(path.name)
-    return None if match is None else int(match[1])
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def encode_commit(commit: Commit, checksums: bytes) -> bytes:
-    body = RECORD.pack(commit.sequence, commit.step, commit.generation, zlib.crc32(checksums), 0)
-    return body[:-4] + struct.pack("<I", zlib.crc32(body[:-4]))
+    checksums_crc = zlib.crc32(checksums)
+    record = RECORD.pack(commit.sequence, commit.step, commit.generation, checksums_crc, 0)
+    return _with_crc(record)
+
+
+def _with_crc(data: bytes) -> bytes:
+    """Return `data` with its last four bytes replaced by the CRC-32 of all before."""
+    body = data[:-4]
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _used(tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> dict[str, TensorSpec]:
+    """Return the tensors that `shards` are of, in the order of their first shards."""
+    return {shard.tensor: tensors[shard.tensor] for shard in shards}
 
 
 def _encode_header(
     worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]
 ) -> bytes:
-    used = {shard.tensor: tensors[shard.tensor] for shard in shards}
     document = {
         "worker": worker,
-        "tensors": [spec.to_document() for spec in used.values()],
+        "tensors": [spec.to_document() for spec in _used(tensors, shards).values()],
         "shards": list(shards),
     }
     return msgspec.msgpack.encode(document)
@@ -130,35 +180,53 @@ def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> F
 
     `read(offset, num_bytes)` returns the file's bytes.
     """
-    prefix = read(0, PREFIX.size)
-    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = (
-        PREFIX.unpack(prefix)
-    )
-    if magic != MAGIC:
-        raise SnapshotError(
-            str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})"
-        )
-    if zlib.crc32(prefix[:-4]) != crc:
-        raise SnapshotError(str(path), "the prefix is damaged")
-    if num_bytes < file_bytes:
-        raise SnapshotError(str(path), f"is truncated: {num_bytes} of {file_bytes} bytes")
-    if length > MAX_HEADER_BYTES or at != HEADER_OFFSET or at + length > checksums_offset:
-        raise SnapshotError(str(path), f"a header of {length} bytes at {at} is no snapshot's")
-    if checksums_offset + 8 * num_shards > payload_offset or payload_offset > file_bytes:
-        raise SnapshotError(str(path), "its parts overlap")
-    header = read(at, length)
-    if zlib.crc32(header) != header_crc:
+    raw = read(0, PREFIX.size)
+    prefix = _Prefix._make(PREFIX.unpack(raw))
+    problem = _prefix_problem(raw, prefix, num_bytes)
+    if problem:
+        raise SnapshotError(str(path), problem)
+
+    header = read(prefix.header_offset, prefix.header_bytes)
+    if zlib.crc32(header) != prefix.header_crc:
         raise SnapshotError(str(path), "the header is damaged")
     try:
         file_map = _decode_header(header)
     except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         why = f"the header holds no snapshot's map ({type(error).__name__}: {str(error)[:200]})"
         raise SnapshotError(str(path), why) from None
-    shards = file_map.extents
-    places = (len(shards), file_map.checksums_offset, file_map.payload_offset, file_map.file_bytes)
-    if places != (num_shards, checksums_offset, payload_offset, file_bytes):
+
+    agrees = (
+        len(file_map.extents) == prefix.num_shards
+        and file_map.checksums_offset == prefix.checksums_offset
+        and file_map.payload_offset == prefix.payload_offset
+        and file_map.file_bytes == prefix.file_bytes
+    )
+    if not agrees:
         raise SnapshotError(str(path), "its parts do not lie where its header says")
     return file_map
+
+
+def _prefix_problem(raw: bytes, prefix: _Prefix, num_bytes: int) -> str:
+    """Return what is wrong with the prefix of a file of `num_bytes`; empty if nothing is.
+
+    A header is only read where this finds nothing: a damaged size must not reserve memory.
+    """
+    if prefix.magic != MAGIC:
+        return f"is no snapshot of this version (it starts with {prefix.magic!r}, not {MAGIC!r})"
+    if zlib.crc32(raw[:-4]) != prefix.crc:
+        return "the prefix is damaged"
+    if num_bytes < prefix.file_bytes:
+        return f"is truncated: {num_bytes} of {prefix.file_bytes} bytes"
+
+    at = prefix.header_offset
+    length = prefix.header_bytes
+    if length > MAX_HEADER_BYTES or at != HEADER_OFFSET or at + length > prefix.checksums_offset:
+        return f"a header of {length} bytes at {at} is no snapshot's"
+
+    checksums_end = prefix.checksums_offset + CHECKSUM_BYTES * prefix.num_shards
+    if checksums_end > prefix.payload_offset or prefix.payload_offset > prefix.file_bytes:
+        return "its parts overlap"
+    return ""
 
 
 def _decode_header(header: bytes) -> FileMap:
@@ -173,4 +241,5 @@ def _decode_header(header: bytes) -> FileMap:
 
 
 def _aligned(number: int, alignment: int) -> int:
+    """Return `number` rounded up to the alignment."""
     return -(-number // alignment) * alignment
