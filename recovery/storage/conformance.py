@@ -57,15 +57,17 @@ class ConformanceReport:
     @property
     def refusal(self) -> StorageError | None:
         """The first error for which training is refused."""
-        failed = (result for result in self.results if result.required and not result.ok)
-        return next((result.error for result in failed if result.error is not None), None)
+        for result in self.results:
+            if result.required and not result.ok and result.error is not None:
+                return result.error
+        return None
 
     @property
     def document(self) -> dict[str, Any]:
         """Report as a JSON document."""
+        names = [field.name for field in fields(CheckResult) if field.name != "error"]
         checks = []
         for result in self.results:
-            names = [field.name for field in fields(result) if field.name != "error"]
             checks.append({name: getattr(result, name) for name in names})
         return {
             "storage": self.storage,
@@ -128,25 +130,25 @@ def check_conformance(storage: Storage, *, thorough: bool = False) -> Conformanc
     """
     bound = _with_small_parts(storage)
     walk = _Walk(bound)
+    checks = [check for check in _CHECKS if thorough or not check.thorough]
     results: list[CheckResult] = []
     try:
-        for check in _CHECKS:
-            if check.thorough and not thorough:
-                continue
-            results.append(_run(check, walk))
-            if check.name in ("reach", "put") and not results[-1].ok:
+        for check in checks:
+            result = _run(check, walk)
+            results.append(result)
+            # Without these two no other check can say anything.
+            if check.name in ("reach", "put") and not result.ok:
                 break
         region, endpoint = _facts(bound) if results[0].ok else (None, None)
     finally:
         with contextlib.suppress(StorageError):
             bound.delete([info.name for info in bound.list(walk.prefix)])
         bound.close()
-    ran = {result.name for result in results}
+
     last = results[-1].name
-    for check in _CHECKS:
-        if check.name not in ran and (thorough or not check.thorough):
-            reason = f"not tried, since '{last}' failed"
-            results.append(CheckResult(check.name, check.what, False, check.required, 0.0, reason))
+    for check in checks[len(results) :]:
+        reason = f"not tried, since '{last}' failed"
+        results.append(CheckResult(check.name, check.what, False, check.required, 0.0, reason))
     return ConformanceReport(storage.uri, tuple(results), region, endpoint)
 
 
@@ -160,16 +162,25 @@ def _with_small_parts(storage: Storage) -> Storage:
 def _run(check: _Check, walk: _Walk) -> CheckResult:
     begun = time.monotonic()
     error: StorageError | None = None
-    remark: str | None = None
+    problem: str | None = None
+    remedy: str | None = None
     try:
-        remark = check.run(walk)
+        problem = check.run(walk)
     except StorageError as failed:
         error = failed
-    seconds = round(time.monotonic() - begun, 3)
-    facts = (check.name, check.what, error is None, check.required, seconds)
-    if error is not None:
-        return CheckResult(*facts, error.reason, error.remedy or None, error)
-    return CheckResult(*facts, remark)
+        problem = failed.reason
+        remedy = failed.remedy or None
+
+    return CheckResult(
+        name=check.name,
+        what=check.what,
+        ok=error is None,
+        required=check.required,
+        seconds=round(time.monotonic() - begun, 3),
+        problem=problem,
+        remedy=remedy,
+        error=error,
+    )
 
 
 def _facts(storage: Storage) -> tuple[str | None, str | None]:
@@ -187,11 +198,12 @@ def _reach(walk: _Walk) -> str | None:
 
 
 def _clock(walk: _Walk) -> str | None:
-    ahead_s = round(time.time() - walk.storage.now())
+    storage = walk.storage
+    ahead_s = round(time.time() - storage.now())
     if abs(ahead_s) > MAX_SKEW_S:
         side = "ahead of" if ahead_s > 0 else "behind"
         reason = f"this machine's clock is {abs(ahead_s)} s {side} the storage's"
-        raise StorageError(walk.storage.uri, reason, "set it by NTP (timedatectl set-ntp true)")
+        raise StorageError(storage.uri, reason, "set it by NTP (timedatectl set-ntp true)")
     return None
 
 
@@ -201,58 +213,69 @@ def _put(walk: _Walk) -> str | None:
 
 
 def _get(walk: _Walk) -> str | None:
-    got = walk.storage.get(walk.small)
+    storage = walk.storage
+    got = storage.get(walk.small)
     walk.require(got == b"0123456789", walk.small, "what was put does not come back")
-    walk.require(walk.storage.size(walk.small) == 10, walk.small, "states a wrong size")
+    walk.require(storage.size(walk.small) == 10, walk.small, "states a wrong size")
     return None
 
 
 def _parts(walk: _Walk) -> str | None:
-    walk.storage.put(walk.large, walk.content)
-    size = walk.storage.size(walk.large)
+    storage = walk.storage
+    storage.put(walk.large, walk.content)
+    size = storage.size(walk.large)
     walk.require(size == len(walk.content), walk.large, f"an upload in two parts has {size} bytes")
     return None
 
 
 def _ranges(walk: _Walk) -> str | None:
-    for start, length in ((0, 10), (PART_BYTES - 7, 20), (len(walk.content) - 5, 5)):
+    storage = walk.storage
+    # At the start, across the border of the two parts, and at the end.
+    ranges = [(0, 10), (PART_BYTES - 7, 20), (len(walk.content) - 5, 5)]
+    for start, length in ranges:
         memory = bytearray(length)
-        walk.storage.get_into(walk.large, start, memoryview(memory))
+        storage.get_into(walk.large, start, memoryview(memory))
         right = memory == walk.content[start : start + length]
         walk.require(right, walk.large, "a ranged read brings other bytes")
+
     with contextlib.suppress(ObjectTruncated):
-        walk.storage.get_into(walk.small, 5, memoryview(bytearray(10)))
+        storage.get_into(walk.small, 5, memoryview(bytearray(10)))
         raise walk.wrong(walk.small, "a ranged read past the end brings bytes")
     return None
 
 
 def _conditional_put(walk: _Walk) -> str | None:
-    walk.storage.put(walk.claimed, b"first", if_none_match=True)
+    storage = walk.storage
+    storage.put(walk.claimed, b"first", if_none_match=True)
     with contextlib.suppress(ObjectExists):
-        walk.storage.put(walk.claimed, b"second", if_none_match=True)
+        storage.put(walk.claimed, b"second", if_none_match=True)
         raise walk.wrong(walk.claimed, "a conditional put overwrites: two drivers could own a run")
-    kept = walk.storage.get(walk.claimed) == b"first"
+
+    kept = storage.get(walk.claimed) == b"first"
     walk.require(kept, walk.claimed, "a refused conditional put changed the object")
-    honours = getattr(walk.storage, "honours_conditions", None)
+    # Only some storages have conditions that a server may not know.
+    honours = getattr(storage, "honours_conditions", None)
     if honours is not None and not honours():
         return "the store does not honour If-None-Match; claims under 'claims/' take its place"
     return None
 
 
 def _race(walk: _Walk) -> str | None:
+    storage = walk.storage
     name = walk.prefix + "raced"
 
     def put(number: int) -> bool:
         try:
-            walk.storage.put(name, bytes([number]), if_none_match=True)
+            storage.put(name, bytes([number]), if_none_match=True)
         except ObjectExists:
             return False
         return True
 
     with ThreadPoolExecutor(RACERS) as pool:
-        won = [number for number, first in enumerate(pool.map(put, range(RACERS))) if first]
+        outcomes = list(pool.map(put, range(RACERS)))
+    won = [number for number, first in enumerate(outcomes) if first]
     walk.require(len(won) == 1, name, f"{len(won)} of {RACERS} concurrent conditional puts won")
-    walk.require(walk.storage.get(name) == bytes(won), name, "a loser's bytes stayed")
+    walk.require(storage.get(name) == bytes(won), name, "a loser's bytes stayed")
     return None
 
 
@@ -264,52 +287,61 @@ def _list(walk: _Walk) -> str | None:
 
 
 def _missing(walk: _Walk) -> str | None:
+    storage = walk.storage
     name = walk.prefix + "missing"
-    walk.require(walk.storage.size(name) is None, name, "an object that was never put has a size")
+    walk.require(storage.size(name) is None, name, "an object that was never put has a size")
     with contextlib.suppress(ObjectMissing):
-        walk.storage.get(name)
+        storage.get(name)
         raise walk.wrong(name, "an object that was never put can be read")
     return None
 
 
 def _abort(walk: _Walk) -> str | None:
+    storage = walk.storage
     name = walk.prefix + "aborted"
     with contextlib.suppress(_ReadFailed):
-        walk.storage.put(name, _Broken())
-    walk.storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
-    left = walk.storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
+        storage.put(name, _Broken())
+    storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
+    left = storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
     walk.require(left == 0, name, "aborted uploads stay and cost money")
-    walk.require(walk.storage.size(name) is None, name, "an aborted upload shows")
+    walk.require(storage.size(name) is None, name, "an aborted upload shows")
     return None
 
 
 def _names(walk: _Walk) -> str | None:
-    names = [walk.prefix + name for name in ("a b", "a+b", "a%20b", "a#b?c&d=e", "ä", "a~!'()b")]
+    storage = walk.storage
+    special = ("a b", "a+b", "a%20b", "a#b?c&d=e", "ä", "a~!'()b")
+    names = [walk.prefix + name for name in special]
     for name in names:
-        walk.storage.put(name, name.encode())
+        storage.put(name, name.encode())
     for name in names:
-        walk.require(walk.storage.get(name) == name.encode(), name, "is another object's name too")
-    listed = {info.name for info in walk.storage.list(walk.prefix)}
-    walk.require(set(names) <= listed, walk.prefix, "a list spells names otherwise")
-    walk.storage.delete(names)
+        is_own = storage.get(name) == name.encode()
+        walk.require(is_own, name, "is another object's name too")
+
+    listed = {info.name for info in storage.list(walk.prefix)}
+    walk.require(listed.issuperset(names), walk.prefix, "a list spells names otherwise")
+    storage.delete(names)
     return None
 
 
 def _overwrite(walk: _Walk) -> str | None:
+    storage = walk.storage
     name = walk.prefix + "overwritten"
     for number in range(5):
-        walk.storage.put(name, str(number).encode())
-        got = walk.storage.get(name)
-        walk.require(got == str(number).encode(), name, "a read after a put brings older bytes")
+        content = str(number).encode()
+        storage.put(name, content)
+        got = storage.get(name)
+        walk.require(got == content, name, "a read after a put brings older bytes")
     return None
 
 
 def _delete(walk: _Walk) -> str | None:
+    storage = walk.storage
     names = [walk.small, walk.large, walk.claimed]
-    walk.storage.delete([*names, walk.prefix + "missing"])
+    storage.delete([*names, walk.prefix + "missing"])
     for name in names:
-        walk.require(walk.storage.size(name) is None, name, "a deleted object is still there")
-    left = [info.name for info in walk.storage.list(walk.prefix) if info.name in names]
+        walk.require(storage.size(name) is None, name, "a deleted object is still there")
+    left = [info.name for info in storage.list(walk.prefix) if info.name in names]
     walk.require(not left, walk.prefix, "a list shows what was deleted")
     return None
 

@@ -85,10 +85,8 @@ class DirectoryStorage:
         self._bandwidth.take(len(buffer), self._cancelled)
         got = self._guard(name, lambda: _read_into(self._path(name), start, buffer))
         if got < len(buffer):
-            raise ObjectTruncated(
-                f"{self.uri}/{name}",
-                f"has {start + got} bytes, {start + len(buffer)} were expected",
-            )
+            reason = f"has {start + got} bytes, {start + len(buffer)} were expected"
+            raise ObjectTruncated(f"{self.uri}/{name}", reason)
 
     def size(self, name: str) -> int | None:
         try:
@@ -97,14 +95,15 @@ class DirectoryStorage:
             return None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        folder = (
-            self._root / PurePosixPath(prefix).parent
-            if not prefix.endswith("/")
-            else self._root / prefix
-        )
-        found = self._guard(
-            prefix, lambda: sorted(self._walk(folder, prefix), key=lambda info: info.name)
-        )
+        if prefix.endswith("/"):
+            folder = self._root / prefix
+        else:
+            folder = self._root / PurePosixPath(prefix).parent
+
+        def walk() -> list[ObjectInfo]:
+            return sorted(self._walk(folder, prefix), key=lambda info: info.name)
+
+        found = self._guard(prefix, walk)
         return iter([info for info in found if info.name.startswith(prefix)])
 
     def delete(self, names: Iterable[str]) -> None:
@@ -114,7 +113,8 @@ class DirectoryStorage:
             self._guard(name, lambda path=path: path.unlink(missing_ok=True))  # type: ignore[misc]
             folders.add(path.parent)
         for folder in folders - {self._root}:
-            with contextlib.suppress(OSError):  # not empty: another's object
+            # It may hold other objects.
+            with contextlib.suppress(OSError):
                 folder.rmdir()
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
@@ -143,9 +143,8 @@ class DirectoryStorage:
         return modified_s
 
     def until(self, cancelled: threading.Event) -> Storage:
-        bound = object.__new__(
-            DirectoryStorage
-        )  # not a copy, which would go through `__reduce__` and open it anew
+        # Not copy.copy, which would go through `__reduce__` and open it anew.
+        bound = object.__new__(DirectoryStorage)
         vars(bound).update(vars(self), _cancelled=either(self._cancelled, cancelled))
         return bound
 
@@ -173,46 +172,52 @@ class DirectoryStorage:
 
     def _write(self, temporary: Path, payload: Payload) -> None:
         temporary.parent.mkdir(parents=True, exist_ok=True)
+        stride = self._options.part_bytes
         with temporary.open("xb", buffering=0) as file:
-            for offset in range(0, payload.size, self._options.part_bytes):
-                part = memoryview(
-                    payload.read(offset, min(self._options.part_bytes, payload.size - offset))
-                )
+            for offset in range(0, payload.size, stride):
+                length = min(stride, payload.size - offset)
+                part = memoryview(payload.read(offset, length))
                 self._bandwidth.take(len(part), self._cancelled)
                 while part:
-                    part = part[file.write(part) or 0 :]
+                    written = file.write(part) or 0
+                    part = part[written:]
             os.fsync(file.fileno())
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
         for parent, folders, files in os.walk(folder, onerror=_raise_unless_gone):
-            inside = [
-                (name, f"{Path(parent, name).relative_to(self._root).as_posix()}/")
-                for name in folders
-            ]
-            # What cannot have such names is not looked into: it may be somebody else's (a file
-            # system's lost+found).
-            folders[:] = [
-                name for name, path in inside if path.startswith(prefix) or prefix.startswith(path)
-            ]
+            # In place, which os.walk goes by. What cannot have such names is not looked into: it
+            # may be somebody else's (a file system's lost+found).
+            for name in list(folders):
+                below = f"{_name_in(self._root, Path(parent, name))}/"
+                if not (below.startswith(prefix) or prefix.startswith(below)):
+                    folders.remove(name)
+
             for file in files:
+                if file.startswith(TEMPORARY_PREFIX):
+                    continue
                 path = Path(parent, file)
-                if not file.startswith(TEMPORARY_PREFIX):
-                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                        stat = path.stat()
-                        yield ObjectInfo(
-                            path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime
-                        )
+                # A file may have been deleted after it was listed.
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    yield ObjectInfo(_name_in(self._root, path), stat.st_size, stat.st_mtime)
 
     def _temporaries(self, prefix: str) -> Iterator[Path]:
         for parent, _, files in os.walk(self._root, onerror=_raise_unless_gone):
-            if Path(parent).relative_to(self._root).as_posix().startswith(prefix.rstrip("/")):
-                yield from (Path(parent, file) for file in files if is_temporary(file))
+            if not _name_in(self._root, Path(parent)).startswith(prefix.rstrip("/")):
+                continue
+            for file in files:
+                if is_temporary(file):
+                    yield Path(parent, file)
 
     def _guard(self, name: str, action: Callable[[], T]) -> T:
         try:
             return call_until(self._cancelled, action, f"{self.uri}/{name}")
         except OSError as error:
             raise _storage_error(f"{self.uri}/{name}", error) from error
+
+
+def _name_in(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix()
 
 
 def temporary_name() -> str:
@@ -249,13 +254,13 @@ def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
         os.replace(temporary, target)
     else:
         try:
-            os.link(
-                temporary, target
-            )  # fails when the name exists, and shows the whole content or nothing
+            # Fails when the name exists, and shows the whole content or nothing.
+            os.link(temporary, target)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
             _claim_name(temporary, target)
+    # The name itself is durable only once its directory is.
     _fsync_directory(target.parent)
 
 
@@ -277,7 +282,8 @@ def _fsync_directory(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+        # Some network file systems cannot sync a directory.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)

@@ -18,9 +18,14 @@ def own_name(stem: str, digest: str, suffix: str) -> str:
 
 def is_own_name(name: str) -> bool:
     """Return True if the last part of an object's name was made by `own_name`."""
-    match = _OWN.match(name.rsplit("/", 1)[-1])
-    return match is not None and match[2] == _checksum(match[1], match[3])
+    last = name.rsplit("/", 1)[-1]
+    match = _OWN.match(last)
+    if match is None:
+        return False
+    stem, checksum, digest, _ = match.groups()
+    return checksum == _checksum(stem, digest)
 
 
 def _checksum(stem: str, digest: str) -> str:
-    return f"{zlib.crc32(f'autohet {stem} {digest}'.encode()):08x}"
+    text = f"autohet {stem} {digest}"
+    return f"{zlib.crc32(text.encode()):08x}"

@@ -47,7 +47,9 @@ class ConcatPayload:
 
     @property
     def size(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        if not self._ends:
+            return 0
+        return self._ends[-1]
 
     def read(self, offset: int, length: int) -> Buffer:
         """Return the bytes; without a copy if they are within one part."""
@@ -55,13 +57,20 @@ class ConcatPayload:
         index = bisect_right(self._ends, offset)
         pieces: list[Buffer] = []
         while offset < end:
-            start = self._ends[index] - self._parts[index].size
-            take = min(end, self._ends[index]) - offset
-            pieces.append(self._parts[index].read(offset - start, take))
+            part = self._parts[index]
+            part_end = self._ends[index]
+            part_start = part_end - part.size
+            take = min(end, part_end) - offset
+            pieces.append(part.read(offset - part_start, take))
             offset += take
             index += 1
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+        if len(pieces) == 1:
+            return pieces[0]
+        return b"".join(pieces)
 
 
 def as_payload(data: Buffer | Payload) -> Payload:
-    return BytesPayload(data) if isinstance(data, bytes | bytearray | memoryview) else data
+    if isinstance(data, bytes | bytearray | memoryview):
+        return BytesPayload(data)
+    return data

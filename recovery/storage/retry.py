@@ -75,7 +75,9 @@ class Patience:
     @property
     def seconds(self) -> float:
         """Patience that is left to a request that begins now."""
-        return 0.0 if self.until is not None and self.until.is_set() else self._seconds
+        if self.until is not None and self.until.is_set():
+            return 0.0
+        return self._seconds
 
     def note_wait(self, error: StorageError, now: float) -> None:
         """Record that a request has failed for longer than usual, and is retried.

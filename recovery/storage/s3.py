@@ -63,16 +63,17 @@ class S3Storage:
         return self._connection.client.get()
 
     def put(self, name: str, data: Buffer | Payload, *, if_none_match: bool = False) -> None:
+        connection = self._connection
         payload = as_payload(data)
-        if not if_none_match:
-            if payload.size > max(self.options.part_bytes, MIN_PART_BYTES):
-                self._multipart.put(name, payload)
+        if if_none_match:
+            if self.honours_conditions():
+                put_whole(connection, name, payload, {"IfNoneMatch": "*"})
             else:
-                put_whole(self._connection, name, payload, {})
-        elif self.honours_conditions():
-            put_whole(self._connection, name, payload, {"IfNoneMatch": "*"})
+                put_by_claim(self, name, payload)
+        elif payload.size > max(self.options.part_bytes, MIN_PART_BYTES):
+            self._multipart.put(name, payload)
         else:
-            put_by_claim(self, name, payload)
+            put_whole(connection, name, payload, {})
 
     def honours_conditions(self) -> bool:
         """Return True if the store refuses a conditional put to a name that is taken.
@@ -119,10 +120,14 @@ class S3Storage:
 
     def delete(self, names: Iterable[str]) -> None:
         remaining = iter(names)
-        while batch := list(islice(remaining, _DELETE_BATCH)):
+        while True:
+            batch = list(islice(remaining, _DELETE_BATCH))
+            if not batch:
+                return
             try:
                 _delete_batch(self._connection, batch)
-            except StorageUnsupported:  # stores without DeleteObjects
+            except StorageUnsupported:
+                # Some stores have no DeleteObjects.
                 for name in batch:
                     _delete_one(self._connection, name)
 
@@ -137,9 +142,8 @@ class S3Storage:
         return date_of(answer) or time.time()
 
     def until(self, cancelled: threading.Event) -> Storage:
-        return self._over(
-            replace(self._connection, cancelled=either(self._connection.cancelled, cancelled))
-        )
+        both = either(self._connection.cancelled, cancelled)
+        return self._over(replace(self._connection, cancelled=both))
 
     def patient(
         self,
@@ -147,14 +151,16 @@ class S3Storage:
         on_wait: Callable[[StorageError], None] | None = None,
         until: threading.Event | None = None,
     ) -> Storage:
-        return self._over(replace(self._connection, patience=Patience(patience_s, on_wait, until)))
+        patience = Patience(patience_s, on_wait, until)
+        return self._over(replace(self._connection, patience=patience))
 
     def close(self) -> None:
         self._connection.close()
 
     def _over(self, connection: S3Connection) -> S3Storage:
         """Return the same storage over another connection to the same bucket."""
-        bound = object.__new__(S3Storage)  # the constructor would open a client of its own
+        # Not by the constructor, which would open a client of its own.
+        bound = object.__new__(S3Storage)
         bound._connection = connection
         bound._multipart = replace(self._multipart, connection=connection)
         return bound

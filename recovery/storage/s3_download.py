@@ -17,11 +17,16 @@ def get(connection: S3Connection, name: str, start: int, length: int | None) -> 
     """Return `length` bytes of the object from `start`; all of them if `length` is None."""
     if length == 0:
         return b""
-    end = "" if length is None else start + length - 1
-    condition = {"Range": f"bytes={start}-{end}"} if start or length is not None else {}
+
+    span = {}
+    if length is not None:
+        span["Range"] = f"bytes={start}-{start + length - 1}"
+    elif start:
+        span["Range"] = f"bytes={start}-"
 
     def fetch(client: Any) -> bytes:
-        return bytes(client.get_object(**connection.target(name), **condition)["Body"].read())
+        answer = client.get_object(**connection.target(name), **span)
+        return bytes(answer["Body"].read())
 
     data = connection.call(name, fetch)
     connection.take_bandwidth(len(data))
@@ -38,9 +43,8 @@ def get_into(connection: S3Connection, name: str, start: int, buffer: memoryview
         fetch = _fetch_into if connection.transfer.usable else _stream_into
         got = fetch(connection, client, name, start, buffer)
         if got < len(buffer):
-            raise ObjectTruncated(
-                f"{connection.uri}/{name}", f"{got} bytes came of the {len(buffer)} from {start}"
-            )
+            reason = f"{got} bytes came of the {len(buffer)} from {start}"
+            raise ObjectTruncated(f"{connection.uri}/{name}", reason)
 
     connection.call(name, fetch_whole)
 
@@ -67,7 +71,10 @@ def _stream_into(
     body = client.get_object(**connection.target(name), Range=span)["Body"]
     got = 0
     try:
-        while got < len(buffer) and (piece := body.read(min(_STREAM_BYTES, len(buffer) - got))):
+        while got < len(buffer):
+            piece = body.read(min(_STREAM_BYTES, len(buffer) - got))
+            if not piece:
+                break
             buffer[got : got + len(piece)] = piece
             got += len(piece)
             check(connection.cancelled, name)
@@ -78,5 +85,6 @@ def _stream_into(
                 )
     finally:
         if got < len(buffer):
-            body.close()  # else the connection goes back to the pool
+            # Else the connection goes back to the pool, with bytes of this answer in it.
+            body.close()
     return got

@@ -183,7 +183,9 @@ class S3Transfer:
         connection = self._connection(parts)
         keep = False
         try:
-            target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+            target = parts.path or "/"
+            if parts.query:
+                target += f"?{parts.query}"
             connection.request(request.method, target, body, _headers(request))
             answer = connection.getresponse()
             yield connection, answer
@@ -208,12 +210,13 @@ class S3Transfer:
                 if _is_open(connection):
                     return connection
                 connection.close()
+
         assert parts.hostname is not None
+        host = parts.hostname
+        port = parts.port
         if parts.scheme != "https":
-            return http.client.HTTPConnection(parts.hostname, parts.port, timeout=self._timeout_s)
-        return http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=self._timeout_s, context=self._tls()
-        )
+            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._tls())
 
     def _tls(self) -> ssl.SSLContext:
         """Return a TLS context with the same trust as botocore's own connections."""
@@ -242,10 +245,14 @@ def checksum_of(body: bytes | memoryview) -> str:
 
 
 def _headers(request: Any) -> dict[str, str]:
+    """Return the headers that botocore has signed, as text."""
     headers = {}
     for name, value in request.headers.items():
-        if name.lower() not in _HOP_HEADERS:
-            headers[name] = value.decode() if isinstance(value, bytes) else str(value)
+        if name.lower() in _HOP_HEADERS:
+            continue
+        if isinstance(value, bytes):
+            value = value.decode()
+        headers[name] = str(value)
     return headers
 
 
@@ -260,18 +267,24 @@ def _receive(
     ranged = answer.status == 206 or "Content-Range" in answer.headers
     if target.start and not ranged:
         raise RangeIgnored
+
     length = int(answer.headers.get("Content-Length", len(target.memory)))
     num_bytes = min(len(target.memory), length)
     memory = target.memory[:num_bytes]
-    got = 0
     read = _reader(connection, answer)
-    while got < num_bytes and (count := read(memory[got:])):
+    got = 0
+    while got < num_bytes:
+        count = read(memory[got:])
+        if not count:
+            break
         got += count
         check(target.cancelled, target.name)
         if time.monotonic() > target.deadline:
             raise DeadlinePassed(f"{got} of {num_bytes} bytes came before the deadline")
+
     if got == num_bytes:
-        answer.close()  # it was read to its end, beside it
+        # It was read to its end from the socket, which the answer does not know.
+        answer.close()
     target.got = got
 
 
@@ -305,7 +318,8 @@ def _reader(
         if not buffered:
             return plain.recv_into(memory, min(len(memory), RECEIVE_BYTES))
         count = min(len(buffered), len(memory))
-        memory[:count], buffered = buffered[:count], buffered[count:]
+        memory[:count] = buffered[:count]
+        buffered = buffered[count:]
         return count
 
     return read

@@ -33,7 +33,9 @@ def put_whole(
     checksum = checksum_of(body)
 
     def send(client: Any) -> Any:
-        sums = {"ChecksumCRC32C": checksum} if connection.client.sends_checksums else {}
+        sums = {}
+        if connection.client.sends_checksums:
+            sums["ChecksumCRC32C"] = checksum
         return client.put_object(**connection.target(name), Body=body, **sums, **condition)
 
     connection.call(name, send)
@@ -53,9 +55,10 @@ class MultipartUploads:
         At most `concurrency` parts are in memory and in flight.
         """
         connection = self.connection
-        part_bytes = max(
-            connection.options.part_bytes, MIN_PART_BYTES, -(-payload.size // MAX_PARTS)
-        )
+        needed_bytes = _quotient_up(payload.size, MAX_PARTS)
+        part_bytes = max(connection.options.part_bytes, MIN_PART_BYTES, needed_bytes)
+        num_parts = _quotient_up(payload.size, part_bytes)
+
         target = connection.target(name)
         opened = connection.call(name, lambda client: self._open(client, target))
         upload_id = opened["UploadId"]
@@ -63,7 +66,8 @@ class MultipartUploads:
 
         def send(number: int) -> dict[str, Any]:
             offset = (number - 1) * part_bytes
-            body = memoryview(payload.read(offset, min(part_bytes, payload.size - offset)))
+            length = min(part_bytes, payload.size - offset)
+            body = memoryview(payload.read(offset, length))
             connection.take_bandwidth(len(body))
             part = {**target, "UploadId": upload_id, "PartNumber": number}
             if opened["sends_checksums"]:
@@ -71,9 +75,9 @@ class MultipartUploads:
             return connection.call(name, lambda client: self._put_part(client, part, body))
 
         try:
-            parts = _in_parallel(
-                send, range(1, -(-payload.size // part_bytes) + 1), connection.options.concurrency
-            )
+            # S3 numbers parts from 1.
+            numbers = range(1, num_parts + 1)
+            parts = _in_parallel(send, numbers, connection.options.concurrency)
             done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
             self._complete(name, done, payload.size, date_of(opened) or 0.0)
             self.unfinished.discard(upload_id)
@@ -87,15 +91,21 @@ class MultipartUploads:
 
         `oldest` is a time of the store's clock.
         """
-        old = [item for item in self._list(prefix) if item["Initiated"].timestamp() < oldest]
-        stale = [item for item in old if self._is_own(item)]
-        for item in stale:
-            self._abort(item["Key"], item["UploadId"])
+        stale = []
+        for upload in self._list(prefix):
+            is_old = upload["Initiated"].timestamp() < oldest
+            if is_old and self._is_own(upload):
+                stale.append(upload)
+
+        for upload in stale:
+            self._abort(upload["Key"], upload["UploadId"])
         return len(stale)
 
     def _open(self, client: Any, target: dict[str, Any]) -> dict[str, Any]:
         sends_checksums = self.connection.client.sends_checksums
-        algorithm = {"ChecksumAlgorithm": "CRC32C"} if sends_checksums else {}
+        algorithm = {}
+        if sends_checksums:
+            algorithm["ChecksumAlgorithm"] = "CRC32C"
         opened = client.create_multipart_upload(**target, **algorithm)
         return {**opened, "sends_checksums": sends_checksums}
 
@@ -148,7 +158,8 @@ class MultipartUploads:
         while True:
             page = connection.call(prefix, lambda client: client.list_multipart_uploads(**request))
             for item in page.get("Uploads", ()):
-                if item["Key"].startswith(request["Prefix"]):  # be sure of it
+                # Be sure of it, whatever a server makes of the prefix: uploads of others must stay.
+                if item["Key"].startswith(request["Prefix"]):
                     yield item
             if not page.get("IsTruncated"):
                 return
@@ -166,7 +177,19 @@ def _in_parallel(action: Callable[[int], T], numbers: Iterable[int], concurrency
         wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             future.cancel()
-        failed = next(
-            (f for f in futures if f.done() and not f.cancelled() and f.exception()), None
-        )
-        return [f.result() for f in ([failed] if failed else futures)]
+
+        for future in futures:
+            if _has_failed(future):
+                future.result()
+        return [future.result() for future in futures]
+
+
+def _has_failed(future: Future[T]) -> bool:
+    """Return True if the action has raised; a cancelled one has not run."""
+    if not future.done() or future.cancelled():
+        return False
+    return future.exception() is not None
+
+
+def _quotient_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)

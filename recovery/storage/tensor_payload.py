@@ -18,9 +18,12 @@ class TensorPayload:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
+        item_bytes = tensor.element_size()
         self._rows = tensor if tensor.dim() > 1 else tensor.reshape(-1)
-        self._row_bytes = self._rows[:1].numel() * tensor.element_size() if tensor.numel() else 0
-        self._size = tensor.numel() * tensor.element_size()
+        self._row_bytes = 0
+        if tensor.numel():
+            self._row_bytes = self._rows[:1].numel() * item_bytes
+        self._size = tensor.numel() * item_bytes
 
     @property
     def size(self) -> int:
@@ -29,10 +32,13 @@ class TensorPayload:
     def read(self, offset: int, length: int) -> memoryview:
         if length <= 0 or self._row_bytes == 0:
             return memoryview(b"")
+        end = offset + length
         first = offset // self._row_bytes
-        last = -(-(offset + length) // self._row_bytes)
+        # Rounded up: the last row may be needed in part.
+        last = -(-end // self._row_bytes)
+        rows = tensor_bytes(self._rows[first:last])
         start = offset - first * self._row_bytes
-        return tensor_bytes(self._rows[first:last])[start : start + length]
+        return rows[start : start + length]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -40,5 +46,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
     They are its own memory if it is contiguous on the CPU, else a copy.
     """
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    on_host = tensor.detach().cpu().contiguous()
+    flat = on_host.reshape(-1).view(torch.uint8)
     return flat.numpy().data
