@@ -27,18 +27,26 @@ class ChildEvent(threading.Event):
         self._parents = [parent for parent in parents if parent is not None]
 
     def is_set(self) -> bool:
-        return super().is_set() or any(parent.is_set() for parent in self._parents)
+        if super().is_set():
+            return True
+        return any(parent.is_set() for parent in self._parents)
 
     def wait(self, timeout: float | None = None) -> bool:
         until = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.is_set() and (left := until - time.monotonic()) > 0:
+        while not self.is_set():
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            # A parent wakes nobody who waits here: it is looked at every WAKE_S seconds.
             super().wait(min(left, WAKE_S))
         return self.is_set()
 
 
 def either(first: threading.Event | None, second: threading.Event) -> threading.Event:
     """Return an event that is set once either is."""
-    return second if first is None else ChildEvent(first, second)
+    if first is None:
+        return second
+    return ChildEvent(first, second)
 
 
 def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: str) -> T:
@@ -82,8 +90,9 @@ def result_until(cancelled: threading.Event | None, done: Future[T], what: str) 
 
 def has_bytes(connection: socket.socket, within_s: float) -> bool:
     """Return True if the connection has bytes to read, or has ended, within `within_s` seconds."""
+    # Decrypted with what came before: the kernel knows nothing of such bytes any more.
     if isinstance(connection, ssl.SSLSocket) and connection.pending():
-        return True  # decrypted with what came before: the kernel knows nothing of them any more
+        return True
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(1000 * within_s))

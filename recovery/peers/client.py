@@ -159,19 +159,23 @@ class ShardClient:
             "source": _place(source),
             "shards": list(shards),
         }
+        places = into or {}
         damaged = False
         with self._ask(request, f"sending shards of {source}", cancelled) as (connection, first):
+            header = first
             for number, shard in enumerate(shards):
-                header = receive(connection, REPLY.size, cancelled) if number else first
-                wanted = _WantedShard(source, shard, checksums.get(shard), (into or {}).get(shard))
+                if number > 0:
+                    header = receive(connection, REPLY.size, cancelled)
+                wanted = _WantedShard(source, shard, checksums.get(shard), places.get(shard))
                 reply = self._reply(connection, header, wanted, cancelled)
                 damaged = damaged or isinstance(reply, ShardCorrupt)
                 yield shard, reply
-        if damaged:  # maybe the frames, and not the bytes alone
+
+        # Maybe the frames are damaged, and not the bytes alone.
+        if damaged:
             self.close()
-        self._scratch = (
-            _NO_BYTES  # as large as the largest shard: not kept by each connection that waits
-        )
+        # As large as the largest shard: not kept by each connection that waits.
+        self._scratch = _NO_BYTES
 
     def push(
         self,
@@ -195,6 +199,8 @@ class ShardClient:
             also if the peer is another node than `options.to`.
         """
         options = options or PushOptions()
+        if checksums is None:
+            checksums = _checksums(pieces)
         used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
         request = {
             "op": "push",
@@ -203,7 +209,7 @@ class ShardClient:
             "generation": source.generation,
             "tensors": [spec.to_document() for spec in used.values()],
             "shards": list(pieces),
-            "checksums": list(checksums) if checksums is not None else _checksums(pieces),
+            "checksums": list(checksums),
             "superseded": options.superseded,
             "to": options.to,
         }
@@ -211,13 +217,13 @@ class ShardClient:
             if self._check_push(first, source) != len(pieces):
                 raise ConnectionError("the peer answers for another number of shards")
             held = receive(connection, len(pieces), cancelled)
-            wanted = [
-                piece for piece, is_held in zip(pieces.values(), held, strict=True) if not is_held
-            ]
-            for piece in wanted:
-                _send_bounded(connection, piece, options.limit, cancelled)
+            sent = 0
+            for piece, is_held in zip(pieces.values(), held, strict=True):
+                if not is_held:
+                    _send_bounded(connection, piece, options.limit, cancelled)
+                    sent += len(piece)
             self._check_push(receive(connection, REPLY.size, cancelled), source)
-        return sum(len(piece) for piece in wanted)
+        return sent
 
     def _check_push(self, header: bytes | bytearray, source: Source) -> int:
         """Return the number in a reply to a push; raise the error that its status means."""
@@ -239,11 +245,17 @@ class ShardClient:
         The block reads the reply to its end.
         """
         check(cancelled, self.peer)
+        # Put back at the end: a connection whose request failed half-way is not used again.
         kept = self._connection
         self._connection = None
         try:
-            exchange = None if kept is None else self._ask_again(kept, request, cancelled)
-            connection, header = exchange or self._ask_anew(request, cancelled)
+            exchange = None
+            if kept is not None:
+                exchange = self._ask_again(kept, request, cancelled)
+            if exchange is None:
+                exchange = self._ask_anew(request, cancelled)
+
+            connection, header = exchange
             with _closed_if_left(connection):
                 yield connection, header
             self._connection = connection
@@ -299,18 +311,19 @@ class ShardClient:
         connection = socket.create_connection(self._address, self._timeout_s)
         with _closed_if_left(connection):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return (
-                connection
-                if self._tls is None
-                else self._tls.context(server=False).wrap_socket(connection)
-            )
+            if self._tls is None:
+                return connection
+            return self._tls.context(server=False).wrap_socket(connection)
 
     def _greet(self, connection: socket.socket, cancelled: threading.Event | None) -> None:
         """Show that we have the token, and see that the peer has it."""
         theirs = bytes(receive(connection, NONCE_BYTES, cancelled))
         ours = os.urandom(NONCE_BYTES)
-        connection.sendall(HELLO.pack(VERSION, ours, mac_of(self._token, "client", theirs, ours)))
-        if receive(connection, 1, cancelled)[0] != OK:
+        proof = mac_of(self._token, "client", theirs, ours)
+        connection.sendall(HELLO.pack(VERSION, ours, proof))
+
+        status = receive(connection, 1, cancelled)[0]
+        if status != OK:
             raise PeerRefused(self.peer, "it rejected the token or the protocol version")
         mac = receive(connection, WELCOME.size - 1, cancelled)
         if not hmac.compare_digest(bytes(mac), mac_of(self._token, "server", theirs, ours)):
@@ -335,15 +348,14 @@ class ShardClient:
             return ShardCorrupt(shard, where, "the peer's own copy is damaged")
         if length > MAX_SHARD_BYTES or (memory is not None and length != len(memory)):
             raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
+
         data = self._memory(length) if memory is None else memory
         found = receive_into(connection, data, cancelled)
         if wanted.checksum is None:
             return ShardUnavailable(shard, where, "no checksum of it is known")
-        return (
-            data
-            if found == wanted.checksum
-            else ShardCorrupt(shard, where, "the bytes are not those committed")
-        )
+        if found != wanted.checksum:
+            return ShardCorrupt(shard, where, "the bytes are not those committed")
+        return data
 
     def _memory(self, length: int) -> memoryview:
         # New memory costs a page fault for every 4 KiB, which is slower than the network.

@@ -81,9 +81,9 @@ class Deadline:
     @staticmethod
     def of(connection: socket.socket, num_bytes: int) -> Deadline:
         patience = connection.gettimeout()
-        return Deadline(
-            None if patience is None else time.monotonic() + patience + num_bytes / MIN_BYTES_PER_S
-        )
+        if patience is None:
+            return Deadline(None)
+        return Deadline(time.monotonic() + patience + num_bytes / MIN_BYTES_PER_S)
 
     def check(self, done: int, num_bytes: int) -> None:
         if self.until is not None and time.monotonic() > self.until and done < num_bytes:
@@ -98,9 +98,9 @@ def send_within(connection: socket.socket, data: memoryview | FileBytes) -> None
     if isinstance(data, memoryview):
         _send_memory(connection, data)
     elif isinstance(connection, ssl.SSLSocket):
-        _send_memory(
-            connection, memoryview(os.pread(data.owner.fileno(), data.num_bytes, data.offset))
-        )
+        # The kernel cannot encrypt: the bytes pass through this process.
+        read = os.pread(data.owner.fileno(), data.num_bytes, data.offset)
+        _send_memory(connection, memoryview(read))
     else:
         _send_file(connection, data)
 
@@ -108,8 +108,9 @@ def send_within(connection: socket.socket, data: memoryview | FileBytes) -> None
 def _send_memory(connection: socket.socket, data: memoryview) -> None:
     deadline = Deadline.of(connection, len(data))
     for start in range(0, len(data), PIECE_BYTES):
-        connection.sendall(data[start : start + PIECE_BYTES])
-        deadline.check(start + PIECE_BYTES, len(data))
+        end = start + PIECE_BYTES
+        connection.sendall(data[start:end])
+        deadline.check(end, len(data))
 
 
 def _send_file(connection: socket.socket, data: FileBytes) -> None:
@@ -117,14 +118,17 @@ def _send_file(connection: socket.socket, data: FileBytes) -> None:
     deadline = Deadline.of(connection, data.num_bytes)
     sent = 0
     patience = connection.gettimeout()
+    patience_ms = None if patience is None else 1000 * patience
     writable = select.poll()
     writable.register(connection, select.POLLOUT)
     while sent < data.num_bytes:
+        offset = data.offset + sent
+        length = min(PIECE_BYTES, data.num_bytes - sent)
         try:
-            left = min(PIECE_BYTES, data.num_bytes - sent)
-            count = os.sendfile(connection.fileno(), data.owner.fileno(), data.offset + sent, left)
+            count = os.sendfile(connection.fileno(), data.owner.fileno(), offset, length)
         except BlockingIOError:
-            if not writable.poll(None if patience is None else 1000 * patience):
+            # A socket with a timeout does not block in the kernel.
+            if not writable.poll(patience_ms):
                 raise TimeoutError(f"nothing was taken within {patience:.3g} s") from None
             continue
         if count == 0:
@@ -183,7 +187,11 @@ def receive_into(
         if count == 0:
             raise ConnectionError(f"the peer hung up after {got} of {length} bytes")
         got += count
-        whole = got if got == length else got - (got - checked) % BLOCK_BYTES
+
+        # A running checksum takes whole blocks, and then the rest.
+        whole = got
+        if got < length:
+            whole -= (got - checked) % BLOCK_BYTES
         running.update(view[checked:whole])
         checked = whole
         deadline.check(got, length)

@@ -89,6 +89,9 @@ class Pushed(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     ended_at: float = 0.0
 
+    def answers(self, opened: PushRequest) -> bool:
+        return self.generation == opened.generation and self.step == opened.step
+
 
 def write_targets(directory: Path | str, targets: ReplicationTargets) -> None:
     make_private_directory(directory)
@@ -126,11 +129,14 @@ class Replicator:
     """
 
     def __init__(self, store: AgentStore, memory_directory: Path | str, token: str) -> None:
-        self._store, self._directory, self._token = store, Path(memory_directory), token
+        self._store = store
+        self._directory = Path(memory_directory)
+        self._token = token
         self._done: dict[str, Pushed] = {}
         self._told: dict[str, Pushed] = {}
         self._untold: set[str] = set()
-        self._waiting: dict[str, tuple[PushRequest, float]] = {}  # for a snapshot, since when
+        self._waiting: dict[str, tuple[PushRequest, float]] = {}
+        """Rounds whose snapshot is awaited, and the time since when."""
         self._limits: dict[float | None, BandwidthLimit] = {}
         self._pool = ClientPool()
         self._stop = threading.Event()
@@ -144,7 +150,8 @@ class Replicator:
         self._pool.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # threads are processes to Linux's scheduler
+        # Threads are processes to Linux's scheduler.
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while not self._stop.wait(POLL_S):
             try:
@@ -161,8 +168,9 @@ class Replicator:
             opened = _read(path, PushRequest)
             if opened is None:
                 continue
+
             done = self._done.get(opened.worker)
-            if done is None or (done.generation, done.step) != (opened.generation, opened.step):
+            if done is None or not done.answers(opened):
                 done = self._take(opened)
             if done is not None and self._told.get(opened.worker) is not done:
                 self._done[opened.worker] = done
@@ -188,6 +196,7 @@ class Replicator:
         targets = _read(_path(self._directory, opened.worker, "targets"), ReplicationTargets)
         if targets is None or targets.generation != opened.generation:
             return None
+
         source = Source("memory", self._store.node, opened.worker, opened.step, opened.generation)
         error: str | None = None
         started = time.monotonic()
@@ -196,8 +205,9 @@ class Replicator:
             for target in targets.targets:
                 sent += self._push(source, target, targets, opened)
         except ShardUnavailable as missing:
+            # The snapshot may not be committed yet.
             if not self._waited(opened, targets.timeout_s):
-                return None  # not committed yet
+                return None
             error = str(missing)
         except RecoveryError as failure:
             if self._stop.is_set():
@@ -206,8 +216,16 @@ class Replicator:
             logger.warning(
                 "step %d of %s has no copy elsewhere: %s", opened.step, opened.worker, error
             )
+
         now = time.monotonic()
-        return Pushed(opened.generation, opened.step, error, sent, now - started, now)
+        return Pushed(
+            generation=opened.generation,
+            step=opened.step,
+            error=error,
+            num_bytes=sent,
+            seconds=now - started,
+            ended_at=now,
+        )
 
     def _waited(self, opened: PushRequest, timeout_s: float) -> bool:
         """Return True if this round's snapshot has been awaited for `timeout_s` seconds.
@@ -261,12 +279,12 @@ class Replicator:
         checksums = [value for _, value in pieces.values()]
         first = next(iter(pieces))
         tensors = self._store.file_of(source, first).map.tensors
-        limit = self._limits.setdefault(
-            targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s)
-        )
-        with self._pool.client(
-            endpoint.host, endpoint.port, self._token, targets.timeout_s
-        ) as client:
+
+        # One limit for all peers: it is this node's link that must stay free for training.
+        rate = targets.max_bytes_per_s
+        limit = self._limits.setdefault(rate, BandwidthLimit(rate))
+        lent = self._pool.client(endpoint.host, endpoint.port, self._token, targets.timeout_s)
+        with lent as client:
             return client.push(
                 source,
                 tensors,
@@ -290,26 +308,37 @@ def hand_over(
     with another one each time. A part that no peer takes is logged and stays where it is.
     """
     sent = 0
+    if not peers:
+        return sent
     for number, (source, shards) in enumerate(parts):
-        for endpoint in (
-            [*peers[number % len(peers) :], *peers[: number % len(peers)]] if peers else []
-        ):
+        turn = number % len(peers)
+        for endpoint in [*peers[turn:], *peers[:turn]]:
             try:
                 files = {shard: store.file_of(source, shard) for shard in shards}
-                views = {shard: _range_of(file, shard) for shard, file in files.items()}
-                tensors = {
-                    shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()
-                }
-                checksums = [file.checksum(shard) for shard, file in files.items()]
                 with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
-                    options = PushOptions(to=endpoint.node)
-                    sent += client.push(
-                        source, tensors, views, checksums=checksums, options=options
-                    )
+                    sent += _push_files(client, source, files, endpoint)
                 break
             except RecoveryError as error:
                 logger.warning("%s is not handed over to %s: %s", source, endpoint.node, error)
     return sent
+
+
+def _push_files(
+    client: ShardClient,
+    source: Source,
+    files: Mapping[ShardId, SnapshotFile],
+    endpoint: Endpoint,
+) -> int:
+    """Push shards from the files that hold them; return the bytes sent."""
+    views = {}
+    tensors = {}
+    checksums = []
+    for shard, file in files.items():
+        views[shard] = _range_of(file, shard)
+        tensors[shard.tensor] = file.map.tensors[shard.tensor]
+        checksums.append(file.checksum(shard))
+    options = PushOptions(to=endpoint.node)
+    return client.push(source, tensors, views, checksums=checksums, options=options)
 
 
 def _range_of(file: SnapshotFile, shard: ShardId) -> FileBytes:

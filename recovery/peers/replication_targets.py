@@ -69,34 +69,46 @@ def replication_targets(
     """
     candidates = sorted(peers, key=lambda peer: peer.node)
     zone_by_node = {peer.node: peer.zone for peer in candidates}
-    choices = {
-        node: _choices(Peer(node, zone_by_node.get(node, "")), candidates, zones, connects)
-        for node in set(node_by_worker.values())
-    }
-    pushed: dict[str, int] = dict.fromkeys(layout.workers, 0)
-    taken: dict[str, int] = {peer.node: 0 for peer in candidates}
+    choices: dict[str, list[list[str]]] = {}
+    for node in set(node_by_worker.values()):
+        home = Peer(node, zone_by_node.get(node, ""))
+        choices[node] = _choices(home, candidates, zones, connects)
+
+    pushed = dict.fromkeys(layout.workers, 0)
+    taken = dict.fromkeys(zone_by_node, 0)
     found: dict[tuple[str, str], list[ShardId]] = {}
     for shard, workers in _alone(layout, node_by_worker, at_risk):
-        choice = choices[node_by_worker[workers[0]]]
-        if not choice:
+        groups = choices[node_by_worker[workers[0]]]
+        if not groups:
             continue
         worker = min(workers, key=lambda name: (pushed[name], name))
-        peer = min(choice[0], key=lambda node: (taken[node], node))
-        pushed[worker] += layout.shard_bytes(shard)
-        taken[peer] += layout.shard_bytes(shard)
+        peer = min(groups[0], key=lambda node: (taken[node], node))
+        num_bytes = layout.shard_bytes(shard)
+        pushed[worker] += num_bytes
+        taken[peer] += num_bytes
         found.setdefault((worker, peer), []).append(shard)
+
     targets: dict[str, tuple[ReplicationTarget, ...]] = {}
     for (worker, peer), shards in sorted(found.items()):
         node = node_by_worker[worker]
-        zone = zone_by_node.get(node, "")
-        is_far = not is_near(zone, zone_by_node[peer])
-        reachable = [other for group in choices[node] for other in group if other != peer]
-        others = [each for each in reachable if is_far or is_near(zone, zone_by_node[each])]
-        targets[worker] = (
-            *targets.get(worker, ()),
-            ReplicationTarget(worker, tuple(sorted(shards)), (peer, *others)),
-        )
+        others = _fallbacks(node, peer, choices[node], zone_by_node)
+        target = ReplicationTarget(worker, tuple(sorted(shards)), (peer, *others))
+        targets[worker] = (*targets.get(worker, ()), target)
     return targets
+
+
+def _fallbacks(
+    node: str, peer: str, groups: list[list[str]], zone_by_node: Mapping[str, str]
+) -> list[str]:
+    """Return the other nodes of `groups`, in order, that are no farther from `node` than `peer`."""
+    zone = zone_by_node.get(node, "")
+    is_far = not is_near(zone, zone_by_node[peer])
+    others = []
+    for group in groups:
+        for other in group:
+            if other != peer and (is_far or is_near(zone, zone_by_node[other])):
+                others.append(other)
+    return others
 
 
 def _alone(
@@ -106,11 +118,16 @@ def _alone(
 
     Largest shards first.
     """
-    held = ((shard, layout.holders(shard)) for shard in layout.shards)
-    nodes = {shard: {node_by_worker[w] for w in workers} for shard, workers in held}
-    alone = [
-        (s, layout.holders(s)) for s, n in nodes.items() if len(n) == 1 or (n and n <= set(at_risk))
-    ]
+    risky = set(at_risk)
+    alone = []
+    for shard in layout.shards:
+        workers = layout.holders(shard)
+        nodes = {node_by_worker[worker] for worker in workers}
+        if not nodes:
+            continue
+        are_at_risk = nodes <= risky
+        if len(nodes) == 1 or are_at_risk:
+            alone.append((shard, workers))
     return sorted(alone, key=lambda item: (-layout.shard_bytes(item[0]), item[0]))
 
 
@@ -133,5 +150,8 @@ def _choices(
             continue
         if not near and connects is not None and not connects(home.zone, peer.zone):
             continue
-        groups.setdefault((peer.leaving, near == (zones == "other")), []).append(peer.node)
+        # False sorts first: a node that stays, then one in the preferred zone.
+        is_second_choice = near == (zones == "other")
+        group = groups.setdefault((peer.leaving, is_second_choice), [])
+        group.append(peer.node)
     return [groups[key] for key in sorted(groups)]

@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 IDLE_S = 60.0
 
 
-MAX_CONNECTIONS = 1024  # of 64 workers that restore at once, each with a few kept ones
+MAX_CONNECTIONS = 1024
+"""Limit on connections of peers: 64 workers restore at once, each with a few kept ones."""
 MAX_STRANGERS = 256
 """Limit on connections that have not shown the token; one more closes the oldest of them."""
 MAX_PUSHES = 8
@@ -167,7 +168,8 @@ class _ThreadingServer(socketserver.TCPServer):
             if len(self._strangers) >= MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
                 _shut(self._strangers.pop(oldest))
-            thread.start()  # its first call of `note` comes after this block
+            # Its first call of `note` comes after this block.
+            thread.start()
             self._strangers[thread] = request
             self._threads = [each for each in (*self._threads, thread) if each.is_alive()]
 
@@ -221,10 +223,11 @@ class _ThreadingServer(socketserver.TCPServer):
             self.finish_request(request, client_address)
         finally:
             self.shutdown_request(request)
+            thread = threading.current_thread()
             with self._lock:
-                self._strangers.pop(threading.current_thread(), None)
-                self._open.pop(threading.current_thread(), None)
-                self._idle.pop(threading.current_thread(), None)
+                self._strangers.pop(thread, None)
+                self._open.pop(thread, None)
+                self._idle.pop(thread, None)
 
     def hang_up(self, until: float) -> None:
         with self._lock:
@@ -256,12 +259,17 @@ class _Handler(socketserver.BaseRequestHandler):
                     self.request, server_side=True, do_handshake_on_connect=False
                 )
             self.server.note(self.request, idle=False)
+            # After the note: a close of the server then ends a handshake, too.
             if isinstance(self.request, ssl.SSLSocket):
                 self.request.do_handshake()
             if not self._greet():
                 return
+
             self.request.settimeout(IDLE_S)
-            while (request := receive_request(self.request)) is not None:
+            while True:
+                request = receive_request(self.request)
+                if request is None:
+                    return
                 self.server.note(self.request, idle=False)
                 if not self._answer(request):
                     return
@@ -287,8 +295,12 @@ class _Handler(socketserver.BaseRequestHandler):
         )
         if known and not self.server.admit():
             return False
-        own = mac_of(self.token, "server", nonce, theirs)
-        self.request.sendall(WELCOME.pack(OK, own) if known else bytes([REFUSED]))
+
+        if known:
+            own = mac_of(self.token, "server", nonce, theirs)
+            self.request.sendall(WELCOME.pack(OK, own))
+        else:
+            self.request.sendall(bytes([REFUSED]))
         return known
 
     def _answer(self, request: dict[str, Any]) -> bool:
@@ -318,7 +330,7 @@ class _Handler(socketserver.BaseRequestHandler):
         The peer that reads the status may push again at once: its slot is free by then.
         """
         if request.get("to") not in (None, self.store.node):
-            # another node's address before it was ours: a copy here may be beside its original
+            # Another node had this address before: a copy here may be beside its original.
             return REFUSED
         if not self.pushes.acquire(blocking=False):
             return FULL
@@ -329,22 +341,26 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _take(self, request: dict[str, Any]) -> int:
         """Store pushed shards as a snapshot of their worker, once all are here and whole."""
+        worker = str(request["worker"])
         specs = [TensorSpec.from_document(document) for document in request["tensors"]]
         shards = [ShardId(str(tensor), int(unit)) for tensor, unit in request["shards"]]
         checksums = [int(value) for value in request["checksums"]]
-        file_map = FileMap.of(str(request["worker"]), {spec.name: spec for spec in specs}, shards)
+        file_map = FileMap.of(worker, {spec.name: spec for spec in specs}, shards)
+        step = int(request["step"])
+        generation = int(request["generation"])
         try:
-            writer = self.store.accept(int(request["step"]), int(request["generation"]), file_map)
+            writer = self.store.accept(step, generation, file_map)
         except SnapshotError as error:
             logger.warning("a peer's copy is not taken: %s", error)
             return FULL
+
         status = CORRUPT
         try:
             whole = memoryview(writer.buffer)
             held = self.store.fill_unchanged(writer.map, checksums, whole)
             self.request.sendall(REPLY.pack(OK, len(held)) + bytes(held))
             if self._fill(writer, checksums, held):
-                writer.commit_with(int(request["step"]), int(request["generation"]), checksums)
+                writer.commit_with(step, generation, checksums)
                 status = OK
                 self._drop_superseded(request)
         finally:
@@ -365,7 +381,7 @@ class _Handler(socketserver.BaseRequestHandler):
         for extent, expected, is_held in zip(extents, checksums, held, strict=True):
             if is_held:
                 continue
-            view = whole[extent.offset : extent.offset + extent.num_bytes]
+            view = whole[extent.offset : extent.end]
             if receive_into(self.request, view) != expected:
                 return False
         return True
