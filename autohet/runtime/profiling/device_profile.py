@@ -91,22 +91,23 @@ def measure_layers(
 
     With `tp` every rank of the group iterates at the same pace; rank 0 yields the group's results.
     """
-    device = (
-        torch.device(request.device_type, index)
-        if request.device_type == "cuda"
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if request.device_type == "cuda":
+        device = torch.device(request.device_type, index)
+    tp_degree = tp.degree if tp else 1
+
     _warm_up(device)
     for layer in _layer_names(request.config):
         stage, count = _stage(request, layer, tp, device)
         gradients = FlatGradients(stage)
-        update = _measure_update(request, gradients, device) / count
+        update_s = _measure_update(request, gradients, device) / count
         for size in request.microbatches:
             measured = _measure_size(request, stage, layer, size, count, device)
             if measured is None:
-                yield OutOfMemory(layer, tp.degree if tp else 1, size)
+                yield OutOfMemory(layer, tp_degree, size)
                 break
-            yield replace(measured, tp_degree=tp.degree if tp else 1, update_s=update)
+            yield replace(measured, tp_degree=tp_degree, update_s=update_s)
+        # Before the next stage is built: both together may not fit.
         del stage, gradients
 
 
@@ -130,7 +131,10 @@ def block_kinds(config: Any) -> list[list[int]]:
 def _layer_names(config: Any) -> list[str]:
     """Return the rows' names: `block`, or `block:<index>` of the first block of each kind."""
     kinds = block_kinds(config)
-    blocks = ["block"] if len(kinds) == 1 else [f"block:{kind[0]}" for kind in kinds]
+    if len(kinds) == 1:
+        blocks = ["block"]
+    else:
+        blocks = [f"block:{kind[0]}" for kind in kinds]
     return ["embedding", *blocks, "head"]
 
 
@@ -148,12 +152,12 @@ def _stage(
         first = family_of(config).num_layers(config)
     elif layer != "embedding":
         config, first, blocks = _blocks_alone(request, layer, device)
-    stage = build_stage(
-        config, range(first, first + blocks), tp, device, COMPUTE_DTYPES[request.precision]
-    )
-    parameters = {
-        name: torch.randn(shape) * 0.02 for name, shape in stage.weights.local_shapes().items()
-    }
+
+    dtype = COMPUTE_DTYPES[request.precision]
+    stage = build_stage(config, range(first, first + blocks), tp, device, dtype)
+    parameters = {}
+    for name, shape in stage.weights.local_shapes().items():
+        parameters[name] = torch.randn(shape) * 0.02
     stage.weights.load(parameters)
     if wants_compiled(request.compile_blocks, stage):
         compile_blocks(stage)
@@ -169,10 +173,11 @@ def _blocks_alone(
     block's.
     """
     index = int(layer.partition(":")[2] or 0)
-    kind = next(each for each in block_kinds(request.config) if index in each)
+    (kind,) = [each for each in block_kinds(request.config) if index in each]
     count = _blocks_in_row(request, kind[0], device)
     row = sorted(kind[each % len(kind)] for each in range(count))
-    return with_layers(request.config, [row[0], *row, row[-1]]), 1, count
+    with_neighbours = [row[0], *row, row[-1]]
+    return with_layers(request.config, with_neighbours), 1, count
 
 
 def _warm_up(device: torch.device) -> None:
@@ -190,10 +195,13 @@ def _warm_up(device: torch.device) -> None:
 def _blocks_in_row(request: ProfileRequest, layer: int, device: torch.device) -> int:
     if device.type != "cuda":
         return request.blocks_at_once
-    family = family_of(request.config)
-    specs = family.parameter_specs(request.config).values()
-    parameters = sum(math.prod(spec.shape) for spec in specs if spec.layer == layer)
-    return max(request.blocks_at_once, min(ROW_BLOCKS, ROW_PARAMETERS // max(1, parameters)))
+
+    num_parameters = 0
+    for spec in family_of(request.config).parameter_specs(request.config).values():
+        if spec.layer == layer:
+            num_parameters += math.prod(spec.shape)
+    fitting = ROW_PARAMETERS // max(1, num_parameters)
+    return max(request.blocks_at_once, min(ROW_BLOCKS, fitting))
 
 
 def _measure_size(
@@ -232,14 +240,16 @@ def _time_both(
     inputs, targets = _inputs(request, layer, size, device)
     if stage.dropout.drops:
         stage.dropout.draw(0, range(size))
-    upstream = None if layer == "head" else torch.ones_like(stage(inputs))
+    is_head = layer == "head"
+    upstream = None if is_head else torch.ones_like(stage(inputs))
     on_cuda = device.type == "cuda"
     kept: list[int] = []
 
     def forward() -> Tensor:
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
-        out: Tensor = stage.loss(inputs, targets) if layer == "head" else stage(inputs)
-        kept.append(torch.cuda.memory_allocated(device) - before if on_cuda else 0)
+        out: Tensor = stage.loss(inputs, targets) if is_head else stage(inputs)
+        if on_cuda:
+            kept.append(torch.cuda.memory_allocated(device) - before)
         return out
 
     clock = _clock(device)
@@ -253,10 +263,13 @@ def _time_both(
         inputs.grad = None
         del out
     _wait_for(device)
+
     measured = marks[_WARMUPS:]
     forward_s = statistics.median(clock.seconds(begin, between) for begin, between, _ in measured)
     backward_s = statistics.median(clock.seconds(between, end) for _, between, end in measured)
-    return forward_s, backward_s, float(statistics.median(kept)) if on_cuda else None
+    if not on_cuda:
+        return forward_s, backward_s, None
+    return forward_s, backward_s, float(statistics.median(kept))
 
 
 def _inputs(

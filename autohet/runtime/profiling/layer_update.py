@@ -38,23 +38,33 @@ class FlatGradients:
 
         It zeroes the gradients, sums their squares, runs AdamW, and renews the compute copies.
         """
-        if not self._parameters:  # all frozen
+        all_frozen = not self._parameters
+        if all_frozen:
             return lambda: None
+
         masters = torch.zeros_like(self.flat)
-        moments = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        first_moments = torch.zeros_like(self.flat)
+        second_moments = torch.zeros_like(self.flat)
         parameters = [each.detach() for each in self._parameters]
         held = _views(masters, self._parameters)
         torch._foreach_copy_(held, parameters)
-        pairs = zip(parameters, held, strict=True)
-        copies = [(copy, master) for copy, master in pairs if copy.dtype != torch.float32]
+
+        # Parameters in fp32 are their masters in a run; only lower precision has copies to renew.
+        copies = []
+        copied_from = []
+        for parameter, master in zip(parameters, held, strict=True):
+            if parameter.dtype != torch.float32:
+                copies.append(parameter)
+                copied_from.append(master)
 
         @torch.no_grad()
         def update() -> None:
             self.flat.zero_()
             squared_norm([self.flat], self.flat.device)
-            fused_update([(masters, *moments)], [self.flat], UpdateRule(settings, 1, 1.0))
+            state = (masters, first_moments, second_moments)
+            fused_update([state], [self.flat], UpdateRule(settings, 1, 1.0))
             if copies:
-                torch._foreach_copy_([copy for copy, _ in copies], [each for _, each in copies])
+                torch._foreach_copy_(copies, copied_from)
 
         return update
 
@@ -64,8 +74,10 @@ def _views(flat: Tensor, parameters: list[torch.nn.Parameter]) -> list[Tensor]:
     views = []
     offset = 0
     for parameter in parameters:
-        views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
-        offset += aligned(parameter.numel())
+        num_elements = parameter.numel()
+        part = flat[offset : offset + num_elements]
+        views.append(part.view(parameter.shape))
+        offset += aligned(num_elements)
     return views
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +107,12 @@ def export_checkpoint(
     if family is not None and family.expert_names is not None and not is_peft:
         weights = split_experts(weights, family.expert_names)
     specs = weights.specs
+
     _make(folder)
-    files = (
-        {ADAPTER_FILE: list(specs)}
-        if is_peft
-        else _plan_files(specs, dtype, options.max_shard_bytes)
-    )
+    if is_peft:
+        files = {ADAPTER_FILE: list(specs)}
+    else:
+        files = _plan_files(specs, dtype, options.max_shard_bytes)
     total = sum(_export_bytes(name, spec, dtype) for name, spec in specs.items())
     done = 0
     for file_name, names in files.items():
@@ -126,17 +126,34 @@ def export_checkpoint(
                     progress(done, total)
             output.flush()
             os.fsync(output.fileno())
+
     if is_peft:
         _write_json(folder / ADAPTER_CONFIG, peft_config(manifest))
     else:
         _write_json(folder / "config.json", exported_config(manifest.model_config, dtype))
     beside = _write_model_files(storage, manifest, folder)
+    # The index last: without it nothing loads the other files.
     if len(files) > 1:
-        weight_map = {name: file_name for file_name, names in files.items() for name in names}
-        _write_json(
-            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
-        )
-    return ExportSummary(manifest.step, str(folder), dtype, len(specs), total, tuple(files), beside)
+        _write_json(folder / INDEX_NAME, _index(files, total))
+
+    return ExportSummary(
+        step=manifest.step,
+        directory=str(folder),
+        dtype=dtype,
+        num_tensors=len(specs),
+        num_bytes=total,
+        files=tuple(files),
+        model_files=beside,
+    )
+
+
+def _index(files: Mapping[str, list[str]], total_bytes: int) -> dict[str, object]:
+    """Return the content of the index: which file has which tensor."""
+    file_by_name = {}
+    for file_name, names in files.items():
+        for name in names:
+            file_by_name[name] = file_name
+    return {"metadata": {"total_size": total_bytes}, "weight_map": file_by_name}
 
 
 def _weights(
@@ -191,16 +208,17 @@ def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
     states = [name for name in manifest.specs if name.startswith(PARAMETER_KIND)]
     names = sorted(name.removeprefix(PARAMETER_KIND) for name in states)
     family = FAMILIES.get(str(manifest.model_config.get("model_type")))
-    padded = (
-        family.vocabulary_parameters()
-        if family and PADDED in manifest.model_config
-        else frozenset()
-    )
+    padded: Collection[str] = ()
+    if family and PADDED in manifest.model_config:
+        padded = family.vocabulary_parameters()
+
     specs = {}
     for name in names:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
-        rows = int(manifest.model_config["vocab_size"]) if name in padded else spec.shape[0]
-        specs[name] = TensorSpec(spec.name, (rows, *spec.shape[1:]), spec.dtype)
+        num_rows = spec.shape[0]
+        if name in padded:
+            num_rows = int(manifest.model_config["vocab_size"])
+        specs[name] = TensorSpec(spec.name, (num_rows, *spec.shape[1:]), spec.dtype)
     return specs
 
 
@@ -230,12 +248,14 @@ def _export_dtype(name: str, dtype: str) -> str:
 
     The library, too, keeps them in fp32 in models of any dtype.
     """
-    return "float32" if name.endswith(CORRECTION_BIAS) else dtype
+    if name.endswith(CORRECTION_BIAS):
+        return "float32"
+    return dtype
 
 
 def _export_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
-    item_bytes = TORCH_DTYPES[_export_dtype(name, dtype)].itemsize
-    return spec.num_bytes // spec.item_bytes * item_bytes
+    num_elements = spec.num_bytes // spec.item_bytes
+    return num_elements * TORCH_DTYPES[_export_dtype(name, dtype)].itemsize
 
 
 def _plan_files(
@@ -251,12 +271,13 @@ def _plan_files(
             filled = 0
         groups[-1].append(name)
         filled += size
+
     if len(groups) == 1:
         return {_SINGLE_NAME: groups[0]}
-    return {
-        f"model-{i:05d}-of-{len(groups):05d}.safetensors": names
-        for i, names in enumerate(groups, 1)
-    }
+    files = {}
+    for number, names in enumerate(groups, 1):
+        files[f"model-{number:05d}-of-{len(groups):05d}.safetensors"] = names
+    return files
 
 
 def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:

@@ -72,11 +72,16 @@ def peft_weights(specs: Mapping[str, TensorSpec], read: ReadParameter) -> Export
 
 def peft_config(manifest: Manifest) -> dict[str, Any]:
     """Return the content of peft's adapter_config.json."""
-    adapter, config = _require_adapter(manifest), _config_of(manifest)
+    adapter = _require_adapter(manifest)
+    config = _config_of(manifest)
     model = skeleton(config)
     paths = target_paths(adapter, family_of(config), model)
     is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
-    alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
+
+    # peft writes whole numbers without a decimal point.
+    alpha = adapter.alpha
+    if alpha == int(alpha):
+        alpha = int(alpha)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -98,10 +103,19 @@ def _target_modules(paths: Sequence[str], model: torch.nn.Module) -> list[str]:
 
     peft and inference servers expect the last components.
     """
-    ends = {path.rsplit(".", 1)[-1] for path in paths}
-    linear = [path for path, module in model.named_modules() if is_linear(module)]
-    matched = {path for path in linear if path.rsplit(".", 1)[-1] in ends}
-    return sorted(ends if matched == set(paths) else paths)
+    ends = {_last_component(path) for path in paths}
+    matched = set()
+    for path, module in model.named_modules():
+        if is_linear(module) and _last_component(path) in ends:
+            matched.add(path)
+
+    if matched == set(paths):
+        return sorted(ends)
+    return sorted(paths)
+
+
+def _last_component(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
 
 
 def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
@@ -114,33 +128,41 @@ def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) ->
     Raises:
         ConfigError: the base is not the run's, or cannot be read.
     """
-    adapter, config = _require_adapter(manifest), _config_of(manifest)
+    adapter = _require_adapter(manifest)
+    config = _config_of(manifest)
     section = _base_of(manifest, adapter, base)
     family = family_of(config)
     specs = family.parameter_specs(config)
     vocabulary = family.vocabulary_parameters()
     shapes = {}
     for name, spec in sorted(specs.items()):
-        if not spec.trainable:
-            is_padded = name in vocabulary
-            shapes[name] = (int(config.vocab_size), *spec.shape[1:]) if is_padded else spec.shape
+        if spec.trainable:
+            continue
+        shapes[name] = spec.shape
+        if name in vocabulary:
+            # Without the rows that pad the vocabulary.
+            shapes[name] = (int(config.vocab_size), *spec.shape[1:])
     adapted = {name.removesuffix(A_SUFFIX) for name in specs if name.endswith(A_SUFFIX)}
     model = skeleton(config)
+
+    def update_of(path: str) -> Tensor:
+        product = read(f"{path}{B_SUFFIX}") @ read(f"{path}{A_SUFFIX}")
+        update = adapter.scaling * product
+        is_transposed = isinstance(model.get_submodule(path), Conv1D)
+        return update.T if is_transposed else update
 
     def tensors(names: Sequence[str]) -> Iterator[Tensor]:
         seed = int(manifest.scalars.get("training.seed") or 0)
         whole = dict(first_weights(section, config, names, seed))
         for name in names:
-            path, tensor = name.removesuffix(".weight"), whole.pop(name)
+            path = name.removesuffix(".weight")
+            tensor = whole.pop(name)
             if path in adapted:
-                update = adapter.scaling * (read(f"{path}{B_SUFFIX}") @ read(f"{path}{A_SUFFIX}"))
-                is_transposed = isinstance(model.get_submodule(path), Conv1D)
-                tensor = tensor + (update.T if is_transposed else update)
+                tensor = tensor + update_of(path)
             yield tensor[: shapes[name][0]]
 
-    return ExportedWeights(
-        {name: TensorSpec(name, shape, "float32") for name, shape in shapes.items()}, tensors
-    )
+    exported = {name: TensorSpec(name, shape, "float32") for name, shape in shapes.items()}
+    return ExportedWeights(exported, tensors)
 
 
 def _base_of(manifest: Manifest, adapter: Adapter, base: str | None) -> ModelSection:

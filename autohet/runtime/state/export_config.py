@@ -28,25 +28,26 @@ def exported_config(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(document["model_type"]))
     if architecture is not None:
         config["architectures"] = [architecture]
-    return (
-        config
-        | _older_rope(config)
-        | {
-            "dtype": dtype,
-            "torch_dtype": dtype,
-            "transformers_version": transformers.__version__,
-        }
-    )
+    config.update(_older_rope(config))
+    config["dtype"] = dtype
+    config["torch_dtype"] = dtype
+    config["transformers_version"] = transformers.__version__
+    return config
 
 
 def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = dict(config.get("rope_parameters") or {})
     if not parameters:
         return {}
+
+    older: dict[str, Any] = {}
     theta = parameters.pop("rope_theta", None)
-    older: dict[str, Any] = {} if theta is None else {"rope_theta": theta}
-    kind = parameters.get("rope_type", "default")
-    return older | {"rope_scaling": None if kind == "default" else parameters}
+    if theta is not None:
+        older["rope_theta"] = theta
+
+    is_default = parameters.get("rope_type", "default") == "default"
+    older["rope_scaling"] = None if is_default else parameters
+    return older
 
 
 def default_generation_config(document: Mapping[str, Any]) -> dict[str, Any]:

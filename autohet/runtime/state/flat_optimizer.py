@@ -37,7 +37,8 @@ class _FlatRange:
     decays: bool
 
     def gradient(self, flats: Mapping[int, Tensor]) -> Tensor:
-        return flats[self.buffer][self.start : self.start + self.tensors[0].numel()]
+        end = self.start + self.tensors[0].numel()
+        return flats[self.buffer][self.start : end]
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ class _Cut:
 
     def give_back(self, tensors: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> None:
         for kind, flat in zip(STATE_KINDS, tensors, strict=True):
+            held = state[state_name(kind, self.piece.parameter)]
+            shaped = self._shaped(flat)
             for run in self.runs:
-                run.view_in(state[state_name(kind, self.piece.parameter)]).copy_(
-                    run.view_in_piece(self._shaped(flat))
-                )
+                run.view_in(held).copy_(run.view_in_piece(shaped))
 
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat[: self.piece.num_elements].view(self.piece.shape)
@@ -92,22 +93,23 @@ class FlatOptimizer:
         undecayed: Collection[str] = (),
         staging: HostStaging | None = None,
     ) -> None:
-        self._state, self._undecayed, self._staging = state, frozenset(undecayed), staging
+        self._state = state
+        self._undecayed = frozenset(undecayed)
+        self._staging = staging
+
         self._cuts: list[_Cut] = []
         ranges: list[tuple[int, list[ParameterPiece]]] = []
         for index in local.kept:
-            for whole, pieces in itertools.groupby(
-                local.buffers[index].pieces,
-                lambda piece: piece.units == local.owned[piece.parameter],
-            ):
+            for whole, pieces in _by_wholeness(local, index):
                 if whole:
-                    ranges.append((index, list(pieces)))
-                else:
-                    for piece in pieces:
-                        runs = runs_of(
-                            piece, local.specs[piece.parameter], local.owned[piece.parameter]
-                        )
-                        self._cuts.append(_Cut(index, piece, runs))
+                    ranges.append((index, pieces))
+                    continue
+                for piece in pieces:
+                    name = piece.parameter
+                    runs = runs_of(piece, local.specs[name], local.owned[name])
+                    self._cuts.append(_Cut(index, piece, runs))
+
+        # Kind by kind, not range by range: an old flat tensor is freed with its last view.
         by_kind = [self._laid_out(kind, ranges) for kind in STATE_KINDS]
         self._ranges: list[_FlatRange] = []
         self._counted: list[tuple[int, ParameterPiece]] = []
@@ -128,8 +130,8 @@ class FlatOptimizer:
         for decays, group in itertools.groupby(pieces, self._decays):
             alike = list(group)
             start = alike[0].offset
-            stop = alike[-1].end
-            parts = tuple(tensor[start - begin : stop - begin] for tensor in tensors)
+            span = slice(start - begin, alike[-1].end - begin)
+            parts = tuple(tensor[span] for tensor in tensors)
             yield _FlatRange(buffer, start, parts, decays)
 
     @torch.no_grad()
@@ -146,14 +148,17 @@ class FlatOptimizer:
 
     def _flat(self, kind: str, pieces: Sequence[ParameterPiece]) -> Tensor:
         start = pieces[0].offset
-        stop = pieces[-1].end
+        num_elements = pieces[-1].end - start
         if self._staging is None:
-            flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)
+            first = self._state[state_name(kind, pieces[0].parameter)]
+            flat = first.new_zeros(num_elements)
         else:
-            flat = self._staging.zeros(stop - start)
+            flat = self._staging.zeros(num_elements)
+
         for piece in pieces:
             name = state_name(kind, piece.parameter)
-            view = flat[piece.offset - start :][: piece.num_elements].view(piece.shape)
+            offset = piece.offset - start
+            view = flat[offset : offset + piece.num_elements].view(piece.shape)
             self._state[name] = view.copy_(self._state[name])
         return flat
 
@@ -161,7 +166,10 @@ class FlatOptimizer:
         """Clone the tensor if it is a view into larger storage, or copy it to host memory."""
         if self._staging is not None:
             return self._staging.zeros(*tensor.shape).copy_(tensor)
-        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
+        if is_view:
+            return tensor.clone()
+        return tensor
 
     @torch.no_grad()
     def update(self, flats: Mapping[int, Tensor], rule: UpdateRule) -> None:
@@ -175,20 +183,19 @@ class FlatOptimizer:
         for decays in (True, False):
             alike = [each for each in self._ranges if each.decays == decays]
             if alike:
-                self._apply(
-                    [each.tensors for each in alike],
-                    [each.gradient(flats) for each in alike],
-                    replace(rule, decays=decays),
-                )
+                tensors = [each.tensors for each in alike]
+                gradients = [each.gradient(flats) for each in alike]
+                self._apply(tensors, gradients, replace(rule, decays=decays))
+
         for cut in self._cuts:
-            tensors = cut.taken(self._state)
-            decays = self._decays(cut.piece)
-            self._apply([tensors], [cut.gradient(flats)], replace(rule, decays=decays))
-            cut.give_back(tensors, self._state)
+            taken = cut.taken(self._state)
+            own_rule = replace(rule, decays=self._decays(cut.piece))
+            self._apply([taken], [cut.gradient(flats)], own_rule)
+            cut.give_back(taken, self._state)
+
         for index, piece in self._counted:
-            bias, counts = (
-                self._state[state_name(kind, piece.parameter)] for kind in ("param", "exp_avg")
-            )
+            bias = self._state[state_name("param", piece.parameter)]
+            counts = self._state[state_name("exp_avg", piece.parameter)]
             rule.balance(bias, counts, piece.view_in(flats[index]))
 
     def _apply(
@@ -200,7 +207,8 @@ class FlatOptimizer:
             return
         for held, gradient in zip(tensors, gradients, strict=True):
             for start, part in self._staging.down(gradient):
-                parts = tuple(tensor[start : start + part.numel()] for tensor in held)
+                end = start + part.numel()
+                parts = tuple(tensor[start:end] for tensor in held)
                 fused_update([parts], [part], rule)
 
 
@@ -213,3 +221,13 @@ def fused_update(
     the same bits wherever an element lies.
     """
     rule.apply(list(zip(*tensors, strict=True)), gradients, fused=True)
+
+
+def _by_wholeness(local: LocalBuffers, index: int) -> Iterator[tuple[bool, list[ParameterPiece]]]:
+    """Yield adjacent pieces of a buffer; True: each has all of its parameter that is held here."""
+
+    def is_whole(piece: ParameterPiece) -> bool:
+        return piece.units == local.owned[piece.parameter]
+
+    for whole, pieces in itertools.groupby(local.buffers[index].pieces, is_whole):
+        yield whole, list(pieces)

@@ -79,28 +79,34 @@ class FrozenWeights:
         """
         for name in set(self._units) - set(units):
             self._drop(name)
-        for name in [each for each in self._units if set(units[each]) < set(self._units[each])]:
-            self._narrow(name, units[name])
+        for name, held in list(self._units.items()):
+            if set(units[name]) < set(held):
+                self._narrow(name, units[name])
+
         lacking = [name for name, wanted in units.items() if self._units.get(name) != wanted]
         for name in lacking:
             self._drop(name)
         if lacking:
-            gc.collect()  # stages of ended generations, whose parts refer to each other
+            # Frees stages of ended generations, whose parts refer to each other.
+            gc.collect()
+
         read_bytes = 0
         for name, whole in first_weights(self._model, self._config, lacking, self._seed):
             if cancelled.is_set():
                 raise Cancelled("the frozen weights are no longer wanted")
-            local = take_units(self._specs[name], units[name], whole)
-            dtype = self._specs[name].compute_dtype(self._dtype)
-            self.tensors[name] = local.to(device=self._device, dtype=dtype)
+            spec = self._specs[name]
+            local = take_units(spec, units[name], whole)
+            kept = local.to(device=self._device, dtype=spec.compute_dtype(self._dtype))
+            self.tensors[name] = kept
             self._units[name] = units[name]
-            read_bytes += self.tensors[name].nbytes
+            read_bytes += kept.nbytes
         return read_bytes
 
     def reload(self, names: Collection[str]) -> None:
         """Read held slices of these parameters from the origin again, into the same memory."""
         for name, whole in first_weights(self._model, self._config, names, self._seed):
-            self.tensors[name].copy_(take_units(self._specs[name], self._units[name], whole))
+            local = take_units(self._specs[name], self._units[name], whole)
+            self.tensors[name].copy_(local)
 
     def _drop(self, name: str) -> None:
         self._units.pop(name, None)
@@ -109,11 +115,15 @@ class FrozenWeights:
     def _narrow(self, name: str, wanted: tuple[int, ...]) -> None:
         """Keep only the wanted units of a parameter."""
         spec = self._specs[name]
+        assert spec.split_dim is not None
         held = self._units[name]
         sizes = [spec.cuts[unit + 1] - spec.cuts[unit] for unit in held]
-        assert spec.split_dim is not None
         parts = self.tensors[name].split(sizes, spec.split_dim)
-        kept = [part for unit, part in zip(held, parts, strict=True) if unit in wanted]
+
+        kept = []
+        for unit, part in zip(held, parts, strict=True):
+            if unit in wanted:
+                kept.append(part)
         self.tensors[name] = torch.cat(kept, spec.split_dim)
         self._units[name] = wanted
 

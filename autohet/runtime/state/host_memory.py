@@ -41,19 +41,23 @@ def free_bytes() -> int | None:
 
 def _of_machine() -> int | None:
     try:
-        lines = dict(line.split(":", 1) for line in MACHINE.read_text().splitlines() if ":" in line)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+        for line in MACHINE.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                kibibytes = int(value.split()[0])
+                return kibibytes * 1024
+    except (OSError, IndexError, ValueError):
         return None
+    return None
 
 
 def _of_container() -> int | None:
     """Return the free bytes of a control group (version 2); None if it has no limit ("max")."""
     try:
-        limit, used = (
-            int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-        cached = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        limit = int((CONTAINER / "memory.max").read_text())
+        used = int((CONTAINER / "memory.current").read_text())
+        statistics = (CONTAINER / "memory.stat").read_text()
+        cached = dict(line.split() for line in statistics.splitlines())
         return limit - used + int(cached["inactive_file"])
     except (OSError, KeyError, ValueError):
         return None

@@ -56,11 +56,15 @@ class Live:
 
     @property
     def version(self) -> StateVersion:
-        return self.version_before if self.trainer is None else self.trainer.version
+        if self.trainer is None:
+            return self.version_before
+        return self.trainer.version
 
     @property
     def last_vote(self) -> tuple[int, Any] | None:
-        return self.vote if self.trainer is None else self.trainer.last_vote
+        if self.trainer is None:
+            return self.vote
+        return self.trainer.last_vote
 
     def without_trainer(self) -> Live:
         """Return the state alone, at its trainer's current step, and release the trainer's memory.
@@ -83,7 +87,8 @@ class Live:
             self.move_to_host(kept, snapshot_of(self.generation, self.version.step))
             return self.known(usable, arrived, snapshot_of)
 
-        room = None if self.offloaded else make_room  # it takes no memory of the device
+        # Offloaded state takes no memory of the device: there is nothing to make room of.
+        room = None if self.offloaded else make_room
         if not usable:
             return LiveState(self.layout, {}, arrived, room)
         return LiveState(self.layout, self.state, self.in_host_memory | dict(arrived), room)
@@ -100,31 +105,36 @@ class Live:
             OutOfMemoryError: the host has no memory for it, either. `in_host_memory` has the shards
             moved so far.
         """
-        gc.collect()  # a trainer's parameters and their hooks refer to each other
+        # Frees a trainer's parameters, which their hooks refer to and which refer to them.
+        gc.collect()
         leaving: list[str] = []
         for names in names_by_memory(self.state):
             if not names <= set(kept):
                 leaving += sorted(names)
+
         copies = self._copies(snapshot)
         units = self.layout.units_of(self.worker)
         moved = 0
         for name in leaving:
-            tensor = self.state[name]
-            views = unit_views(self.layout.tensors[name], units[name], tensor)
-            require_host_memory(
-                sum(
-                    view.nbytes for unit, view in views.items() if ShardId(name, unit) not in copies
-                )
-            )
-            for unit, view in views.items():
-                shard = ShardId(name, unit)
-                self.in_host_memory[shard] = _on_host(view, copies.get(shard))
-            moved += tensor.nbytes
-            del self.state[name], views, tensor
+            moved += self._move_tensor(name, units[name], copies)
         logger.info(
             "%s bytes of the old state went to host memory: the new state does not fit beside it",
             f"{moved:,}",
         )
+
+    def _move_tensor(
+        self, name: str, units: tuple[int, ...], copies: Mapping[ShardId, Tensor]
+    ) -> int:
+        """Move one tensor to host memory, leave no reference to it, and return its bytes."""
+        tensor = self.state[name]
+        views = unit_views(self.layout.tensors[name], units, tensor)
+        uncopied = [view for unit, view in views.items() if ShardId(name, unit) not in copies]
+        require_host_memory(sum(view.nbytes for view in uncopied))
+        for unit, view in views.items():
+            shard = ShardId(name, unit)
+            self.in_host_memory[shard] = _on_host(view, copies.get(shard))
+        del self.state[name]
+        return tensor.nbytes
 
     def _copies(self, snapshot: SnapshotLease | None) -> Mapping[ShardId, Tensor]:
         if snapshot is None:
@@ -147,7 +157,9 @@ class Live:
 def _on_host(view: Tensor, copy: Tensor | None) -> Tensor:
     """Return a shard in host memory: the snapshot's copy if its bits are equal, else a new copy."""
     moved = view.to("cpu", copy=True).contiguous()
-    return copy if copy is not None and torch.equal(_bits(copy), _bits(moved)) else moved
+    if copy is not None and torch.equal(_bits(copy), _bits(moved)):
+        return copy
+    return moved
 
 
 def _bits(tensor: Tensor) -> Tensor:

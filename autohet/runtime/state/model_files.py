@@ -91,7 +91,9 @@ def read_model_files(storage: Storage, prefix: str) -> dict[str, bytes]:
 def prefixes_beside(manifest: Manifest) -> tuple[str, ...]:
     """Return the prefix of the model files that a checkpoint names, if it names one."""
     prefix = manifest.scalars.get(SCALAR)
-    return (str(prefix),) if prefix else ()
+    if not prefix:
+        return ()
+    return (str(prefix),)
 
 
 def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
@@ -137,14 +139,23 @@ def _tokenizer_files(job: Job) -> dict[str, bytes]:
 
 def _of_directory(name: str) -> dict[str, bytes]:
     """Return the tokenizer files of a directory or hub id."""
-    found = {file: _content(name, file, None) for file in TOKENIZER_FILES}
-    return {file: content for file, content in found.items() if content is not None}
+    contents = {}
+    for file in TOKENIZER_FILES:
+        content = _content(name, file, None)
+        if content is not None:
+            contents[file] = content
+    return contents
 
 
 def _of_file(path: Path, job: Job) -> dict[str, bytes]:
     """Return a tokenizers JSON file, and the tokenizer files beside it."""
-    files = {file: path.with_name(file) for file in TOKENIZER_FILES if file != TOKENIZER_FILE}
-    contents = {file: each.read_bytes() for file, each in files.items() if each.is_file()}
+    contents = {}
+    for file in TOKENIZER_FILES:
+        beside = path.with_name(file)
+        if file != TOKENIZER_FILE and beside.is_file():
+            contents[file] = beside.read_bytes()
+
+    # The file itself may have any name.
     contents[TOKENIZER_FILE] = path.read_bytes()
     if TOKENIZER_CONFIG not in contents:
         contents[TOKENIZER_CONFIG] = _plain_config(job)
@@ -171,7 +182,8 @@ def _byte_tokenizer() -> dict[str, bytes]:
 
     letters = bytes_to_unicode()
     vocabulary = {letters[byte]: byte for byte in range(BYTES_VOCAB_SIZE)}
-    del vocabulary[letters[BYTES_END_TOKEN]]  # text does not hold it
+    # Text does not hold this byte.
+    del vocabulary[letters[BYTES_END_TOKEN]]
     vocabulary[BYTES_END] = BYTES_END_TOKEN
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.add_special_tokens([AddedToken(BYTES_END, special=True, normalized=False)])
@@ -195,8 +207,11 @@ def _content(source: str, file: str, revision: str | None) -> bytes | None:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        return None if found is None else Path(found).read_bytes()
-    except (OSError, ValueError):  # no such directory or id, or no network
+        if found is None:
+            return None
+        return Path(found).read_bytes()
+    except (OSError, ValueError):
+        # There is no such directory or id, or no network.
         return None
 
 
