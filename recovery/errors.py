@@ -20,13 +20,15 @@ class RecoveryError(Exception):
         super().__init__(*self._said())
 
     def __reduce__(self) -> str | tuple[Any, ...]:
+        if not is_dataclass(self):
+            return super().__reduce__()
         # Not by `args`: those of an OSError are its own affair.
-        return (type(self), self._said()) if is_dataclass(self) else super().__reduce__()
+        return (type(self), self._said())
 
     def _said(self) -> tuple[Any, ...]:
-        return (
-            tuple(getattr(self, field.name) for field in fields(self)) if is_dataclass(self) else ()
-        )
+        if not is_dataclass(self):
+            return ()
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(eq=False, repr=False)

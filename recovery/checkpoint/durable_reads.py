@@ -38,7 +38,8 @@ class DurableReads:
         cancelled: threading.Event | None = None,
         patience_s: float = 0.0,
     ) -> None:
-        self._cancelled, self._over = cancelled, ChildEvent(cancelled)
+        self._cancelled = cancelled
+        self._over = ChildEvent(cancelled)
         self._storage = storage.patient(patience_s, until=self._over) if patience_s else storage
         self._read_from = self._storage.until(self._over)
         self._lock = threading.Lock()

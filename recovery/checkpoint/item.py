@@ -109,19 +109,28 @@ def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int) -> 
 
     `crc32` is zlib's, of the raw elements.
     """
+    contents = {
+        "data.pkl": tensor_header(dtype, shape),
+        "byteorder": sys.byteorder.encode(),
+        "version": b"3\n",
+    }
     records = []
     prefix = b""
-    for name, content in (
-        ("data.pkl", tensor_header(dtype, shape)),
-        ("byteorder", sys.byteorder.encode()),
-        ("version", b"3\n"),
-    ):
-        record = _Record(f"{_ROOT}/{name}", len(content), zlib.crc32(content), len(prefix))
+    for name, content in contents.items():
+        record = _Record(
+            name=f"{_ROOT}/{name}",
+            size=len(content),
+            crc32=zlib.crc32(content),
+            position=len(prefix),
+        )
         records.append(record)
         prefix += record.local_header() + content
+
     data = _aligned_record(f"{_ROOT}/data/0", num_bytes, crc32, len(prefix))
+    records.append(data)
     prefix += data.local_header()
-    return Envelope(prefix, _directory([*records, data], len(prefix) + num_bytes))
+    suffix = _directory(records, start=len(prefix) + num_bytes)
+    return Envelope(prefix, suffix)
 
 
 def _aligned_record(name: str, size: int, crc32: int, position: int) -> _Record:
@@ -129,12 +138,14 @@ def _aligned_record(name: str, size: int, crc32: int, position: int) -> _Record:
 
     The record's header is padded for that.
     """
-    extra = _zip64_extra(size) if size >= _LIMIT_32 else b""
+    extra = b""
+    if size >= _LIMIT_32:
+        extra = _zip64_extra(size)
     unpadded = position + 30 + len(name) + len(extra) + 4
     padding = -unpadded % ALIGNMENT
-    return _Record(
-        name, size, crc32, position, extra + struct.pack("<2sH", b"FB", padding) + bytes(padding)
-    )
+    extra += struct.pack("<2sH", b"FB", padding)
+    extra += bytes(padding)
+    return _Record(name, size, crc32, position, extra)
 
 
 def _zip64_extra(size: int) -> bytes:
@@ -142,20 +153,17 @@ def _zip64_extra(size: int) -> bytes:
 
 
 def _directory(records: list[_Record], start: int) -> bytes:
+    """Return the archive's central directory, which begins at `start`, and its end records."""
     entries = b"".join(record.directory_entry() for record in records)
     count = len(records)
-    offset = min(start, _LIMIT_32)
-    end64 = b""
+    size = len(entries)
+    end = b""
     if start >= _LIMIT_32:
-        end64 = struct.pack(
-            "<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(entries), start
-        )
-        end64 += struct.pack("<4sLQL", b"PK\6\7", 0, start + len(entries), 1)
-    return (
-        entries
-        + end64
-        + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(entries), offset, 0)
-    )
+        end += struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
+        end += struct.pack("<4sLQL", b"PK\6\7", 0, start + size, 1)
+    offset = min(start, _LIMIT_32)
+    end += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, size, offset, 0)
+    return entries + end
 
 
 @lru_cache(maxsize=1024)

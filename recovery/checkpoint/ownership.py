@@ -41,12 +41,17 @@ def owned(
     else the object's content, which is read.
     """
     prefix = f"step-{step:08d}/"
-    sizes = {} if manifest is None else {file.name: file.num_bytes for file in manifest.files}
+    sizes: dict[str, int] = {}
+    if manifest is not None:
+        sizes = {file.name: file.num_bytes for file in manifest.files}
+
     found = []
     for info in objects:
         name = info.name.removeprefix(prefix)
-        committed = manifest is not None and name in (MANIFEST_NAME, METADATA_NAME)
-        if committed or sizes.get(name) == info.size or _is_proven(storage, step, name, info):
+        is_of_manifest = manifest is not None and name in (MANIFEST_NAME, METADATA_NAME)
+        is_named = is_of_manifest or sizes.get(name) == info.size
+        # Only what no manifest names is read.
+        if is_named or _is_proven(storage, step, name, info):
             found.append(info)
     return found
 

@@ -65,7 +65,8 @@ class Placement:
         if unplaced:
             raise ValueError(f"workers {', '.join(unplaced)} of the layout have no node")
 
-        shards = tuple(sorted(set().union(*layout.shards_by_worker.values())))
+        wanted_shards: set[ShardId] = set().union(*layout.shards_by_worker.values())
+        shards = tuple(sorted(wanted_shards))
         index = {shard: number for number, shard in enumerate(shards)}
 
         by_source = _shards_by_source(holdings, step, excluded, obtained, node_by_worker)

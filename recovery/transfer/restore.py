@@ -195,6 +195,7 @@ class _Restore:
         self._access = access
         self._progress = progress
         self._part = part = task.part
+        self._worker = part.worker
         self._layout = layout = task.layout
         self._schedule = schedule = task.schedule
         self._device = torch.device(task.device)
@@ -258,12 +259,12 @@ class _Restore:
 
         Old tensors are reused if all their units stay; the others get new memory.
         """
-        if self._part.worker not in self._layout.shards_by_worker:
+        if self._worker not in self._layout.shards_by_worker:
             return {}, set()
 
         in_place = self._taken_over(live)
         state: dict[str, Tensor] = {}
-        for name, units in self._layout.units_of(self._part.worker).items():
+        for name, units in self._layout.units_of(self._worker).items():
             if live is not None and name in in_place:
                 state[name] = live.state[name]
             else:
@@ -284,7 +285,7 @@ class _Restore:
         only a part of a flat tensor were taken over, the rest would stay allocated, too; so the
         kept part is copied instead.
         """
-        worker = self._part.worker
+        worker = self._worker
         if live is None or worker not in self._layout.shards_by_worker:
             return set()
         if worker not in live.layout.shards_by_worker:
@@ -331,7 +332,7 @@ class _Restore:
                 done.result()
 
         if reads.missing:
-            raise RestoreError(self._part.worker, tuple(reads.failures), tuple(reads.bad))
+            raise RestoreError(self._worker, tuple(reads.failures), tuple(reads.bad))
         return Restored(
             state=self._state,
             bytes_by_tier={tier: self._bytes[tier] for tier in TIERS},
@@ -348,7 +349,7 @@ class _Restore:
                     f"the schedule keeps {shard} in this worker's memory, which does not hold it at"
                     f" step {self._part.step}"
                 )
-                raise RestoreError(self._part.worker, (why,), ())
+                raise RestoreError(self._worker, (why,), ())
 
     @torch.no_grad()
     def _copy_kept(self) -> None:
@@ -371,7 +372,7 @@ class _Restore:
     # messages
 
     def _exchange(self) -> None:
-        senders = Senders(self._part.worker, self._schedule)
+        senders = Senders(self._worker, self._schedule)
         state = ExchangedState(
             view_of=self._view_of,
             place_of=self._place_of,
@@ -381,7 +382,7 @@ class _Restore:
             waited=senders.waited,
         )
         try:
-            exchange = Exchange(self._part.worker, self._layout, self._group, self._device, state)
+            exchange = Exchange(self._worker, self._layout, self._group, self._device, state)
             exchange.run(self._part.messages)
         finally:
             self._progress.slow.update(senders.slow())
@@ -424,7 +425,7 @@ class _Restore:
             done.result()
 
     def _expected(self, shard: ShardId) -> Collection[int]:
-        return self._schedule.checksums_of_message(self._part.worker, shard)
+        return self._schedule.checksums_of_message(self._worker, shard)
 
     def _take(self, message: Message, shard: ShardId, data: Tensor) -> None:
         same_node = self._node_by_worker.get(message.source) == self._part.node
@@ -437,7 +438,7 @@ class _Restore:
         """
         shards_by_sources: dict[tuple[Source, ...], list[ShardId]] = {}
         for shard in shards:
-            sources = self._schedule.sources_of(self._part.worker, shard)
+            sources = self._schedule.sources_of(self._worker, shard)
             shards_by_sources.setdefault(sources, []).append(shard)
 
         for (first, *others), group in shards_by_sources.items():

@@ -51,7 +51,8 @@ class Group(InterruptibleGroup):
             return None
         op: Any = ReduceOp.SUM
         options = dist.ReduceOptions()
-        options.reduceOp, options.rootRank = op, self.members.index(to)
+        options.reduceOp = op
+        options.rootRank = self.members.index(to)
         work: Work | None = self._call(lambda: self._group.reduce([tensor], options))
         return work
 
@@ -78,11 +79,11 @@ class Group(InterruptibleGroup):
         if self._group is None:
             out.view(-1).copy_(part.view(-1))
             return
-        self.wait_on_stream(
-            self._call(
-                lambda: self._group._allgather_base(out.view(-1), part.view(-1), AllgatherOptions())
-            )
-        )
+        flat_out = out.view(-1)
+        flat_part = part.view(-1)
+        options = AllgatherOptions()
+        work = self._call(lambda: self._group._allgather_base(flat_out, flat_part, options))
+        self.wait_on_stream(work)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
         """Sum `parts` [size, ...] over the group, and put this member's part into `out`.
@@ -120,24 +121,24 @@ class Group(InterruptibleGroup):
         if self._group is None:
             out.copy_(given)
             return None
+        out_rows = list(received)
+        given_rows = list(sent)
         options = AllToAllOptions()
         work: Work | None = self._call(
-            lambda: self._group.alltoall_base(out, given, list(received), list(sent), options)
+            lambda: self._group.alltoall_base(out, given, out_rows, given_rows, options)
         )
         return work
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start to send a contiguous tensor, which must not change before a wait."""
-        work: Work | None = self._call(
-            lambda: self._group.send([tensor], self.members.index(to), tag)
-        )
+        rank = self.members.index(to)
+        work: Work | None = self._call(lambda: self._group.send([tensor], rank, tag))
         return work
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> Work | None:
         """Start to receive into a contiguous tensor."""
-        work: Work | None = self._call(
-            lambda: self._group.recv([tensor], self.members.index(source), tag)
-        )
+        rank = self.members.index(source)
+        work: Work | None = self._call(lambda: self._group.recv([tensor], rank, tag))
         return work
 
     def barrier_on_host(self) -> None:

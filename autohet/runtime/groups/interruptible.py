@@ -53,14 +53,19 @@ class InterruptibleGroup(ABC):
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self.name, self.members, self.me = name, tuple(members), me
-        self.rank, self.size = self.members.index(me), len(members)
+        self.name = name
+        self.members = tuple(members)
+        self.me = me
+        self.rank = self.members.index(me)
+        self.size = len(members)
         self.timeout_s = timeout_s
         self.device = device
         self.check_generation: Callable[[], None] = lambda: None
         """Called by the host while it waits; raises the error that ends the generation."""
         self._interrupted = threading.Event()
-        self._group: Any = self._create(PrefixStore(name, store)) if self.size > 1 else None
+        self._group: Any = None
+        if self.size > 1:
+            self._group = self._create(PrefixStore(name, store))
 
     # what a back end brings
     # ------------------------------------------------------------------------------
@@ -106,7 +111,9 @@ class InterruptibleGroup(ABC):
     @classmethod
     def max_sync_groups(cls, plan: Plan) -> int | None:
         """Return the most gradient-sync groups per worker; None: one for each set of holders."""
-        return max_sync_groups(plan) if cls.in_stream_order else None
+        if not cls.in_stream_order:
+            return None
+        return max_sync_groups(plan)
 
     # waits, failures and interrupts
     # ------------------------------------------------------------------------------

@@ -199,10 +199,8 @@ class InstanceMetadata:
                 raise MetadataUnavailable(
                     f"the metadata service answered {answer.status} when asked for a token"
                 )
-            self._token, self._token_until = (
-                answer.text,
-                time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S,
-            )
+            self._token = answer.text
+            self._token_until = time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S
         return self._token
 
     def _request(self, method: str, path: str, headers: Mapping[str, str]) -> _Answer:

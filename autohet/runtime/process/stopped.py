@@ -38,8 +38,13 @@ def process_states(process_ids: Collection[int]) -> dict[int, ProcessState]:
         except OSError:
             continue
         # The second field, the name, may hold anything; behind it comes the third of proc(5).
-        fields = text.rpartition(")")[2].split()
+        _, _, rest = text.rpartition(")")
+        fields = rest.split()
+        user_ticks = int(fields[11])
+        system_ticks = int(fields[12])
         found[process_id] = ProcessState(
-            fields[0], int(fields[11]) + int(fields[12]), int(fields[19])
+            state=fields[0],
+            cpu_ticks=user_ticks + system_ticks,
+            started_ticks=int(fields[19]),
         )
     return found

@@ -96,7 +96,8 @@ class StoreTunnel:
         self._connect = partial(connect_to_store, host, port, generation, secret, timeout_s)
         self._first: socket.socket | None = self._connect()
         self._listener = socket.create_server((LOOPBACK, 0))
-        self.host, self.port = LOOPBACK, int(self._listener.getsockname()[1])
+        self.host = LOOPBACK
+        self.port = int(self._listener.getsockname()[1])
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="store tunnel", daemon=True)

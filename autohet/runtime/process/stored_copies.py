@@ -50,7 +50,8 @@ class StoredCopies:
         self._storage: Storage | None = None
         self._copied: dict[str, int] = {}
         self._said: set[str] = set()
-        self._wake, self._ended = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stored-copies", daemon=True)
         self._thread.start()
 
