@@ -20,7 +20,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
-from autohet.runtime.models.family import EMBEDDING, HEAD, Family, ParameterSpec
+from autohet.runtime.models.family import Family
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec
 from autohet.runtime.spmd.layout import program_units
 from planner.plan import Plan, TensorShare
 from planner.redundancy import EMBEDDING as EMBEDDING_LAYER

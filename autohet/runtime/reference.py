@@ -20,8 +20,8 @@ from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.models import adapter_of, family_of
 from autohet.runtime.models.adapters import is_adapter, target_paths
 from autohet.runtime.models.experts import CORRECTION_BIAS, ROUTERS
-from autohet.runtime.models.family import skeleton
 from autohet.runtime.models.pieces import piece_mask, positions_of
+from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.optimizer import parameters_without_decay
 
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]

@@ -11,7 +11,6 @@ MAX_LINES = 4
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 LONG_TODAY = {
-    "autohet/runtime/models/model_spec.py": 6,
     "planner/search/bound.py": 5,
     "planner/search/draft.py": 1,
     "planner/search/tables.py": 2,

@@ -155,7 +155,7 @@ def test_what_may_pass_is_tried_again(tmp_path, monkeypatch):
     tries = []
     monkeypatch.setattr("autohet.runtime.preparation.PAUSE_S", 0.0)
     monkeypatch.setattr(
-        "autohet.runtime.data.build.divide",
+        "autohet.runtime.data.recipe.divide",
         lambda files: tries.append(1) or (1 / (len(tries) - 1) and divide(files)),
     )
     assert wait_for(Preparation(job_of(tmp_path / "a.txt", tmp_path / "cache"))).ready

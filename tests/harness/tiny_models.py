@@ -26,7 +26,7 @@ from autohet.runtime.models import (
 )
 from autohet.runtime.models.experts import CORRECTION_BIAS
 from autohet.runtime.models.families import BUILT_IN
-from autohet.runtime.models.family import WHOLE, take_units
+from autohet.runtime.models.parameter_spec import WHOLE, take_units
 from planner.plan import Recompute, TensorShare
 
 LLAMA_LIKE: dict[str, Any] = {

@@ -24,8 +24,8 @@ from autohet.runtime.job import AdapterSection, ModelSection, TrainingSection
 from autohet.runtime.layout import frozen_units, layout_of_plan
 from autohet.runtime.loss_scale import FIRST_SCALE, LossScale
 from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
-from autohet.runtime.models.family import take_units
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.parameter_spec import take_units
 from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult
 from autohet.runtime.trainer import StageTrainer

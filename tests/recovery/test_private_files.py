@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autohet.runtime.job.sections import CheckpointSection
+from autohet.runtime.job.checkpoint import CheckpointSection
 from recovery.errors import SnapshotError
 from recovery.local.agent_store import AgentStore, read_copies_limit, write_copies_limit
 from recovery.local.memory_budget import capacity_of

@@ -10,7 +10,7 @@ import torch
 
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import DataSection, Job
-from autohet.runtime.job.sections import ModelSection
+from autohet.runtime.job.model import ModelSection
 from autohet.runtime.length_work import length_work, squared_share, with_lengths
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs

@@ -10,7 +10,7 @@ import pytest
 
 from autohet.runtime.data.tokenization import load_tokenizer
 from autohet.runtime.job import Job
-from autohet.runtime.models.family import skeleton
+from autohet.runtime.models.skeleton import skeleton
 from planner.errors import ConfigError
 from tests.harness.tiny_models import tiny_config
 

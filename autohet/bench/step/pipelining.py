@@ -35,7 +35,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import family_of, load_config
-from autohet.runtime.models.family import is_norm_or_bias
+from autohet.runtime.models.parameter_spec import is_norm_or_bias
 from autohet.runtime.reference import reference_model
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan

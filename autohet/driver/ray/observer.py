@@ -33,8 +33,8 @@ from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
 from autohet.runtime.job import Job
+from autohet.runtime.job.checkpoint import CheckpointSection
 from autohet.runtime.job.identity import DATA_DIGEST
-from autohet.runtime.job.sections import CheckpointSection
 from autohet.runtime.messages import Phase, WorkerReport
 from autohet.runtime.precision import check_computes
 from planner.cluster import Cluster, Node

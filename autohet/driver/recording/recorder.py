@@ -38,7 +38,7 @@ from planner.cluster import Fleet
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
-VERSION = 6
+VERSION = 7
 MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
 FIELDS = tuple(field.name for field in fields(Observation))
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.layout import STATE_KINDS, unit_elements
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
-from autohet.runtime.models.family import ParameterSpec
+from autohet.runtime.models.parameter_spec import ParameterSpec
 from planner.plan import Plan, TensorShare
 from recovery.state.layout import Layout, ShardId, TensorSpec
 

@@ -6,16 +6,12 @@ Each node builds a dataset once, in bounded memory. Parts of it outlive a builde
 import contextlib
 import errno
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +21,29 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from autohet.runtime.data.dataset import (
-    FORMAT_VERSION,
     MARKS_FILE,
     TOKENS_FILE,
-    DatasetFacts,
     TokenDataset,
-    content_digest,
     write_facts,
 )
-from autohet.runtime.data.examples import begin_token, example_kind
+from autohet.runtime.data.examples import example_kind
 from autohet.runtime.data.marks import IDS
 from autohet.runtime.data.marks_file import MarksWriter
-from autohet.runtime.data.packing import BestFit, Concat, PackedCounts, Packer, Pairs
 from autohet.runtime.data.parts import (
-    PART_BYTES,
     Finished,
     Part,
     PartCorrupt,
     PartsStore,
-    Reading,
-    divide,
 )
+from autohet.runtime.data.recipe import Recipe, tokenizer_of
+from autohet.runtime.data.row_writer import RowWriter, token_dtype
 from autohet.runtime.data.selection import Selection, describe_left_out
-from autohet.runtime.data.sources import joined, select_by_source, select_sources
-from autohet.runtime.data.tokenization import NoTokenizer, Tokenizer, load_tokenizer
+from autohet.runtime.data.sources import select_sources
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
 
 logger = logging.getLogger("autohet.data")
-TOKENS_PER_BATCH = 1 << 22
 LOCK_POLL_S = 0.05
 PROGRESS_S = 1.0
 Progress = Callable[[int, int], None]
@@ -81,7 +70,7 @@ def prepare_dataset(
     Raises:
         ConfigError: sources are missing, empty, unreadable or too short for one row.
     """
-    recipe = _Recipe.of(data, sequence_length)
+    recipe = Recipe.of(data, sequence_length)
     target = _target(recipe)
     dataset = _open_complete(target) or _build_once(target, recipe, progress, shared)
     dataset.summary = describe_dataset(recipe.selection, dataset)
@@ -95,18 +84,18 @@ def find_dataset(data: DataSection, sequence_length: int) -> TokenDataset | None
     Returns None also if the sources cannot be read from this machine.
     """
     try:
-        recipe = _Recipe.of(data, sequence_length)
+        recipe = Recipe.of(data, sequence_length)
         return _open_complete(_target(recipe))
     except ConfigError:
         return None
 
 
-def _target(recipe: "_Recipe") -> Path:
+def _target(recipe: Recipe) -> Path:
     return _cache_directory(recipe.data) / f"tokens-{recipe.fingerprint[:24]}"
 
 
 def _build_once(
-    target: Path, recipe: "_Recipe", progress: Progress, shared: str | None
+    target: Path, recipe: Recipe, progress: Progress, shared: str | None
 ) -> TokenDataset:
     """Build the dataset, unless another process of the node has just built it."""
     lock = target.with_name(f"{target.name}.{socket.gethostname()}.lock")
@@ -144,96 +133,14 @@ def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
     )
 
 
-def _tokenizer(data: DataSection) -> Tokenizer:
-    """Return the tokenizer of the data.
-
-    A stand-in if rows hold token ids and `data.tokenizer` is left at its default.
-    """
-    if data.tokens_field is not None and data.tokenizer == "bytes":
-        return NoTokenizer()
-    return load_tokenizer(data.tokenizer, data.end_of_document, data.trust_remote_code)
-
-
 def survey(data: DataSection) -> int:
     """Return the size of all source files in bytes, without reading the data.
 
     Raises:
         ConfigError: sources are missing or empty, or the tokenizer cannot be loaded.
     """
-    example_kind(data, _tokenizer(data))
+    example_kind(data, tokenizer_of(data))
     return sum(file.size_bytes for file in select_sources(data).files)
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """Sources of a dataset and the way to read, tokenize and pack them."""
-
-    data: DataSection
-    selections: list[Selection]
-    """Selected files, one selection for each source."""
-    reading: Reading
-    sequence_length: int
-
-    @classmethod
-    def of(cls, data: DataSection, sequence_length: int) -> "_Recipe":
-        """Raises ConfigError for sources or a tokenizer that are missing."""
-        selections = select_by_source(data)
-        tokenizer = _tokenizer(data)
-        reading = Reading(
-            tokenizer,
-            data.text_field,
-            data.skip_broken_lines,
-            example_kind(data, tokenizer),
-            begin_token(data, tokenizer),
-            data.marks_rows,
-        )
-        return cls(data, selections, reading, sequence_length)
-
-    def parts_by_source(self) -> list[list[Part]]:
-        """Return all parts in order: one list per source if sources are mixed, else one list."""
-        if not self.data.weights:
-            return [divide(self.selection.files)]
-        groups: list[list[Part]] = []
-        for selection in self.selections:
-            number = sum(map(len, groups))
-            found = divide(selection.files)
-            groups.append([replace(part, index=number + part.index) for part in found])
-        return groups
-
-    @property
-    def selection(self) -> Selection:
-        """Files of all sources."""
-        return joined(self.selections)
-
-    def packer(self) -> Packer:
-        """Return the packer that turns marked documents into rows."""
-        padding = self.reading.tokenizer.end_token
-        isolate = self.data.isolates
-        is_text = self.data.kind == "text"
-        if self.data.kind == "preference":
-            return Pairs(self.sequence_length + 1, padding)
-        if self.data.packs_best_fit:
-            return BestFit(self.sequence_length + 1, padding, isolate, split=is_text)
-        return Concat(self.sequence_length + 1, padding, isolate, pad=not is_text)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Key of the files' versions, the way to read them, the tokenizer and the row length."""
-        files = [file[:4] for file in self.selection.files]
-        parts: list[object] = [
-            FORMAT_VERSION,
-            PART_BYTES,
-            files,
-            self.reading.text_field,
-            self.reading.tokenizer.identity,
-            self.sequence_length,
-        ]
-        parts += self.reading.additions
-        if self.reading.marked:
-            parts.append(f"isolated {self.data.isolates}, best fit {self.data.packs_best_fit}")
-        if self.data.weights:
-            parts.append([list(self.data.weights), [len(each.files) for each in self.selections]])
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _cache_directory(data: DataSection) -> Path:
@@ -294,7 +201,7 @@ def _space_errors(directory: Path) -> Iterator[None]:
 class _Build:
     """Build of one dataset by one process, which holds its node's lock."""
 
-    def __init__(self, target: Path, recipe: _Recipe, progress: Progress) -> None:
+    def __init__(self, target: Path, recipe: Recipe, progress: Progress) -> None:
         self._target = target
         self._recipe = recipe
         self._progress = progress
@@ -387,7 +294,7 @@ class _Build:
         )
         building.mkdir()
         try:
-            writer = _RowWriter(
+            writer = RowWriter(
                 building / TOKENS_FILE,
                 self._tokenizer.vocab_size,
                 self._recipe.sequence_length + 1,
@@ -403,7 +310,7 @@ class _Build:
 
     def _write_rows(
         self,
-        writer: "_RowWriter",
+        writer: RowWriter,
         store: PartsStore,
         finished: Mapping[int, Finished],
         building: Path,
@@ -430,7 +337,7 @@ class _Build:
         parts: list[Part],
         store: PartsStore,
         finished: Mapping[int, Finished],
-        writer: "_RowWriter",
+        writer: RowWriter,
     ) -> Iterator[NDArray[Any]]:
         """Yield the tokens of `parts` in order, and add their counts to the writer."""
         for part in parts:
@@ -465,7 +372,7 @@ def _renamed(directory: Path, target: Path) -> bool:
     return True
 
 
-def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int) -> None:
+def _require_rows(writer: RowWriter, data: DataSection, sequence_length: int) -> None:
     if writer.num_documents == 0 and writer.num_broken:
         raise ConfigError(
             f"data.source {', '.join(data.sources)}: all {writer.num_broken} lines are broken; set"
@@ -488,116 +395,6 @@ def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int)
             f"data.source {', '.join(data.sources)} gives {writer.num_tokens} tokens, fewer than"
             f" one row of sequence_length + 1 = {sequence_length + 1}; add data or lower"
             " training.sequence_length"
-        )
-
-
-def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """Return the smallest stored dtype that holds every token id of the vocabulary."""
-    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.uint32)
-
-
-class _RowWriter:
-    """Packs a stream of tokens into rows, and rows into record batches; holds one batch in memory.
-
-    Drops the last tokens if they do not fill a row.
-    """
-
-    def __init__(self, path: Path, vocab_size: int, row_tokens: int) -> None:
-        self._path = path
-        self._row_tokens = row_tokens
-        self._rows_per_batch = max(1, TOKENS_PER_BATCH // row_tokens)
-        self._dtype = token_dtype(vocab_size)
-        self._buffer = np.empty(self._rows_per_batch * row_tokens, self._dtype)
-        self._filled = 0
-        self._digest = hashlib.sha256()
-        self._max_token = 0
-        self.num_rows = 0
-        self.num_tokens = 0
-        self.num_documents = 0
-        self.num_broken = 0
-        self.num_untargeted = 0
-        self.marks: MarksWriter | None = None
-        self.packed = PackedCounts()
-        self.rows_by_source: list[int] = []
-
-    def __enter__(self) -> None:
-        token = pa.field("token", pa.from_numpy_dtype(self._dtype), nullable=False)
-        self._type = pa.list_(token, self._row_tokens)
-        self._schema = pa.schema([pa.field("row", self._type, nullable=False)])
-        self._writer = pa.ipc.new_file(str(self._path), self._schema)
-
-    def __exit__(self, kind: object, value: object, traceback: object) -> None:
-        if kind is None:
-            self._flush()
-        self._writer.close()
-
-    def write(self, tokens: NDArray[Any]) -> None:
-        """Append tokens, shape [any]."""
-        self.num_tokens += len(tokens)
-        while len(tokens):
-            part = tokens[: len(self._buffer) - self._filled]
-            self._buffer[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            tokens = tokens[len(part) :]
-            if self._filled == len(self._buffer):
-                self._flush()
-
-    def end_source(self) -> None:
-        """End the rows of a source, dropping the tokens that do not fill a row."""
-        self._filled -= self._filled % self._row_tokens
-        rows = self.num_rows + self._filled // self._row_tokens
-        self.rows_by_source.append(rows - sum(self.rows_by_source))
-
-    def _flush(self) -> None:
-        rows = self._filled // self._row_tokens
-        if rows:
-            tokens = self._buffer[: rows * self._row_tokens]
-            self._digest.update(tokens.data)
-            self._max_token = max(self._max_token, int(tokens.max()))
-            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=self._type)
-            self._writer.write_batch(pa.record_batch([column], schema=self._schema))
-        self.num_rows += rows
-        self._filled = 0
-
-    def facts(self, recipe: _Recipe) -> DatasetFacts:
-        """Return the facts to commit with the tokens; call this after the writer is closed."""
-        tokenizer = recipe.reading.tokenizer
-        packed = self.packed
-        marks = self.marks
-        mix = (tuple(self.rows_by_source), recipe.data.weights)
-        content = content_digest(self._digest, None if marks is None else marks.digest, mix)
-        knows_no_size = isinstance(tokenizer, NoTokenizer)
-        left = self.num_tokens - self.num_rows * self._row_tokens
-        return DatasetFacts(
-            version=FORMAT_VERSION,
-            fingerprint=recipe.fingerprint,
-            content_sha256=content,
-            rows_by_source=mix[0],
-            weights=mix[1],
-            num_rows=self.num_rows,
-            row_tokens=self._row_tokens,
-            rows_per_batch=self._rows_per_batch,
-            token_dtype=self._dtype.name,
-            vocab_size=self._max_token + 1 if knows_no_size else tokenizer.vocab_size,
-            max_token=self._max_token,
-            num_documents=self.num_documents,
-            num_files=len(recipe.selection.files),
-            file_bytes=self._path.stat().st_size,
-            tokenizer=tokenizer.identity,
-            sources=recipe.data.sources,
-            num_broken=self.num_broken,
-            num_left_tokens=left + packed.num_left_tokens,
-            num_untargeted=self.num_untargeted + packed.num_untargeted,
-            num_cut=packed.num_cut,
-            num_cut_tokens=packed.num_cut_tokens,
-            num_dropped_rows=packed.num_dropped_rows,
-            num_padding_tokens=packed.num_padding_tokens,
-            marks_bytes=0 if marks is None else marks.num_bytes,
-            isolated=marks is not None and recipe.data.isolates,
-            num_targets=None if marks is None else marks.num_targets,
-            mean_squared_length=(
-                marks.mean_squared_length if marks is not None and recipe.data.isolates else None
-            ),
         )
 
 

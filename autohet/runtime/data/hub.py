@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from autohet.runtime.data.selection import SourceFile
-from autohet.runtime.job.sections import SourceEntry
+from autohet.runtime.job.data import SourceEntry
 from planner.errors import ConfigError
 
 HUB_SCHEME = "hf://"

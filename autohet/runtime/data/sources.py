@@ -35,7 +35,7 @@ from autohet.runtime.data.selection import (
     select_single,
 )
 from autohet.runtime.job import DataSection
-from autohet.runtime.job.sections import SourceEntry
+from autohet.runtime.job.data import SourceEntry
 from planner.errors import ConfigError
 
 PYTHON_STDLIB = "builtin:python-stdlib"

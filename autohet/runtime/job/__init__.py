@@ -10,7 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autohet.runtime.job.checkpoint import CheckpointSection
+from autohet.runtime.job.data import DataSection, EvaluationSection
 from autohet.runtime.job.elastic import ElasticSection, ScriptedEvent, Timeouts
+from autohet.runtime.job.emulation import EmulationSection
 from autohet.runtime.job.identity import (
     BUILT_IN_FAMILY,
     FAMILY,
@@ -19,19 +22,12 @@ from autohet.runtime.job.identity import (
     adapter_identity,
     identity_of,
 )
-from autohet.runtime.job.sections import (
-    AdapterSection,
-    CheckpointSection,
-    DataSection,
-    EmulationSection,
-    EvaluationSection,
-    ModelSection,
-    ParallelismSection,
-    TrackerEntry,
-    TrainingSection,
-    require,
-)
+from autohet.runtime.job.model import AdapterSection, ModelSection
+from autohet.runtime.job.parallelism import ParallelismSection
+from autohet.runtime.job.requirements import require
 from autohet.runtime.job.strict_document import read_yaml, to_dataclass
+from autohet.runtime.job.trackers import TrackerEntry
+from autohet.runtime.job.training import TrainingSection
 from planner.formats import check_named_formats
 
 __all__ = [

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from autohet.runtime.job.sections import require, require_at_least, require_positive
+from autohet.runtime.job.requirements import require, require_at_least, require_positive
 
 NOTICE_SOURCES = ("ray", "aws", "gpu", "queue", "file", "script")
 SHORTEST_STEP_TIMEOUT_S = 60.0

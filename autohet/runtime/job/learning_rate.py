@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from autohet.runtime.job.sections import TrainingSection
+from autohet.runtime.job.training import TrainingSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
 """Timescale of `inverse_sqrt` without warm-up, in steps, as in transformers."""

@@ -31,11 +31,10 @@ from autohet.runtime.models.config_keys import (
 from autohet.runtime.models.dropout import set_dropout
 from autohet.runtime.models.experts import check_experts
 from autohet.runtime.models.families import BUILT_IN
-from autohet.runtime.models.family import (
-    COMPUTE_DTYPES,
+from autohet.runtime.models.family import COMPUTE_DTYPES, Family
+from autohet.runtime.models.parameter_spec import (
     EMBEDDING,
     HEAD,
-    Family,
     ParameterSpec,
     local_shape,
     local_units,

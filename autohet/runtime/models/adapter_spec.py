@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models import family_of
 from autohet.runtime.models.adapters import B_SUFFIX
 from autohet.runtime.models.counted_values import counted_block
-from autohet.runtime.models.family import ParameterSpec
+from autohet.runtime.models.parameter_spec import ParameterSpec
 from planner.model_spec import KeptValues, LayerSpec, ModelSpec
 
 

@@ -35,16 +35,14 @@ from autohet.runtime.models.experts import (
     keep_own_experts,
     leave_after,
 )
-from autohet.runtime.models.family import (
-    COLUMN,
-    ROW,
-    SPLIT_NORM,
+from autohet.runtime.models.family import COLUMN, ROW, SPLIT_NORM
+from autohet.runtime.models.loss_terms import LossTerms
+from autohet.runtime.models.parameter_spec import (
     ParameterSpec,
     local_shape,
     local_units,
     take_units,
 )
-from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.stage_spec import StageSpec
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,

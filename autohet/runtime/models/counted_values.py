@@ -25,8 +25,9 @@ from autohet.runtime.models import ADAPTER, adapter_of, family_of
 from autohet.runtime.models.config_keys import with_layers
 from autohet.runtime.models.dropout import without_dropout
 from autohet.runtime.models.experts import inner_width
-from autohet.runtime.models.family import COMPUTE_DTYPES, skeleton
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.recomputation import KEPT
+from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.models.stage import StageModel, build_stage
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from planner.model_spec import KeptValues

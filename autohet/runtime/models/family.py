@@ -5,19 +5,17 @@ A family is data about the library's own modules (transformers); no model code i
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import functools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.adapters import (
@@ -27,7 +25,7 @@ from autohet.runtime.models.adapters import (
     adapter_of,
     target_paths,
 )
-from autohet.runtime.models.attention import IMPLEMENTATION
+from autohet.runtime.models.decoder_check import check_decoder
 from autohet.runtime.models.dropout import ModelDropout
 from autohet.runtime.models.experts import (
     CORRECTION_BIAS,
@@ -36,17 +34,20 @@ from autohet.runtime.models.experts import (
     SHARED_ROW,
     ExpertNames,
     num_experts,
-    own_correction_bias,
 )
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
+from autohet.runtime.models.parameter_spec import (
+    EMBEDDING,
+    HEAD,
+    PADDED,
+    ParameterSpec,
+    is_norm_or_bias,
+)
+from autohet.runtime.models.skeleton import skeleton
 from planner.errors import ConfigError
 from planner.model_spec import limit_of_parts
 from planner.plan import FINEST_TP_DEGREE, TensorShare
 
-EMBEDDING = -1
-HEAD = -2
-WHOLE = TensorShare(0, 1, 1)
-"""Share of the only worker of a stage."""
 COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -73,102 +74,6 @@ EMBEDDED = "embedding"
 """Places of dropout that are no linear map (`Family.dropouts`)."""
 UNREAD_DROPOUTS = frozenset({"classifier_dropout", "summary_first_dropout", "summary_last_dropout"})
 """Keys of heads that no causal language model has."""
-
-PADDED = "padded_vocab_size"
-"""Attribute of a config: rows of embedding and head with padding; absent without padding."""
-
-
-def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
-    """Pad the rows of embedding and head to a multiple of `multiple`.
-
-    Sets the config's `padded_vocab_size`; its `vocab_size` stays.
-    """
-    rows = -(-int(config.vocab_size) // multiple) * multiple
-    if rows != int(config.vocab_size):
-        setattr(config, PADDED, rows)
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """Spec of one parameter of the whole model.
-
-    `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`).
-    `groups` counts the parts of a packed parameter (query, key and value in one), each cut into the
-    same number of units. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: the
-    parameter is replicated, and its gradient on each rank of a tensor-parallel group is a part of
-    the sum. A parameter that is not `trainable` is no training state: it has no gradient, and each
-    worker reads its slices from the origin of the run's first weights.
-
-    is_token_count: the gradient counts the tokens of each expert; the parameter is a router's
-    correction bias, which these counts move and which every format computes with in fp32.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    layer: int
-    split_dim: int | None = None
-    cuts: tuple[int, ...] = (0, 1)
-    groups: int = 1
-    partial_gradient: bool = False
-    is_norm_or_bias: bool = False
-    """True if `transformers.Trainer` exempts the parameter from weight decay."""
-    trainable: bool = True
-    is_token_count: bool = False
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype to compute in; `dtype`: that of other parameters."""
-        return torch.float32 if self.is_token_count else dtype
-
-    @property
-    def num_units(self) -> int:
-        return len(self.cuts) - 1
-
-
-_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Pattern of `transformers.Trainer.get_decay_parameter_names`."""
-
-
-def is_norm_or_bias(module: nn.Module, name: str) -> bool:
-    """Return True if `transformers.Trainer` exempts this parameter from weight decay."""
-    return isinstance(module, nn.LayerNorm) or bool(_NORM_OR_BIAS.search(name.lower()))
-
-
-def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the concatenation of some units."""
-    if spec.split_dim is None:
-        return tuple(spec.shape)
-    size = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
-    return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
-
-
-def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, ...]:
-    """Return the units of `spec` that a rank with this share holds, ascending.
-
-    A rank holds all of a replicated parameter. A unit of a key or value projection may be on
-    several consecutive ranks: each computes it for its own query heads, and their gradients are
-    parts of the sum.
-    """
-    if spec.split_dim is None:
-        return (0,)
-    finest = spec.num_units // spec.groups
-    # the latter: keys and values of fewer heads than parts
-    assert finest % share.of == 0 or share.of % finest == 0, (
-        f"{spec.name}: {finest} units in {share.of} parts"
-    )
-    return tuple(
-        group * finest + unit for group in range(spec.groups) for unit in share.units(finest)
-    )
-
-
-def take_units(spec: ParameterSpec, units: Sequence[int], whole: Tensor) -> Tensor:
-    """Concatenate some units of a whole tensor, in memory of its own."""
-    if spec.split_dim is None:
-        return whole.clone()
-    parts = [
-        whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
-        for unit in units
-    ]
-    return torch.cat(parts, spec.split_dim).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,31 +292,6 @@ def _check_dropout_keys(family: Family, config: PreTrainedConfig) -> None:
             )
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the library's model without storage, on the meta device.
-
-    It gets a copy of the config: the library writes into its config, and models of one config may
-    use different attention implementations.
-    """
-    config = copy.deepcopy(config)
-    config.use_cache = False
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=IMPLEMENTATION,
-                dtype=torch.float32,
-                trust_remote_code=False,
-            )
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"transformers builds no {config.model_type} from this config: {why}"
-        ) from error
-    own_correction_bias(model)
-    return model
-
-
 def _config_key(config: PreTrainedConfig) -> str:
     return json.dumps(
         {**config.to_dict(), "model_type": config.model_type}, sort_keys=True, default=str
@@ -470,72 +350,6 @@ def _low_rank_specs(
         return cut, replace(b, partial_gradient=True)
     partial = spec.partial_gradient
     return replace(a, partial_gradient=partial), replace(b, partial_gradient=partial)
-
-
-def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) -> None:
-    """Check that the model is a sequence of blocks between embedding and head.
-
-    Raises:
-        ConfigError: it is an encoder, has experts that the family does not know, shares weights
-        between blocks, lacks a part that the family names, or has parameters outside of all parts.
-    """
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"model_type '{kind}' is an encoder-decoder; a decoder alone is trained")
-    paths = [family.layers, family.token_embedding, family.final_norm, family.head]
-    paths += [path for path in (family.position_embedding, family.rotary) if path]
-    parts = dict(model.named_modules(remove_duplicate=False))
-    for path in paths:
-        if path not in parts:
-            raise ConfigError(
-                f"model_type '{kind}' has no module {path}; give the family the path of that part"
-            )
-    owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        part = _part_of(family, paths, name)
-        if part is None:
-            raise ConfigError(
-                f"model_type '{kind}' has {name} outside of its blocks, embedding, norm and head;"
-                " no stage would hold it"
-            )
-        if part.startswith(f"{family.layers}."):
-            _check_dense(family, config, name, parameter)
-        owner = owners.setdefault(id(parameter), part)
-        blocks = [each for each in (owner, part) if each.startswith(f"{family.layers}.")]
-        if owner != part and blocks:
-            raise ConfigError(
-                f"model_type '{kind}' shares {name} between {owner} and {part}; blocks that share"
-                " weights cannot be cut into stages"
-            )
-
-
-def _part_of(family: Family, paths: Sequence[str], name: str) -> str | None:
-    """Return the block or other part that a parameter belongs to; None: it belongs to none."""
-    if name.startswith(f"{family.layers}."):
-        index = name[len(family.layers) + 1 :].split(".")[0]
-        return f"{family.layers}.{index}"
-    return next((path for path in paths if name.startswith(f"{path}.")), None)
-
-
-EXPERT_NAMES = ("experts", "router", "moe", "block_sparse_moe")
-
-
-def _check_dense(
-    family: Family, config: PreTrainedConfig, name: str, parameter: nn.Parameter
-) -> None:
-    kind = config.model_type
-    if family.style(config, name.rpartition(".")[0]) == EXPERTS:
-        return
-    if not family.has_experts and set(name.split(".")) & set(EXPERT_NAMES):
-        raise ConfigError(
-            f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
-            " not know; choose one whose routing it knows, such as mixtral, or a dense decoder"
-        )
-    if parameter.dim() > 2:
-        raise ConfigError(
-            f"model_type '{kind}' has {name} of shape {tuple(parameter.shape)}; blocks of matrices"
-            " and vectors alone are trained"
-        )
 
 
 def _spec(

@@ -17,8 +17,9 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
 from autohet.runtime.models.adapters import initial_adapters, is_adapter
-from autohet.runtime.models.family import EMBEDDING, HEAD, skeleton
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from autohet.runtime.models.pretrained import with_more_rows
+from autohet.runtime.models.skeleton import skeleton
 
 
 def initial_parameters(

@@ -50,9 +50,11 @@ def model_spec_from_config(
     if vocabulary_multiple > 1:
         loaded.vocab_size = -(-int(loaded.vocab_size) // vocabulary_multiple) * vocabulary_multiple
     module = _build_on_meta(loaded)
-    spec = _with_windows(_spec(name, loaded, module, precision), loaded)
+    spec = _spec(name, loaded, module, precision)
+    spec = _with_windows(spec, loaded)
     spec = _with_explicit_attention(spec, loaded, dropout)
     family = FAMILIES.get(loaded.model_type)
+    # A copy, since taking the dropouts sets them to 0 in the config.
     drops = dropout and family is not None and bool(family.take_dropout(copy.copy(loaded)))
     return replace(spec, has_dropout=drops)
 
@@ -61,10 +63,10 @@ def _with_windows(spec: ModelSpec, config: Any) -> ModelSpec:
     """Return the spec with the sliding windows of its blocks, if a stage computes them."""
     if config.model_type not in FAMILIES:
         return spec
-    blocks = [
-        replace(block, window=window_of(config, layer) or 0)
-        for layer, block in enumerate(spec.blocks)
-    ]
+    blocks = []
+    for layer, block in enumerate(spec.blocks):
+        window = window_of(config, layer) or 0
+        blocks.append(replace(block, window=window))
     return replace(spec, blocks=tuple(blocks))
 
 
@@ -84,7 +86,8 @@ def _with_explicit_attention(spec: ModelSpec, config: Any, dropout: bool) -> Mod
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _build_on_meta(config: Any) -> Any:
@@ -130,12 +133,13 @@ def _check_decoder(config: Any) -> None:
         "only decoders that predict the next token can be planned, such as llama, gpt2, opt or"
         " gpt_neo"
     )
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    has_causal_class = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if has_encoder or not has_causal_class:
         raise ConfigError(f"model_type '{kind}' is no decoder-only language model; {remedy}")
-    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
+    # BERT and its kin have a causal head too, but attend to both sides unless `is_decoder` is set.
+    is_masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_masked and getattr(config, "is_decoder", None) is False:
         raise ConfigError(
             f"model_type '{kind}' is an encoder: its tokens see those that follow; {remedy}. As a"
             f" decoder, {kind} takes is_decoder: true in model.config"
@@ -146,24 +150,23 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     blocks_name, blocks = _find_blocks(module, config)
     heads = int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads"))
     hidden = int(_first(config, "hidden_size", "n_embd", "d_model", "n_embed"))
-    kv_heads = int(
-        getattr(config, "num_key_value_heads", None)
-        or (1 if getattr(config, "multi_query", False) else heads)
-    )
+    kv_heads = _key_value_heads(config, heads)
     widths = _Widths(hidden, heads, kv_heads, _head_size(config, hidden, heads))
-    tied = _is_tied(module)
-    found = {id(p) for block in blocks for p in block.parameters()}
-    embedding, head = _outside(module, blocks_name, found, tied)
+    specs = []
+    for index, block in enumerate(blocks):
+        path = f"{blocks_name}.{index}"
+        specs.append(_block_spec(block, path, config, widths, precision))
+
     family = FAMILIES.get(config.model_type)
-    specs = [
-        _block_spec(block, f"{blocks_name}.{index}", config, widths, precision)
-        for index, block in enumerate(blocks)
-    ]
     kept = None
     if family is not None and _is_trainable(family, config):
         kept = counted_head(config, precision)
         specs = _with_counted_values(specs, config, precision)
+
+    tied = _is_tied(module)
+    embedding, head = _outside(module, blocks, tied)
     vocab = int(config.vocab_size)
+    max_tp_degree = family.max_tp_degree(config) if family else math.gcd(heads, kv_heads, 8)
     return ModelSpec(
         name=name,
         model_type=str(config.model_type),
@@ -173,7 +176,7 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
         num_kv_heads=kv_heads,
         intermediate_size=_widest(blocks[0], hidden),
         tied_embeddings=tied,
-        max_tp_degree=family.max_tp_degree(config) if family else math.gcd(heads, kv_heads, 8),
+        max_tp_degree=max_tp_degree,
         embedding=LayerSpec(
             parameters=embedding,
             replicated_parameters=max(0, embedding - vocab * hidden),
@@ -188,6 +191,14 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
             autograd=kept,
         ),
     )
+
+
+def _key_value_heads(config: Any, heads: int) -> int:
+    """Return the heads of keys and values; `multi_query` (GPT-BigCode) means one of each."""
+    given = getattr(config, "num_key_value_heads", None)
+    if given:
+        return int(given)
+    return 1 if getattr(config, "multi_query", False) else heads
 
 
 def _head_size(config: Any, hidden: int, heads: int) -> int:
@@ -223,12 +234,11 @@ def _first(config: Any, *names: str) -> Any:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
+    # A model of text and images keeps the sizes of its language model in a config of its own.
     text = getattr(config.get_text_config(), "model_type", None)
-    hint = (
-        f"; try its language model alone, model_type {text}"
-        if text not in (None, config.model_type)
-        else ""
-    )
+    hint = ""
+    if text not in (None, config.model_type):
+        hint = f"; try its language model alone, model_type {text}"
     raise ConfigError(
         f"the {config.model_type} config has none of {', '.join(names)}; the planner cannot size"
         f" its layers{hint}"
@@ -241,18 +251,22 @@ def _find_blocks(module: Any, config: Any) -> tuple[str, list[Any]]:
     count = int(_first(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers"))
     if count < 1:
         raise ConfigError(f"the {config.model_type} config has {count} layers; it needs at least 1")
-    lists = [
-        (name, child)
-        for name, child in module.named_modules()
-        if isinstance(child, ModuleList) and len(child) == count
-    ]
+    lists = []
+    for name, child in module.named_modules():
+        if isinstance(child, ModuleList) and len(child) == count:
+            lists.append((_num_parameters(child), name, child))
     if not lists:
         raise ConfigError(
             f"the {config.model_type} model has no list of {count} blocks; it cannot be cut into"
             " stages"
         )
-    name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    # A list of as many small modules, such as rotary embeddings by layer, is not the blocks.
+    _, name, blocks = max(lists, key=lambda item: item[0])
     return name, list(blocks)
+
+
+def _num_parameters(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_tied(module: Any) -> bool:
@@ -265,7 +279,7 @@ def _is_tied(module: Any) -> bool:
     return bool(same or module.config.tie_word_embeddings)
 
 
-def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> tuple[int, int]:
+def _outside(module: Any, blocks: list[Any], tied: bool) -> tuple[int, int]:
     """Count the parameters outside the blocks: (embedding, head).
 
     The embedding counts its tables and their projections, the head the final norm, without a tied
@@ -273,31 +287,37 @@ def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> 
     """
     from torch.nn import Embedding
 
-    tables = {
-        id(p)
-        for m in module.modules()
-        if isinstance(m, Embedding)
-        for p in m.parameters()
-        if id(p) not in in_blocks
-    }
+    in_blocks: set[int] = set()
+    for block in blocks:
+        in_blocks |= _parameter_ids(block)
+
+    tables: set[int] = set()
+    for each in module.modules():
+        if isinstance(each, Embedding):
+            tables |= _parameter_ids(each)
+
+    # A tied head has the embedding's weight and, in some models, a bias of its own.
     output = module.get_output_embeddings()
-    shared = {id(p) for p in output.parameters()} if tied and output is not None else set()
-    if tied:
-        shared -= {
-            id(p) for p in ([output.bias] if getattr(output, "bias", None) is not None else [])
-        }
-    seen: set[int] = set()
-    embedding = head = 0
+    shared: set[int] = set()
+    if tied and output is not None:
+        shared = _parameter_ids(output)
+        shared.discard(id(getattr(output, "bias", None)))
+
+    embedding = 0
+    head = 0
     for parameter in module.parameters():
         key = id(parameter)
-        if key in in_blocks or key in seen:
+        if key in in_blocks:
             continue
-        seen.add(key)
         if key in tables:
             embedding += parameter.numel()
         elif key not in shared:
             head += parameter.numel()
     return embedding, head
+
+
+def _parameter_ids(module: Any) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
 
 
 @dataclass(frozen=True)
@@ -315,23 +335,25 @@ def _block_spec(block: Any, path: str, config: Any, widths: _Widths, precision: 
 
     Activations are counted per token (Korthikanti et al. 2022, section 4.1, without dropout).
     """
-    parameters = sum(p.numel() for p in block.parameters())
-    products = sum(
-        _used_per_token(parameter, config)
-        for name, parameter in block.named_parameters()
-        if parameter.dim() >= 2 and not name.endswith("bias")
-    )
+    products = []
+    for name, parameter in block.named_parameters():
+        if parameter.dim() >= 2 and not name.endswith("bias"):
+            products.append(_used_per_token(parameter, config))
+
+    # Queries, the attention's output, keys and values.
+    attention = (widths.heads * 2 + widths.kv_heads * 2) * widths.head_size
+
     width = _widest(block, widths.hidden)
     gated = any("gate" in name for name, _ in block.named_modules())
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     experts += int(getattr(config, "n_shared_experts", None) or 0)
-    attention = (widths.heads * 2 + widths.kv_heads * 2) * widths.head_size
-    key_value_parameters, key_value_units = _key_values(block, config)
     feed_forward = (4 if gated else 2) * width * experts
+
+    key_value_parameters, key_value_units = _key_values(block, config)
     return LayerSpec(
-        parameters=parameters,
+        parameters=_num_parameters(block),
         replicated_parameters=_replicated(block, path, config, widths.hidden),
-        matmul_parameters=int(products),
+        matmul_parameters=int(sum(products)),
         attention_width=widths.heads * widths.head_size,
         split_activation_values=float(attention + feed_forward),
         replicated_activation_values=4.0 * widths.hidden,
@@ -348,7 +370,7 @@ def _experts(block: Any, config: Any) -> Experts | None:
     number = num_experts(config)
     if not stacks or number is None:
         return None
-    routed = int(_first_or(config, 1, "num_experts_per_tok"))
+    routed = _routed_per_token(config)
     has_shared = any("shared_expert" in name for name, _ in block.named_modules())
     parameters = sum(each.numel() for each in stacks)
     return Experts(number, min(routed, number), parameters, has_shared=has_shared)
@@ -361,24 +383,30 @@ def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
-        return sum(p.numel() for p in block.parameters() if p.dim() == 1 and p.numel() == hidden)
-    return sum(
-        parameter.numel()
-        for inner, module in block.named_modules(prefix=path)
-        for kind, parameter in module.named_parameters(recurse=False)
-        if family.split_dim(config, inner, module, kind) is None
-    )
+        vectors = [p.numel() for p in block.parameters() if p.dim() == 1]
+        return hidden * vectors.count(hidden)
+    total = 0
+    for inner, module in block.named_modules(prefix=path):
+        for kind, parameter in module.named_parameters(recurse=False):
+            if family.split_dim(config, inner, module, kind) is None:
+                total += parameter.numel()
+    return total
 
 
 def _key_values(block: Any, config: Any) -> tuple[int, int]:
     """Return `key_value_parameters` and `key_value_units` of a LayerSpec."""
     family = FAMILIES.get(config.model_type)
-    if family is None or family.key_value_units(config) == family.max_tp_degree(config):
+    if family is None:
         return 0, 0
-    modules = [module for path, module in block.named_modules() if family.is_key_value(f".{path}")]
-    return sum(
-        p.numel() for module in modules for p in module.parameters()
-    ), family.key_value_units(config)
+    units = family.key_value_units(config)
+    # Cut as finely as all other parameters, they need no count of their own.
+    if units == family.max_tp_degree(config):
+        return 0, 0
+    parameters = 0
+    for path, module in block.named_modules():
+        if family.is_key_value(f".{path}"):
+            parameters += _num_parameters(module)
+    return parameters, units
 
 
 def _used_per_token(parameter: Any, config: Any) -> float:
@@ -389,14 +417,14 @@ def _used_per_token(parameter: Any, config: Any) -> float:
     if parameter.dim() < 3:
         return float(parameter.numel())
     experts = num_experts(config) or parameter.shape[0]
-    routed = int(_first_or(config, 1, "num_experts_per_tok"))
+    routed = _routed_per_token(config)
     return float(parameter.numel()) * min(1.0, routed / experts)
 
 
-def _first_or(config: Any, default: int, *names: str) -> int:
-    return next(
-        (v for v in (getattr(config, name, None) for name in names) if isinstance(v, int)), default
-    )
+def _routed_per_token(config: Any) -> int:
+    """Return the experts that a router chooses for a token; 1 if the config does not say."""
+    given = getattr(config, "num_experts_per_tok", None)
+    return given if isinstance(given, int) else 1
 
 
 def _widest(block: Any, hidden: int) -> int:
@@ -404,12 +432,13 @@ def _widest(block: Any, hidden: int) -> int:
 
     It is the largest side of a matrix whose other side is the hidden size, with fused pairs halved.
     """
-    stacks = [p.shape[-2:] for p in block.parameters() if p.dim() == 3]
-    if stacks:  # gate above up, and down, which is half as wide
+    stacks = [parameter.shape[-2:] for parameter in block.parameters() if parameter.dim() == 3]
+    if stacks:
+        # One stack holds gate above up; that of down is half as wide, and has the inner width.
         return int(min(math.prod(sides) // hidden for sides in stacks))
-    sizes = [
-        max(p.shape[-2:])
-        for name, p in block.named_parameters()
-        if p.dim() >= 2 and "attn" not in name and "attention" not in name
-    ]
+    sizes = []
+    for name, parameter in block.named_parameters():
+        is_attention = "attn" in name or "attention" in name
+        if parameter.dim() >= 2 and not is_attention:
+            sizes.append(max(parameter.shape[-2:]))
     return int(max(sizes, default=4 * hidden))

@@ -32,7 +32,7 @@ from autohet.runtime.models import (
 from autohet.runtime.models.adapters import ADAPTER
 from autohet.runtime.models.config_keys import entries_by_layer, with_layers
 from autohet.runtime.models.experts import CORRECTION_BIAS, is_dense
-from autohet.runtime.models.family import PADDED, WHOLE, take_units
+from autohet.runtime.models.parameter_spec import PADDED, WHOLE, take_units
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError

@@ -15,11 +15,11 @@ from autohet.runtime.models.adapters import adapters_off
 from autohet.runtime.models.block_changes import adapt_blocks, balance_routers, cut_blocks
 from autohet.runtime.models.block_inputs import BlockInputs
 from autohet.runtime.models.experts import use_grouped_products
-from autohet.runtime.models.family import skeleton
 from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.pieces import answer_lengths, positions_of
 from autohet.runtime.models.recomputation import run_block, usable_recompute
+from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.models.stage_dropout import StageDropout
 from autohet.runtime.models.stage_spec import StageSpec
 from autohet.runtime.models.stage_weights import StageWeights

@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models.family import WHOLE, Family, ParameterSpec, local_units
+from autohet.runtime.models.family import Family
+from autohet.runtime.models.parameter_spec import WHOLE, ParameterSpec, local_units
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from planner.plan import TensorShare
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autohet.runtime.models.family import local_shape
+from autohet.runtime.models.parameter_spec import local_shape
 from autohet.runtime.models.stage_spec import StageSpec
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.layout import held_units, unit_holders, unit_owners
 from autohet.runtime.models import family_of
-from autohet.runtime.models.family import EMBEDDING, HEAD, ParameterSpec, local_shape
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_shape
 from autohet.runtime.parallel.place import place_of
 from planner.communicators import sync_groups
 from planner.plan import Plan

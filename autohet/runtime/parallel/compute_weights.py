@@ -16,7 +16,7 @@ from torch.distributed import Work
 
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.layout import state_name
-from autohet.runtime.models.family import local_shape
+from autohet.runtime.models.parameter_spec import local_shape
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, ParameterPiece, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.parallel.stage_dtypes import StageDtypes

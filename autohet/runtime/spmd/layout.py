@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autohet.runtime.models.family import ParameterSpec
+from autohet.runtime.models.parameter_spec import ParameterSpec
 from planner.spmd.costs import round_to_units
 from planner.spmd.document import StageProgram
 
@@ -17,10 +17,10 @@ def program_units(
 ) -> dict[str, list[tuple[str, int]]]:
     """Return worker -> (parameter name, unit) of all state that it holds."""
     storage = program.storage
-    finest = min(
-        (spec.num_units // spec.groups for spec in specs.values() if spec.split_dim is not None),
-        default=1,
-    )
+    finest = 1
+    cut = [spec for spec in specs.values() if spec.split_dim is not None]
+    if cut:
+        finest = min(spec.num_units // spec.groups for spec in cut)
     held: dict[str, list[tuple[str, int]]] = {worker: [] for worker in workers}
     for name, spec in specs.items():
         layout = storage[name]
@@ -28,11 +28,10 @@ def program_units(
             f"{name} is not cut as its state: {layout}"
         )
         for rank, worker in enumerate(workers):
-            units = (
-                range(spec.num_units)
-                if layout.kind != "sharded"
-                else _units(program.ratios[-1], rank, spec, finest)
-            )
+            units: Sequence[int] = range(spec.num_units)
+            if layout.kind == "sharded":
+                # The last ratios are those by which weights are cut.
+                units = _units(program.ratios[-1], rank, spec, finest)
             held[worker] += [(name, unit) for unit in units]
     return held
 
@@ -45,10 +44,11 @@ def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int)
     assert spec.split_dim is not None
     size = spec.shape[spec.split_dim]
     lengths = round_to_units(ratios, finest)
-    start, end = (sum(lengths[:last]) * size // finest for last in (rank, rank + 1))
-    assert {start, end} <= {*spec.cuts}, (
-        f"{spec.name}: a part from {start} to {end} cuts units apart"
-    )
+    slices_before = sum(lengths[:rank])
+    slices_with = slices_before + lengths[rank]
+    start = slices_before * size // finest
+    end = slices_with * size // finest
     cuts = spec.cuts
+    assert {start, end} <= set(cuts), f"{spec.name}: a part from {start} to {end} cuts units apart"
     units = range(spec.num_units)
     return tuple(unit for unit in units if start <= cuts[unit] and cuts[unit + 1] <= end)

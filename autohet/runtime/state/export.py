@@ -19,7 +19,7 @@ import torch
 
 from autohet.runtime.models import FAMILIES, adapter_of
 from autohet.runtime.models.experts import CORRECTION_BIAS
-from autohet.runtime.models.family import PADDED
+from autohet.runtime.models.parameter_spec import PADDED
 from autohet.runtime.state.export_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

@@ -22,8 +22,8 @@ from autohet.runtime.models.adapters import (
     is_linear,
     target_paths,
 )
-from autohet.runtime.models.family import skeleton
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.frozen import first_weights
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest

@@ -12,7 +12,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autohet.runtime.models.adapters import ADAPTER
-from autohet.runtime.models.family import PADDED
+from autohet.runtime.models.parameter_spec import PADDED
 
 _LEFT_OUT = (ADAPTER, PADDED, "_name_or_path", "_attn_implementation", "quantization_config")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from autohet.runtime.data import TokenDataset, build, documents, parts, prepare_dataset
+from autohet.runtime.data import TokenDataset, build, documents, parts, prepare_dataset, row_writer
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
@@ -91,7 +91,7 @@ def test_rows_span_batches(
     tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"document {number} " * (number % 7) for number in range(300)]
-    monkeypatch.setattr(build, "TOKENS_PER_BATCH", 100)
+    monkeypatch.setattr(row_writer, "TOKENS_PER_BATCH", 100)
     monkeypatch.setattr(parts, "TEXTS_PER_CALL", 7)
     dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", texts)), 15)
     assert dataset.facts.rows_per_batch == 6
@@ -261,7 +261,7 @@ def test_no_row_is_read_by_a_page_fault(
     """One keeps the interpreter for as long as the disk takes, and with it the worker's signs of
     life.
     """
-    monkeypatch.setattr(build, "TOKENS_PER_BATCH", 1 << 18)
+    monkeypatch.setattr(row_writer, "TOKENS_PER_BATCH", 1 << 18)
     dataset = prepare_dataset(
         make_data(write_jsonl(tmp_path / "a.jsonl", ["the quick brown fox " * (1 << 18)])), 1023
     )

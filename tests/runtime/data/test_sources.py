@@ -15,7 +15,7 @@ from autohet.runtime.batches import Batches
 from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.data.sample_order import MIX_PERIOD, mix_quotas, mixed_rows
 from autohet.runtime.job import DataSection, Job
-from autohet.runtime.job.sections import SourceEntry
+from autohet.runtime.job.data import SourceEntry
 from planner.errors import ConfigError
 from tests.harness.chat_tokenizer import save_chat_tokenizer
 from tests.runtime.data.test_chat import conversations

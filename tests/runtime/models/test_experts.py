@@ -26,11 +26,12 @@ from autohet.runtime.models.experts import (
     keep_own_experts,
     num_experts,
 )
-from autohet.runtime.models.family import WHOLE, local_shape, local_units, skeleton
 from autohet.runtime.models.kernels import wants_compiled
 from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.models.parameter_spec import WHOLE, local_shape, local_units
 from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.models.thread_group import run_ranks
 from autohet.runtime.state.optimizer import move_bias
 from planner.errors import ConfigError

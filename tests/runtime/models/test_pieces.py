@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autohet.runtime.job.sections import ModelSection
+from autohet.runtime.job.model import ModelSection
 from autohet.runtime.models import build_stage, family_of, load_config
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.pieces import cumulative_lengths, piece_mask, positions_of

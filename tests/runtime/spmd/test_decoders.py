@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autohet.runtime.job.sections import ModelSection
+from autohet.runtime.job.model import ModelSection
 from autohet.runtime.models import load_config
 from autohet.runtime.models.stage import build_stage
 from autohet.runtime.spmd.capture import Captured

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
-from autohet.runtime.job.sections import ModelSection
+from autohet.runtime.job.model import ModelSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
 from autohet.runtime.spmd.language_model import capture_language_model, captured_decoder

@@ -1,0 +1,262 @@
+"""The `data` and `evaluation` sections: sources of text, and their conversion to rows.
+
+Paths are as the process that runs the job sees them (with `ray job submit --working-dir DIR`,
+relative to DIR).
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from autohet.runtime.job.requirements import require, require_at_least, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceEntry:
+    """A source of data with its weight, split or subset."""
+
+    path: str
+    """Path or URI, as in `data.source`."""
+    weight: float | None = None
+    """Fraction of the samples, relative to the weights of the other sources.
+
+    All sources have a weight, or none has. Each weighted source has epochs of its own. null: all
+    rows are alike, whatever their source.
+    """
+    split: str = "train"
+    """Split of an `hf://` data set, in the datasets library's syntax."""
+    subset: str | None = None
+    """Configuration of an `hf://` data set; null: its default."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "data.source has an entry without a path; give its path")
+        require_positive("data.source's weight", self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Sources of text, and their conversion to rows of `sequence_length + 1` tokens."""
+
+    source: str | tuple[str | SourceEntry, ...]
+    """Source of the text, or a list of sources, in order.
+
+    A source is a file, directory, glob, `s3://bucket/prefix`, `hf://org/name` or
+    `builtin:python-stdlib`, or a mapping of `path`, `weight`, `split` and `subset`.
+    """
+    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
+    """File format; auto: by each file's content.
+
+    Of a directory, glob or prefix the files of one kind are taken, never a README, a licence or a
+    data card. A text file is one document; `json` is a file that is one JSON value, an array of
+    objects.
+    """
+    kind: Literal["text", "chat", "prompt_completion", "preference"] = "text"
+    """Content of a record: text, a conversation, a `prompt` and its `completion`, or a preference.
+
+    A preference is a `prompt` with a `chosen` and a `rejected` answer. All fields of a record are
+    texts, or all are lists of messages; without a `prompt`, the messages that both answers begin
+    with are the prompt. A row holds one preference, each answer with its prompt in half of it.
+    """
+    text_field: str = "text"
+    """Field of a JSON object, or column of a Parquet file, that holds a document."""
+    tokens_field: str | None = None
+    """Field with a document's token ids, for data tokenized before; null: documents are text.
+
+    The ids are taken as they are. With the default tokenizer every id is valid, otherwise only the
+    tokenizer's own.
+    """
+    messages_field: str = "messages"
+    """Field that holds a conversation (`kind: chat`).
+
+    It is a list of messages with `role` and `content`, or `from` and `value`.
+    """
+    chat_template: str | None = None
+    """File with a Jinja template, or the template itself; null: the tokenizer's."""
+    train_on: Literal["assistant", "completion", "all"] | None = None
+    """Tokens that are targets of the loss.
+
+    assistant: all turns of the assistant; completion: the last of them, or the completion; all:
+    every token. null: `assistant` for chat, `completion` for prompt_completion, `all` for text.
+    """
+    isolate_documents: bool | None = None
+    """Mask attention between the documents of a row and restart positions at 0 in each.
+
+    null: false for text, else true.
+    """
+    packing: Literal["concat", "best_fit"] | None = None
+    """Packing of documents into rows.
+
+    concat: documents are joined and cut; best_fit: whole documents are fitted together, with
+    padding where none fits. null: `best_fit` for chat and prompt_completion, `concat` for text. A
+    preference is never packed.
+    """
+    begin_of_document: str | None = None
+    """Token before each document, unless it is there already; null: none.
+
+    Give the BOS token if the model was trained with one.
+    """
+    skip_broken_lines: bool = False
+    """Leave out and count lines and rows without a document (broken JSON, null, no text).
+
+    false: the first such line ends the preparation.
+    """
+    tokenizer: str = "bytes"
+    """Tokenizer: `bytes`, a tokenizers JSON file, or a Hugging Face directory or id.
+
+    bytes: UTF-8 bytes 0-255, end of document = 0.
+    """
+    trust_remote_code: bool = False
+    """Let the tokenizer's own code run; `model.trust_remote_code` sets this key too."""
+    end_of_document: str | None = None
+    """Token after each document; null: the tokenizer's own end token."""
+    cache: str | None = None
+    """Directory of built token datasets, kept between runs.
+
+    null: $AUTOHET_CACHE, else ~/.cache/autohet.
+    """
+    build_timeout_s: float = 3600.0
+    """Seconds that a worker waits while another process of its node builds the same dataset."""
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.source),
+            "data.source is empty; name a file, directory, glob, s3:// prefix or builtin",
+        )
+        require(
+            bool(self.tokenizer),
+            "data.tokenizer is empty; give bytes, a file, a directory or a hub id",
+        )
+        require_positive("data.build_timeout_s", self.build_timeout_s)
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        require(
+            len(self.weights) in (0, len(self.entries)),
+            f"data.source has {len(self.entries)} sources, {len(self.weights)} with a weight; give"
+            " every one a weight, or none",
+        )
+        is_text = self.kind == "text"
+        require(
+            not is_text or self.train_on in (None, "all"),
+            f"data.train_on is {self.train_on}, but data.kind is text, which is trained on whole;"
+            " set data.kind to chat or prompt_completion, or leave train_on out",
+        )
+        require(
+            self.kind != "prompt_completion" or self.train_on != "assistant",
+            "data.train_on is assistant, which data.kind prompt_completion does not tell apart; use"
+            " completion or all",
+        )
+        if self.kind == "preference":
+            for key, taken in (
+                ("train_on", (None, "completion")),
+                ("isolate_documents", (None, True)),
+                ("packing", (None,)),
+            ):
+                value = getattr(self, key)
+                require(
+                    value in taken,
+                    f"data.{key} is {str(value).lower()}, but data.kind is preference, whose rows"
+                    f" hold one pair of answers each; leave {key} out",
+                )
+        require(
+            is_text or self.tokens_field is None,
+            f"data.tokens_field is for data.kind text, not {self.kind}; leave one out",
+        )
+        require(
+            not is_text or self.chat_template is None,
+            "data.chat_template is given, but data.kind is text; set data.kind: chat",
+        )
+        require(
+            is_text or self.format != "text",
+            f"data.format is text, but data.kind {self.kind} needs records; leave format out",
+        )
+
+    @property
+    def targets(self) -> Literal["assistant", "completion", "all"]:
+        """`train_on`, given or by kind."""
+        if self.train_on is not None:
+            return self.train_on
+        by_kind: dict[str, Literal["assistant", "completion", "all"]] = {
+            "chat": "assistant",
+            "prompt_completion": "completion",
+            "preference": "completion",
+        }
+        return by_kind.get(self.kind, "all")
+
+    @property
+    def isolates(self) -> bool:
+        """`isolate_documents`, given or by kind."""
+        given = self.isolate_documents
+        return self.kind != "text" if given is None else given
+
+    @property
+    def packs_best_fit(self) -> bool:
+        """True if `packing`, given or by kind, is best_fit."""
+        return (self.packing or ("concat" if self.kind == "text" else "best_fit")) == "best_fit"
+
+    @property
+    def marks_rows(self) -> bool:
+        """True if rows carry marks of targets and pieces beside their tokens."""
+        return self.kind != "text" or self.isolates or self.packs_best_fit
+
+    @property
+    def record_field(self) -> str:
+        """Field that a record must have to be data."""
+        by_kind = {
+            "chat": self.messages_field,
+            "prompt_completion": "prompt",
+            "preference": "chosen",
+        }
+        return by_kind.get(self.kind, self.tokens_field or self.text_field)
+
+    @property
+    def entries(self) -> tuple[SourceEntry, ...]:
+        """Sources of the section, each as an entry."""
+        given = (self.source,) if isinstance(self.source, str) else self.source
+        return tuple(SourceEntry(path=each) if isinstance(each, str) else each for each in given)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Paths of all sources."""
+        return tuple(entry.path for entry in self.entries)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the sources; empty if they are not weighted."""
+        return tuple(float(each.weight) for each in self.entries if each.weight is not None)
+
+    @property
+    def cache_root(self) -> Path:
+        """Directory of the built token datasets."""
+        return Path(
+            self.cache or os.environ.get("AUTOHET_CACHE") or "~/.cache/autohet"
+        ).expanduser()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Loss on rows that are not trained on, by forward passes through the training plan."""
+
+    source: str | tuple[str | SourceEntry, ...]
+    """Source of the evaluation rows, as `data.source`.
+
+    All other keys of `data` hold for it too. Its rows are read in their order, without weights.
+    """
+    every_steps: int = 100
+    """Steps between evaluations; one more follows the last step."""
+    at_start: bool = False
+    """True: also evaluate the state before the first step."""
+    max_sequences: int | None = None
+    """Limit on the rows that an evaluation reads, from the first on; null: all."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.source), "evaluation.source is empty; name a file, as data.source")
+        require_at_least("evaluation.every_steps", self.every_steps, 1)
+        require_at_least("evaluation.max_sequences", self.max_sequences, 1)
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Return True if a run of `last_step` steps evaluates the state after `step` updates."""
+        if step == 0:
+            return self.at_start
+        return step % self.every_steps == 0 or step == last_step

@@ -1,0 +1,109 @@
+"""The `model` section: the model, and the weights of it that are trained."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autohet.runtime.job.requirements import require, require_at_least, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSection:
+    """Low-rank updates of a frozen model's linear maps (Hu et al. 2021): W x + s B A x."""
+
+    kind: Literal["lora"] = "lora"
+    """Kind of adapter: LoRA."""
+    rank: int = 16
+    """Rank of the update: rows of A and columns of B."""
+    alpha: float = 32.0
+    """Scale of the update: it is multiplied by alpha / rank."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Linear maps of the blocks that get an adapter.
+
+    `all-linear`: all of them. Else those whose path ends in one of these names or matches it as a
+    pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
+    """
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    dropout: float = 0.0
+    """Probability with which an element of an adapter's input is dropped in training.
+
+    Which ones are dropped depends on `training.seed` and the sample, not on the plan.
+    """
+
+    def __post_init__(self) -> None:
+        require_at_least("model.adapter.rank", self.rank, 1)
+        require_positive("model.adapter.alpha", self.alpha)
+        require(
+            0 <= self.dropout < 1,
+            f"model.adapter.dropout is {self.dropout}, but must be in [0, 1)",
+        )
+        require(
+            bool(self.targets),
+            "model.adapter.targets is empty; name linear maps such as q_proj, or all-linear",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The model: exactly one of `config` (trained from scratch) and `pretrained` (fine-tuned)."""
+
+    config: dict[str, Any] | None = None
+    """Transformers config as a mapping: `model_type`, and values other than that type's defaults.
+    """
+    pretrained: str | None = None
+    """Directory with a Hugging Face checkpoint, or a hub id."""
+    revision: str | None = None
+    """Hub revision of `pretrained`; null: its main branch."""
+    trust_remote_code: bool = False
+    """Let code that comes with a hub repository or a directory run in this job's processes.
+
+    It concerns tokenizers alone: models are always built from transformers' own modules.
+    """
+    family: str | None = None
+    """Rules by which the model is cut into layers and slices.
+
+    `my_package.my_model:FAMILY`: a `Family` importable from the job's working directory. `auto`:
+    the library's own plans, for a model type that is not built in. null: the built-in family of the
+    model type.
+    """
+    vocabulary_multiple: int = 1
+    """Multiple to which embedding and head are padded with rows of zeros.
+
+    The rows are in no loss and in no exported checkpoint. 64 suits tensor cores: every
+    tensor-parallel slice is then a multiple of 8 rows. A run keeps the value that it began with.
+    """
+    adapter: AdapterSection | None = None
+    """Low-rank adapters to train, with all other weights frozen; null: train all weights."""
+    dropout: bool = True
+    """Drop elements in training with the probabilities of the model's config.
+
+    Which ones are dropped depends on `training.seed` and the sample, not on the plan. Evaluation
+    drops nothing, nor does `training.objective: dpo`. false: all of them are 0.
+    """
+
+    def __post_init__(self) -> None:
+        require(
+            self.vocabulary_multiple == 1
+            or (self.vocabulary_multiple > 0 and self.vocabulary_multiple % 8 == 0),
+            f"model.vocabulary_multiple is {self.vocabulary_multiple}, but must be 1 (no padding)"
+            " or a multiple of 8, such as 64",
+        )
+        require(
+            (self.config is None) != (self.pretrained is None),
+            "model needs exactly one of config (train from scratch) and pretrained (fine-tune)",
+        )
+        module, _, attribute = (self.family or "auto").partition(":")
+        require(
+            self.family in (None, "auto") or bool(module and attribute),
+            f"model.family is '{self.family}'; name a module and its value, such as"
+            " my_package.my_model:FAMILY, or auto",
+        )
+        require(
+            self.config is None or isinstance(self.config.get("model_type"), str),
+            "model.config lacks model_type; name a transformers model type such as llama, qwen3 or"
+            " gpt2",
+        )
+        require(
+            self.revision is None or self.pretrained is not None,
+            "model.revision is for model.pretrained only",
+        )

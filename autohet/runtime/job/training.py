@@ -1,0 +1,306 @@
+"""The `training` section: batch, learning rate, optimizer and numerics of the steps."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autohet.runtime.job.requirements import require, require_at_least, require_positive
+from planner.plan import Recompute
+
+DEFAULT_DPO_BETA = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """Batch, length, learning rate, optimizer and numerics of the training steps."""
+
+    global_batch_sequences: int
+    """Sequences in one optimizer step, independent of the fleet."""
+    sequence_length: int
+    """Tokens in a sequence."""
+    steps: int | None = None
+    """Optimizer steps of the whole run, resumed or not; null: `max_epochs` ends the run.
+
+    `autohet train` needs `steps` or `max_epochs`.
+    """
+    max_epochs: float | None = None
+    """Passes over all rows of the data set after which the run ends; null: no bound.
+
+    A step that has begun counts whole. With `steps`, the run ends at whichever comes first.
+    Schedules end there too.
+    """
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Number format of compute and activations; masters, moments and sums are always fp32.
+
+    Gradients in fp16 are scaled by a power of two, which an overflow halves (the step is run again)
+    and 2,000 steps without one double.
+    """
+    seed: int = 0
+    """Seed of the initial weights and of the sample order."""
+    learning_rate: float = 3e-4
+    """Learning rate at the end of the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] | None = None
+    """Shape of the learning rate after the warm-up, with the rates of `transformers.get_scheduler`.
+
+    wsd: warm-up, stable, decay along a cosine. null: a cosine whose warm-up reaches `learning_rate`
+    in its last step, not one step later.
+    """
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and the second moment."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay, applied as torch.optim.AdamW does."""
+    no_decay: Literal["norms_and_biases", "none"] | tuple[str, ...] = "norms_and_biases"
+    """Parameters without weight decay.
+
+    norms_and_biases: norms and biases, as `transformers.Trainer` chooses them; none: no parameter.
+    Else a list of parameter names, in which * stands for any part.
+    """
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    decay_steps: int | None = None
+    """Step at which the schedule reaches its end; null: `steps`."""
+    stable_steps: int | None = None
+    """Steps of `wsd` at the full rate, between warm-up and decay; null: until the last tenth."""
+    min_learning_rate_ratio: float | None = None
+    """Final rate of `cosine`, `linear` and `wsd`, as a fraction of `learning_rate`.
+
+    null: 0, as in transformers; 0.1 if `schedule` is null.
+    """
+    objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    """Loss that is trained on.
+
+    cross_entropy: the next token's. dpo: direct preference optimization (Rafailov et al. 2023) of
+    `data.kind: preference`, by adapters; its reference is the model without them.
+    """
+    dpo_beta: float | None = None
+    """Strength of DPO's tie to its reference; null: 0.1."""
+    clip_norm: float | None = 1.0
+    """Bound on the global gradient norm; null: no clipping."""
+    label_smoothing: float = 0.0
+    """Fraction of each target that is spread over the vocabulary; evaluation has none.
+
+    As `label_smoothing` of `torch.nn.functional.cross_entropy`.
+    """
+    z_loss: float = 0.0
+    """Weight of the z-loss, which is added to the training loss (PaLM: 1e-4).
+
+    The z-loss is the square of the log of the sum of exponentials of a token's logits.
+    """
+    router_balance: Literal["none", "sequence", "bias"] = "none"
+    """Balance of the experts' loads in a mixture of experts.
+
+    sequence: a loss of each sequence alone, as DeepSeek-V3 (section 2.1.2), so that no plan changes
+    it. bias: each step moves the routers' correction biases by the tokens that the global batch
+    sent to each expert (same section), for models with such biases (deepseek_v3). The library's own
+    balance loss is of a microbatch, which depends on the plan.
+    """
+    router_balance_weight: float = 1e-3
+    """Weight of the balance loss of each router.
+
+    The balance loss is of all tokens of a row, and divided by the targets that count: where one
+    token in ten counts, as in conversations, a tenth of the weight has the same effect.
+    """
+    router_bias_speed: float = 1e-3
+    """Change of a router's correction bias in a step, with router_balance: bias."""
+    recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
+    """Recomputation of a block's activations in the backward pass.
+
+    none: all are kept; selective: all but matrix products and fused attention are recomputed; full:
+    all are recomputed from the block's input. auto: the planner chooses for each stage, where it is
+    clearly faster or nothing fits without; if_needed: only if nothing fits without.
+    """
+    optimizer_sharding: Literal["off", "auto", "if_needed"] = "if_needed"
+    """Sharding of masters and moments over the holders of a layer (ZeRO-1).
+
+    A sharded master or moment has no second live holder. off: never. auto: the planner chooses,
+    where it is clearly faster or nothing fits without; if_needed: only if nothing fits without. If
+    `recompute` or `optimizer_sharding` is auto, an if_needed of the other means auto too.
+    """
+    offload: Literal["off", "optimizer", "if_needed"] = "if_needed"
+    """Keep masters and moments in host memory and update them there, by the same arithmetic.
+
+    Copies and the host's update make each step longer. optimizer: in every plan of the planner.
+    if_needed: only if no plan fits the GPUs otherwise, and never on the CPU.
+    """
+    compile_blocks: bool | Literal["auto"] = "auto"
+    """Compile each transformer block by torch.compile: slower first steps, faster ones after.
+
+    Compiled code is kept as long as the worker's process, so generations with equal shapes share
+    it. Blocks of tensor-parallel stages or of isolated documents are not compiled. auto: compile on
+    GPUs where code can be compiled.
+    """
+    kernels: Literal["torch", "liger"] = "torch"
+    """Kernels of RMSNorm, RoPE and SwiGLU: PyTorch's (`torch`) or liger-kernel's (`liger`).
+
+    `liger` needs the liger-kernel package on a GPU's machine; without it PyTorch's are used.
+    """
+    replica_check_steps: int = 100
+    """Steps between two checks that all holders of a shard have bit-equal weights and moments.
+
+    The check compares checksums in the step's vote; holders that differ take the owner's bits. 1:
+    before every step; 0: never.
+    """
+    max_skipped_steps: int | None = 5
+    """Skipped steps in a row after which the job ends with a checkpoint; null: no bound.
+
+    A step is skipped (changes no weights) if its loss or gradient is not finite, or its gradient
+    norm is above `skip_gradient_norm_above`.
+    """
+    skip_gradient_norm_above: float | None = None
+    """Gradient norm, before clipping, above which a step changes no weights; null: no bound.
+
+    It skips the data of a loss spike.
+    """
+    skip_steps: tuple[tuple[int, int], ...] = ()
+    """Ranges [first, last] of steps that change no weights.
+
+    They skip the data of a loss spike in a run that is resumed from a checkpoint before it.
+    """
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a torch profiler trace by each worker; null: none.
+
+    Traces are stored in the run's record in the job's storage.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the workers; auto: CUDA if the worker has a GPU, else CPU."""
+
+    @property
+    def balance_weight(self) -> float:
+        """Weight of the routers' balance loss; 0 without one."""
+        return self.router_balance_weight if self.router_balance == "sequence" else 0.0
+
+    @property
+    def stage_recompute(self) -> Recompute:
+        """Recomputation of stages for which the plan sets none."""
+        return (
+            "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
+        )
+
+    @property
+    def preference_beta(self) -> float | None:
+        """DPO's beta; None: another objective."""
+        if self.objective != "dpo":
+            return None
+        return DEFAULT_DPO_BETA if self.dpo_beta is None else self.dpo_beta
+
+    @property
+    def floor_ratio(self) -> float:
+        """`min_learning_rate_ratio`, given or by schedule."""
+        if self.min_learning_rate_ratio is not None:
+            return self.min_learning_rate_ratio
+        return 0.1 if self.schedule is None else 0.0
+
+    def last_step(self, num_rows: int) -> int | None:
+        """Return the steps of the whole run over a data set of `num_rows` rows.
+
+        None: the job has no bound, or the bound depends on rows that are not counted yet (0).
+        """
+        if self.max_epochs is None:
+            return self.steps
+        if not num_rows:
+            return None
+        by_epochs = math.ceil(self.max_epochs * num_rows / self.global_batch_sequences)
+        return by_epochs if self.steps is None else min(self.steps, by_epochs)
+
+    def with_rows(self, num_rows: int) -> "TrainingSection":
+        """Return the section with `max_epochs` converted to steps, once the rows are counted."""
+        if self.max_epochs is None or not num_rows:
+            return self
+        return replace(self, steps=self.last_step(num_rows), max_epochs=None)
+
+    def wsd_decay(self, end: int) -> int:
+        """Return the number of steps over which `wsd` falls to its floor, reached at step `end`."""
+        if self.stable_steps is None:
+            return -(-end // 10)
+        return max(0, end - self.warmup_steps - self.stable_steps)
+
+    def skips(self, step: int) -> bool:
+        """Return True if `skip_steps` contains this step."""
+        return any(first <= step <= last for first, last in self.skip_steps)
+
+    def __post_init__(self) -> None:
+        require_at_least("training.global_batch_sequences", self.global_batch_sequences, 1)
+        require_at_least("training.sequence_length", self.sequence_length, 1)
+        require_at_least("training.steps", self.steps, 1)
+        require_positive("training.max_epochs", self.max_epochs)
+        require_at_least("training.warmup_steps", self.warmup_steps, 0)
+        require_at_least("training.weight_decay", self.weight_decay, 0)
+        require_at_least("training.learning_rate", self.learning_rate, 0)
+        require_at_least("training.seed", self.seed, 0)
+        require_at_least("training.replica_check_steps", self.replica_check_steps, 0)
+        require_at_least("training.max_skipped_steps", self.max_skipped_steps, 1)
+        require_positive("training.skip_gradient_norm_above", self.skip_gradient_norm_above)
+        for begin, end in self.skip_steps:
+            require(
+                0 <= begin <= end,
+                f"training.skip_steps holds [{begin}, {end}]; give [first, last] with 0 <= first"
+                " <= last",
+            )
+        first, last = self.profile_steps or (0, 0)
+        require(
+            0 <= first <= last,
+            f"training.profile_steps is [{first}, {last}]; give [first, last] with 0 <= first <="
+            " last",
+        )
+        require_positive("training.decay_steps", self.decay_steps)
+        require_positive("training.eps", self.eps)
+        require_positive("training.clip_norm", self.clip_norm)
+        require(
+            0 <= self.label_smoothing < 1,
+            f"training.label_smoothing is {self.label_smoothing}, but must be in [0, 1)",
+        )
+        require_at_least("training.z_loss", self.z_loss, 0)
+        require_at_least("training.router_balance_weight", self.router_balance_weight, 0)
+        require_at_least("training.router_bias_speed", self.router_bias_speed, 0)
+        for beta in self.betas:
+            require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
+        self._check_objective()
+        self._check_schedule()
+
+    def _check_objective(self) -> None:
+        require_positive("training.dpo_beta", self.dpo_beta)
+        is_preference = self.objective == "dpo"
+        require(
+            is_preference or self.dpo_beta is None,
+            f"training.dpo_beta is {self.dpo_beta}, but training.objective is {self.objective};"
+            " set training.objective: dpo, or leave dpo_beta out",
+        )
+        for key in ("label_smoothing", "z_loss", "router_balance"):
+            value = getattr(self, key)
+            require(
+                value in (0, "none") or not is_preference,
+                f"training.{key} is {value}, but training.objective is dpo, whose loss has no such"
+                " term; leave one out",
+            )
+
+    def _check_schedule(self) -> None:
+        ratio = self.floor_ratio
+        require(
+            0 <= ratio <= 1, f"training.min_learning_rate_ratio is {ratio}, but must be in [0, 1]"
+        )
+        last = self.decay_steps or self.steps
+        require(
+            last is None or self.warmup_steps <= last,
+            f"training.warmup_steps is {self.warmup_steps}, more than the {last} steps of the"
+            " schedule; lower it",
+        )
+        endless = self.schedule in ("constant", "inverse_sqrt")
+        for key in ("min_learning_rate_ratio", "decay_steps"):
+            require(
+                not endless or getattr(self, key) is None,
+                f"training.{key} is {getattr(self, key)}, but training.schedule is {self.schedule},"
+                " which does not end; leave one out",
+            )
+        stable = self.stable_steps
+        require_at_least("training.stable_steps", stable, 0)
+        require(
+            stable is None or self.schedule == "wsd",
+            f"training.stable_steps is {stable}, but is for training.schedule: wsd alone",
+        )
+        require(
+            stable is None or last is None or self.warmup_steps + stable <= last,
+            f"training.stable_steps is {stable}, which with {self.warmup_steps} steps of warm-up"
+            f" exceeds the {last} steps of the schedule; lower it",
+        )

@@ -1,0 +1,114 @@
+"""Parameters of the whole model, and the units into which tensor parallelism cuts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from planner.plan import TensorShare
+
+EMBEDDING = -1
+HEAD = -2
+WHOLE = TensorShare(0, 1, 1)
+"""Share of the only worker of a stage."""
+
+PADDED = "padded_vocab_size"
+"""Attribute of a config: rows of embedding and head with padding; absent without padding."""
+
+
+def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
+    """Pad the rows of embedding and head to a multiple of `multiple`.
+
+    Sets the config's `padded_vocab_size`; its `vocab_size` stays.
+    """
+    rows = -(-int(config.vocab_size) // multiple) * multiple
+    if rows != int(config.vocab_size):
+        setattr(config, PADDED, rows)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Spec of one parameter of the whole model.
+
+    `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`).
+    `groups` counts the parts of a packed parameter (query, key and value in one), each cut into the
+    same number of units. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: the
+    parameter is replicated, and its gradient on each rank of a tensor-parallel group is a part of
+    the sum. A parameter that is not `trainable` is no training state: it has no gradient, and each
+    worker reads its slices from the origin of the run's first weights.
+
+    is_token_count: the gradient counts the tokens of each expert; the parameter is a router's
+    correction bias, which these counts move and which every format computes with in fp32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    split_dim: int | None = None
+    cuts: tuple[int, ...] = (0, 1)
+    groups: int = 1
+    partial_gradient: bool = False
+    is_norm_or_bias: bool = False
+    """True if `transformers.Trainer` exempts the parameter from weight decay."""
+    trainable: bool = True
+    is_token_count: bool = False
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype to compute in; `dtype`: that of other parameters."""
+        return torch.float32 if self.is_token_count else dtype
+
+    @property
+    def num_units(self) -> int:
+        return len(self.cuts) - 1
+
+
+_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Pattern of `transformers.Trainer.get_decay_parameter_names`."""
+
+
+def is_norm_or_bias(module: nn.Module, name: str) -> bool:
+    """Return True if `transformers.Trainer` exempts this parameter from weight decay."""
+    return isinstance(module, nn.LayerNorm) or bool(_NORM_OR_BIAS.search(name.lower()))
+
+
+def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the concatenation of some units."""
+    if spec.split_dim is None:
+        return tuple(spec.shape)
+    size = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
+    return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
+
+
+def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, ...]:
+    """Return the units of `spec` that a rank with this share holds, ascending.
+
+    A rank holds all of a replicated parameter. A unit of a key or value projection may be on
+    several consecutive ranks: each computes it for its own query heads, and their gradients are
+    parts of the sum.
+    """
+    if spec.split_dim is None:
+        return (0,)
+    finest = spec.num_units // spec.groups
+    # the latter: keys and values of fewer heads than parts
+    assert finest % share.of == 0 or share.of % finest == 0, (
+        f"{spec.name}: {finest} units in {share.of} parts"
+    )
+    return tuple(
+        group * finest + unit for group in range(spec.groups) for unit in share.units(finest)
+    )
+
+
+def take_units(spec: ParameterSpec, units: Sequence[int], whole: Tensor) -> Tensor:
+    """Concatenate some units of a whole tensor, in memory of its own."""
+    if spec.split_dim is None:
+        return whole.clone()
+    parts = [
+        whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
+        for unit in units
+    ]
+    return torch.cat(parts, spec.split_dim).contiguous()
