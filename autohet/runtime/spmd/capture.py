@@ -25,8 +25,21 @@ _RANDOM = frozenset(
     {"dropout", "bernoulli", "rand_like", "randn_like", "native_dropout", "multinomial"}
 )
 _IDENTITIES = frozenset(
-    "to _to_copy contiguous clone alias lift_fresh_copy dropout type_as expand view reshape".split()  # noqa: SIM905
+    {
+        "_to_copy",
+        "alias",
+        "clone",
+        "contiguous",
+        "dropout",
+        "expand",
+        "lift_fresh_copy",
+        "reshape",
+        "to",
+        "type_as",
+        "view",
+    }
 )
+"""Operators that return their input if neither its dtype nor its shape changes."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +101,9 @@ def capture(
         with torch.no_grad():
             exported = torch.export.export(model, example)
     except Exception as error:  # noqa: BLE001
-        raise ConfigError(
-            f"the model cannot be exported: {str(error).splitlines()[0][:300]}"
-        ) from None
+        # torch.export reports through many classes, and with pages of a trace after the first line.
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"the model cannot be exported: {first_line[:300]}") from None
     return _Reader(model, exported, most_units, prefixes or {}).read()
 
 
@@ -127,7 +140,9 @@ class _Reader:
                         self._output(node)
         fuse_rotary(self.nodes, self.calls)
         self._rename()
-        graph = Graph(list(self.nodes.values()), tuple(dict.fromkeys(self.notes)), self.most_units)
+        notes = tuple(dict.fromkeys(self.notes))
+        graph = Graph(list(self.nodes.values()), notes, self.most_units)
+        # `Graph` leaves out the nodes that nothing reads.
         used = {node.name for node in graph.nodes}
         constants = {name: value for name, value in self.constants.items() if name in used}
         inputs = tuple(name for name, node in self.nodes.items() if node.kind == "input")
@@ -136,15 +151,17 @@ class _Reader:
     def _rename(self) -> None:
         """Rename the remaining operators by kind and number."""
         counts = Counter[str]()
-        new = {
-            name: numbered(node.op, counts) if node.kind == "op" else name
-            for name, node in self.nodes.items()
-        }
-        nodes = (
-            replace(node, name=new[node.name], inputs=tuple(new[i] for i in node.inputs))
-            for node in self.nodes.values()
-        )
-        self.nodes = {node.name: node for node in nodes}
+        new: dict[str, str] = {}
+        for name, node in self.nodes.items():
+            new[name] = numbered(node.op, counts) if node.kind == "op" else name
+
+        nodes: dict[str, GraphNode] = {}
+        for name, node in self.nodes.items():
+            inputs = tuple(new[each] for each in node.inputs)
+            nodes[new[name]] = replace(node, name=new[name], inputs=inputs)
+        self.nodes = nodes
+
+        # Fused operators are no nodes any more, but still have entries here.
         self.calls = {new[name]: call for name, call in self.calls.items() if name in new}
         self.modules = {new[name]: path for name, path in self.modules.items() if name in new}
 
@@ -170,13 +187,22 @@ class _Reader:
     def _parameter(self, node: fx.Node, name: str) -> None:
         """Add a parameter; tied ones are one node, under the first name in the model."""
         tensor = self.model.get_parameter(name)
-        first = next(known for known, value in self.model.named_parameters() if value is tensor)
-        old = next((prefix for prefix in self.prefixes if first.startswith(prefix)), "")
-        first = self.prefixes.get(old, "") + first.removeprefix(old)
-        if first not in self.nodes:
-            self._leaf("parameter", first, tensor)
-            self.parameters[first] = tensor
-        self.values[node] = first
+        # `named_parameters` lists a tied tensor once, under its first name.
+        for known, value in self.model.named_parameters():
+            if value is tensor:
+                name = self._graph_name(known)
+                break
+        if name not in self.nodes:
+            self._leaf("parameter", name, tensor)
+            self.parameters[name] = tensor
+        self.values[node] = name
+
+    def _graph_name(self, parameter: str) -> str:
+        """Return a parameter's name with its prefix replaced."""
+        for old, new in self.prefixes.items():
+            if parameter.startswith(old):
+                return new + parameter.removeprefix(old)
+        return parameter
 
     def _call(self, node: fx.Node) -> None:
         before = len(self.nodes)
@@ -188,15 +214,17 @@ class _Reader:
         name = _operator_name(node.target)
         if name in _DROPPED:
             return
-        if name == "getitem" and isinstance(self.values[node.args[0]], OperatorCall):  # type: ignore[index]
-            return self._add(node, replace(self.values[node.args[0]], item=int(node.args[1])))  # type: ignore[index,arg-type]
+        if name == "getitem":
+            source = self.values[node.args[0]]  # type: ignore[index]
+            if isinstance(source, OperatorCall):
+                item = int(node.args[1])  # type: ignore[arg-type]
+                return self._add(node, replace(source, item=item))
         args, kwargs = pytree.tree_map_only(
             fx.Node, self.values.__getitem__, (node.args, node.kwargs)
         )
-        if not any(
-            isinstance(value, str) and value in self.nodes
-            for value in pytree.tree_leaves((args, kwargs))
-        ):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not any(self._is_node(leaf) for leaf in leaves):
+            # It depends on no input and no weight, so its value is a constant.
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             return
         self._check(node, name, args)
@@ -209,6 +237,10 @@ class _Reader:
                 return self._loss(node, args, kwargs)
             self._add(node, self.values[node])
 
+    def _is_node(self, value: Any) -> bool:
+        """Return True if a value is the name of a node of our graph."""
+        return isinstance(value, str) and value in self.nodes
+
     def _check(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
@@ -216,7 +248,9 @@ class _Reader:
                 f"operator '{name}' at '{node.name}' changes its inputs, which no rule covers: use"
                 " a model without it"
             )
-        if name in _RANDOM and not (name == "dropout" and (args[1] == 0 or not args[2])):
+        # dropout(input, p, train)
+        drops_nothing = name == "dropout" and (args[1] == 0 or not args[2])
+        if name in _RANDOM and not drops_nothing:
             raise ConfigError(
                 f"operator '{name}' at '{node.name}' is random, which no rule covers: set dropout"
                 " to 0"
@@ -225,11 +259,13 @@ class _Reader:
     def _is_identity(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> bool:
         if name not in _IDENTITIES or not isinstance(args[0], str):
             return False
-        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        before = node.args[0].meta["val"]  # type: ignore[union-attr]
+        after = node.meta["val"]
         return bool(before.dtype == after.dtype and before.shape == after.shape)
 
     def _add(self, node: fx.Node, call: OperatorCall) -> None:
-        self.values[node] = self._insert(_operator_name(call.function), call, node.meta["val"])
+        op = _operator_name(call.function)
+        self.values[node] = self._insert(op, call, node.meta["val"])
 
     def _insert(self, op: str, call: OperatorCall, value: Tensor) -> str:
         """Add a node of our graph for the (one) output of a call."""
@@ -238,23 +274,17 @@ class _Reader:
         def ref(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 leaf = self._constant(leaf)
-            if not (isinstance(leaf, str) and leaf in self.nodes):
+            if not self._is_node(leaf):
                 return leaf
             inputs.append(leaf)
             return Ref(len(inputs) - 1)
 
         args, kwargs = pytree.tree_map(ref, (tuple(call.args), dict(call.kwargs)))
-        operation = Operation(
-            op, tuple(self.nodes[i].shape for i in inputs), tuple(value.shape), args, kwargs
-        )
+        read = [self.nodes[each] for each in inputs]
+        shapes = tuple(each.shape for each in read)
+        operation = Operation(op, shapes, tuple(value.shape), args, kwargs)
         name = f"{op}.{len(self.nodes)}"
-        node = operator_node(
-            name,
-            operation,
-            [self.nodes[i] for i in inputs],
-            value.element_size(),
-            value.is_floating_point(),
-        )
+        node = operator_node(name, operation, read, value.element_size(), value.is_floating_point())
         if node.signature is None:
             self.notes.append(
                 f"operator '{op}' has no sharding rule: every rank computes the whole of it"
@@ -264,37 +294,36 @@ class _Reader:
         return name
 
     def _constant(self, value: Tensor) -> str:
-        known = next(
-            (name for name, other in self.constants.items() if _is_same(other, value)), None
-        )
-        if known is None:
-            known = f"constant_{len(self.constants)}"
-            self.constants[known] = value
-            self._leaf("constant", known, value)
-        return known
+        """Return the name of a constant's node; equal constants are one node."""
+        for known, other in self.constants.items():
+            if _is_same(other, value):
+                return known
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        self._leaf("constant", name, value)
+        return name
 
     def _loss(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Add the loss as a sum over rows and, for a mean, a division by their number.
 
         This is exact for any split of rows over ranks.
         """
-        settings = dict(
-            zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)
-        ) | dict(kwargs)
-        reduction = settings.get("reduction", 1)
+        settings = dict(zip(_LOSS_SETTINGS, args[2:], strict=False))
+        settings |= kwargs
+        reduction = settings.get("reduction", _MEAN)
         ignored = settings.get("ignore_index", IGNORED_TARGET)
         logits, targets = args[:2]
         plain = settings.get("weight") is None and settings.get("label_smoothing", 0.0) == 0.0
-        if reduction not in (1, 2) or not plain or len(self.nodes[logits].shape) != 2:
+        is_matrix = len(self.nodes[logits].shape) == 2
+        if reduction not in (_MEAN, _SUM) or not plain or not is_matrix:
             return self._add(node, OperatorCall(node.target, args, kwargs))  # type: ignore[arg-type]
+
         value = node.meta["val"]
-        result = self._insert(
-            "cross_entropy_sum", OperatorCall(cross_entropy_sum, (logits, targets, ignored)), value
-        )
-        if reduction == 1:
-            count = self._insert(
-                "count_targets", OperatorCall(count_targets, (targets, ignored, value.dtype)), value
-            )
+        losses = OperatorCall(cross_entropy_sum, (logits, targets, ignored))
+        result = self._insert("cross_entropy_sum", losses, value)
+        if reduction == _MEAN:
+            counting = OperatorCall(count_targets, (targets, ignored, value.dtype))
+            count = self._insert("count_targets", counting, value)
             result = self._insert("div", OperatorCall(torch.div, (result, count)), value)
         self.values[node] = result
 
@@ -305,9 +334,16 @@ class _Reader:
             raise ConfigError(
                 f"the model returns {len(results)} tensors; it must return its loss alone"
             )
+        # A graph's last node is its loss.
         last = self.nodes.pop(results[0])
         self.nodes[last.name] = last
 
+
+_LOSS_SETTINGS = ("weight", "reduction", "ignore_index", "label_smoothing")
+"""Arguments of aten's cross entropy after the logits and the targets, in their order."""
+_MEAN = 1
+_SUM = 2
+"""Numbers by which aten names reductions."""
 
 _ROTARY = (
     "add",
@@ -327,17 +363,19 @@ def fuse_rotary(nodes: dict[str, GraphNode], calls: dict[str, OperatorCall]) -> 
         inner = list[str]()
         if not _matches(nodes, _ROTARY, node.name, named, inner):
             continue
-        x, cos, sin = (nodes[named[name]] for name in ("x", "cos", "sin"))
-        if cos.kind == sin.kind == "constant":
-            operation = Operation(
-                "rotary", (x.shape, cos.shape, sin.shape), node.shape, (Ref(0), Ref(1), Ref(2)), {}
-            )
-            calls[node.name] = replace(
-                calls[node.name], function=rotary, args=operation.args, kwargs={}
-            )
-            for name in inner[1:]:
-                del nodes[name]
-            nodes[node.name] = operator_node(node.name, operation, [x, cos, sin], node.item_bytes)
+        x = nodes[named["x"]]
+        cos = nodes[named["cos"]]
+        sin = nodes[named["sin"]]
+        if not cos.kind == sin.kind == "constant":
+            continue
+        shapes = (x.shape, cos.shape, sin.shape)
+        args = (Ref(0), Ref(1), Ref(2))
+        operation = Operation("rotary", shapes, node.shape, args, {})
+        calls[node.name] = replace(calls[node.name], function=rotary, args=args, kwargs={})
+        # The first of them is the addition, whose name the fused operator keeps.
+        for name in inner[1:]:
+            del nodes[name]
+        nodes[node.name] = operator_node(node.name, operation, [x, cos, sin], node.item_bytes)
 
 
 def _matches(
@@ -351,11 +389,13 @@ def _matches(
         return named.setdefault(pattern, name) == name
     op, *inputs = pattern
     inner.append(name)
-    if nodes[name].op != op or len(nodes[name].inputs) != len(inputs):
+    node = nodes[name]
+    if node.op != op or len(node.inputs) != len(inputs):
         return False
-    return all(
-        _matches(nodes, *of, named, inner) for of in zip(inputs, nodes[name].inputs, strict=True)
-    )
+    for below, read in zip(inputs, node.inputs, strict=True):
+        if not _matches(nodes, below, read, named, inner):
+            return False
+    return True
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -393,8 +433,7 @@ def _innermost_module(node: fx.Node) -> str:
 def _operator_name(target: Any) -> str:
     """Return an operator's name without namespace and overload: "add" of aten.add.Tensor."""
     schema = getattr(target, "_schema", None)
-    return (
-        schema.name.split("::")[-1]
-        if schema is not None
-        else str(getattr(target, "__name__", target))
-    )
+    if schema is None:
+        return str(getattr(target, "__name__", target))
+    name: str = schema.name
+    return name.split("::")[-1]

@@ -23,11 +23,13 @@ class ComputeClock:
     """
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        self.seconds = 0.0
-        self._stopped, self._owed, self._since = stopped, 0.0, time.perf_counter()
+        self._stopped = stopped
+        self.begin()
 
     def begin(self) -> None:
-        self.seconds, self._owed, self._since = 0.0, 0.0, time.perf_counter()
+        self.seconds = 0.0
+        self._owed = 0.0
+        self._since = time.perf_counter()
 
     def owe(self, seconds: float) -> None:
         self._owed += seconds
@@ -51,7 +53,9 @@ class ClockedGroup:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
-        return partial(self._timed, found) if callable(found) else found
+        if not callable(found):
+            return found
+        return partial(self._timed, found)
 
     def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self._clock.pause()

@@ -51,15 +51,16 @@ def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: s
     part = _plain(local.movedim(dim, 0))
     rest = part.shape[1:]
     if variant == "padded":
-        padded = part.new_zeros((max(lengths), *rest))
+        longest = max(lengths)
+        padded = part.new_zeros((longest, *rest))
         padded[: len(part)] = part
-        out = part.new_empty((group.size, max(lengths), *rest))
+        out = part.new_empty((group.size, longest, *rest))
         group.all_gather(out, padded)
-        whole = torch.cat([out[rank, :length] for rank, length in enumerate(lengths)])
+        received = [out[rank, :length] for rank, length in enumerate(lengths)]
     else:
         received = [part.new_empty((length, *rest)) for length in lengths]
         _exchanged(group, [part] * group.size, received)
-        whole = torch.cat(received)
+    whole = torch.cat(received)
     return whole.view(local.dtype).movedim(0, dim)
 
 
@@ -69,18 +70,19 @@ def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, varia
     padded: parts are as long as the longest.
     """
     moved = _plain(whole.movedim(dim, 0))
+    rest = moved.shape[1:]
     parts = list(moved.split(list(lengths)))
     mine = lengths[group.rank]
+    arriving = mine
     if variant == "padded":
-        longest = max(lengths)
-        parts = [
-            torch.cat([part, part.new_zeros((longest - len(part), *part.shape[1:]))])
-            for part in parts
-        ]
-        mine = longest
-    received = [moved.new_empty((mine, *moved.shape[1:])) for _ in range(group.size)]
+        arriving = max(lengths)
+        for rank, part in enumerate(parts):
+            padding = part.new_zeros((arriving - len(part), *rest))
+            parts[rank] = torch.cat([part, padding])
+    received = [moved.new_empty((arriving, *rest)) for _ in range(group.size)]
     _exchanged(group, [part.contiguous() for part in parts], received)
-    total = torch.stack(received).sum(0, dtype=moved.dtype)[: lengths[group.rank]]
+    # Without a dtype the sum of integers would be int64.
+    total = torch.stack(received).sum(0, dtype=moved.dtype)[:mine]
     return total.view(whole.dtype).movedim(0, dim)
 
 
@@ -200,8 +202,14 @@ class FactoredLinear(torch.autograd.Function):
         group, dim, lengths = ctx.place
         every_x = gathered(group, x, dim, lengths, "padded").flatten(0, -2)
         every_gradient = gathered(group, gradient, dim, lengths, "padded").flatten(0, -2)
-        whole = (every_gradient.mT @ every_x, every_gradient.sum(0))
-        return None, None, None, gradient @ weight, *whole[: len(ctx.needs_input_grad) - 4]
+        x_gradient = gradient @ weight
+        weight_gradient = every_gradient.mT @ every_x
+        bias_gradient = every_gradient.sum(0)
+        # autograd wants a gradient for each argument that `forward` was given: with the bias or not
+        has_bias = len(ctx.needs_input_grad) == 6
+        if not has_bias:
+            return None, None, None, x_gradient, weight_gradient
+        return None, None, None, x_gradient, weight_gradient, bias_gradient
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -215,22 +223,29 @@ class VocabularyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, group: Group, offset: int, logits: Tensor, targets: Tensor, ignored: int
     ) -> Tensor:
-        counts = targets != ignored
-        highest = (
-            logits.max(-1).values
-            if logits.shape[1]
-            else logits.new_full((len(logits),), float("-inf"))
-        )
-        every = logits.new_empty((group.size, len(logits)))
+        num_rows, num_classes = logits.shape
+        if num_classes:
+            highest = logits.max(-1).values
+        else:
+            highest = logits.new_full((num_rows,), float("-inf"))
+        every = logits.new_empty((group.size, num_rows))
         group.all_gather(every, highest.contiguous())
+
+        # Without the row's highest logit no exponential overflows.
         shifted = logits - every.max(0).values[:, None]
         total = summed(group, shifted.exp().sum(-1))
+
+        counts = targets != ignored
         local = targets - offset
-        mine = counts & (local >= 0) & (local < logits.shape[1])
+        mine = counts & (local >= 0) & (local < num_classes)
         rows = mine.nonzero().flatten()
-        ctx.save_for_backward(shifted.exp() / total[:, None] * counts[:, None], rows, local[rows])
-        loss = -shifted[rows, local[rows]].sum()
-        return loss + (total.log() * counts).sum() if group.rank == 0 else loss
+        columns = local[rows]
+        probabilities = shifted.exp() / total[:, None] * counts[:, None]
+        ctx.save_for_backward(probabilities, rows, columns)
+        loss = -shifted[rows, columns].sum()
+        if group.rank == 0:
+            return loss + (total.log() * counts).sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

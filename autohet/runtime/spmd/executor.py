@@ -46,9 +46,10 @@ class ProgramExecutor:
         self.group = group
         self.graph = plan.graph
         self._clock = clock
-        self._last_use = {
-            used: at for at, i in enumerate(plan.program.instructions) for used in i.inputs
-        }
+        self._last_use: dict[Property, int] = {}
+        for at, instruction in enumerate(plan.program.instructions):
+            for used in instruction.inputs:
+                self._last_use[used] = at
         self._flops_s = _flops_s(plan, group.rank, pace)
 
     def run(self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Tensor:
@@ -59,14 +60,17 @@ class ProgramExecutor:
         batch; a rank reads its part of it. Backward of the result gives each local parameter's
         gradient in its layout's dual. Every rank calls it; it blocks on the others.
         """
-        given = {**dict(zip(self.captured.inputs, inputs, strict=True)), **self.captured.constants}
+        given = dict(zip(self.captured.inputs, inputs, strict=True))
+        given |= self.captured.constants
+        instructions = self.plan.program.instructions
         values: dict[Property, Tensor] = {}
-        for at, instruction in enumerate(self.plan.program.instructions):
+        for at, instruction in enumerate(instructions):
             values[instruction.result] = self._run(instruction, values, given, parameters)
+            # Autograd keeps what backward needs; all else is freed after its last use.
             for used in instruction.inputs:
                 if self._last_use[used] == at:
                     values.pop(used, None)
-        return values[self.plan.program.instructions[-1].result]
+        return values[instructions[-1].result]
 
     def _run(
         self,
@@ -91,11 +95,10 @@ class ProgramExecutor:
 
     def local_part(self, whole: Tensor, name: str, layout: TensorLayout) -> Tensor:
         """Return this rank's part of a leaf."""
-        return (
-            whole
-            if layout.kind != "sharded"
-            else whole.narrow(layout.dim, *self._part(name, layout))
-        )
+        if layout.kind != "sharded":
+            return whole
+        start, length = self._part(name, layout)
+        return whole.narrow(layout.dim, start, length)
 
     def _part(self, name: str, layout: TensorLayout) -> tuple[int, int]:
         """Return the offset and the length of this rank's part of a sharded tensor."""
@@ -122,31 +125,21 @@ class ProgramExecutor:
         call = self.captured.calls[instruction.tensor]
         if any(layout.kind == "factored" for _, layout in instruction.inputs):
             name, layout = instruction.inputs[0]
-            return applied(
-                FactoredLinear,
-                self.group,
-                layout.dim,
-                self.plan.lengths(name, layout.dim),
-                *tensors,
-            )
-        if node.op == "cross_entropy_sum" and instruction.letter == "Y":
-            return applied(
-                VocabularyLoss,
-                self.group,
-                self._part(*instruction.inputs[0])[0],
-                *tensors,
-                call.args[2],
-            )
+            lengths = self.plan.lengths(name, layout.dim)
+            return applied(FactoredLinear, self.group, layout.dim, lengths, *tensors)
+        # Letter Y: the operator is cut along the vocabulary, so its ids need this rank's offset.
+        cuts_vocabulary = instruction.letter == "Y"
+        if node.op == "cross_entropy_sum" and cuts_vocabulary:
+            start, _ = self._part(*instruction.inputs[0])
+            ignored = call.args[2]
+            return applied(VocabularyLoss, self.group, start, *tensors, ignored)
         shape = self._local_shape(instruction)
-        used = (*instruction.inputs, instruction.result)
-        if any(
-            layout.kind == "sharded" and not self._part(name, layout)[1] for name, layout in used
-        ):
-            return _with_additive(
-                node, _nothing(tensors, shape, call.dtype), tensors, instruction.output
-            )
-        if node.op == "embedding" and instruction.letter == "Y":
-            return _partial_embedding(tensors[0], tensors[1], self._part(*instruction.inputs[0])[0])
+        if self._has_empty_part(instruction):
+            zeros = _nothing(tensors, shape, call.dtype)
+            return _with_additive(node, zeros, tensors, instruction.output)
+        if node.op == "embedding" and cuts_vocabulary:
+            start, _ = self._part(*instruction.inputs[0])
+            return _partial_embedding(tensors[0], tensors[1], start)
         if node.op == "mean":
             return self._mean(instruction, tensors[0], shape)
         if node.op in SHAPED:
@@ -155,17 +148,28 @@ class ProgramExecutor:
             return tensors[0].expand(shape)
         return call(tensors)
 
+    def _has_empty_part(self, instruction: Instruction) -> bool:
+        """Return True if this rank's part of an input or of the output has no elements."""
+        for name, layout in (*instruction.inputs, instruction.result):
+            if layout.kind == "sharded":
+                _, length = self._part(name, layout)
+                if not length:
+                    return True
+        return False
+
     def _local_shape(self, instruction: Instruction) -> tuple[int, ...]:
         shape = list(self.graph.by_name[instruction.tensor].shape)
         if instruction.output.kind == "sharded":
-            shape[instruction.output.dim] = self._part(*instruction.result)[1]
+            _, length = self._part(*instruction.result)
+            shape[instruction.output.dim] = length
         return tuple(shape)
 
     def _mean(self, instruction: Instruction, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the local part's mean, weighted so that it divides by the whole tensor's size."""
         node = self.graph.by_name[instruction.tensor]
         call = self.captured.calls[node.name]
-        count = math.prod(self.graph.by_name[node.inputs[0]].shape) / max(math.prod(node.shape), 1)
+        averaged = self.graph.by_name[node.inputs[0]]
+        count = math.prod(averaged.shape) / max(math.prod(node.shape), 1)
         local = math.prod(tensor.shape) / max(math.prod(shape), 1)
         return call([tensor]) * (local / count)
 
@@ -178,15 +182,16 @@ def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tup
     if pace is None:
         return {}
     flops: dict[str, float] = {}
-    for i in plan.program.instructions:
-        node = plan.graph.by_name[i.tensor]
-        if i.op == "compute" and node.flops:
-            share = (
-                float(plan.shares.of(axis_of(plan.graph, node, i.letter))[rank])
-                if i.letter
-                else 1.0
-            )
-            flops[i.tensor] = node.flops * share
+    for instruction in plan.program.instructions:
+        node = plan.graph.by_name[instruction.tensor]
+        if instruction.op != "compute" or not node.flops:
+            continue
+        # Without a letter the operator is not cut: each rank computes the whole of it.
+        share = 1.0
+        if instruction.letter:
+            axis = axis_of(plan.graph, node, instruction.letter)
+            share = float(plan.shares.of(axis)[rank])
+        flops[instruction.tensor] = node.flops * share
     total = sum(flops.values())
     seconds = {}
     for name, part in flops.items():
@@ -203,7 +208,8 @@ def _nothing(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dty
     result = torch.zeros(shape, dtype=dtype, device=tensors[0].device)
     for tensor in tensors:
         if tensor.requires_grad and dtype.is_floating_point:
-            result = result + tensor.flatten()[:0].sum()
+            no_elements = tensor.flatten()[:0]
+            result = result + no_elements.sum()
     return result
 
 
@@ -212,14 +218,14 @@ def _with_additive(
 ) -> Tensor:
     """Add the bias to an empty partial sum, which has it, too."""
     assert node.signature is not None
-    for at in node.signature.additive if output.kind == "partial" else ():
+    if output.kind != "partial":
+        return result
+    for at in node.signature.additive:
         letters = node.signature.inputs[at]
-        result = result + tensors[at].reshape(
-            [
-                n if c in letters else 1
-                for c, n in zip(node.signature.output, result.shape, strict=True)
-            ]
-        )
+        shape = []
+        for letter, length in zip(node.signature.output, result.shape, strict=True):
+            shape.append(length if letter in letters else 1)
+        result = result + tensors[at].reshape(shape)
     return result
 
 

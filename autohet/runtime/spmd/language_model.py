@@ -32,9 +32,8 @@ class _Loss(nn.Module):
         self.stage = stage
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(
-            self.stage(ids).float().flatten(0, 1), targets.flatten(), reduction="sum"
-        )
+        logits = self.stage(ids).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
@@ -42,10 +41,10 @@ def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
 
     WHOLE: it is not cut.
     """
-    specs = family_of(config).parameter_specs(config)
-    return {
-        name: WHOLE if spec.split_dim is None else spec.split_dim for name, spec in specs.items()
-    }
+    dims: dict[str, int] = {}
+    for name, spec in family_of(config).parameter_specs(config).items():
+        dims[name] = WHOLE if spec.split_dim is None else spec.split_dim
+    return dims
 
 
 def captured_decoder(
@@ -62,17 +61,19 @@ def captured_decoder(
     plain = without_dropout(config)
     family = family_of(plain)
     kinds = _kinds_of_blocks(plain)
-    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    most_units = family.key_value_units(plain)
+    known = list(dict.fromkeys(kinds))
+    firsts = [kinds.index(kind) for kind in known]
     short = capture_language_model(with_layers(plain, firsts), batch, sequence_length, dtype)
-    block_of = {name: _block_of(path) for name, path in short.modules.items()}
-    model = ShortModel(
-        short.graph,
-        {name: block for name, block in block_of.items() if block is not None},
-        f"{family.layers}.",
-    )
-    known = [kinds[first] for first in firsts]
-    graph = model.with_blocks([known.index(kind) for kind in kinds], most_units)
+
+    block_of: dict[str, int] = {}
+    for name, path in short.modules.items():
+        block = _block_of(path)
+        if block is not None:
+            block_of[name] = block
+
+    model = ShortModel(short.graph, block_of, f"{family.layers}.")
+    blocks = [known.index(kind) for kind in kinds]
+    graph = model.with_blocks(blocks, family.key_value_units(plain))
     if graph is None:
         graph = capture_language_model(plain, batch, sequence_length, dtype).graph
     return Decoder(graph, split_dims_of(plain))
@@ -94,8 +95,11 @@ def _kinds_of_blocks(config: PreTrainedConfig) -> list[str]:
 
 def _block_of(module_path: str) -> int | None:
     """Return the block of the captured stage that a module is in; None: it is in none."""
-    start, _, rest = module_path.partition("stage.blocks.")
-    return int(rest.split(".")[0]) if rest and not start else None
+    start = "stage.blocks."
+    if not module_path.startswith(start):
+        return None
+    number, _, _ = module_path.removeprefix(start).partition(".")
+    return int(number) if number else None
 
 
 def check_without_dropout(config: PreTrainedConfig) -> None:
@@ -121,16 +125,17 @@ def capture_language_model(
     family = family_of(config)
     layers = range(family.num_layers(config))
     stage = build_stage(config, layers, None, torch.device("cpu"), dtype)
-    # Of full shape, but of one element's memory: a matrix may be larger than the host's memory.
-    stage.weights.load(
-        {
-            name: torch.empty(1, dtype=spec.compute_dtype(dtype)).expand(spec.shape)
-            for name, spec in stage.spec.parameters.items()
-        }
-    )
+    weights: dict[str, Tensor] = {}
+    for name, spec in stage.spec.parameters.items():
+        # Of full shape, but of one element's memory: a matrix may be larger than the host's memory.
+        element = torch.empty(1, dtype=spec.compute_dtype(dtype))
+        weights[name] = element.expand(spec.shape)
+    stage.weights.load(weights)
     stage.inputs.prepare((batch, sequence_length), whole_mask)
+
+    # Targets of their own, since a tensor that is passed twice would be one input of the graph.
     ids = torch.zeros(batch, sequence_length, dtype=torch.int64)
+    targets = ids.clone()
     names = {f"stage.{ours}.": f"{theirs}." for ours, theirs in reversed(stage.paths.items())}
-    return capture(
-        _Loss(stage), (ids, ids.clone()), most_units=family.key_value_units(config), prefixes=names
-    )
+    units = family.key_value_units(config)
+    return capture(_Loss(stage), (ids, targets), most_units=units, prefixes=names)

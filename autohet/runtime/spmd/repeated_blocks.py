@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from planner.spmd.graph import Graph, GraphNode
 from planner.spmd.operators import numbered
+
+
+class _Border(NamedTuple):
+    """The one operator's output that a block reads, and the one of it that others read."""
+
+    entry: str
+    result: str
 
 
 @dataclass(frozen=True)
@@ -27,33 +35,42 @@ class ShortModel:
 
         None: the blocks of the short model are no chain of hidden states.
         """
-        borders = {block: self._borders(block) for block in set(self.block_of.values())}
-        if any(len(entries) != 1 or len(results) != 1 for entries, results in borders.values()):
-            return None
+        borders: dict[int, _Border] = {}
+        for block in set(self.block_of.values()):
+            border = self._border(block)
+            if border is None:
+                return None
+            borders[block] = border
+
+        operators = [node for node in self.graph.nodes if node.kind == "op"]
+        first = 0
+        while operators[first].name not in self.block_of:
+            first += 1
+
         grown = _Grown(self.graph)
         names: dict[str, str] = {}
-        operators = [node for node in self.graph.nodes if node.kind == "op"]
-        first = next(at for at, node in enumerate(operators) if node.name in self.block_of)
         for node in operators[:first]:
             grown.append(node, names, "", "")
-        (entry,) = borders[0][0]
-        state = names[entry]
+
+        # The hidden states: what each block reads of the one before it.
+        state = names[borders[0].entry]
         for number, kind in enumerate(kinds):
-            (entry,), (result,) = borders[kind]
-            inside = {entry: state}
+            border = borders[kind]
+            inside = {border.entry: state}
             for node in operators:
                 if self.block_of.get(node.name) == kind:
                     grown.append(node, inside, f"{self.prefix}{kind}.", f"{self.prefix}{number}.")
-            state = inside[result]
-        (result,) = borders[max(borders)][1]
-        names[result] = state
+            state = inside[border.result]
+
+        last_block = max(borders)
+        names[borders[last_block].result] = state
         for node in operators[first:]:
             if node.name not in self.block_of:
                 grown.append(node, names, "", "")
         return Graph(list(grown.nodes.values()), self.graph.notes, most_units)
 
-    def _borders(self, block: int) -> tuple[set[str], set[str]]:
-        """Return the operators' outputs that a block reads, and those of it that others read."""
+    def _border(self, block: int) -> _Border | None:
+        """Return the border of a block; None: it reads or gives more than one tensor."""
         inside = {name for name, number in self.block_of.items() if number == block}
         entries: set[str] = set()
         results: set[str] = set()
@@ -63,7 +80,9 @@ class ShortModel:
                 entries |= outputs - inside
             else:
                 results |= outputs & inside
-        return entries, results
+        if len(entries) != 1 or len(results) != 1:
+            return None
+        return _Border(entries.pop(), results.pop())
 
 
 @dataclass
@@ -84,7 +103,8 @@ class _Grown:
         for name in node.inputs:
             read = self.short.by_name[name]
             if read.kind != "op":
-                name = new + name.removeprefix(old) if name.startswith(old) else name
+                if name.startswith(old):
+                    name = new + name.removeprefix(old)
                 self.nodes.setdefault(name, replace(read, name=name))
             inputs.append(names.get(name, name))
         names[node.name] = numbered(node.op, self.counts)

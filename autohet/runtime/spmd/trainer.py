@@ -31,6 +31,7 @@ from autohet.runtime.state.optimizer import (
 from autohet.runtime.step_commit import Trainer
 from autohet.runtime.votes import Vote
 from planner.plan import Plan
+from planner.spmd.layouts import TensorLayout
 from planner.spmd.plan import PlacedProgram
 
 BUCKET_BYTES = 64 * 2**20
@@ -76,10 +77,10 @@ class SpmdTrainer(Trainer):
         self._executor = ProgramExecutor(captured, placed, clocked, self._compute, generation.pace)
         self._world = world
         super().__init__(setup, generation, hooks, world, counts_loss=True)
-        storage = placed.program.storage
-        self._storage = {
-            name: layout for name, layout in storage.items() if name in captured.parameters
-        }
+        self._storage: dict[str, TensorLayout] = {}
+        for name, layout in placed.program.storage.items():
+            if name in captured.parameters:
+                self._storage[name] = layout
         self._gradients: dict[str, Tensor] = {}
         self._undecayed: frozenset[str] = frozenset()
         if setup.training.no_decay != "none":
@@ -95,9 +96,8 @@ class SpmdTrainer(Trainer):
         """Return this rank's part of a weight; empty if its share is zero."""
         part = self.state.get(state_name("param", name))
         if part is None:
-            part = self._executor.local_part(
-                self._executor.captured.parameters[name], name, self._storage[name]
-            ).float()
+            captured = self._executor.captured.parameters[name]
+            part = self._executor.local_part(captured, name, self._storage[name]).float()
             assert not part.numel(), f"no state of {name}"
         return part.detach().requires_grad_()
 
@@ -109,26 +109,26 @@ class SpmdTrainer(Trainer):
         leaves = {name: self._leaf(name) for name in self._storage}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         num_targets = torch.zeros((), dtype=torch.int64, device=self._device)
+        size = self._pipeline.microbatch_sequences
         for number in range(self._pipeline.num_microbatches):
-            size = self._pipeline.microbatch_sequences
-            inputs = batch(
-                self.step, range(number * size, (number + 1) * size)
-            )  # whole: every rank reads its part
+            # The whole microbatch: the executor takes this rank's part of it.
+            sequences = range(number * size, (number + 1) * size)
+            inputs = batch(self.step, sequences)
             self.groups.check()
             self._enter("forward")
             part = self._executor.run(leaves, inputs)
             self._enter("backward")
             part.backward()
             loss += part.detach()
+            # Every rank has the whole batch, but a target counts once.
             if self._world.rank == 0:
                 num_targets += (inputs[-1] >= 0).sum()
         self._compute.pause()
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
-        self._gradients = {
-            n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for n, leaf in leaves.items()
-        }
+        self._gradients = {}
+        for name, leaf in leaves.items():
+            self._gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         self._sum_replicated()
         return self._squares(), loss, num_targets, (begin, passes_done, self._clock.mark())
 
@@ -137,20 +137,24 @@ class SpmdTrainer(Trainer):
 
         Gradients of factored parameters are whole already.
         """
-        layouts = sorted(self._storage.items())
-        names = [name for name, layout in layouts if layout.kind == "replicated"]
-        partial = [self._gradients[name] for name in names]
+        # All ranks sum in one order, whatever the order in which they read their storage.
+        partial = []
+        for name in sorted(self._storage):
+            if self._storage[name].kind == "replicated":
+                partial.append(self._gradients[name])
         for bucket in _take_tensors(partial, BUCKET_BYTES):
             flat = _flatten_dense_tensors(bucket)
             self._world.all_reduce(flat)
-            for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            totals = _unflatten_dense_tensors(flat, bucket)
+            for gradient, total in zip(bucket, totals, strict=True):
                 gradient.copy_(total)
 
     def _squares(self) -> Tensor:
         """Return this rank's part of the squared norm; each element counts on one rank only."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, gradient in self._gradients.items():
-            if self._storage[name].kind == "sharded" or self._world.rank == 0:
+            is_own = self._storage[name].kind == "sharded"
+            if is_own or self._world.rank == 0:
                 total += gradient.double().square().sum()
         return total
 
