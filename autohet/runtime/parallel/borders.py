@@ -32,7 +32,9 @@ def border_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     Gradients inside a stage in fp16 are scaled, those outside are not, and fp16 might not hold
     them.
     """
-    return one if one == other and one != torch.float16 else torch.float32
+    if one == other and one != torch.float16:
+        return one
+    return torch.float32
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,16 @@ class HiddenStates:
 
     def empty_slices(self, transfer: Transfer, count: int) -> Tensor:
         """Allocate `count` slices, one after the other."""
-        return torch.empty(count * self.slice_size(transfer), dtype=self.dtype, device=self.device)
+        num_elements = count * self.slice_size(transfer)
+        return torch.empty(num_elements, dtype=self.dtype, device=self.device)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
     def slice_size(self, transfer: Transfer) -> int:
         """Return the elements of one slice; slices are equal, and the last may end in zeros."""
-        return -(-math.prod(self.shape) // transfer.slices)
+        return -(-self.num_elements // transfer.slices)
 
 
 @dataclass(frozen=True)
@@ -96,12 +103,16 @@ class Borders:
 
     @property
     def _hidden_before(self) -> HiddenStates:
-        before = self.hidden.dtype if self.crossing is None else self.crossing[0]
+        if self.crossing is None:
+            return self.hidden
+        before, _ = self.crossing
         return replace(self.hidden, dtype=before)
 
     @property
     def _hidden_after(self) -> HiddenStates:
-        after = self.hidden.dtype if self.crossing is None else self.crossing[1]
+        if self.crossing is None:
+            return self.hidden
+        _, after = self.crossing
         return replace(self.hidden, dtype=after)
 
     @property
@@ -158,14 +169,21 @@ class Receives:
         assert self._transfer is not None, "nothing comes from this side"
         tensor, work = self._posted or self._post(self._transfer)
         self._next += 1
-        self._posted = self._post(self._transfer) if self._next < self._num_microbatches else None
+        self._posted = None
+        if self._next < self._num_microbatches:
+            self._posted = self._post(self._transfer)
         self._group.wait_on_stream(work)
-        whole = tensor if self._transfer.slices == 1 else self._gathered(tensor, self._transfer)
-        return whole[: math.prod(self._hidden.shape)].view(self._hidden.shape)
+        if self._transfer.slices > 1:
+            tensor = self._gathered(tensor, self._transfer)
+        # The last slice may end in zeros that belong to no element.
+        return tensor[: self._hidden.num_elements].view(self._hidden.shape)
 
     def _post(self, transfer: Transfer) -> tuple[Tensor, Work | None]:
         tensor = self._hidden.empty_slices(transfer, 1)
-        return tensor, self._group.recv(tensor, transfer.source, self._first_tag + 2 * self._next)
+        # Even tags are of hidden states, odd ones of gradients.
+        tag = self._first_tag + 2 * self._next
+        work = self._group.recv(tensor, transfer.source, tag)
+        return tensor, work
 
     def _gathered(self, part: Tensor, transfer: Transfer) -> Tensor:
         """Gather the slices that the ranks of this stage have received."""
@@ -197,15 +215,18 @@ class Sends:
         `tensor` is whole, [b, S, H], and contiguous; it crosses in the border's dtype.
         """
         tensor = tensor.to(self._hidden.dtype)
+        tag = self._first_tag + 2 * m
         for transfer in self._transfers:
             size = self._hidden.slice_size(transfer)
             flat = tensor.view(-1)
-            if (missing := transfer.slices * size - len(flat)) > 0:
+            missing = transfer.slices * size - len(flat)
+            if missing > 0:
                 flat = F.pad(flat, (0, missing))
-            part = flat[transfer.index * size : (transfer.index + 1) * size]
-            self._pending.append(
-                (self._group.send(part, transfer.target, self._first_tag + 2 * m), part)
-            )
+            start = transfer.index * size
+            part = flat[start : start + size]
+            work = self._group.send(part, transfer.target, tag)
+            # The part is kept until the send has ended: its memory must not be used again before.
+            self._pending.append((work, part))
         self._end_all_but(CHANNEL_DEPTH * len(self._transfers))
 
     def finish(self) -> None:

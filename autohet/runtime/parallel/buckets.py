@@ -55,9 +55,14 @@ class ParameterPiece:
         """Offset just past this piece, aligned."""
         return self.offset + aligned(self.num_elements)
 
+    @property
+    def stop(self) -> int:
+        """Offset just past the last element; padding follows up to `end`."""
+        return self.offset + self.num_elements
+
     def view_in(self, flat: Tensor) -> Tensor:
         """Return the view of this piece in a flat tensor that begins where its buffer does."""
-        return flat[self.offset : self.offset + self.num_elements].view(self.shape)
+        return flat[self.offset : self.stop].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,11 @@ class Bucket:
     stop: int
 
     def touches(self, piece: ParameterPiece) -> bool:
-        return piece.offset < self.stop and self.start < piece.offset + piece.num_elements
+        return piece.offset < self.stop and self.start < piece.stop
+
+    def pieces_in(self, buffer: GradientBuffer) -> list[ParameterPiece]:
+        """Return the pieces of its buffer that the bucket touches."""
+        return [piece for piece in buffer.pieces if self.touches(piece)]
 
 
 def aligned(num_elements: int) -> int:
@@ -116,23 +125,24 @@ def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[GradientBuffer, 
     specs = family_of(config).parameter_specs(config)
     holders = unit_holders(plan, config)
     owners = unit_owners(plan, config, holders)
+    by_completion = sorted(holders, key=lambda name: (_backward_rank(specs[name]), name))
     pieces: dict[_BufferKey, list[ParameterPiece]] = defaultdict(list)
-    for order, name in enumerate(
-        sorted(holders, key=lambda name: (_backward_rank(specs[name]), name))
-    ):
+    for order, name in enumerate(by_completion):
+        spec = specs[name]
         together: dict[_BufferKey, list[int]] = defaultdict(list)
         for unit in sorted(holders[name]):
-            key = holders[name][unit], owners.get((name, unit)), specs[name].is_token_count
+            key = holders[name][unit], owners.get((name, unit)), spec.is_token_count
             together[key].append(unit)
         for key, units in together.items():
-            offset = pieces[key][-1].end if pieces[key] else 0
-            pieces[key].append(
-                ParameterPiece(name, tuple(units), local_shape(specs[name], units), offset, order)
-            )
-    return tuple(
-        GradientBuffer(held, owner, tuple(of_buffer), is_token_count)
-        for (held, owner, is_token_count), of_buffer in pieces.items()
-    )
+            before = pieces[key]
+            offset = before[-1].end if before else 0
+            shape = local_shape(spec, units)
+            before.append(ParameterPiece(name, tuple(units), shape, offset, order))
+
+    buffers = []
+    for (held, owner, is_token_count), of_buffer in pieces.items():
+        buffers.append(GradientBuffer(held, owner, tuple(of_buffer), is_token_count))
+    return tuple(buffers)
 
 
 def plan_buckets(
@@ -143,17 +153,23 @@ def plan_buckets(
     The last layers come first. Every worker gets the same list.
     """
     size = max(ALIGNMENT, bucket_bytes // 4 // ALIGNMENT * ALIGNMENT)
-    ranked = []
+    ranked: dict[tuple[int, int, int], Bucket] = {}
     for index, buffer in enumerate(buffers):
         for start in range(0, buffer.num_elements, size):
             bucket = Bucket(index, start, min(start + size, buffer.num_elements))
-            last = max(piece.order for piece in buffer.pieces if bucket.touches(piece))
-            ranked.append((last, index, start, bucket))
-    return tuple(bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:3]))
+            # Its sum can start only once the last of its parameters has its gradient.
+            last = max(piece.order for piece in bucket.pieces_in(buffer))
+            ranked[last, index, start] = bucket
+    return tuple(ranked[rank] for rank in sorted(ranked))
 
 
 def _backward_rank(spec: ParameterSpec) -> float:
-    return {HEAD: -math.inf, EMBEDDING: math.inf}.get(spec.layer, float(-spec.layer))
+    """Return a number that rises in the order in which a backward pass completes layers."""
+    if spec.layer == HEAD:
+        return -math.inf
+    if spec.layer == EMBEDDING:
+        return math.inf
+    return float(-spec.layer)
 
 
 def groups_by_holders(
@@ -167,7 +183,8 @@ def groups_by_holders(
     family = family_of(config)
     units = family.key_value_units(config)
     group_of = sync_groups(plan, tied=family.tied_head(config), most=most, key_value_units=units)
-    return {each.holders: group_of[each.holders] for each in buffers if len(each.holders) > 1}
+    shared = [buffer.holders for buffer in buffers if len(buffer.holders) > 1]
+    return {holders: group_of[holders] for holders in shared}
 
 
 @dataclass(frozen=True)
@@ -203,6 +220,7 @@ def runs_of(piece: ParameterPiece, spec: ParameterSpec, held: Sequence[int]) -> 
     runs = list[Run]()
     start = 0
     position = 0
+    # Of the units held, those of the piece and those of others take turns.
     for mine, units in itertools.groupby(held, piece.units.__contains__):
         length = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
         if mine:
@@ -231,11 +249,13 @@ class LocalBuffers:
         self.buffers = plan_buffers(plan, config)
         self.members = groups_by_holders(plan, config, self.buffers, most_groups)
         self.specs = family_of(config).parameter_specs(config)
-        self.units = {
-            name: units for worker, name, _, units in held_units(plan, config) if worker == me
-        }
+        self.units: dict[str, tuple[int, ...]] = {}
+        for worker, name, _, units in held_units(plan, config):
+            if worker == me:
+                self.units[name] = units
         self.held = tuple(index for index, each in enumerate(self.buffers) if me in each.holders)
         self.kept = tuple(index for index in self.held if self.buffers[index].keeps_state(me))
+
         owned: dict[str, list[int]] = defaultdict(list)
         for index in self.kept:
             for piece in self.buffers[index].pieces:

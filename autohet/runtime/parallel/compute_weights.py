@@ -7,7 +7,7 @@ before each step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed import Work
 
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.layout import state_name
-from autohet.runtime.models.parameter_spec import local_shape
+from autohet.runtime.models.parameter_spec import ParameterSpec, local_shape
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, ParameterPiece, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.parallel.stage_dtypes import StageDtypes
@@ -37,13 +37,11 @@ class _Parcel:
         return self.pieces[-1].end - self.pieces[0].offset
 
     def views(self, flat: Tensor) -> Iterator[tuple[ParameterPiece, Tensor]]:
+        """Yield each piece with its view in the parcel's flat tensor."""
+        first = self.pieces[0].offset
         for piece in self.pieces:
-            yield (
-                piece,
-                flat[piece.offset - self.pieces[0].offset :][: piece.num_elements].view(
-                    piece.shape
-                ),
-            )
+            elements = flat[piece.offset - first : piece.stop - first]
+            yield piece, elements.view(piece.shape)
 
 
 class ComputeWeights:
@@ -66,35 +64,29 @@ class ComputeWeights:
         staging: HostStaging | None = None,
     ) -> None:
         self._staging = staging
-        dtype = dtypes.compute
         self._sent_dtype = dtypes.weights
         self._local = local
         self._state = state
-        self._dtype = dtype
+        self._dtype = dtypes.compute
         self._device = device
+
         self.tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._gathered: set[str] = set()
         for name, units in local.units.items():
             if local.owned.get(name) == units:
-                master = state[state_name("param", name)]
-                wanted = local.specs[name].compute_dtype(dtype)
-                if master.dtype == wanted and staging is None:
-                    self.tensors[name] = master
-                    continue
-                copy = torch.empty(master.shape, dtype=wanted, device=device)
-                self.tensors[name] = copy
-                self._copies.append((copy, master))
+                self._place_own(name)
             else:
                 self._gathered.add(name)
                 spec = local.specs[name]
-                shape = local_shape(spec, units)
-                self.tensors[name] = torch.empty(
-                    shape, dtype=spec.compute_dtype(dtype), device=device
-                )
-        unowned = [local.buffers[i] for i in local.kept if local.buffers[i].owner is None]
-        pieces = [piece for buffer in unowned for piece in buffer.pieces]
-        self._alone = [piece for piece in pieces if piece.parameter in self._gathered]
+                self.tensors[name] = self._empty(spec, local_shape(spec, units))
+
+        self._alone: list[ParameterPiece] = []
+        for index in local.kept:
+            if local.buffers[index].owner is None:
+                pieces = local.buffers[index].pieces
+                self._alone += [each for each in pieces if each.parameter in self._gathered]
+
         # All groups, in the order that all workers have.
         built = {members: groups.group(members) for members in local.groups}
         self._parcels: list[tuple[_Parcel, Group]] = []
@@ -104,6 +96,22 @@ class ComputeWeights:
                 parcels = _parcels(index, buffer.pieces, BUCKET_BYTES)
                 self._parcels += [(parcel, built[members]) for parcel in parcels]
         self.refresh()
+
+    def _place_own(self, name: str) -> None:
+        """Let a parameter whose masters are all here be its master, or a copy of it."""
+        master = self._state[state_name("param", name)]
+        spec = self._local.specs[name]
+        if master.dtype == spec.compute_dtype(self._dtype) and self._staging is None:
+            self.tensors[name] = master
+            return
+        copy = self._empty(spec, master.shape)
+        self.tensors[name] = copy
+        self._copies.append((copy, master))
+
+    def _empty(self, spec: ParameterSpec, shape: Sequence[int]) -> Tensor:
+        """Allocate a tensor to compute with."""
+        dtype = spec.compute_dtype(self._dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     @property
     def are_gathered(self) -> bool:
@@ -120,9 +128,9 @@ class ComputeWeights:
             for copy, master in self._copies:
                 self._staging.up(master, copy)
         elif self._copies:
-            torch._foreach_copy_(
-                [copy for copy, _ in self._copies], [master for _, master in self._copies]
-            )
+            copies = [copy for copy, _ in self._copies]
+            masters = [master for _, master in self._copies]
+            torch._foreach_copy_(copies, masters)
         for piece in self._alone:
             taken = torch.empty(piece.shape, dtype=self._dtype, device=self._device)
             self._take(piece, taken)
@@ -139,37 +147,40 @@ class ComputeWeights:
         for parcel, group in self._parcels:
             owner = self._local.buffers[parcel.buffer].owner
             assert owner is not None
-            dtype = self._local.specs[parcel.pieces[0].parameter].compute_dtype(self._sent_dtype)
+            # Pieces of one buffer are all token counts or none is, so one dtype serves them.
+            first = parcel.pieces[0].parameter
+            dtype = self._local.specs[first].compute_dtype(self._sent_dtype)
+            # Zeros, since the padding between pieces is sent too.
             flat = torch.zeros(parcel.num_elements, dtype=dtype, device=self._device)
             if owner == self._local.me:
-                self._pack(parcel, flat)
-            under_way.append((parcel, group, flat, group.start_broadcast(flat, owner)))
+                for piece, view in parcel.views(flat):
+                    self._take(piece, view)
+            work = group.start_broadcast(flat, owner)
+            under_way.append((parcel, group, flat, work))
             while len(under_way) > IN_FLIGHT:
                 self._arrive(*under_way.popleft())
         while under_way:
             self._arrive(*under_way.popleft())
 
-    def _pack(self, parcel: _Parcel, flat: Tensor) -> None:
-        for piece, view in parcel.views(flat):
-            self._take(piece, view)
-
     def _take(self, piece: ParameterPiece, into: Tensor) -> None:
         """Copy a piece from the masters."""
-        master = self._state[state_name("param", piece.parameter)]
-        for run in runs_of(
-            piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]
-        ):
+        name = piece.parameter
+        master = self._state[state_name("param", name)]
+        for run in runs_of(piece, self._local.specs[name], self._local.owned[name]):
             run.view_in_piece(into).copy_(run.view_in(master))
 
     def _put(self, piece: ParameterPiece, found: Tensor) -> None:
         """Copy a piece into the tensors that the stage computes with."""
+        tensor = self.tensors[piece.parameter]
         for run in self._local.runs(piece):
-            run.view_in(self.tensors[piece.parameter]).copy_(run.view_in_piece(found))
+            run.view_in(tensor).copy_(run.view_in_piece(found))
 
     def _arrive(self, parcel: _Parcel, group: Group, flat: Tensor, work: Work | None) -> None:
         group.wait_on_stream(work)
+        # A group may have members that do not hold the buffer: they send and receive along.
         if self._local.me in self._local.buffers[parcel.buffer].holders:
             for piece, view in parcel.views(flat):
+                # Elsewhere the tensor is the master itself, which a snapshot may be reading.
                 if piece.parameter in self._gathered:
                     self._put(piece, view)
 
@@ -180,6 +191,7 @@ def _parcels(
     """Group pieces into parcels of at most `parcel_bytes`, with at least one piece each."""
     together: list[ParameterPiece] = []
     for piece in pieces:
+        # 4 bytes an element, as in fp32, whatever the dtype that is sent.
         if together and 4 * (piece.end - together[0].offset) > parcel_bytes:
             yield _Parcel(index, tuple(together))
             together = []

@@ -23,13 +23,12 @@ from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.scaled_passes import ScaledPasses
 from autohet.runtime.parallel.schedule import ActionKind, StageAction, one_forward_one_backward
 
-Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
+Batch = tuple[Tensor, Tensor]
+"""Token ids and targets, each [b, S] int64."""
 PieceMap = Callable[[int], Tensor]
 """Function from a microbatch to its map of piece begins, bool [b, S] on the host."""
-NO_BATCH = (
-    torch.empty(0),
-    torch.empty(0),
-)  # what stages between the first and the last have of one
+NO_BATCH = (torch.empty(0), torch.empty(0))
+"""Stand-in for a batch on the stages between the first and the last, which read none."""
 
 
 class ExecutableStage(Protocol):
@@ -194,10 +193,11 @@ class Executor:
         place = self.place
         arrivals = self.borders.activation_receives(count)
         departures = self.borders.activation_sends()
+        dtype = self.borders.hidden.dtype
         for m in range(count):
             self._check()
             tokens, targets = batch(m) if place.is_first or place.is_last else NO_BATCH
-            x = tokens if place.is_first else arrivals.take(m).to(self.borders.hidden.dtype)
+            x = tokens if place.is_first else arrivals.take(m).to(dtype)
             isolated = () if begins is None else (begins(m),)
             started = time.perf_counter()
             if place.is_last:
@@ -256,14 +256,10 @@ class _Step:
         self._on_phase = on_phase
         self._before_last_backward = before_last_backward
         borders = executor.borders
-        self._activations_in, self._activations_out = (
-            borders.activation_receives(),
-            borders.activation_sends(),
-        )
-        self._gradients_in, self._gradients_out = (
-            borders.gradient_receives(),
-            borders.gradient_sends(),
-        )
+        self._activations_in = borders.activation_receives()
+        self._activations_out = borders.activation_sends()
+        self._gradients_in = borders.gradient_receives()
+        self._gradients_out = borders.gradient_sends()
         self._microbatches = [_Microbatch() for _ in range(self._place.pipeline.num_microbatches)]
         self._dtype = borders.hidden.dtype
         self._scaled = executor.scaled
@@ -279,9 +275,9 @@ class _Step:
     def forward(self, m: int) -> None:
         microbatch = self._microbatches[m]
         with self._computing("forward"):
-            tokens, targets = (
-                self._batch(m) if self._place.is_first or self._place.is_last else NO_BATCH
-            )
+            tokens, targets = NO_BATCH
+            if self._place.is_first or self._place.is_last:
+                tokens, targets = self._batch(m)
             if self._place.is_first:
                 microbatch.input = tokens
             assert microbatch.input is not None
@@ -294,7 +290,8 @@ class _Step:
                 self.num_targets += (targets >= 0).sum()
             else:
                 out = self._stage(microbatch.input, *isolated)
-                microbatch.backward_root, microbatch.output = get_gradient_edge(out), out.detach()
+                microbatch.backward_root = get_gradient_edge(out)
+                microbatch.output = out.detach()
 
     def send_activation(self, m: int) -> None:
         microbatch = self._microbatches[m]
@@ -316,7 +313,10 @@ class _Step:
             given = microbatch.input
             root = microbatch.backward_root
             gradient = microbatch.output_gradient
-            microbatch.input = microbatch.backward_root = microbatch.output_gradient = None
+            # Autograd frees what it has used, as long as nothing else refers to it.
+            microbatch.input = None
+            microbatch.backward_root = None
+            microbatch.output_gradient = None
             assert given is not None
             assert root is not None
             if self._scaled is not None:
@@ -357,8 +357,10 @@ class _Step:
         begin = self._clock.mark()
         yield
         if self._pacer is not None:
-            after = self._pacer.after_forward if phase == "forward" else self._pacer.after_backward
-            after(started)
+            if phase == "forward":
+                self._pacer.after_forward(started)
+            else:
+                self._pacer.after_backward(started)
         self.computed.append((begin, self._clock.mark()))
 
 

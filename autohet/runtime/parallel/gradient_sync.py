@@ -79,34 +79,40 @@ class GradientSync:
         scaled: ScaledPasses | None = None,
     ) -> None:
         self._scaled = scaled
-        self.local, self._parameters, self._overlap = local, dict(parameters), overlap
-        assert set(local.units) == set(self._parameters), sorted(
-            set(local.units) ^ set(self._parameters)
-        )
-        built = {members: groups.group(members) for members in local.groups}
-        self._device = next((p.device for p in self._parameters.values()), groups.device)
+        self.local = local
+        self._parameters = dict(parameters)
+        self._overlap = overlap
+        unmatched = set(local.units) ^ set(self._parameters)
+        assert not unmatched, sorted(unmatched)
+        tensors = list(self._parameters.values())
+        self._device = tensors[0].device if tensors else groups.device
+
         self.flats: dict[int, Tensor] = {}
         for index in local.held:
             size = local.buffers[index].num_elements
             self.flats[index] = torch.zeros(size, dtype=torch.float32, device=self._device)
+
+        # All groups, in the order that all workers have, whether a bucket of them is here or not.
+        built = {members: groups.group(members) for members in local.groups}
         buckets = plan_buckets(local.buffers, bucket_bytes)
         self.buckets = tuple(bucket for bucket in buckets if self._takes_part(bucket))
         self._group_of: dict[int, Group | None] = {}
         for index in {bucket.buffer for bucket in self.buckets}:
             members = local.group_of(index)
             self._group_of[index] = None if members is None else built[members]
+
         self._pieces: dict[str, list[_LocalPiece]] = defaultdict(list)
-        self._to_weigh: list[list[tuple[Tensor, float]]] = []
-        self._waits_for: list[set[str]] = []
-        self._place_pieces()
         self._whole: dict[str, Tensor] = {}
-        for name, pieces in self._pieces.items():
-            if len(pieces) == 1 and pieces[0].piece.units == local.units[name]:
-                self._whole[name] = pieces[0].view
+        """Views of the buffers that are a parameter's whole gradient."""
+        self._place_pieces()
+
+        self._waits_for: list[set[str]] = []
+        """Parameters whose gradients each bucket waits for."""
+        self._to_weigh: list[list[tuple[Tensor, float]]] = []
+        """Parts of each bucket whose weight is not 1, with their weights."""
         self._buckets_of: dict[str, list[int]] = defaultdict(list)
-        for number, names in enumerate(self._waits_for):
-            for name in names:
-                self._buckets_of[name].append(number)
+        self._read_buckets()
+
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
         self._reset()
@@ -114,32 +120,39 @@ class GradientSync:
     def _takes_part(self, bucket: Bucket) -> bool:
         """Return whether this worker sums `bucket` with others, or holds it alone."""
         members = self.local.group_of(bucket.buffer)
-        return self.local.me in (members or self.local.buffers[bucket.buffer].holders)
+        if members is None:
+            members = self.local.buffers[bucket.buffer].holders
+        return self.local.me in members
 
     def _place_pieces(self) -> None:
-        """Map the pieces to the buffers.
-
-        For each bucket, list the parameters that it waits for, and the parts of it that are
-        weighted.
-        """
+        """Map the pieces of each parameter to the buffers."""
         local = self.local
         for index in local.held:
             for piece in local.buffers[index].pieces:
-                weight = _weight(local, piece)
-                placed = _LocalPiece(
-                    piece, piece.view_in(self.flats[index]), local.runs(piece), weight
-                )
+                view = piece.view_in(self.flats[index])
+                placed = _LocalPiece(piece, view, local.runs(piece), _weight(local, piece))
                 self._pieces[piece.parameter].append(placed)
-        for bucket in self.buckets:
-            flat = self.flats.get(bucket.buffer)
-            touched: list[ParameterPiece] = []
+        for name, pieces in self._pieces.items():
+            if len(pieces) == 1 and pieces[0].piece.units == local.units[name]:
+                self._whole[name] = pieces[0].view
+
+    def _read_buckets(self) -> None:
+        """List what each bucket waits for, and what of it is weighted."""
+        for number, bucket in enumerate(self.buckets):
+            names: set[str] = set()
             parts: list[tuple[Tensor, float]] = []
+            flat = self.flats.get(bucket.buffer)
+            # None: this worker holds nothing of the bucket, and only joins its sum.
             if flat is not None:
-                touched = [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
-                weighted = [(p, w) for p in touched if (w := _weight(local, p)) != 1.0]
-                parts = [(_part(flat, bucket, piece), weight) for piece, weight in weighted]
-            self._waits_for.append({piece.parameter for piece in touched})
+                for piece in bucket.pieces_in(self.local.buffers[bucket.buffer]):
+                    names.add(piece.parameter)
+                    weight = _weight(self.local, piece)
+                    if weight != 1.0:
+                        parts.append((_part(flat, bucket, piece), weight))
+            self._waits_for.append(names)
             self._to_weigh.append(parts)
+            for name in names:
+                self._buckets_of[name].append(number)
 
     def _reset(self) -> None:
         self._is_last = False
@@ -151,19 +164,21 @@ class GradientSync:
         """Clear the last step's gradients."""
         for flat in self.flats.values():
             flat.zero_()
-        for (
-            name,
-            parameter,
-        ) in self._parameters.items():  # fp32: autograd adds straight into the buffer
-            parameter.grad = self._whole.get(name) if parameter.dtype == torch.float32 else None
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            if parameter.dtype == torch.float32:
+                # Autograd then adds straight into the buffer.
+                parameter.grad = self._whole.get(name)
         self._reset()
 
     def not_finite(self) -> tuple[str, ...]:
         """Return the names of parameters whose summed gradient holds a value that is not finite."""
         found = []
         for name, pieces in self._pieces.items():
-            if not all(bool(torch.isfinite(piece.view).all()) for piece in pieces):
-                found.append(name)
+            for piece in pieces:
+                if not torch.isfinite(piece.view).all():
+                    found.append(name)
+                    break
         return tuple(found)
 
     def last_backward(self) -> None:
@@ -171,19 +186,23 @@ class GradientSync:
         self._is_last = True
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
+        """Add a microbatch's gradient to the pieces, and start the sums that waited for it last."""
         found = parameter.grad
-        if found is not None and found is not self._whole.get(name):
+        is_in_buffer = found is self._whole.get(name)
+        if found is not None and not is_in_buffer:
             factor = 1.0
             if self._scaled is not None and found.dtype == torch.float16:
                 factor = self._scaled.checked_factor(found)
             for piece in self._pieces[name]:
                 piece.add(found, factor)
             parameter.grad = None
-        if self._is_last and self._overlap:
-            for number in self._buckets_of[name]:
-                self._missing[number] -= 1
-            while self._next < len(self.buckets) and self._missing[self._next] <= 0:
-                self._start(self._next)
+        if not self._is_last or not self._overlap:
+            return
+        for number in self._buckets_of[name]:
+            self._missing[number] -= 1
+        # All holders start sums in one order, so a later bucket that is ready waits for this one.
+        while self._next < len(self.buckets) and self._missing[self._next] <= 0:
+            self._start(self._next)
 
     def _start(self, number: int) -> None:
         """Start a bucket's sum; always in the order of `buckets`, which all holders share."""
@@ -196,16 +215,18 @@ class GradientSync:
             self._works.append(None)
             return
         flat = self.flats.get(bucket.buffer)
+        if flat is not None:
+            given = flat[bucket.start : bucket.stop]
+        else:
+            # The group serves several sets of holders: give zeros to a bucket of others.
+            given = torch.zeros(bucket.stop - bucket.start, device=self._device)
         owner = self.local.buffers[bucket.buffer].owner
-        # A group of several sets of holders: zeros for a bucket of others, forgotten as soon as the
-        # stream has sent them.
-        given = (
-            torch.zeros(bucket.stop - bucket.start, device=self._device)
-            if flat is None
-            else flat[bucket.start : bucket.stop]
-        )
-        work = group.start_all_reduce(given) if owner is None else group.start_reduce(given, owner)
+        if owner is None:
+            work = group.start_all_reduce(given)
+        else:
+            work = group.start_reduce(given, owner)
         if flat is None:
+            # The zeros must live until the stream has sent them, and no longer.
             group.wait_on_stream(work)
             work = None
         self._works.append(work)
@@ -249,9 +270,9 @@ class GradientSync:
 
 def _part(flat: Tensor, bucket: Bucket, piece: ParameterPiece) -> Tensor:
     """Return the part of a piece that lies in a bucket, flat."""
-    return flat[
-        max(bucket.start, piece.offset) : min(bucket.stop, piece.offset + piece.num_elements)
-    ]
+    start = max(bucket.start, piece.offset)
+    stop = min(bucket.stop, piece.stop)
+    return flat[start:stop]
 
 
 def squared_norm(flats: list[Tensor], device: torch.device) -> Tensor:
@@ -262,7 +283,8 @@ def squared_norm(flats: list[Tensor], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     if device.type != "cpu":
         if flats:
-            total += torch.stack(torch._foreach_norm(flats, 2, dtype=torch.float64)).square().sum()
+            norms = torch.stack(torch._foreach_norm(flats, 2, dtype=torch.float64))
+            total += norms.square().sum()
         return total
     for flat in flats:
         for part in flat.split(NORM_CHUNK):

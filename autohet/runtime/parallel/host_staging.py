@@ -34,10 +34,11 @@ class HostStaging:
         self.device = device
         self._pinned = device.type == "cuda"
         self._num_elements = max(ALIGNMENT, staging_bytes // 4 // ALIGNMENT * ALIGNMENT)
-        self._buffers = [
-            torch.empty(self._num_elements, dtype=torch.float32, pin_memory=self._pinned)
-            for _ in range(2)
-        ]
+        # Two, so that the host fills or reads one while the device copies the other.
+        self._buffers = []
+        for _ in range(2):
+            buffer = torch.empty(self._num_elements, dtype=torch.float32, pin_memory=self._pinned)
+            self._buffers.append(buffer)
         self._events: list[Any] = [None, None]
 
     def zeros(self, *shape: int) -> Tensor:
@@ -50,10 +51,10 @@ class HostStaging:
         Each part is valid until the next one is asked for, and may be written to. Meanwhile the
         next part is copied.
         """
-        starts = range(0, source.numel(), self._num_elements)
-        coming = self._start_down(source, 0, 0) if starts else None
-        for number, start in enumerate(starts):
-            assert coming is not None
+        if not source.numel():
+            return
+        coming = self._start_down(source, 0, 0)
+        for number, start in enumerate(range(0, source.numel(), self._num_elements)):
             part = coming
             self._await(number % 2)
             following = start + self._num_elements
@@ -77,25 +78,28 @@ class HostStaging:
         """
         flat = source.view(-1)
         into = target.view(-1)
-        # The host converts: across devices torch would convert into pageable memory first.
         for number, start in enumerate(range(0, flat.numel(), self._num_elements)):
             buffer = number % 2
             self._await(buffer)
             taken = flat[start : start + self._num_elements]
             part = self._buffers[buffer].view(target.dtype)[: taken.numel()]
+            # The host converts: across devices torch would convert into pageable memory first.
             part.copy_(taken)
             into[start : start + taken.numel()].copy_(part, non_blocking=True)
             self._record(buffer)
 
     def _record(self, buffer: int) -> None:
-        if self._pinned:
-            self._events[buffer] = torch.cuda.Event()
-            self._events[buffer].record(torch.cuda.current_stream(self.device))
+        if not self._pinned:
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        self._events[buffer] = event
 
     def _await(self, buffer: int) -> None:
         """Wait until the device has finished with this buffer."""
-        if self._events[buffer] is not None:
-            self._events[buffer].synchronize()
+        event = self._events[buffer]
+        if event is not None:
+            event.synchronize()
             self._events[buffer] = None
 
 
@@ -109,8 +113,9 @@ def use_cores(plan: Plan, me: str) -> None:
 
     The update of an offloaded state takes as long as these operators do.
     """
-    beside = sum(node_of(worker) == node_of(me) for worker in plan.workers)
-    cores = len(os.sched_getaffinity(0)) // max(1, beside)
+    own_node = node_of(me)
+    beside = [worker for worker in plan.workers if node_of(worker) == own_node]
+    cores = len(os.sched_getaffinity(0)) // max(1, len(beside))
     torch.set_num_threads(max(torch.get_num_threads(), cores))
 
 

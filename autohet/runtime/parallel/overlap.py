@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
 from autohet.runtime.parallel.buckets import groups_by_holders, plan_buckets, plan_buffers
-from planner.plan import Plan, Stage
+from planner.plan import Pipeline, Plan
 
 Starts = tuple[frozenset[str], ...]
 """Parameters of each bucket of a worker, in the order of the sums."""
@@ -31,34 +29,46 @@ def sums_have_one_order(plan: Plan, config: PreTrainedConfig, most: int | None =
     then the buckets of this number. The order does not depend on how many sums come between, so
     pipelines may recompute differently.
     """
-    pipelines = [list(map(_cut, pipeline.stages)) for pipeline in plan.pipelines]
-    if any(cut != pipelines[0] for cut in pipelines):
+    first = plan.pipelines[0]
+    cuts = _cuts(first)
+    for other in plan.pipelines[1:]:
+        if _cuts(other) != cuts:
+            return False
+    for stage in first.stages:
+        # Ranks of unlike shapes run unlike graphs.
+        if stage.tp_shares:
+            return False
+    if len(first.stages) > 1 and family_of(config).tied_head(config):
         return False
-    if any(stage.tp_shares for stage in plan.pipelines[0].stages):
-        return False  # ranks of unlike shapes run unlike graphs
-    if len(pipelines[0]) > 1 and family_of(config).tied_head(config):
-        return False
-    stages = [stage for stage in plan.pipelines[0].stages if stage.tp_degree > 1]
+
+    stages = [stage for stage in first.stages if stage.tp_degree > 1]
     if not stages:
         return True
-    starts = _starts(plan, config, [w for stage in stages for w in stage.workers], most)
-    return all(len({starts[worker] for worker in stage.workers}) == 1 for stage in stages)
+    starts = _starts(plan, config, most)
+    for stage in stages:
+        orders = {starts[worker] for worker in stage.workers}
+        if len(orders) > 1:
+            return False
+    return True
 
 
-def _cut(stage: Stage) -> tuple[object, ...]:
-    return stage.first_layer, stage.num_layers, stage.tp_degree, stage.tp_shares
+def _cuts(pipeline: Pipeline) -> list[tuple[object, ...]]:
+    """Return what decides the collectives of each stage, and their order."""
+    cuts: list[tuple[object, ...]] = []
+    for stage in pipeline.stages:
+        cuts.append((stage.first_layer, stage.num_layers, stage.tp_degree, stage.tp_shares))
+    return cuts
 
 
-def _starts(
-    plan: Plan, config: PreTrainedConfig, workers: Sequence[str], most: int | None
-) -> dict[str, Starts]:
+def _starts(plan: Plan, config: PreTrainedConfig, most: int | None) -> dict[str, Starts]:
+    """Return the parameters that each sum of a worker waits for, by worker."""
     buffers = plan_buffers(plan, config)
     members = groups_by_holders(plan, config, buffers, most)
-    found: dict[str, list[frozenset[str]]] = {worker: [] for worker in workers}
+    found: dict[str, list[frozenset[str]]] = {worker: [] for worker in plan.workers}
     for bucket in plan_buckets(buffers):
         buffer = buffers[bucket.buffer]
-        names = frozenset(each.parameter for each in buffer.pieces if bucket.touches(each))
+        names = frozenset(piece.parameter for piece in bucket.pieces_in(buffer))
         for worker in members.get(buffer.holders, buffer.holders):
-            if worker in found:
-                found[worker].append(names if worker in buffer.holders else frozenset())
+            # A member that does not hold the bucket gives zeros, so it waits for nothing.
+            found[worker].append(names if worker in buffer.holders else frozenset())
     return {worker: tuple(each) for worker, each in found.items()}

@@ -49,23 +49,22 @@ class Place:
     def sequences(self, microbatch: int) -> range:
         """Return the positions of a microbatch's sequences within the global batch."""
         size = self.pipeline.microbatch_sequences
-        return range(
-            self.first_sequence + microbatch * size, self.first_sequence + (microbatch + 1) * size
-        )
+        start = self.first_sequence + microbatch * size
+        return range(start, start + size)
 
     @property
     def takes_forward(self) -> Transfer | None:
         """Transfer of hidden states to this worker from the stage before; None if first."""
-        return (
-            None if self.is_first else transfers_between(self._stage(-1), self.stage)[self.tp_rank]
-        )
+        if self.is_first:
+            return None
+        return transfers_between(self._stage(-1), self.stage)[self.tp_rank]
 
     @property
     def takes_backward(self) -> Transfer | None:
         """Transfer of gradients from the stage after to this worker; None at the last stage."""
-        return (
-            None if self.is_last else transfers_between(self._stage(+1), self.stage)[self.tp_rank]
-        )
+        if self.is_last:
+            return None
+        return transfers_between(self._stage(+1), self.stage)[self.tp_rank]
 
     @property
     def gives_forward(self) -> tuple[Transfer, ...]:
@@ -73,12 +72,16 @@ class Place:
 
         They are all transfers that name this worker as source.
         """
-        return () if self.is_last else self._given(transfers_between(self.stage, self._stage(+1)))
+        if self.is_last:
+            return ()
+        return self._given(transfers_between(self.stage, self._stage(+1)))
 
     @property
     def gives_backward(self) -> tuple[Transfer, ...]:
         """Transfers of this worker's input gradients, in order of the previous stage's ranks."""
-        return () if self.is_first else self._given(transfers_between(self.stage, self._stage(-1)))
+        if self.is_first:
+            return ()
+        return self._given(transfers_between(self.stage, self._stage(-1)))
 
     def _stage(self, offset: int) -> Stage:
         return self.pipeline.stages[self.stage_index + offset]
@@ -93,6 +96,7 @@ def place_of(plan: Plan, worker: str) -> Place | None:
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             if worker in stage.workers:
-                return Place(worker, p, s, stage.workers.index(worker), pipeline, first)
+                tp_rank = stage.workers.index(worker)
+                return Place(worker, p, s, tp_rank, pipeline, first)
         first += pipeline.num_sequences
     return None

@@ -49,15 +49,20 @@ class PreferenceLoss:
         self, m: int, stage: AnswerStage, x: Tensor, targets: Tensor, begins: Tensor
     ) -> Tensor:
         """Return the sum of losses of microbatch m's pairs, and add the pairs to `sums`."""
+        reference = self._reference.pop(m)
         answers = stage.answer_losses(x, targets, begins)
-        rewards = self.beta * (self._reference.pop(m) - answers).double()
+        # Losses are negative log-probabilities, so c - c' is the reference's loss less the model's.
+        rewards = self.beta * (reference - answers).double()
         margins = rewards[:, 0] - rewards[:, 1]
         counted = pairs_of(targets)
         known = margins.detach() * counted
-        self.sums += torch.stack([counted.sum(), (known > 0).sum(), known.sum()])
-        return -(F.logsigmoid(margins) * counted).sum()
+        num_preferred = (known > 0).sum()
+        self.sums += torch.stack([counted.sum(), num_preferred, known.sum()])
+        agreement = F.logsigmoid(margins) * counted
+        return -agreement.sum()
 
 
 def pairs_of(targets: Tensor) -> Tensor:
     """Return 1.0 for each row of targets [b, S] that holds a pair, else 0.0: float64 [b]."""
-    return (targets >= 0).any(dim=-1).double()
+    has_target = (targets >= 0).any(dim=-1)
+    return has_target.double()

@@ -30,8 +30,9 @@ class ScaledPasses:
     def begin(self, factor: float) -> None:
         """Begin a step with this scale."""
         self.factor = factor
-        for count in (self.overflows, self._own, self._given):
-            count.zero_()
+        self.overflows.zero_()
+        self._own.zero_()
+        self._given.zero_()
 
     def root_gradient(self, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a loss begins."""
@@ -54,9 +55,12 @@ class ScaledPasses:
 
     def end_microbatch(self) -> None:
         """Count the microbatch if it overflowed."""
-        self.overflows += self._own.clamp(max=1.0) * (1.0 - self._given)
+        own = self._own.clamp(max=1.0)
+        was_finite = 1.0 - self._given
+        self.overflows += own * was_finite
         self._own.zero_()
         self._given.zero_()
 
     def _check_given(self, given: Tensor) -> None:
-        self._given.copy_(torch.isfinite(given).all().logical_not())
+        is_finite = torch.isfinite(given).all()
+        self._given.copy_(is_finite.logical_not())

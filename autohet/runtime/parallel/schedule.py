@@ -57,18 +57,18 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[StageAction
 
 
 def _forward(stage: int, num_stages: int, microbatch: int) -> list[StageAction]:
-    kinds = (
-        [ActionKind.RECV_ACTIVATION] * (stage > 0)
-        + [ActionKind.FORWARD]
-        + [ActionKind.SEND_ACTIVATION] * (stage < num_stages - 1)
-    )
+    kinds = [ActionKind.FORWARD]
+    if stage > 0:
+        kinds.insert(0, ActionKind.RECV_ACTIVATION)
+    if stage < num_stages - 1:
+        kinds.append(ActionKind.SEND_ACTIVATION)
     return [StageAction(kind, microbatch) for kind in kinds]
 
 
 def _backward(stage: int, num_stages: int, microbatch: int) -> list[StageAction]:
-    kinds = (
-        [ActionKind.RECV_GRADIENT] * (stage < num_stages - 1)
-        + [ActionKind.BACKWARD]
-        + [ActionKind.SEND_GRADIENT] * (stage > 0)
-    )
+    kinds = [ActionKind.BACKWARD]
+    if stage < num_stages - 1:
+        kinds.insert(0, ActionKind.RECV_GRADIENT)
+    if stage > 0:
+        kinds.append(ActionKind.SEND_GRADIENT)
     return [StageAction(kind, microbatch) for kind in kinds]

@@ -39,10 +39,13 @@ class StageDtypes:
         """
         stages = place.pipeline.stages
         own = compute_dtype(place.stage, precision)
-        first = place.stage_index == 0
-        last = place.stage_index == len(stages) - 1
-        before = own if first else compute_dtype(stages[place.stage_index - 1], precision)
-        after = own if last else compute_dtype(stages[place.stage_index + 1], precision)
+        before = own
+        if not place.is_first:
+            before = compute_dtype(stages[place.stage_index - 1], precision)
+        after = own
+        if not place.is_last:
+            after = compute_dtype(stages[place.stage_index + 1], precision)
+        # Holders of one shard may compute in several formats: fp32 can be rounded to each of them.
         all_dtypes = {compute_dtype(stage, precision) for stage in plan.stages}
         weights = own if len(all_dtypes) == 1 else torch.float32
         return cls(own, weights, border_dtype(before, own), border_dtype(own, after))
