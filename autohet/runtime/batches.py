@@ -41,10 +41,10 @@ class Batches:
         self._seed = seed
         self._global_batch = global_batch_sequences
         self._device = device
-        prefetch = device.type == "cuda" if prefetch is None else prefetch
-        self._reader = (
-            ThreadPoolExecutor(1, "batches") if prefetch else None
-        )  # the dataset is for one thread
+        if prefetch is None:
+            prefetch = device.type == "cuda"
+        # One thread, since the dataset is for one.
+        self._reader = ThreadPoolExecutor(1, "batches") if prefetch else None
         self._asked: list[SequencePart] = []
         self._ahead: dict[SequencePart, Future[Tensor]] = {}
         self.num_foreseen = 0
@@ -55,11 +55,10 @@ class Batches:
 
         Each is [len(sequences), S] int64. A target that does not count is -100.
         """
-        rows = (
-            self._rows(step, sequences)
-            if self._reader is None
-            else self._taken((step, sequences), self._reader)
-        )
+        if self._reader is None:
+            rows = self._rows(step, sequences)
+        else:
+            rows = self._taken((step, sequences), self._reader)
         return _batch_of(rows.to(self._device, non_blocking=True))
 
     def begins(self, step: int, sequences: range) -> Tensor:
@@ -81,14 +80,18 @@ class Batches:
     def _rows(self, step: int, sequences: range) -> Tensor:
         """Read rows [n, S + 1]; those of a marked data set with their targets, [n, 2, S + 1]."""
         rows = _read_rows(self._dataset, self._indices(step, sequences))
-        return (
-            rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
-        )
+        # Only from pinned memory does the copy to the device not hold up the host.
+        if self._reader is not None and self._device.type == "cuda":
+            return rows.pin_memory()
+        return rows
 
     def _taken(self, part: SequencePart, reader: ThreadPoolExecutor) -> Tensor:
-        found = self._ahead.pop(part, None)
-        self.num_foreseen += found is not None
-        rows = found or reader.submit(self._rows, *part)
+        """Return a part's rows, read ahead or now, and start to read the one that follows."""
+        rows = self._ahead.pop(part, None)
+        if rows is not None:
+            self.num_foreseen += 1
+        else:
+            rows = reader.submit(self._rows, *part)
         following = self._following(part)
         if following is not None and following not in self._ahead:
             self._ahead = {following: reader.submit(self._rows, *following)}
@@ -99,15 +102,17 @@ class Batches:
 
         After the last part of a step comes the first part of the next step.
         """
-        step = part[0]
+        step, sequences = part
         self._asked = [each for each in self._asked if each[0] in (step, step - 1)]
         if part not in self._asked:
             self._asked.append(part)
-        before = [sequences for asked, sequences in self._asked if asked == step - 1]
-        if part[1] not in before:
+        before = [each for asked, each in self._asked if asked == step - 1]
+        if sequences not in before:
             return None
-        position = before.index(part[1])
-        return (step, before[position + 1]) if position + 1 < len(before) else (step + 1, before[0])
+        following = before.index(sequences) + 1
+        if following < len(before):
+            return step, before[following]
+        return step + 1, before[0]
 
 
 class EvaluationRows:
@@ -140,6 +145,7 @@ class EvaluationRows:
     def batch(self, index: int, sequences: range) -> Batch:
         """Return tokens and targets of these positions, in the shapes of `Batches`."""
         wanted = self._indices(index, sequences)
+        # Positions without a row get the last one, with targets that do not count.
         rows = _read_rows(self._dataset, np.minimum(wanted, self.num_rows - 1))
         tokens, targets = _batch_of(rows.to(self._device))
         missing = torch.from_numpy(wanted >= self.num_rows).to(self._device)
@@ -173,5 +179,9 @@ def _read_rows(dataset: TokenDataset, indices: NDArray[np.int64]) -> Tensor:
 
 def _batch_of(rows: Tensor) -> Batch:
     """Split rows of `_read_rows` into tokens and targets, each [n, S]."""
-    tokens, targets = (rows, rows) if rows.dim() == 2 else rows.unbind(1)
+    tokens = rows
+    targets = rows
+    if rows.dim() == 3:
+        tokens, targets = rows.unbind(1)
+    # The target of a token is the next one.
     return tokens[:, :-1].contiguous(), targets[:, 1:].contiguous()

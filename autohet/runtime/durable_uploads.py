@@ -63,15 +63,12 @@ class DurableUploads:
             if isinstance(state, SnapshotLease):
                 state.release()
             return
+        # Without this entry, another file system is mounted in the storage's place.
+        entry = entry_name(order.generation) if order.is_claimed else None
         with self._harvesting:
             self._harvest()
             self._uploader.submit(
-                step,
-                self._worker,
-                state,
-                order.layout,
-                order.checkpoint_shards,
-                entry_name(order.generation) if order.is_claimed else None,
+                step, self._worker, state, order.layout, order.checkpoint_shards, entry
             )
             self._awaited = (order.generation, step)
 
@@ -127,6 +124,7 @@ class DurableUploads:
             self._receipts.append((generation, step, str(error)))
             return
         self._receipts.append((generation, step, receipt))
-        self._transfers.add(
-            StateTransfer("s3", self._worker, generation, step, receipt.bytes_sent, receipt.seconds)
+        transfer = StateTransfer(
+            "s3", self._worker, generation, step, receipt.bytes_sent, receipt.seconds
         )
+        self._transfers.add(transfer)

@@ -54,11 +54,14 @@ def directory() -> Path | None:
     None: it is switched off.
     """
     given = os.environ.get("AUTOHET_MODEL_CACHE")
+    if given == OFF:
+        return None
     if given:
-        return None if given == OFF else Path(given).expanduser()
+        return Path(given).expanduser()
     root = os.environ.get("AUTOHET_CACHE")
     if not root:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autohet")
+        user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        root = os.path.join(user_cache, "autohet")
     return Path(root).expanduser() / "models"
 
 
@@ -97,7 +100,8 @@ def _key(kind: type[T], depends_on: Mapping[str, Any]) -> str:
 @cache
 def _versions() -> dict[str, str]:
     """Return the versions of the libraries, and the digest of the deriving code."""
-    from importlib.metadata import PackageNotFoundError, version  # slow to import
+    # Here, since it is slow to import.
+    from importlib.metadata import PackageNotFoundError, version
 
     found = {}
     for library in LIBRARIES:
@@ -125,13 +129,18 @@ def _read(path: Path, kind: type[T]) -> _Fact[T] | None:
     """Return a document's content; None if there is none, or it is not as it was written."""
     try:
         digest, _, body = path.read_bytes().partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != digest:
+        if _digest(body) != digest:
             return None
         fact = msgspec.json.decode(body, type=_Fact[kind])  # type: ignore[valid-type]
+        # Its time says when it was last of use: the oldest are removed first.
         os.utime(path)
     except (OSError, msgspec.MsgspecError):
         return None
     return fact
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()
 
 
 def _write(place: Path, key: str, fact: _Fact[Any]) -> None:
@@ -141,7 +150,7 @@ def _write(place: Path, key: str, fact: _Fact[Any]) -> None:
     descriptor, name = tempfile.mkstemp(dir=place, suffix=".new")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+            file.write(_digest(body) + b"\n" + body)
         os.replace(name, place / f"{key}.json")
     except OSError:
         with suppress(OSError):

@@ -68,8 +68,10 @@ def held_units(
             names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
             trained = [name for name in names if specs[name].trainable]
             for rank, worker in enumerate(stage.workers):
+                share = stage.share(rank)
                 for name in trained:
-                    yield worker, name, specs[name], local_units(specs[name], stage.share(rank))
+                    spec = specs[name]
+                    yield worker, name, spec, local_units(spec, share)
 
 
 def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str, tuple[int, ...]]:
@@ -102,10 +104,11 @@ def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype) -> L
             tensors[tensor] = TensorSpec(tensor, spec.shape, stored, spec.split_dim, spec.cuts)
     shards = {}
     for worker in plan.workers:
-        units = frozen_units(plan, config, worker)
-        shards[worker] = frozenset(
-            ShardId(state_name(FROZEN, name), unit) for name in units for unit in units[name]
-        )
+        held: set[ShardId] = set()
+        for name, units in frozen_units(plan, config, worker).items():
+            tensor = state_name(FROZEN, name)
+            held.update(ShardId(tensor, unit) for unit in units)
+        shards[worker] = frozenset(held)
     return Layout(tensors, shards)
 
 
@@ -115,10 +118,10 @@ def unit_holders(plan: Plan, config: PreTrainedConfig) -> dict[str, dict[int, tu
     for worker, name, _, units in held_units(plan, config):
         for unit in units:
             found[name][unit].add(worker)
-    return {
-        name: {unit: tuple(sorted(held)) for unit, held in units.items()}
-        for name, units in found.items()
-    }
+    holders: dict[str, dict[int, tuple[str, ...]]] = {}
+    for name, by_unit in found.items():
+        holders[name] = {unit: tuple(sorted(held)) for unit, held in by_unit.items()}
+    return holders
 
 
 def unit_owners(
@@ -137,13 +140,17 @@ def unit_owners(
     sharded = sharded_layers(plan)
     by_holders: dict[tuple[str, ...], list[tuple[int, str, int]]] = defaultdict(list)
     for name, held in holders.items():
-        if sharded.intersection(_layers_of(specs[name], family, config)):
-            for unit, workers in held.items():
-                if len(workers) > 1:
-                    by_holders[workers].append((-unit_elements(specs[name], unit), name, unit))
+        spec = specs[name]
+        if sharded.isdisjoint(_layers_of(spec, family, config)):
+            continue
+        for unit, workers in held.items():
+            if len(workers) > 1:
+                by_holders[workers].append((-unit_elements(spec, unit), name, unit))
+
     owners: dict[tuple[str, int], str] = {}
     for workers, units in by_holders.items():
         load = dict.fromkeys(workers, 0)
+        # Sizes are negative, so that the largest come first, and among equals the first names.
         for negative, name, unit in sorted(units):
             owner = min(workers, key=lambda worker: (load[worker], worker))
             load[owner] -= negative
@@ -156,21 +163,21 @@ def _layers_of(spec: ParameterSpec, family: Family, config: PreTrainedConfig) ->
 
     A tied embedding is part of the head, too.
     """
-    if spec.layer == EMBEDDING:
-        tied = family.tied_head(config) and spec.name == f"{family.token_embedding}.weight"
-        return {EMBEDDING_LAYER, HEAD_LAYER} if tied else {EMBEDDING_LAYER}
-    return {HEAD_LAYER if spec.layer == HEAD else str(spec.layer)}
+    if spec.layer == HEAD:
+        return {HEAD_LAYER}
+    if spec.layer != EMBEDDING:
+        return {str(spec.layer)}
+    is_tied = family.tied_head(config) and spec.name == f"{family.token_embedding}.weight"
+    return {EMBEDDING_LAYER, HEAD_LAYER} if is_tied else {EMBEDDING_LAYER}
 
 
 def unit_elements(spec: ParameterSpec, unit: int) -> int:
     """Return the number of scalars of one unit."""
+    total = math.prod(spec.shape)
     if spec.split_dim is None:
-        return math.prod(spec.shape)
-    return (
-        math.prod(spec.shape)
-        // spec.shape[spec.split_dim]
-        * (spec.cuts[unit + 1] - spec.cuts[unit])
-    )
+        return total
+    length = spec.cuts[unit + 1] - spec.cuts[unit]
+    return total // spec.shape[spec.split_dim] * length
 
 
 def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
@@ -179,38 +186,48 @@ def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
     Workers that hold the same shards share one set, since pipelines are often alike.
     """
     specs = family_of(config).parameter_specs(config)
+    shards: dict[str, frozenset[ShardId]] = {}
     if plan.spmd is not None:
         held = program_units(plan.spmd, plan.workers, specs)
-        by_worker = {}
         for worker, units in held.items():
-            by_worker[worker] = frozenset(
-                ShardId(state_name(kind, name), u) for name, u in units for kind in STATE_KINDS
-            )
-        return Layout(tensor_specs(config), by_worker)
-    owners = unit_owners(plan, config, unit_holders(plan, config)) if sharded_layers(plan) else {}
+            own: set[ShardId] = set()
+            for name, unit in units:
+                own |= _shards_of_unit(name, unit)
+            shards[worker] = frozenset(own)
+        return Layout(tensor_specs(config), shards)
+
+    owners: dict[tuple[str, int], str] = {}
+    if sharded_layers(plan):
+        owners = unit_owners(plan, config, unit_holders(plan, config))
     known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
-    shards: dict[str, frozenset[ShardId]] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             for rank, worker in enumerate(stage.workers):
                 part = (stage.first_layer, stage.num_layers, stage.share(rank))
                 if part not in known:
                     known[part] = _shards_of(specs, config, *part)
-                shards[worker] = (
-                    _without_others(known[part], owners, worker) if owners else known[part]
-                )
+                shards[worker] = known[part]
+                if owners:
+                    shards[worker] = _without_others(known[part], owners, worker)
     return Layout(tensor_specs(config), shards)
+
+
+def _shards_of_unit(parameter: str, unit: int) -> set[ShardId]:
+    """Return the shards of one unit of a trained parameter: its master and its moments."""
+    return {ShardId(state_name(kind, parameter), unit) for kind in STATE_KINDS}
 
 
 def _without_others(
     shards: frozenset[ShardId], owners: Mapping[tuple[str, int], str], worker: str
 ) -> frozenset[ShardId]:
     """Remove the shards that other workers own."""
-
-    def is_kept(shard: ShardId) -> bool:
-        return owners.get((parameter_name(shard.tensor), shard.unit), worker) == worker
-
-    return frozenset(filter(is_kept, shards))
+    kept = set()
+    for shard in shards:
+        unit = (parameter_name(shard.tensor), shard.unit)
+        # A unit without an owner is kept by each of its holders.
+        if owners.get(unit, worker) == worker:
+            kept.add(shard)
+    return frozenset(kept)
 
 
 def _shards_of(
@@ -221,10 +238,10 @@ def _shards_of(
     share: TensorShare,
 ) -> frozenset[ShardId]:
     """Return the shards of the trained parameters that one rank of a stage computes with."""
-    names = stage_parameter_names(config, first_layer, num_layers)
     shards: set[ShardId] = set()
-    for name in names:
-        if specs[name].trainable:
-            units = local_units(specs[name], share)
-            shards.update(ShardId(state_name(kind, name), u) for u in units for kind in STATE_KINDS)
+    for name in stage_parameter_names(config, first_layer, num_layers):
+        spec = specs[name]
+        if spec.trainable:
+            for unit in local_units(spec, share):
+                shards |= _shards_of_unit(name, unit)
     return frozenset(shards)

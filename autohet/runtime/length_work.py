@@ -32,19 +32,22 @@ class LengthWork:
 
         begins: starts of documents, bool [b, S].
         """
-        own = squared_share(begins)
-        return (1 + self.attention_ratio * own) / (1 + self.attention_ratio * self.mean_share)
+        own = 1 + self.attention_ratio * squared_share(begins)
+        average = 1 + self.attention_ratio * self.mean_share
+        return own / average
 
 
 def squared_share(begins: Tensor) -> float:
     """Return the sum of squared lengths of the pieces of rows [b, S] over that of whole rows."""
+    # A row's first token begins a piece, even if the piece goes on from the row before.
     begins = begins.clone()
     begins[:, 0] = True
     starts = begins.flatten().nonzero().flatten()
     ends = starts.roll(-1)
     ends[-1] = begins.numel()
+    lengths = ends - starts
     rows, length = begins.shape
-    return float(((ends - starts) ** 2).sum()) / (rows * length**2)
+    return float((lengths**2).sum()) / (rows * length**2)
 
 
 def length_work(
@@ -52,10 +55,10 @@ def length_work(
 ) -> LengthWork:
     """Return the work function of a model's blocks, from the matrices of its first block."""
     family = family_of(config)
-    first = f"{family.layers}.0."
-    specs = family.parameter_specs(config).items()
-    shapes = [spec.shape for name, spec in specs if name.startswith(first)]
-    products = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    products = 0
+    for spec in family.parameter_specs(config).values():
+        if spec.layer == 0 and len(spec.shape) == 2:
+            products += math.prod(spec.shape)
     heads = int(config.num_attention_heads)
     head_size = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
     ratio = 2.0 * sequence_length * heads * head_size / max(1, products)

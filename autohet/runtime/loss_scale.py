@@ -81,4 +81,5 @@ class LossScales:
     @property
     def text(self) -> str:
         """Changes for a manifest: `step:exponent` of each. Empty without a stage in fp16."""
-        return " ".join(f"{each.since}:{each.exponent}" for each in self._changes)
+        changes = [f"{each.since}:{each.exponent}" for each in self._changes]
+        return " ".join(changes)

@@ -34,6 +34,7 @@ class MemorySnapshots:
         self._timeout_s = timeout_s
         self._budget: frozenset[ShardId] = frozenset()
         self._try_again_at: int | None = None
+        """Snapshots to skip until the writer is made again; None: it is not to be."""
 
     def newest(self, generation: int) -> int | None:
         """Return the step of the newest committed snapshot of this generation.
@@ -49,7 +50,7 @@ class MemorySnapshots:
         None unless this worker has one of the last generation that it trained in.
         """
         writer = self.writer
-        if writer is None or writer.generation != generation or writer.files.newest != step:
+        if writer is None or self.newest(generation) != step:
             return None
         return writer.lease(step)
 
@@ -164,7 +165,8 @@ class MemorySnapshots:
         )
         self.writer = None
         self._try_again_at = TRY_AGAIN_AFTER
-        writer.close(0.0)  # it may hang
+        # Without a wait, since it may hang.
+        writer.close(0.0)
 
     def close(self) -> None:
         if self.writer is not None:
@@ -176,7 +178,5 @@ def _offloaded_bytes(order: GenerationOrder, node: str) -> int:
     """Return the bytes of masters and moments that the plan keeps in this node's host memory."""
     if not order.plan.offloads:
         return 0
-    layout = order.layout
-    mine = (worker for worker in order.plan.workers if node_of(worker) == node)
-    shards = (shard for worker in mine for shard in layout.shards_by_worker[worker])
-    return sum(map(layout.shard_bytes, shards))
+    mine = [worker for worker in order.plan.workers if node_of(worker) == node]
+    return sum(order.layout.bytes_of(worker) for worker in mine)

@@ -45,14 +45,16 @@ def with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
     }
     adapted = _known_or_derived(job, ModelSpec, facts, lambda: _derive_adapted(spec, job))
     # The reference of a preference is the model without its adapters, in a forward pass of its own.
-    has_reference = job.training.preference_beta is not None
-    return adapted.with_forward_passes(2) if has_reference else adapted
+    if job.training.preference_beta is not None:
+        return adapted.with_forward_passes(2)
+    return adapted
 
 
 def training_refusal(job: Job) -> str | None:
     """Return the reason why `autohet train` cannot run a job's model; None: it can."""
     facts = {"spmd": job.parallelism.spmd, "objective": job.training.objective}
-    return _known_or_derived(job, _Refusal, facts, lambda: _Refusal(_derive_refusal(job))).reason
+    known = _known_or_derived(job, _Refusal, facts, lambda: _Refusal(_derive_refusal(job)))
+    return known.reason
 
 
 def decoder(job: Job, microbatch: int) -> Decoder:
@@ -113,11 +115,14 @@ def _known_or_derived(
 
 def _files(directory: Path) -> list[tuple[str, int, int]] | None:
     """Return name, bytes and time of each file of a checkpoint; None: it is no directory."""
+    found = []
     try:
-        states = [(path.name, path.stat()) for path in directory.iterdir()]
+        for path in directory.iterdir():
+            state = path.stat()
+            found.append((path.name, state.st_size, state.st_mtime_ns))
     except OSError:
         return None
-    return sorted((name, state.st_size, state.st_mtime_ns) for name, state in states)
+    return sorted(found)
 
 
 # What follows imports torch and transformers: three seconds.

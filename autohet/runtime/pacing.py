@@ -43,5 +43,8 @@ def sleep_until(deadline: float, stopped: Callable[[], bool]) -> None:
 
     `stopped` is polled every SLICE_S seconds.
     """
-    while (left := deadline - time.perf_counter()) > 0 and not stopped():
-        time.sleep(min(left, SLICE_S))
+    while True:
+        left_s = deadline - time.perf_counter()
+        if left_s <= 0 or stopped():
+            return
+        time.sleep(min(left_s, SLICE_S))

@@ -18,7 +18,7 @@ from planner.cost.model import CostModel
 from planner.cost.parameters import MIN_COMPILED_PARAMETERS, CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
-from planner.plan import RECOMPUTE_CHOICES
+from planner.plan import RECOMPUTE_CHOICES, Recompute
 from planner.profile import ProfileTable, read_profile
 from planner.zones import EC2_ZONES, ZoneTable
 
@@ -54,20 +54,25 @@ class PlanningInputs:
         A plan's own sequence length and model name may replace the job's. one_format: GPU types
         compute in the job's precision, whatever the job says of formats.
         """
-        types = () if one_format else (node.node_type.gpu_type for node in fleet.nodes)
+        training = self.job.training
+        types: list[str] = []
+        if not one_format:
+            types = [node.node_type.gpu_type for node in fleet.nodes]
+        workload = Workload(
+            self.spec,
+            sequence_length or training.sequence_length,
+            training.precision,
+            recompute=training.stage_recompute,
+            formats=other_formats(self.job, types),
+            decoder=partial(decoder, self.job),
+        )
+        measurements = Measurements(
+            self.profile, model=model or self.job.name, links=self.links, zones=self.zones
+        )
         return CostModel(
             fleet,
-            Workload(
-                self.spec,
-                sequence_length or self.job.training.sequence_length,
-                self.job.training.precision,
-                recompute=self.job.training.stage_recompute,
-                formats=other_formats(self.job, types),
-                decoder=partial(decoder, self.job),
-            ),
-            Measurements(
-                self.profile, model=model or self.job.name, links=self.links, zones=self.zones
-            ),
+            workload,
+            measurements,
             parameters or self.parameters,
             choices=self._choices,
         )
@@ -87,13 +92,16 @@ class PlanningInputs:
         too.
         """
         training = self.job.training
-        is_open = training.recompute in ("auto", "if_needed")
+        recomputes: tuple[Recompute, ...] = (training.stage_recompute,)
+        if training.recompute in ("auto", "if_needed"):
+            recomputes = RECOMPUTE_CHOICES
+        # The state of adapters is small: sharing it out or offloading it would save nothing.
+        trains_all = self.job.model.adapter is None
         wishes = {training.recompute, training.optimizer_sharding}
         return MemoryChoices(
-            RECOMPUTE_CHOICES if is_open else (training.stage_recompute,),
-            # The state of adapters is small: sharing it out would save nothing.
-            training.optimizer_sharding != "off" and self.job.model.adapter is None,
-            offload=training.offload == "if_needed" and self.job.model.adapter is None,
+            recomputes,
+            training.optimizer_sharding != "off" and trains_all,
+            offload=training.offload == "if_needed" and trains_all,
             only_if_needed="auto" not in wishes,
             expert_dispatch=self.job.parallelism.expert_dispatch,
         )
@@ -112,10 +120,8 @@ class PlanningInputs:
         for kind in {node.node_type for node in fleet.nodes}:
             memory_bytes = int(kind.gpu_memory_bytes * scale)
             scaled[kind] = replace(kind, gpu_memory_bytes=memory_bytes, host_memory_bytes=None)
-        return Fleet(
-            fleet.generation,
-            tuple(replace(node, node_type=scaled[node.node_type]) for node in fleet.nodes),
-        )
+        nodes = [replace(node, node_type=scaled[node.node_type]) for node in fleet.nodes]
+        return Fleet(fleet.generation, tuple(nodes))
 
     @cached_property
     def training_refusal(self) -> str | None:
@@ -157,9 +163,10 @@ def planning_inputs(
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
     parameters = replace(
-        CostParameters(), context_bytes=float(job.parallelism.memory_reserve_bytes)
+        CostParameters(),
+        context_bytes=float(job.parallelism.memory_reserve_bytes),
+        offload_optimizer=job.training.offload == "optimizer",
     )
-    parameters = replace(parameters, offload_optimizer=job.training.offload == "optimizer")
     table = read_profile(profile) if profile else None
     if job.emulation is not None:
         table = table or _emulated(job)
@@ -187,9 +194,10 @@ def _compiles_blocks(job: Job, spec: ModelSpec) -> bool:
     isolates = job.data is not None and job.data.isolates
     if has_dropout or isolates or job.training.compile_blocks is False:
         return False
+    if job.training.compile_blocks is True:
+        return True
     block = spec.blocks[0]
-    is_large = block.parameters >= MIN_COMPILED_PARAMETERS and block.experts is None
-    return is_large or job.training.compile_blocks is True
+    return block.parameters >= MIN_COMPILED_PARAMETERS and block.experts is None
 
 
 def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:
@@ -206,18 +214,19 @@ def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:
     length = job.training.sequence_length
     dataset = find_dataset(job.data, length)
     squares = None if dataset is None else dataset.facts.mean_squared_length
-    return spec if squares is None else with_lengths(spec, length, squares)
+    if squares is None:
+        return spec
+    return with_lengths(spec, length, squares)
 
 
 def _emulated(job: Job) -> ProfileTable:
     """Return the profile of the job's emulation, in which all formats are as fast."""
     assert job.emulation is not None
+    formats = (job.training.precision, *job.parallelism.named_formats.values())
     return emulated_profile(
         job.emulation,
         model=job.name,
-        dtypes=tuple(
-            dict.fromkeys((job.training.precision, *job.parallelism.named_formats.values()))
-        ),
+        dtypes=tuple(dict.fromkeys(formats)),
         sequence_length=job.training.sequence_length,
         max_microbatch_sequences=MAX_EMULATED_MICROBATCH,
     )

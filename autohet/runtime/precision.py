@@ -45,15 +45,17 @@ def _may_differ(job: Job) -> bool:
 
 def other_formats(job: Job, gpu_types: Iterable[str]) -> dict[str, ComputeFormat]:
     """Return formats by GPU type, for those of the types that compute in another than the job's."""
-    found = dict[str, ComputeFormat]()
+    found: dict[str, ComputeFormat] = {}
+    precision = job.training.precision
     named = _named(job)
-    for gpu_type in map(canonical_gpu_type, gpu_types):
-        compute = format_of(job, gpu_type)
+    for each in gpu_types:
+        gpu_type = canonical_gpu_type(each)
         if gpu_type in named:
-            found[gpu_type] = named[gpu_type]
-        elif compute == "fp16":
+            if named[gpu_type] != precision:
+                found[gpu_type] = named[gpu_type]
+        elif precision != "fp16" and format_of(job, gpu_type) == "fp16":
             found[gpu_type] = "fp16"
-    return {k: compute for k, compute in found.items() if compute != job.training.precision}
+    return found
 
 
 def _named(job: Job) -> dict[str, ComputeFormat]:
@@ -99,19 +101,29 @@ def without_incapable_nodes(cluster: Cluster, job: Job, *, one_format: bool = Fa
     if one_format:
         job = replace(job, parallelism=replace(job.parallelism, compute_formats="off"))
     _warn_of_unused_names(cluster, job)
-    unable = [kind for kind in cluster.node_types if not computes(job, kind.gpu_type)]
-    left = tuple(kind for kind in cluster.node_types if kind not in unable)
+    able: list[NodeType] = []
+    unable: list[NodeType] = []
+    for kind in cluster.node_types:
+        if computes(job, kind.gpu_type):
+            able.append(kind)
+        else:
+            unable.append(kind)
     if unable:
         precision = job.training.precision
         why = f"training.precision is {precision}, which {_listed(unable)} cannot compute"
-        if not left or any(kind.name in (job.elastic.request_nodes or {}) for kind in unable):
+        requested = job.elastic.request_nodes or {}
+        is_requested = any(kind.name in requested for kind in unable)
+        if not able or is_requested:
             raise ConfigError(f"{why}; {_remedy(job)}, or name node types that can")
         logger.warning("Left out of cluster '%s': %s", cluster.name, why)
-    others = other_formats(job, [kind.gpu_type for kind in left])
+
+    others = other_formats(job, [kind.gpu_type for kind in able])
     for compute in dict.fromkeys(others.values()):
-        kinds = [kind for kind in left if others.get(kind.gpu_type) == compute]
+        kinds = [kind for kind in able if others.get(kind.gpu_type) == compute]
         logger.info("Computing in %s on %s", compute, _listed(kinds))
-    return replace(cluster, node_types=left) if unable else cluster
+    if not unable:
+        return cluster
+    return replace(cluster, node_types=tuple(able))
 
 
 def _listed(kinds: Iterable[NodeType]) -> str:

@@ -99,9 +99,10 @@ class Preservation:
         place = self._place
 
         def note(step: int, num_bytes: int, seconds: float) -> None:
-            self._transfers.add(
-                StateTransfer("disk", place.worker, order.generation, step, num_bytes, seconds)
+            transfer = StateTransfer(
+                "disk", place.worker, order.generation, step, num_bytes, seconds
             )
+            self._transfers.add(transfer)
 
         return SnapshotWriter(
             place.disk_directory,
@@ -123,7 +124,8 @@ class Preservation:
         except SnapshotError as error:
             logger.warning("no more copies on this node's disk in this generation: %s", error)
             self._disk = None
-            disk.close(0.0)  # it may hang
+            # Without a wait, since the disk may hang.
+            disk.close(0.0)
 
     def status(self) -> PreservationStatus:
         """Return this worker's contribution to the vote.
@@ -134,7 +136,8 @@ class Preservation:
         ended then, a worker without its own snapshot would leave no step that all nodes keep.
         """
         self._snapshots.wait()
-        writing = self._uploads.busy or (self._disk is not None and self._disk.busy)
+        spills = self._disk is not None and self._disk.busy
+        writing = self._uploads.busy or spills
         if self._order is None:
             return PreservationStatus(writing=writing)
         status = self._replication.status(self._order, self._snapshots.writer)
@@ -160,11 +163,13 @@ class Preservation:
         """
         order = self._order
         assert order is not None
-        if self._every and (step % self._every == 0 or durable):
+        is_snapshot_step = self._every > 0 and (step % self._every == 0 or durable)
+        if is_snapshot_step:
             self._snapshots.try_again(order)
             self._replication.begin_step(order, step, self._snapshots.writer)
             self._snapshots.start(step, state)
         if durable:
+            # Each of the two releases a lease of its own on the snapshot.
             self._spill(step, self._snapshots.source(step, state))
             self._uploads.start(order, step, self._snapshots.source(step, state))
 

@@ -41,10 +41,12 @@ def reference_model(
         dtype=torch.float32,
         trust_remote_code=False,
     )
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    named |= dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in parameters:
-            named[name].copy_(tensor[: len(named[name])])
+            own = named[name]
+            own.copy_(tensor[: len(own)])
     return model
 
 
@@ -83,7 +85,8 @@ def named_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (name as the runtime has it, parameter) of the matrices that peft trains."""
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:
-            yield name.removeprefix(PREFIX).removesuffix(DEFAULT) + ".weight", tensor
+            inner = name.removeprefix(PREFIX).removesuffix(DEFAULT)
+            yield f"{inner}.weight", tensor
 
 
 def train_reference(
@@ -101,21 +104,7 @@ def train_reference(
     begins: function that returns the map of pieces of positions of a step, bool [b, S]; None: each
     row is one piece.
     """
-    specs = family_of(model.config).parameter_specs(model.config)
-    undecayed = parameters_without_decay(training, specs)
-    named = list(model.named_parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [tensor for name, tensor in named if name not in undecayed]},
-        {"params": [tensor for name, tensor in named if name in undecayed], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=training.learning_rate,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        fused=named[0][1].is_cuda or None,
-    )
+    optimizer = _adamw(model, training)
     model.train()
     routers = _Routers(model)
     for step in range(steps):
@@ -124,13 +113,15 @@ def train_reference(
         optimizer.zero_grad()
         tokens, targets = rows(step, range(training.global_batch_sequences))
         num_targets = int((targets >= 0).sum())
-        total = torch.zeros(
-            (), dtype=torch.float64, device=tokens.device
-        )  # read once: the host need not wait for each microbatch
+        # On the device, and read once: the host need not wait for each microbatch.
+        total = torch.zeros((), dtype=torch.float64, device=tokens.device)
         for first in range(0, len(tokens), microbatch_sequences):
             places = range(first, min(first + microbatch_sequences, len(tokens)))
-            part, wanted = (each[places.start : places.stop] for each in (tokens, targets))
-            inputs = {} if begins is None else isolated(begins(step, places), tokens.device)
+            part = tokens[places.start : places.stop]
+            wanted = targets[places.start : places.stop]
+            inputs: dict[str, Any] = {}
+            if begins is not None:
+                inputs = isolated(begins(step, places), tokens.device)
             routers.begin()
             logits = model(part, **inputs).logits.float().flatten(0, 1)
             loss = _loss_sum(logits, wanted.flatten(), training) / num_targets
@@ -147,6 +138,32 @@ def train_reference(
         yield float(total)
 
 
+def _adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.AdamW:
+    """Return the optimizer of a job, in two groups: with weight decay and without."""
+    specs = family_of(model.config).parameter_specs(model.config)
+    undecayed = parameters_without_decay(training, specs)
+    with_decay: list[Tensor] = []
+    without_decay: list[Tensor] = []
+    for name, tensor in model.named_parameters():
+        if name in undecayed:
+            without_decay.append(tensor)
+        else:
+            with_decay.append(tensor)
+    groups: list[dict[str, Any]] = [
+        {"params": with_decay},
+        {"params": without_decay, "weight_decay": 0.0},
+    ]
+    first = next(model.parameters())
+    return torch.optim.AdamW(
+        groups,
+        lr=training.learning_rate,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        fused=first.is_cuda or None,
+    )
+
+
 def isolated(begins: Tensor, device: torch.device) -> dict[str, Any]:
     """Return the model's arguments that keep the pieces of rows apart.
 
@@ -159,7 +176,8 @@ def isolated(begins: Tensor, device: torch.device) -> dict[str, Any]:
 
 def loss_of_rows(model: PreTrainedModel, tokens: Tensor, targets: Tensor, begins: Tensor) -> Tensor:
     """Return the sum of cross entropy over the targets of rows [b, S] with these pieces."""
-    logits = model(tokens, **isolated(begins, tokens.device)).logits.float().flatten(0, 1)
+    inputs = isolated(begins, tokens.device)
+    logits = model(tokens, **inputs).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, targets.flatten(), reduction="sum")
 
 
@@ -197,16 +215,17 @@ class _Routers:
         """Return the balance loss of all routers, summed over tokens of sequences of a length."""
         total = torch.zeros(())
         for router, all_logits, all_choices in self._passes:
-            for logits, index in zip(
-                all_logits.float().split(length), all_choices.split(length), strict=True
-            ):
+            # The rows of a microbatch lie one after the other; each has a loss of its own.
+            by_row = zip(all_logits.float().split(length), all_choices.split(length), strict=True)
+            for logits, index in by_row:
                 num_experts = logits.shape[-1]
                 scores = logits.softmax(-1)
                 if hasattr(router, CORRECTION_BIAS):
                     scores = F.normalize(logits.sigmoid(), p=1.0, dim=-1)
                 chosen = F.one_hot(index, num_experts).sum(1)
                 shares = chosen.float().mean(0) * num_experts / index.shape[1]
-                total = total.to(logits.device) + length * (shares * scores.mean(0)).sum()
+                balance = (shares * scores.mean(0)).sum()
+                total = total.to(logits.device) + length * balance
         return total
 
     @torch.no_grad()
@@ -214,7 +233,8 @@ class _Routers:
         """Move each correction bias by the counts since the last call."""
         for router, counts in self._counts.items():
             bias: Any = getattr(router, CORRECTION_BIAS)
+            mean = int(counts.sum()) / len(counts)
             for expert, count in enumerate(counts.tolist()):
-                mean = int(counts.sum()) / len(counts)
-                bias[expert] += speed * ((count < mean) - (count > mean))
+                direction = (count < mean) - (count > mean)
+                bias[expert] += speed * direction
         self._counts = {}

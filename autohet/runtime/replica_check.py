@@ -93,15 +93,24 @@ class ReplicaCheck:
         self._every = every_steps
         self._layer_of = layer_of
         self._units = layout.units_of(held.worker)
-        by_shard = ((shard, layout.holders(shard)) for shard in sorted(layout.shards))
-        self._shared = [_Shared(shard, holders) for shard, holders in by_shard if len(holders) > 1]
-        self._mine = [
-            index for index, each in enumerate(self._shared) if held.worker in each.holders
-        ]
+
+        self._shared: list[_Shared] = []
+        for shard in sorted(layout.shards):
+            holders = layout.holders(shard)
+            if len(holders) > 1:
+                self._shared.append(_Shared(shard, holders))
+        self._mine: list[int] = []
+        """Places in `_shared` of the shards that this worker holds."""
+        for index, each in enumerate(self._shared):
+            if held.worker in each.holders:
+                self._mine.append(index)
+
+        # The sizes of all terms add up to less than 2**53, so that float64 holds each partial sum
+        # of the vote, whatever the order of the workers.
         largest = 2 * sum(len(each.holders) - 1 for each in self._shared)
-        self._mask = (
-            1 << min(MOST_BITS, EXACT_BITS - 1 - math.ceil(math.log2(max(2, largest))))
-        ) - 1
+        bits_of_factors = math.ceil(math.log2(max(2, largest)))
+        num_bits = min(MOST_BITS, EXACT_BITS - 1 - bits_of_factors)
+        self._mask = (1 << num_bits) - 1
 
     def contribution(self, step: int) -> float:
         """Return this worker's integer for the vote of `step`; 0 if no check is due.
@@ -113,12 +122,14 @@ class ReplicaCheck:
         total = 0
         for index, checksum in zip(self._mine, self._checksums(), strict=True):
             holders = self._shared[index].holders
-            total += (len(holders) - 1 if holders[0] == self._me else -1) * (checksum & self._mask)
+            factor = len(holders) - 1 if holders[0] == self._me else -1
+            total += factor * (checksum & self._mask)
         return float(total)
 
     def _checksums(self) -> list[int]:
         """Return the 64-bit checksum of each shard of `_mine`, in its order."""
-        return checksums([_bytes_of(self._view(self._shared[index].shard)) for index in self._mine])
+        views = [self._view(self._shared[index].shard) for index in self._mine]
+        return checksums([_bytes_of(view) for view in views])
 
     def _view(self, shard: ShardId) -> Tensor:
         spec = self._layout.tensors[shard.tensor]
@@ -135,8 +146,9 @@ class ReplicaCheck:
         found = []
         for index, each in enumerate(self._shared):
             held = self._held(table, index)
-            right = self._held(repaired, index)
             if is_frozen(each.shard):
+                # A holder whose bits changed by reading them again had wrong ones.
+                right = self._held(repaired, index)
                 wrong = tuple(holder for holder in each.holders if held[holder] != right[holder])
                 if wrong:
                     found.append(self._mismatch(step, each.shard, wrong, ORIGIN))
@@ -149,8 +161,11 @@ class ReplicaCheck:
 
     def _held(self, table: Tensor, index: int) -> dict[str, int]:
         """Return the checksum of a shared shard by holder, in order of names."""
-        holders = self._shared[index].holders
-        return {holder: int(table[self._world.members.index(holder), index]) for holder in holders}
+        found: dict[str, int] = {}
+        for holder in self._shared[index].holders:
+            rank = self._world.members.index(holder)
+            found[holder] = int(table[rank, index])
+        return found
 
     def _mismatch(
         self, step: int, shard: ShardId, workers: tuple[str, ...], owner: str
@@ -163,11 +178,15 @@ class ReplicaCheck:
 
         All workers see the same table, so all or none exchange checksums again.
         """
-        frozen = [index for index, each in enumerate(self._shared) if is_frozen(each.shard)]
-        differing = [i for i in frozen if len(set(self._held(table, i).values())) > 1]
+        differing: set[int] = set()
+        for index, each in enumerate(self._shared):
+            if is_frozen(each.shard):
+                checksums_of_holders = set(self._held(table, index).values())
+                if len(checksums_of_holders) > 1:
+                    differing.add(index)
         if not differing:
             return table
-        mine = set(differing).intersection(self._mine)
+        mine = differing.intersection(self._mine)
         self._reload({parameter_name(self._shared[index].shard.tensor) for index in mine})
         return self._exchange()
 
@@ -176,11 +195,16 @@ class ReplicaCheck:
 
         An entry is 0 if the worker does not hold the shard.
         """
+        signed = []
+        for value in self._checksums():
+            has_top_bit = value >> 63
+            signed.append(value - (1 << 64) if has_top_bit else value)
+        # Each entry is 0 at all workers but one, so that the sum is that worker's checksum.
         table = torch.zeros(self._world.size, len(self._shared), dtype=torch.int64)
-        signed = [value - (1 << 64) if value >> 63 else value for value in self._checksums()]
         table[self._world.rank, self._mine] = torch.tensor(signed, dtype=torch.int64)
         table = table.to(self._world.device)
-        self._world.wait_on_host(self._world.start_all_reduce(table))
+        work = self._world.start_all_reduce(table)
+        self._world.wait_on_host(work)
         return table.cpu()
 
     def _send_from(self, owner: str, others: Iterable[str], shard: ShardId) -> None:
@@ -191,12 +215,15 @@ class ReplicaCheck:
         for tag, other in enumerate(others):
             if self._me == owner:
                 outgoing = _bytes_of(self._view(shard)).to(self._world.device)
-                self._world.wait_on_host(self._world.send(outgoing, other, tag))
+                work = self._world.send(outgoing, other, tag)
+                self._world.wait_on_host(work)
             elif self._me == other:
                 view = self._view(shard)
                 arrived = torch.empty(view.nbytes, dtype=torch.uint8, device=self._world.device)
-                self._world.wait_on_host(self._world.recv(arrived, owner, tag))
-                view.copy_(arrived.view(view.dtype).view(view.shape))
+                work = self._world.recv(arrived, owner, tag)
+                self._world.wait_on_host(work)
+                right_bits = arrived.view(view.dtype)
+                view.copy_(right_bits.view(view.shape))
 
 
 def is_frozen(shard: ShardId) -> bool:
@@ -210,9 +237,10 @@ def judge(held: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
     held: checksum by holder, in order of names.
     """
     counts = Counter(held.values())
-    best = max(counts.values())
-    owner = next(holder for holder, value in held.items() if counts[value] == best)
-    return owner, tuple(holder for holder, value in held.items() if value != held[owner])
+    # `max` takes the first of equals, so the owner is the first by name.
+    owner = max(held, key=lambda holder: counts[held[holder]])
+    others = tuple(holder for holder, value in held.items() if value != held[owner])
+    return owner, others
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -39,8 +39,10 @@ class ReplicationState:
 
     def complete_step(self, generation: int) -> int | None:
         """Return the step of the last complete round of this generation."""
-        complete = self.complete
-        return None if complete is None or complete[0] != generation else complete[1]
+        if self.complete is None:
+            return None
+        completed_in, step = self.complete
+        return step if completed_in == generation else None
 
     def begin(self, order: GenerationOrder) -> None:
         """Start the generation's rounds, now that all workers have the first state.
@@ -50,14 +52,17 @@ class ReplicationState:
         """
         directory = self._place.memory_directory
         if self.complete is not None and self.complete[1] > order.start_step:
-            self.complete = None  # the run has gone back behind it
+            # The run has gone back behind it.
+            self.complete = None
         if self._every:
             newest = order.start_step - order.start_step % self._every
             # A worker that rolled forward has only the one before.
             kept = {order.start_step, newest, newest - self._every}
             # The open round's, too: others may have seen the vote that completed it.
             kept |= {step for step in self.rounds.held if step <= order.start_step}
-            kept |= set() if self.complete is None else {self.complete[1]}
+            if self.complete is not None:
+                _, complete_step = self.complete
+                kept.add(complete_step)
             remove_older(directory, self._place.worker, order.generation, but_steps=kept)
         replicates = order.replicates and self._every > 0
         self.rounds = Rounds(order.replicate_every_steps if replicates else 0)
@@ -66,11 +71,12 @@ class ReplicationState:
             write_targets(directory, self._targets(order))
 
     def _targets(self, order: GenerationOrder) -> ReplicationTargets:
+        agents = order.agents.values()
         return ReplicationTargets(
             self._place.worker,
             order.generation,
             order.replication_targets,
-            tuple(Endpoint(e.node, e.host, e.port) for e in order.agents.values()),
+            tuple(Endpoint(agent.node, agent.host, agent.port) for agent in agents),
             order.replicate_bytes_per_s,
             self._push_timeout_s,
         )
@@ -85,10 +91,8 @@ class ReplicationState:
             return
         writer.files.hold(self.rounds.held)
         if opened and order.replication_targets:
-            write_round(
-                self._place.memory_directory,
-                PushRequest(self._place.worker, order.generation, step, self.complete),
-            )
+            request = PushRequest(self._place.worker, order.generation, step, self.complete)
+            write_round(self._place.memory_directory, request)
 
     def status(self, order: GenerationOrder, writer: SnapshotWriter | None) -> PreservationStatus:
         """Return the status of the open round: done once snapshot and agent's copies are."""
@@ -104,6 +108,7 @@ class ReplicationState:
         pushed = read_pushed(self._place.memory_directory, self._place.worker)
         if pushed is None or (pushed.generation, pushed.step) != (order.generation, step):
             return PreservationStatus(pending=True)
+        # The agent's answer is read at each vote until the round ends, and reported once.
         if pushed.error is None and self._copied != (pushed.generation, step):
             self._copied = (pushed.generation, step)
             transfer = StateTransfer(

@@ -120,20 +120,26 @@ class UpdateTimes:
 
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
-        self._marks: list[tuple[Any, Any]] = []  # of the last two
+        self._marks: list[tuple[Any, Any]] = []
+        """Marks of the stream before and after each of the last two updates."""
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure the update that the context launches; one that fails is left out."""
         begin = self._clock.mark()
         yield
-        self._marks = [*self._marks[-1:], (begin, self._clock.mark())]
+        newest = (begin, self._clock.mark())
+        self._marks = [*self._marks[-1:], newest]
 
     @property
     def newest_s(self) -> float:
         """Seconds of the newest update known to have ended; 0 before the first."""
+        # On a GPU the newest update may still run when the host has launched it.
         ended = self._marks if self._clock.in_step_with_host else self._marks[:-1]
-        return self._clock.seconds(*ended[-1]) if ended else 0.0
+        if not ended:
+            return 0.0
+        begin, end = ended[-1]
+        return self._clock.seconds(begin, end)
 
 
 class Trainer(ABC):
@@ -156,16 +162,20 @@ class Trainer(ABC):
     ) -> None:
         self.training = setup.training
         self._device = setup.device
-        self.state, self.version = generation.state, StateVersion(generation.step)
+        self.state = generation.state
+        self.version = StateVersion(generation.step)
         self.groups = generation.groups
         self.voter = Voter(world, generation.groups, setup.device, counts_loss=counts_loss)
         self.voter.preservation_status = hooks.preservation_status
         self._clock = generation.groups.back_end.clock
         self.hooks = hooks
         self.prepared: int | None = None
+        """Step whose gradients are summed and whose vote is cast, but not applied; None: none."""
         self.last_vote: tuple[int, Vote] | None = None
+        """Newest vote that this worker knows the result of, with its step."""
         self.phase = "idle"
-        self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
+        # A roll-forward comes from another thread than the step.
+        self._applying = threading.Lock()
         self._updates = UpdateTimes(self._clock)
         self.loss_scale: LossScale | None = None
         """Scale of gradients in fp16 stages, equal at all workers; None: the plan has none."""
@@ -253,7 +263,7 @@ class Trainer(ABC):
             self.groups.check()
             vote, marks, parted = self._voted(batch)
         except PeerLost:
-            # whoever waits for this worker, though not for the lost one, is woken too
+            # Peers that wait for this worker, but not for the lost one, must wake up too.
             self.groups.interrupt()
             raise
         voted = time.perf_counter()
@@ -261,7 +271,8 @@ class Trainer(ABC):
         skipped = self._skipped(vote)
         self.apply_prepared(vote)
         ended = time.perf_counter()
-        parts = self._parts(started, voted, marks) | {"optimizer": self._updates.newest_s}
+        parts = self._parts(started, voted, marks)
+        parts["optimizer"] = self._updates.newest_s
         return StepResult(
             step,
             vote.loss,
@@ -378,7 +389,8 @@ class Trainer(ABC):
         """Cast this worker's vote: one all-reduce over all workers, which decides the step."""
         parted = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
         mine = self.voter.contribution(squares, loss, num_targets, parted, self._overflows())
-        self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
+        # Before the vote is sent: a peer that sees its result may count on this worker's gradients.
+        self.prepared = self.step
         self._enter("vote")
         vote = self.voter.count(mine)
         if self._must_repeat(vote):
@@ -406,8 +418,11 @@ class Trainer(ABC):
             assert self.prepared == self.step, (
                 f"step {self.prepared} is prepared, {self.step} is next"
             )
-            if self.last_vote is not None and self.last_vote[0] == self.step:
-                vote = self.last_vote[1]
+            # This worker may have seen the result itself, just before it was interrupted.
+            if self.last_vote is not None:
+                voted_step, seen = self.last_vote
+                if voted_step == self.step:
+                    vote = seen
             assert vote is not None, "without the vote's result the step did not happen"
             self.last_vote = (self.step, vote)
             self._enter("apply")
@@ -416,7 +431,7 @@ class Trainer(ABC):
             changes = skip_reason(vote, self.step, self.training) is None
             if changes:
                 with self._updates.measured():
-                    # From the first tensor on it is not whole until this call says so.
+                    # From the first changed tensor to the last the state is of no step.
                     self.version = StateVersion(self.step, whole=False)
                     self._update(vote)
             self.prepared = None

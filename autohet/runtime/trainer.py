@@ -78,11 +78,10 @@ class StageGroups:
         plan = generation.plan
         stage = place.stage
         tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
+        # Unless some stage has borders on both sides, all borders share the even ones' groups.
         borders = ("even", "odd") if num_border_groups(plan) > 2 else ("even", "even")
-        forward, backward = (
-            [groups.group(plan.workers, f"{direction}/{border}") for border in borders]
-            for direction in ("forward", "backward")
-        )
+        forward = [groups.group(plan.workers, f"forward/{border}") for border in borders]
+        backward = [groups.group(plan.workers, f"backward/{border}") for border in borders]
         return cls(tensor, forward, backward)
 
 
@@ -91,8 +90,7 @@ class StageTrainer(Trainer):
 
     A step gathers compute weights that others own (`_weights`), runs the stage's passes
     (`_executor` over `stage`) and sums gradients over their holders (`_sync`). Once it is
-    committed,
-    the step updates masters and moments (`_optimizer`) and the compute weights.
+    committed, the step updates masters and moments (`_optimizer`) and the compute weights.
     """
 
     def __init__(
@@ -109,11 +107,11 @@ class StageTrainer(Trainer):
         dtypes = StageDtypes.of_place(plan, place, precision)
         self._begins = setup.begins
         self._length_work = setup.length_work
-        self._relative_works: list[float] = []  # of the last step's microbatches
+        self._relative_works: list[float] = []
+        """Work of each microbatch of the last step."""
         groups = StageGroups.build(generation, place)
-        super().__init__(
-            setup, generation, hooks, groups.world, counts_loss=place.is_last and place.tp_rank == 0
-        )
+        counts_loss = place.is_last and place.tp_rank == 0
+        super().__init__(setup, generation, hooks, groups.world, counts_loss=counts_loss)
         if scales_gradients(plan, precision):
             self.loss_scale = generation.loss_scale
         self.stage = _build_stage(setup, place, groups.tensor, dtypes.compute)
@@ -123,18 +121,14 @@ class StageTrainer(Trainer):
             staging = HostStaging(setup.device)
             if setup.device.type == "cuda":
                 use_cores(plan, me)
-        # before gradients and compute copies take memory
+        # It lays the state out anew, so it comes before gradients and compute copies take memory.
         undecayed = parameters_without_decay(setup.training, local.specs)
         self._optimizer = FlatOptimizer(local, self.state, undecayed, staging)
         self._weights = ComputeWeights(
-            local,
-            generation.groups,
-            self.state,
-            dtypes,
-            setup.device,
-            staging=staging,
+            local, generation.groups, self.state, dtypes, setup.device, staging=staging
         )
-        self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
+        self._gathering: tuple[Any, Any] | None = None
+        """Marks of the stream before and after the last gathering of weights."""
         self.stage.weights.load({**generation.frozen, **self._weights.tensors})
         self._has_dropout = self.stage.dropout.drops
         # Isolated documents change shapes with each microbatch: code is compiled for one shape.
@@ -193,9 +187,9 @@ class StageTrainer(Trainer):
         loss, num_targets = self._executor.run(
             lambda m: batch(step, self.place.sequences(m)),
             self._enter,
-            self._sync.last_backward,
-            None if self._begins is None else self._microbatch_begins,
-            self._draw_dropout if self._has_dropout else lambda m: None,
+            before_last_backward=self._sync.last_backward,
+            begins=None if self._begins is None else self._microbatch_begins,
+            before_forward=self._draw_dropout if self._has_dropout else lambda m: None,
         )
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
@@ -227,11 +221,16 @@ class StageTrainer(Trainer):
         self._gather_weights()
 
     def _evaluate_batch(self, rows: EvaluationRows, index: int) -> tuple[Tensor, Tensor]:
+        # The first microbatches have rows; those without any are not run.
         present = rows.num_in_batch(index)
-        microbatches = range(self.place.pipeline.num_microbatches)
-        count = sum(self.place.sequences(m).start < present for m in microbatches)
+        count = 0
+        for m in range(self.place.pipeline.num_microbatches):
+            if self.place.sequences(m).start < present:
+                count += 1
         batch = partial(self._evaluation_part, rows.batch, index)
-        begins = partial(self._evaluation_part, rows.begins, index) if rows.isolated else None
+        begins = None
+        if rows.isolated:
+            begins = partial(self._evaluation_part, rows.begins, index)
         return self._executor.evaluate(batch, count, begins)
 
     def _evaluation_part(self, read: Callable[[int, range], Any], index: int, m: int) -> Any:
@@ -265,8 +264,10 @@ class StageTrainer(Trainer):
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
         parts = super()._parts(started, voted, marks)
         if self._gathering is not None:
-            parts["gather"] = self._clock.seconds(*self._gathering)
-            parts["vote"] = max(0.0, parts["vote"] - parts["gather"])
+            gather_s = self._clock.seconds(*self._gathering)
+            parts["gather"] = gather_s
+            # The vote's part is what no other part explains, so far including the gathering.
+            parts["vote"] = max(0.0, parts["vote"] - gather_s)
         return parts
 
     @property
@@ -275,7 +276,8 @@ class StageTrainer(Trainer):
 
     def _update(self, vote: Vote) -> None:
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.num_losses)
-        self._optimizer.update(self._sync.flats, UpdateRule(self.training, self.step, factor))
+        rule = UpdateRule(self.training, self.step, factor)
+        self._optimizer.update(self._sync.flats, rule)
         self._weights.refresh()
 
     def _bad_gradients(self) -> tuple[str, ...]:
@@ -293,25 +295,19 @@ def _build_stage(
     config = setup.config
     training = setup.training
     stage = place.stage
-    if (
-        training.kernels == "liger"
-        and (why_not := use_library(str(config.model_type), setup.device)) is not None
-    ):
-        logger.info(why_not)
-    build = getattr(
-        family_of(config), "build_stage", build_stage
-    )  # a family may bring stages of its own (the tests' exact model)
-    uneven = place.share if stage.tp_shares else None
+    if training.kernels == "liger":
+        why_not = use_library(str(config.model_type), setup.device)
+        if why_not is not None:
+            logger.info(why_not)
+    # A family may bring stages of its own, as the tests' exact model does.
+    build = getattr(family_of(config), "build_stage", build_stage)
     tp = None
     if tensor is not None:
-        owners: tuple[TensorShare, ...] = ()
-        if stage.expert_dispatch == "all_to_all":
-            owners = tuple(map(stage.share, range(place.tp_degree)))
-        cut = stage.sequence_parallel
-        tp = TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut, owners)
+        tp = _tensor_parallel(place, tensor)
     recompute = stage.recompute or training.stage_recompute
     if training.objective == "dpo":
-        config = without_dropout(config)  # as TRL's DPOTrainer: the reference drops nothing either
+        # As in TRL's DPOTrainer: the reference drops nothing either.
+        config = without_dropout(config)
     layers = range(stage.first_layer, stage.end_layer)
     built: StageModel = build(config, layers, tp, setup.device, dtype, recompute)
     if (stage.compute or training.precision) == "fp8":
@@ -327,6 +323,17 @@ def _build_stage(
     return built
 
 
+def _tensor_parallel(place: Place, tensor: Group) -> TensorParallel:
+    """Return this worker's part in its stage's tensor-parallel group."""
+    stage = place.stage
+    uneven = place.share if stage.tp_shares else None
+    owners: tuple[TensorShare, ...] = ()
+    if stage.expert_dispatch == "all_to_all":
+        owners = tuple(stage.share(rank) for rank in range(place.tp_degree))
+    cut = stage.sequence_parallel
+    return TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut, owners)
+
+
 def _reload_frozen(generation: WorkerGeneration, stage: StageModel, names: Collection[str]) -> None:
     """Read frozen weights from their origin again, also into the stage's copies of them."""
     generation.reload_frozen(names)
@@ -340,19 +347,18 @@ def _replica_check(
     reload: Callable[[Collection[str]], None],
 ) -> ReplicaCheck:
     ends = {EMBEDDING: "embedding", HEAD: "head"}
-    specs = family_of(setup.config).parameter_specs(setup.config)
-    layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
     plan = generation.plan
     config = setup.config
+    specs = family_of(config).parameter_specs(config)
+    layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
+
+    # Frozen weights are no training state, but are compared alike.
     state = layout_of_plan(plan, config)
     frozen = frozen_layout(plan, config, COMPUTE_DTYPES[setup.training.precision])
-    layout = Layout(
-        {**state.tensors, **frozen.tensors},
-        {
-            worker: shards | frozen.shards_by_worker[worker]
-            for worker, shards in state.shards_by_worker.items()
-        },
-    )
+    shards_by_worker = {}
+    for worker, shards in state.shards_by_worker.items():
+        shards_by_worker[worker] = shards | frozen.shards_by_worker[worker]
+    layout = Layout({**state.tensors, **frozen.tensors}, shards_by_worker)
     weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
     tensors = ChainMap(generation.state, weights)
     every = setup.training.replica_check_steps

@@ -18,10 +18,17 @@ class TransferLog:
 
     def add(self, transfer: StateTransfer, ended_at: float | None = None) -> None:
         """Record a copy that ended now, or at `ended_at` by the monotonic clock."""
-        self._ended.append((time.monotonic() if ended_at is None else ended_at, transfer))
+        if ended_at is None:
+            ended_at = time.monotonic()
+        self._ended.append((ended_at, transfer))
 
     def take(self) -> tuple[StateTransfer, ...]:
         """Return the copies that have ended since the last call."""
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        # As many as there are now: other threads may add more meanwhile.
+        taken = [self._ended.popleft() for _ in range(len(self._ended))]
         now = time.monotonic()
-        return tuple(replace(transfer, ended_ago_s=max(0.0, now - at)) for at, transfer in ended)
+        reported = []
+        for ended_at, transfer in taken:
+            ago_s = max(0.0, now - ended_at)
+            reported.append(replace(transfer, ended_ago_s=ago_s))
+        return tuple(reported)

@@ -68,11 +68,9 @@ class Vote:
     @property
     def gradient_norm(self) -> float:
         """Global norm of the mean loss's gradient, before clipping; NaN if it is not finite."""
-        return (
-            math.sqrt(self.squared_norm) / max(1, self.num_losses)
-            if math.isfinite(self.squared_norm)
-            else math.nan
-        )
+        if not math.isfinite(self.squared_norm):
+            return math.nan
+        return math.sqrt(self.squared_norm) / max(1, self.num_losses)
 
     @property
     def is_finite(self) -> bool:
@@ -179,12 +177,11 @@ class Voter:
         Raises:
             PeerLost, Interrupted: this worker does not know how the vote ended.
         """
-        totals = self._summed(mine)
-        *counts, margins = totals[2:]
-        vote = replace(
-            Vote(totals[0], totals[1], *(int(total) for total in counts)),
-            reward_margin_sum=margins,
-        )
+        squared_norm, loss_sum, *totals = self._summed(mine)
+        *counts, margins = totals
+        # The elements of `contribution` are in the order of the vote's fields.
+        vote = Vote(squared_norm, loss_sum, *[int(count) for count in counts])
+        vote = replace(vote, reward_margin_sum=margins)
         self._check_members(vote, "voted")
         return vote
 
@@ -204,24 +201,25 @@ class Voter:
         mine[2] = float(self._stop.is_set())
         mine[3] = float(self._checkpoint.is_set())
         mine[4:5].copy_(self._groups.alive, non_blocking=True)
-        totals = self._summed(mine)
-        tokens, stops, checkpoints, members, pairs, preferred = (int(each) for each in totals[1:7])
+        loss_sum, *counts, margins = self._summed(mine)
+        tokens, stops, checkpoints, members, pairs, preferred = [int(count) for count in counts]
         found = Vote(
             0.0,
-            totals[0],
+            loss_sum,
             tokens,
             stops,
             checkpoints,
             members,
             pairs=pairs,
             preferred=preferred,
-            reward_margin_sum=totals[7],
+            reward_margin_sum=margins,
         )
         self._check_members(found, "evaluated")
         return found
 
     def _summed(self, mine: Tensor) -> list[float]:
-        self.world.wait_on_host(self.world.start_all_reduce(mine))
+        work = self.world.start_all_reduce(mine)
+        self.world.wait_on_host(work)
         totals: list[float] = mine.tolist()
         return totals
 

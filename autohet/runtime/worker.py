@@ -78,9 +78,11 @@ class Worker:
     ) -> None:
         self.place = place
         self.timeouts = job.elastic.timeouts()
-        given = None if job.emulation is not None or place.gpu_type == "CPU" else place.gpu_type
         compute = format_of(job, place.gpu_type) or job.training.precision
-        self.device = choose_device(job.training.device, compute, given)
+        expected_gpu = None
+        if job.emulation is None and place.gpu_type != "CPU":
+            expected_gpu = place.gpu_type
+        self.device = choose_device(job.training.device, compute, expected_gpu)
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(
@@ -92,9 +94,8 @@ class Worker:
         self._batches = Batches(
             dataset, job.training.seed, job.training.global_batch_sequences, self.device
         )
-        self._storage = open_storage(
-            job.checkpoint_storage
-        )  # one client for checkpoints and restores
+        # One client for checkpoints and restores.
+        self._storage = open_storage(job.checkpoint_storage)
         self._preservation = Preservation(place, job, self._storage)
         self._setup = TrainingSetup(
             self.config,
@@ -120,18 +121,16 @@ class Worker:
             self._profiler,
             self.records,
         )
+        frozen_dtype = COMPUTE_DTYPES[job.training.precision]
         self._frozen = FrozenWeights(
-            job.model,
-            self.config,
-            job.training.seed,
-            self.device,
-            COMPUTE_DTYPES[job.training.precision],
+            job.model, self.config, job.training.seed, self.device, frozen_dtype
         )
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
         self._over = 0
         """Highest cancelled generation, which may not have begun yet."""
-        self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
+        self._rolling = threading.Lock()
+        """Held while a roll-forward is under way, so that no generation begins."""
         self.live: Live | None = None
         """State in this process's memory; None before the first restore has ended."""
         self.groups: GenerationGroups | None = None
@@ -154,27 +153,29 @@ class Worker:
             receipts = tuple(self._preservation.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
             transfers = self._preservation.take_transfers() if told else ()
-            live = self.live
-            kept = self._preservation
-            trainer = None if live is None else live.trainer
-            prepared = (
-                None if trainer is None else trainer.prepared
-            )  # before the version: a step that ends now is not both
-            version = StateVersion(0) if live is None else live.version
-            return replace(
+            report = replace(
                 self._report,
                 steps=steps,
                 receipts=receipts,
                 transfers=transfers,
                 evaluations=evaluations,
+                memory_shortage=self._preservation.shortage,
+            )
+            live = self.live
+            if live is None:
+                return report
+            # Read before the version: a step that ends now is not both prepared and applied.
+            prepared = None if live.trainer is None else live.trainer.prepared
+            version = live.version
+            return replace(
+                report,
                 step=version.step,
                 whole=version.whole,
-                live_generation=live.generation if live else None,
+                live_generation=live.generation,
                 prepared_step=prepared if version.whole else None,
-                vote=live.last_vote if live else None,
-                snapshot_step=kept.snapshot_step(live.generation) if live else None,
-                replicated_step=kept.replicated_step(live.generation) if live else None,
-                memory_shortage=kept.shortage,
+                vote=live.last_vote,
+                snapshot_step=self._preservation.snapshot_step(live.generation),
+                replicated_step=self._preservation.replicated_step(live.generation),
             )
 
     def begin(self, order: GenerationOrder) -> None:
@@ -196,9 +197,8 @@ class Worker:
             try:
                 self._begin(order)
             except Exception as error:  # noqa: BLE001
-                logger.error(
-                    "generation %d cannot begin: %s", order.generation, traceback.format_exc()
-                )
+                trace = traceback.format_exc()
+                logger.error("generation %d cannot begin: %s", order.generation, trace)
                 self._refuse(order, f"{type(error).__name__}: {error}")
 
     def _begin(self, order: GenerationOrder) -> None:
@@ -226,27 +226,31 @@ class Worker:
 
     def _start(self, order: GenerationOrder) -> None:
         store = self._store.connect(order)
+        step_timeout_s = order.step_timeout_s or self.timeouts.step_s
         groups = reconfigure(
             self.groups,
             order.generation,
             store,
             self.place.worker,
             self.device,
-            GroupTimeouts(order.step_timeout_s or self.timeouts.step_s, self.timeouts.rendezvous_s),
+            GroupTimeouts(step_timeout_s, self.timeouts.rendezvous_s),
         )
         with self._lock:
             self.groups = groups
-            if self.live is not None:  # no roll-forward of its generation can come any more
+            if self.live is not None:
+                # No roll-forward of its generation can come any more.
                 self.live = self.live.without_trainer()
+            # The shards that arrived may still be of use; copies that proved bad are reported once.
+            broken = self._report.broken
+            if broken is not None:
+                broken = replace(broken, bad=())
             self._report = replace(
                 self._report,
                 generation=order.generation,
                 phase=Phase.BUILDING,
                 error=None,
                 restore=None,
-                broken=(
-                    None if self._report.broken is None else replace(self._report.broken, bad=())
-                ),
+                broken=broken,
             )
         self._thread = threading.Thread(
             target=self._run,
@@ -357,7 +361,8 @@ class Worker:
         try:
             filled = source.fill(order, self._known(order), world, groups.over, progress)
             self._hold_frozen(order, groups.over, filled.bytes_by_tier)
-            world.barrier_on_host()  # everybody has its state: the generation is committed
+            # Once every worker has its state, the generation is committed.
+            world.barrier_on_host()
         except BaseException as error:
             broken = self._arrived.keep(order, progress, error, self.device)
             with self._lock:
@@ -365,11 +370,12 @@ class Worker:
             raise
         state = filled.state
         restored = time.perf_counter()
+        is_used = self.place.worker in order.plan.workers
         with self._lock:
             replaced = self.live
             self.live = None
             self._arrived.clear()
-            if self.place.worker in order.plan.workers:
+            if is_used:
                 self.live = Live(
                     self.place.worker,
                     order.generation,
@@ -392,7 +398,7 @@ class Worker:
         if replaced is not None:
             replaced.close()
             del replaced
-        if self.place.worker not in order.plan.workers:
+        if not is_used:
             return Phase.RELEASED
         return self._train(order, groups, state)
 
@@ -475,22 +481,21 @@ def choose_device(wish: str, precision: str, given: str | None = None) -> torch.
         ConfigError: this machine lacks the device that the job asks for, or the GPU is unusable; it
         is never replaced by the CPU.
     """
-    if wish == "auto" and given is not None and not torch.cuda.is_available():
+    has_cuda = torch.cuda.is_available()
+    if wish == "auto" and given is not None and not has_cuda:
         raise ConfigError(
             f"this worker was given a GPU ({given}), but PyTorch finds no CUDA device; fix the"
             " node's driver or its CUDA build of PyTorch, or set training.device to cpu"
         )
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+    if wish == "cpu" or (wish == "auto" and not has_cuda):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not has_cuda:
         raise ConfigError(
             "training.device is cuda, but PyTorch finds no CUDA device; set training.device to auto"
             " or cpu, or fix the node's driver or its CUDA build of PyTorch"
         )
-    if precision == "bf16" and torch.cuda.get_device_capability(0) < (
-        8,
-        0,
-    ):  # older ones only emulate it
+    # GPUs before Ampere (compute capability 8.0) only emulate bf16.
+    if precision == "bf16" and torch.cuda.get_device_capability(0) < (8, 0):
         raise ConfigError(
             f"training.precision is bf16, which {torch.cuda.get_device_name(0)} cannot compute; set"
             " training.precision to fp32, or parallelism.compute_formats to auto"

@@ -33,12 +33,18 @@ def adapted_spec(
     known: dict[object, KeptValues] = {}
     for index, block in enumerate(spec.blocks):
         specs = by_layer[index]
+        # Blocks of equal shapes keep equally many values, which take a while to count.
         kind = block.parameters, tuple(each.shape for each in specs)
         if kind not in known:
             known[kind] = _kept(config, precision, index, specs)
-        key_values = [s for s in specs if family.is_key_value(s.name.removesuffix(B_SUFFIX))]
+        key_values = []
+        for each in specs:
+            module_path = each.name.removesuffix(B_SUFFIX)
+            if family.is_key_value(module_path):
+                key_values.append(each)
         adapted = _adapted_block(block, specs, key_values, sequence_length)
         blocks.append(replace(adapted, autograd=known[kind]))
+    # A backward pass ends before the embedding; of the head it needs the input's gradient alone.
     embedding = replace(_frozen(spec.embedding), backward_share=0.0)
     head = replace(_frozen(spec.head), backward_share=0.5)
     return replace(
@@ -69,6 +75,7 @@ def _adapted_block(
     trained: the block's adapters. key_values: those of them that are B of keys or values.
     """
     added = _scalars(trained)
+    replicated = [each for each in trained if each.split_dim is None]
     weights = 2.0 * block.matmul_parameters * sequence_length
     attention = block.score_flops(sequence_length)
     updates = 2.0 * added * sequence_length
@@ -76,7 +83,7 @@ def _adapted_block(
     return replace(
         _frozen(block),
         parameters=added,
-        replicated_parameters=_scalars([each for each in trained if each.split_dim is None]),
+        replicated_parameters=_scalars(replicated),
         key_value_parameters=_scalars(key_values) if block.key_value_units else 0,
         matmul_parameters=block.matmul_parameters + added,
         backward_share=backward / (2.0 * (weights + attention + updates)),

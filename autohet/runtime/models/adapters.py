@@ -60,7 +60,9 @@ class Adapter:
     @property
     def scaling(self) -> float:
         """Factor of the update B A x."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        if self.rslora:
+            return self.alpha / math.sqrt(self.rank)
+        return self.alpha / self.rank
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -71,7 +73,9 @@ class Adapter:
     def matches(self, module_path: str) -> bool:
         """Return True if a linear map of a block is a target."""
         patterns = self.patterns
-        return not patterns or any(_matches(pattern, module_path) for pattern in patterns)
+        if not patterns:
+            return True
+        return any(_matches(pattern, module_path) for pattern in patterns)
 
 
 def _matches(pattern: str, path: str) -> bool:
@@ -94,8 +98,11 @@ def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
     found = config.get(ADAPTER) if is_mapping else getattr(config, ADAPTER, None)
     if found is None:
         return None
-    targets = found["targets"]
-    return Adapter(**{**found, "targets": targets if isinstance(targets, str) else tuple(targets)})
+    fields = dict(found)
+    # JSON has lists for tuples.
+    if not isinstance(fields["targets"], str):
+        fields["targets"] = tuple(fields["targets"])
+    return Adapter(**fields)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -109,14 +116,18 @@ def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str
         ConfigError: a target matches no linear map, or a block has none.
     """
     prefix = f"{family.layers}."
-    modules = model.named_modules()
-    linear = [path for path, part in modules if path.startswith(prefix) and is_linear(part)]
+    linear: list[str] = []
+    for path, module in model.named_modules():
+        if path.startswith(prefix) and is_linear(module):
+            linear.append(path)
     for pattern in adapter.patterns:
         if not any(_matches(pattern, path) for path in linear):
             raise ConfigError(_unmatched(pattern, linear))
+
     found = [path for path in linear if adapter.matches(path)]
     num_blocks = len(list(model.get_submodule(family.layers).children()))
-    without = set(range(num_blocks)) - {family.layer_of(f"{path}.") for path in found}
+    adapted_blocks = {family.layer_of(f"{path}.") for path in found}
+    without = set(range(num_blocks)) - adapted_blocks
     if without:
         raise ConfigError(
             f"model.adapter.targets match no linear map of block {min(without)}, and a stage of"
@@ -127,12 +138,16 @@ def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str
 
 def _unmatched(pattern: str, linear: Collection[str]) -> str:
     """Return an error message with the nearest linear map, by path or by its last component."""
-    names = sorted({path.rsplit(".", 1)[-1] for path in linear})
-    near = difflib.get_close_matches(pattern.rsplit(".", 1)[-1], names, n=1, cutoff=0.0)
+    names = sorted({_last_component(path) for path in linear})
+    near = difflib.get_close_matches(_last_component(pattern), names, n=1, cutoff=0.0)
     return (
         f"model.adapter.targets: '{pattern}' matches no linear map of the blocks; the nearest is"
         f" {near[0]} (of {', '.join(names)})"
     )
+
+
+def _last_component(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
 
 
 def initial_adapters(
@@ -146,7 +161,9 @@ def initial_adapters(
         tensor = torch.zeros(shape)
         if name.endswith(A_SUFFIX):
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            # 63 bits, since torch takes a signed number.
+            own_seed = int.from_bytes(digest[:8], "little") >> 1
+            generator = torch.Generator().manual_seed(own_seed)
             nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
         yield name, tensor
 
@@ -192,9 +209,11 @@ class AdaptedLinear(nn.Module):
         dropout: AdapterDropout | None = None,
     ) -> None:
         super().__init__()
-        row_parallel = original if isinstance(original, RowParallel) else None
-        self.tp = row_parallel.tp if row_parallel else None
-        self.transposed = row_parallel.transposed if row_parallel else isinstance(original, Conv1D)
+        self.tp: TensorParallel | None = None
+        self.transposed = isinstance(original, Conv1D)
+        if isinstance(original, RowParallel):
+            self.tp = original.tp
+            self.transposed = original.transposed
         self.scaling = scaling
         self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
         self.bias: nn.Parameter | None = original._parameters.get("bias")
@@ -211,18 +230,31 @@ class AdaptedLinear(nn.Module):
         product = x @ weight if self.transposed else self.product(x, weight)
         if not self.is_on:
             total = leave(product, self.tp)
-            return total if self.bias is None else total + self.bias
-        low = self.lora_A(x) if self.dropout is None else self.dropout.product(x, self.lora_A)
+        elif self.tp is None:
+            total = product + self._update(x)
+        else:
+            total = self._summed(product, self._update(x), self.tp)
+        if self.bias is None:
+            return total
+        return total + self.bias
+
+    def _update(self, x: Tensor) -> Tensor:
+        """Return s B A x."""
+        if self.dropout is None:
+            low = self.lora_A(x)
+        else:
+            low = self.dropout.product(x, self.lora_A)
         update: Tensor = self.lora_B(low) * self.scaling
-        total = product + update if self.tp is None else self._summed(product, update, self.tp)
-        return total if self.bias is None else total + self.bias
+        return update
 
     def _summed(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
         """Sum product and update over all ranks, in the product's memory.
 
         Selective recomputation keeps the product, so a replay finds the sum there.
         """
-        return leave(product if is_replaying() else product.add_(update), tp)
+        if not is_replaying():
+            product.add_(update)
+        return leave(product, tp)
 
 
 @contextmanager

@@ -57,8 +57,15 @@ def whole_mask(
     """
     if window is None or length <= window:
         return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    seen = seen.tril_().triu_(1 - window)
+    return _additive(seen, dtype)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask that is added to scores: 0 where `seen` is True, else -inf."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, -torch.inf)
 
 
 def window_band(
@@ -73,8 +80,9 @@ def window_band(
     if window is None or length <= window:
         return None
     chunk = min(CHUNK_TOKENS, window)
-    seen = torch.ones(chunk, window + chunk, dtype=torch.bool, device=device).triu_(1).tril_(window)
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+    seen = torch.ones(chunk, window + chunk, dtype=torch.bool, device=device)
+    seen = seen.triu_(1).tril_(window)
+    return _additive(seen, dtype)
 
 
 @dataclass(frozen=True)
@@ -138,22 +146,23 @@ def attention(
         )
         return out[..., :width], None
     drawn: AttentionDropout | None = getattr(module, ATTENTION_DROPOUT, None)
-    explicit = Explicit(softcap, None if drawn is None else drawn.now(), s_aux is not None)
-    if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
-        key, value = (_repeated(each, counts) for each in (key, value))
-    if explicit:
-        states = (query, key, value)
-        found_states = apply(_ChunkedAttention, *states, s_aux, attention_mask, scaling, explicit)
-        return found_states, None
-    if attention_mask is not None and attention_mask.dim() == 1:
-        states = (query, key, value)
-        return piece_attention(module, states, attention_mask, scaling, piece_window), None
-    if attention_mask is None or _is_plain(attention_mask):
-        found: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **rest
-        )
-        return found
-    out = apply(_ChunkedAttention, query, key, value, None, attention_mask, scaling, explicit)
+    dropout = None if drawn is None else drawn.now()
+    explicit = Explicit(softcap, dropout, s_aux is not None)
+    counts = getattr(module, UNEQUAL_GROUPS, None)
+    if counts is not None:
+        key = _repeated(key, counts)
+        value = _repeated(value, counts)
+    states = (query, key, value)
+    if not explicit:
+        if attention_mask is not None and attention_mask.dim() == 1:
+            return piece_attention(module, states, attention_mask, scaling, piece_window), None
+        if attention_mask is None or _is_plain(attention_mask):
+            found: tuple[Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, **rest
+            )
+            return found
+    # A band alone, and what no fused kernel computes. Only the latter has sinks.
+    out = apply(_ChunkedAttention, *states, s_aux, attention_mask, scaling, explicit)
     return out, None
 
 
@@ -172,16 +181,19 @@ def share_key_heads(module: nn.Module, share: TensorShare, key_value_units: int)
     """
     if not hasattr(module, "num_key_value_groups") or key_value_units % share.of == 0:
         return
-    parts = share.of // key_value_units  # of one key-value head
-    per_part = int(module.num_key_value_groups) // parts  # type: ignore[arg-type]
-    counts = tuple(
-        per_part * (min(share.end, (head + 1) * parts) - max(share.first, head * parts))
-        for head in share.units(key_value_units)
-    )
-    equal = len(set(counts)) == 1
-    module.num_key_value_groups = counts[0] if equal else 1  # type: ignore[assignment]
-    if not equal:
-        setattr(module, UNEQUAL_GROUPS, counts)
+    parts_per_head = share.of // key_value_units
+    queries_per_part = int(module.num_key_value_groups) // parts_per_head  # type: ignore[arg-type]
+    counts = []
+    for head in share.units(key_value_units):
+        first = max(share.first, head * parts_per_head)
+        end = min(share.end, (head + 1) * parts_per_head)
+        counts.append(queries_per_part * (end - first))
+    if len(set(counts)) == 1:
+        module.num_key_value_groups = counts[0]  # type: ignore[assignment]
+    else:
+        # The heads are repeated before the library's module counts them.
+        module.num_key_value_groups = 1  # type: ignore[assignment]
+        setattr(module, UNEQUAL_GROUPS, tuple(counts))
 
 
 def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -189,11 +201,10 @@ def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
 
     [b, kv heads, S, d] becomes [b, heads, S, d].
     """
-    each = (
-        head.expand(-1, count, -1, -1)
-        for head, count in zip(heads.split(1, dim=1), counts, strict=True)
-    )
-    return torch.cat(list(each), dim=1)
+    repeated = []
+    for head, count in zip(heads.split(1, dim=1), counts, strict=True):
+        repeated.append(head.expand(-1, count, -1, -1))
+    return torch.cat(repeated, dim=1)
 
 
 class _ChunkedAttention(torch.autograd.Function):
@@ -226,10 +237,9 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, mask = ctx.saved_tensors
         of_query = torch.empty_like(query)
-        of_key, of_value = (
-            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
-            for each in (key, value)
-        )
+        # Several chunks read a key: their gradients are summed in fp32.
+        of_key = _wide_zeros(key)
+        of_value = _wide_zeros(value)
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=of_key.dtype)
         for chunk in _chunks(query, mask, ctx.explicit):
             rows, keys, _ = chunk
@@ -241,7 +251,8 @@ class _ChunkedAttention(torch.autograd.Function):
             with torch.enable_grad():
                 states = given[0], given[1], given[2]
                 found = _attend(states, chunk, ctx.scale, ctx.explicit, sink)
-            parts = torch.autograd.grad(found, given, gradients[0][:, rows].transpose(1, 2))
+            gradient = gradients[0][:, rows].transpose(1, 2)
+            parts = torch.autograd.grad(found, given, gradient)
             of_query[:, :, rows] = parts[0]
             of_key[:, :, keys] += parts[1]
             of_value[:, :, keys] += parts[2]
@@ -251,6 +262,12 @@ class _ChunkedAttention(torch.autograd.Function):
             of_sinks = of_sinks.to(sinks.dtype)
         of_states = of_query, of_key.to(key.dtype), of_value.to(value.dtype)
         return *of_states, of_sinks, None, None, None
+
+
+def _wide_zeros(tensor: Tensor) -> Tensor:
+    """Return zeros of the tensor's shape, in fp32 or wider."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.zeros_like(tensor, dtype=wide)
 
 
 Chunk = tuple[slice, slice, Tensor | None]
@@ -263,10 +280,13 @@ def _chunks(query: Tensor, mask: Tensor | None, explicit: Explicit) -> Iterator[
     Explicit scores of a chunk, [b, heads, chunk, keys], are at most EXPLICIT_SCORES.
     """
     batch, heads, length, _ = query.shape
-    num_keys = length if mask is None or _is_plain(mask) else min(length, mask.shape[1])
+    num_keys = length
+    if mask is not None and not _is_plain(mask):
+        num_keys = min(length, mask.shape[1])
     chunk = CHUNK_TOKENS
     if explicit:
-        chunk = max(1, min(chunk, EXPLICIT_SCORES // (batch * heads * num_keys)))
+        most = EXPLICIT_SCORES // (batch * heads * num_keys)
+        chunk = max(1, min(chunk, most))
     if mask is None:
         return _causal_chunks(length, chunk, query.device)
     if _is_plain(mask):
@@ -317,10 +337,11 @@ def _attend(
     Kernels that take a mask need as many key heads as query heads.
     """
     query, key, value = states
-    mask = chunk[2]
+    _, _, mask = chunk
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and (mask is not None or explicit):
-        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
     if explicit:
         return _attend_explicitly((query, key, value), chunk, scale, explicit, sinks)
     return F.scaled_dot_product_attention(
@@ -361,6 +382,7 @@ def _attend_explicitly(
         sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    # A sink has a weight and no value.
     weights = weights[..., : value.shape[2]]
     if explicit.dropout is not None:
         weights = explicit.dropout.drop(weights, rows, keys)

@@ -43,6 +43,7 @@ def auto_family(model_type: str, **fields: Any) -> Family:
             f"transformers has no pipeline and tensor-parallel plan for model_type '{model_type}',"
             " so its family cannot be derived; write one and name it with model.family"
         )
+    # Each part has the names of its inputs and of its outputs.
     paths = list(stages)
     takes = [list(stages[path][0]) for path in paths]
     gives = [list(stages[path][1]) for path in paths]

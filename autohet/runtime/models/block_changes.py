@@ -72,11 +72,14 @@ def _cut_block(block: nn.Module, path: str, spec: StageSpec, tp: TensorParallel)
         style = spec.family.style(spec.config, f"{path}.{name}")
         parent_name, _, child = name.rpartition(".")
         if style in (SHARED_COLUMN, SHARED_ROW):
-            shared.add(parent_name)  # the block around shared experts enters and sums once
+            # The block around shared experts enters and sums once, for them and the routed ones.
+            shared.add(parent_name)
         elif style in ROW:
             setattr(block.get_submodule(parent_name), child, RowParallel(module, tp))
         elif style == EXPERTS:
-            stack = spec.parameters[f"{path}.{name}.{next(iter(module._parameters))}"]
+            # All stacks have the same experts, so the first says which of them are here.
+            first_stack = next(iter(module._parameters))
+            stack = spec.parameters[f"{path}.{name}.{first_stack}"]
             _cut_experts(module, block.get_submodule(parent_name), stack, tp)
             if not tp.expert_owners:
                 entered.add(parent_name)
@@ -85,8 +88,10 @@ def _cut_block(block: nn.Module, path: str, spec: StageSpec, tp: TensorParallel)
         elif style in COLUMN:
             entered.add(parent_name)
             if isinstance(module, Conv1D):
+                # Its forward pass reads the number of its outputs.
                 weight = f"{path}.{name}.weight"
-                module.nf = local_shape(spec.parameters[weight], spec.units(weight))[-1]
+                shape = local_shape(spec.parameters[weight], spec.units(weight))
+                module.nf = shape[-1]
     if tp.expert_owners:
         for name in shared:
             share_all_tokens(block.get_submodule(name), tp)
@@ -101,7 +106,8 @@ def _cut_experts(
 
     stack: a parameter of all experts.
     """
-    keep_own_experts(module, *_experts_of(stack, tp.share))
+    first, end = _experts_of(stack, tp.share)
+    keep_own_experts(module, first, end)
     if tp.expert_owners:
         send_tokens(module, tp, _owner_by_expert(stack, tp))
         route_own_part(around, tp)
@@ -165,6 +171,7 @@ def adapt_blocks(blocks: Iterable[nn.Module], spec: StageSpec, rows: DropoutRows
     if adapter is None:
         return
     for index, block in enumerate(blocks):
+        # A list, since the loop replaces modules of the block that it walks.
         for name, module in list(block.named_modules()):
             path = f"{spec.block_path(index)}.{name}"
             is_map = is_linear(module) or isinstance(module, RowParallel)
@@ -181,9 +188,10 @@ def _adapter_dropout(
     """Return the dropout of a map's adapter, over this rank's columns; None if it has none."""
     if not adapter.dropout:
         return None
+    # A is cut as the map's input: its own units are cut from a matrix of column numbers.
     low = spec.parameters[f"{path}{A_SUFFIX}"]
-    whole = torch.arange(low.shape[1]).expand(low.shape)
-    columns = take_units(low, local_units(low, spec.share), whole)[0]
+    numbers = torch.arange(low.shape[1]).expand(low.shape)
+    columns = take_units(low, local_units(low, spec.share), numbers)[0]
     keys = column_keys(path, columns).to(spec.device)
     return AdapterDropout(adapter.dropout, rows, keys)
 

@@ -38,19 +38,21 @@ class BlockInputs:
         self._rotary = None if rotary is None else _on_device(rotary, spec.config, spec.device)
         self._rotary_by_layer_type = rotary is not None and _takes_layer_type(rotary)
         self._windows = [window_of(spec.config, layer) for layer in spec.layers]
-        self._last: tuple[Any, InputTables] = (None, {})
+        self._key: object = None
+        """What the last tables were made for."""
+        self._tables: InputTables = {}
 
     def prepare(self, shape: tuple[int, int], mask: MaskMaker = window_band) -> None:
         """Make the tables for microbatches of this shape, [b, S], in advance."""
         spec = self._spec
-        hidden = torch.empty(
-            (*shape, int(spec.config.hidden_size)), device=spec.device, dtype=spec.dtype
-        )
-        self.of_shape(hidden, shape[1], mask)
+        batch, length = shape
+        size = (batch, length, int(spec.config.hidden_size))
+        hidden = torch.empty(size, device=spec.device, dtype=spec.dtype)
+        self.of_shape(hidden, length, mask)
 
     def tensors(self) -> list[Tensor]:
         """Return the masks and rotary tables that all blocks share, made for the last shape."""
-        return [leaf for leaf in tree_leaves(self._last[1]) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in tree_leaves(self._tables) if isinstance(leaf, Tensor)]
 
     def of_shape(self, hidden: Tensor, length: int, mask: MaskMaker = window_band) -> InputTables:
         """Return the tables for whole sequences of `length` tokens.
@@ -58,17 +60,20 @@ class BlockInputs:
         They are functions of the shape alone, so they are made once, not for every microbatch. No
         mask, where no window is shorter than the sequences: attention is plainly causal then.
         """
-        key = (hidden.shape, length, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
-        if self._last[0] != key:
-            made: dict[Any, Any] = {
-                window: mask(window, length, hidden.dtype, hidden.device)
-                for window in set(self._windows)
-            }
-            if self._rotary is not None:
-                positions = torch.arange(length, device=hidden.device).unsqueeze(0)
-                made["rotary"] = self._rotary_tables(hidden, positions)
-            self._last = (key, made)
-        return self._last[1]
+        # Autograd refuses tensors that were made in inference mode.
+        is_inference = torch.is_inference_mode_enabled()
+        key = (hidden.shape, length, hidden.dtype, hidden.device, is_inference)
+        if self._key == key:
+            return self._tables
+        made: dict[Any, Any] = {}
+        for window in set(self._windows):
+            made[window] = mask(window, length, hidden.dtype, hidden.device)
+        if self._rotary is not None:
+            positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+            made["rotary"] = self._rotary_tables(hidden, positions)
+        self._key = key
+        self._tables = made
+        return made
 
     def of_pieces(self, hidden: Tensor, begins: Tensor) -> InputTables:
         """Return the tables for a microbatch with these begins of pieces, bool [b, S]."""
@@ -109,14 +114,19 @@ class BlockInputs:
         """Return the key of block `index`'s rotary table: its layer type; None: the only table."""
         if not self._rotary_by_layer_type:
             return None
-        return str(self._spec.config.layer_types[self._spec.layers[index]])
+        layer = self._spec.layers[index]
+        return str(self._spec.config.layer_types[layer])
 
     def _rotary_tables(self, hidden: Tensor, positions: Tensor) -> dict[str | None, Any]:
         assert self._rotary is not None
         if not self._rotary_by_layer_type:
             return {None: self._rotary(hidden, position_ids=positions)}
-        kinds = {self._rotary_kind(index) for index in range(len(self._spec.layers))}
-        return {kind: self._rotary(hidden, positions, kind) for kind in kinds}
+        tables: dict[str | None, Any] = {}
+        for index in range(len(self._spec.layers)):
+            kind = self._rotary_kind(index)
+            if kind not in tables:
+                tables[kind] = self._rotary(hidden, positions, kind)
+        return tables
 
 
 def _on_device(module: nn.Module, config: PreTrainedConfig, device: torch.device) -> nn.Module:

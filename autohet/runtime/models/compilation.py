@@ -23,11 +23,13 @@ def can_compile(device_type: str) -> bool:
     try:
         torch.compile(_trial)(sample).backward()
     except Exception as error:  # noqa: BLE001 - a compiler's failures have no common type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = str(error).strip() or type(error).__name__
+        reason = text.splitlines()[0]
         logger.warning("Nothing is compiled, since torch.compile fails here: %s", reason)
         return False
     return True
 
 
 def _trial(x: Tensor) -> Tensor:
-    return torch.nn.functional.silu(x @ x).square().sum()
+    activated = torch.nn.functional.silu(x @ x)
+    return activated.square().sum()

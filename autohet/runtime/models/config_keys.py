@@ -184,7 +184,9 @@ def used_keys(model_type: str) -> frozenset[str] | None:
     from autohet.runtime.models import FAMILIES
 
     family = FAMILIES.get(model_type)
-    return None if family is None or not family.config_keys else family.config_keys
+    if family is None or not family.config_keys:
+        return None
+    return family.config_keys
 
 
 def known_keys(config: PreTrainedConfig) -> frozenset[str]:
@@ -221,8 +223,8 @@ def settle_keys(
                 type(config).__name__,
             )
         return
-    kept = used | {"quantization_config"}
-    for key in set(given) - {field.name for field in dataclasses.fields(config)} - kept:
+    fields = {field.name for field in dataclasses.fields(config)}
+    for key in set(given) - fields - used - {"quantization_config"}:
         config.__dict__.pop(key, None)
     if left_over:
         logger.warning(
@@ -265,7 +267,9 @@ def window_of(config: PreTrainedConfig, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     slides = not kinds or kinds[layer] == "sliding_attention"
     window = getattr(config, "sliding_window", None)
-    return int(window) if slides and window else None
+    if not slides or not window:
+        return None
+    return int(window)
 
 
 def check_window(config: PreTrainedConfig, where: str) -> None:
@@ -300,6 +304,7 @@ def check_rope(config: PreTrainedConfig, where: str) -> None:
     Raises:
         ConfigError: transformers knows no such kind, or the base is no number.
     """
+    # One set of parameters, or one for each layer type.
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [each for each in parameters.values() if isinstance(each, Mapping)]
     known = ("default", *sorted(ROPE_INIT_FUNCTIONS))
@@ -310,5 +315,6 @@ def check_rope(config: PreTrainedConfig, where: str) -> None:
                 f"{where}: transformers knows no rope_type {kind!r}; use one of {', '.join(known)}"
             )
         base = each.get("rope_theta", 1.0)
-        if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
+        is_number = isinstance(base, int | float) and not isinstance(base, bool)
+        if not is_number or base <= 0:
             raise ConfigError(f"{where}: rope_theta is {base!r}; give a positive number")

@@ -73,8 +73,9 @@ class _KeptProducts(TorchDispatchMode):
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         if function in KEPT:
-            leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            self.bytes += sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self.bytes += leaf.nbytes
         return out
 
 
@@ -87,10 +88,16 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Count:
-    """Scalars per token, of the compute format's width."""
+    """Scalars per token, of the compute format's width.
+
+    everything: that autograd keeps. selective: that selective recomputation keeps.
+    """
 
     everything: float
     selective: float
+
+
+_NOTHING = _Count(0.0, 0.0)
 
 
 def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> KeptValues:
@@ -104,17 +111,20 @@ def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> K
     finest = family.max_tp_degree(config)
     units = family.key_value_units(config)
     whole = _count(block, None, dtype)
-    ranks = range(2 if finest > 1 else 0)
-    halves = [_count(block, TensorShare(rank, rank + 1, 2), dtype) for rank in ranks]
+    halves: list[_Count] = []
+    if finest > 1:
+        halves = [_count(block, TensorShare(rank, rank + 1, 2), dtype) for rank in range(2)]
+    key_value = _NOTHING
+    if units < finest:
+        key_value = _key_values(block, whole, dtype)
     # With less than two units every rank has the same keys and values, and none is cut further.
-    key_value = _key_values(block, whole, dtype) if units < finest else _Count(0.0, 0.0)
-    uncut = key_value if units < 2 else _Count(0.0, 0.0)
-    split, replicated = _parts(
-        whole.everything, [each.everything for each in halves], uncut.everything
-    )
-    selective_split, selective_replicated = _parts(
-        whole.selective, [each.selective for each in halves], uncut.selective
-    )
+    uncut = key_value if units < 2 else _NOTHING
+
+    of_halves = [each.everything for each in halves]
+    split, replicated = _parts(whole.everything, of_halves, uncut.everything)
+    of_halves = [each.selective for each in halves]
+    selective_split, selective_replicated = _parts(whole.selective, of_halves, uncut.selective)
+
     modules = skeleton(with_layers(config, [layer])).named_modules()
     is_gated = any("gate" in path for path, _ in modules)
     share = GATED_BACKWARD_SHARE if is_gated else PLAIN_BACKWARD_SHARE
@@ -195,22 +205,22 @@ def _fake_stage(
     block: _Block, share: TensorShare | None, dtype: torch.dtype
 ) -> tuple[StageModel, Tensor]:
     """Return a model of one stage, and hidden states like those of a preceding block."""
-    tp = None if share is None else TensorParallel(_SilentGroup(), share.first, share.of)
-    stage = build_stage(
-        block.config, range(block.layer, block.layer + 1), tp, torch.device("cpu"), dtype
-    )
-    specs = stage.spec.parameters
-    stage.weights.load(
-        {
-            name: torch.empty(shape, dtype=specs[name].compute_dtype(dtype))
-            for name, shape in stage.weights.local_shapes().items()
-        }
-    )
+    tp = None
+    if share is not None:
+        tp = TensorParallel(_SilentGroup(), share.first, share.of)
+    layers = range(block.layer, block.layer + 1)
+    stage = build_stage(block.config, layers, tp, torch.device("cpu"), dtype)
+    weights: dict[str, Tensor] = {}
+    for name, shape in stage.weights.local_shapes().items():
+        spec = stage.spec.parameters[name]
+        weights[name] = torch.empty(shape, dtype=spec.compute_dtype(dtype))
+    stage.weights.load(weights)
     return stage, _fake_states(block.config, TOKENS, dtype)
 
 
 def _fake_states(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) -> Tensor:
     hidden = torch.empty(1, tokens, int(config.hidden_size), dtype=dtype, requires_grad=True)
+    # The result of an operator, as a block's input is in a stage, and no leaf.
     return hidden * 1.0
 
 
@@ -233,12 +243,11 @@ def _count(block: _Block, share: TensorShare | None, dtype: torch.dtype) -> _Cou
 def _kept_bytes(stage: StageModel, given: Tensor) -> tuple[int, int]:
     """Return the bytes that autograd and selective recomputation keep of the first block."""
     everything = _saved_bytes(stage, lambda: stage.block_output(0, given))
-    input_bytes = given.numel() * given.element_size()
     if stage.spec.family.changes_products(stage.spec.config):
-        return everything, input_bytes
+        return everything, given.nbytes
     with _KeptProducts() as products:
         stage.block_output(0, given)
-    return everything, products.bytes + input_bytes
+    return everything, products.bytes + given.nbytes
 
 
 def _saved_bytes(stage: StageModel, run: Callable[[], Tensor]) -> int:
@@ -258,6 +267,7 @@ def _saved_bytes(stage: StageModel, run: Callable[[], Tensor]) -> int:
 
     with saved_tensors_hooks(pack, lambda kept: kept.tensor):
         out = run()
+    # `out` keeps the graph alive, and with it all that backward would read.
     assert out.requires_grad
     bytes_by_storage = {}
     for kept in saved:

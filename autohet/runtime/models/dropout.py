@@ -25,8 +25,8 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.row_chunks import row_chunks
 
-_GOLDEN = -0x61C88647  # 2^32 / golden ratio, as a signed number
-
+_GOLDEN = -0x61C88647
+"""2**32 / golden ratio, as a signed number: multiples of it are spread evenly."""
 CHUNK_ELEMENTS = 1 << 22
 """Limit on the elements whose bits are drawn at a time."""
 
@@ -111,6 +111,10 @@ def _key(text: str) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
+    """Return `lowbias32` of int32 numbers.
+
+    The masks make shifts logical, which torch has for unsigned numbers alone.
+    """
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
@@ -122,7 +126,9 @@ def _mix(x: Tensor) -> Tensor:
 def dropped(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return the mask of dropped elements, bool [b, S, n], from row and column keys."""
     bits = _mix(rows.unsqueeze(-1) ^ columns)
-    return bits < round(rate * 2**32) - 2**31
+    # int32 numbers begin at -2**31: this many of them are below the limit.
+    limit = round(rate * 2**32) - 2**31
+    return bits < limit
 
 
 class _DroppedProduct(torch.autograd.Function):
@@ -141,7 +147,8 @@ class _DroppedProduct(torch.autograd.Function):
         keys = rows.flatten()
         product = x.new_empty(len(flat), len(weight))
         for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
-            left = _without(flat[part], dropped(keys[part], columns, rate), rate)
+            mask = dropped(keys[part], columns, rate)
+            left = _without(flat[part], mask, rate)
             product[part] = left @ weight.T
         return product.view(*x.shape[:-1], -1)
 
@@ -154,6 +161,7 @@ class _DroppedProduct(torch.autograd.Function):
         keys = rows.flatten()
         gradient = gradients[0].flatten(0, -2)
         of_x = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
+        # Parts of the rows add up in fp32, whatever the format of the weight.
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight = torch.zeros_like(weight, dtype=wide)
         for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
@@ -161,19 +169,17 @@ class _DroppedProduct(torch.autograd.Function):
             if of_x is not None:
                 of_x[part] = _without(gradient[part] @ weight, mask, ctx.rate)
             if ctx.needs_input_grad[1]:
-                of_weight += gradient[part].T @ _without(flat[part], mask, ctx.rate)
-        return (
-            None if of_x is None else of_x.view_as(x),
-            of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-            None,
-        )
+                left = _without(flat[part], mask, ctx.rate)
+                of_weight += gradient[part].T @ left
+        x_gradient = None if of_x is None else of_x.view_as(x)
+        weight_gradient = of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return x_gradient, weight_gradient, None, None, None
 
 
 def _without(x: Tensor, mask: Tensor, rate: float) -> Tensor:
     """Return x with zeros under the mask and all else scaled up, so that its mean stays."""
-    return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - rate))
+    scale = 1.0 / (1.0 - rate)
+    return x.masked_fill(mask, 0.0).mul_(scale)
 
 
 def dropped_product(
@@ -206,7 +212,8 @@ def _dropped_states(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Te
     keys = rows.flatten()
     out = torch.empty_like(flat)
     for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
-        out[part] = _without(flat[part], dropped(keys[part], columns, rate), rate)
+        mask = dropped(keys[part], columns, rate)
+        out[part] = _without(flat[part], mask, rate)
     return out.view_as(x)
 
 
@@ -246,9 +253,9 @@ class AttentionDropout:
 
     def now(self) -> WeightDropout | None:
         """Return the dropout of the present microbatch; None where the stage does not train."""
-        return (
-            None if self.rows.keys is None else WeightDropout(self.rate, self.rows.keys, self.heads)
-        )
+        if self.rows.keys is None:
+            return None
+        return WeightDropout(self.rate, self.rows.keys, self.heads)
 
 
 @dataclass(frozen=True)
@@ -266,7 +273,8 @@ class WeightDropout:
         """Return the weights of these queries and keys, [b, heads, queries, keys], with dropout."""
         of_queries = _mix(self.rows[:, None, queries] ^ self.heads[:, None])
         places = torch.arange(keys.start, keys.stop, device=weights.device)
-        mask = dropped(of_queries, column_keys("key position", places), self.rate)
+        of_keys = column_keys("key position", places)
+        mask = dropped(of_queries, of_keys, self.rate)
         return _without(weights, mask, self.rate)
 
 

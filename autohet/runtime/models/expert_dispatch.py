@@ -45,16 +45,18 @@ class TokenPart:
     @property
     def num_real(self) -> int:
         """Tokens of each sequence on this rank, without padding."""
-        return min(max(self.tp.length.tokens - self.tp.rank * self.width, 0), self.width)
+        from_here_on = self.tp.length.tokens - self.tp.rank * self.width
+        return min(max(from_here_on, 0), self.width)
 
     def real(self, rows: Tensor) -> Tensor:
         """Return [b, num_real, ...] of the rows [b * width, ...] of all tokens."""
-        real: Tensor = rows.unflatten(0, (-1, self.width))[:, : self.num_real]
-        return real
+        by_sequence: Tensor = rows.unflatten(0, (-1, self.width))
+        return by_sequence[:, : self.num_real]
 
     def is_real(self, num_rows: int, device: torch.device) -> Tensor:
         """Return bool [num_rows]: the row of a token [b * width] is no padding."""
-        return torch.arange(num_rows, device=device) % self.width < self.num_real
+        places = torch.arange(num_rows, device=device) % self.width
+        return places < self.num_real
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class _Routes:
 
     def sum_back(self, rows: Tensor) -> Tensor:
         """Return the owners' rows [R, w] to their tokens, and sum them to [N, w] in rank order."""
+        # The last row stays zero: it is that of ranks to which a token was not sent.
         back = rows.new_zeros(len(self.tokens) + 1, rows.shape[1])
         self.group.all_to_all(back[:-1], rows.contiguous(), self.sent, self.received)
         total = back[self.places[:, 0]]
@@ -93,10 +96,14 @@ def _routes(tp: TensorParallel, owners: Tensor) -> _Routes:
 
     owners: int64 [N, k], the rank that owns each chosen expert of each token.
     """
-    needed = torch.zeros(len(owners), tp.degree, dtype=torch.bool, device=owners.device)
+    num_tokens = len(owners)
+    needed = torch.zeros(num_tokens, tp.degree, dtype=torch.bool, device=owners.device)
     needed.scatter_(1, owners, True)
-    needed &= TokenPart(tp).is_real(len(owners), owners.device).unsqueeze(1)
+    is_real = TokenPart(tp).is_real(num_tokens, owners.device)
+    needed &= is_real.unsqueeze(1)
     sent, received = tp.group.exchange_counts(needed.sum(0))
+
+    # Rows go out rank by rank, so a row's place is the number of rows before it in that order.
     by_rank = needed.T.contiguous()
     tokens = by_rank.nonzero()[:, 1]
     places = by_rank.flatten().cumsum(0).view_as(by_rank).T - 1
@@ -114,7 +121,8 @@ class _ToOwners(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return ctx.routes.sum_back(gradients[0]), ctx.routes.sum_back(gradients[1]), None
+        of_hidden, of_routing = gradients
+        return ctx.routes.sum_back(of_hidden), ctx.routes.sum_back(of_routing), None
 
 
 class _FromOwners(torch.autograd.Function):
@@ -134,7 +142,8 @@ class _Dispatch:
     """Hooks of one block's experts: tokens go to their owners before them, outputs back after."""
 
     def __init__(self, tp: TensorParallel, owner_by_expert: Sequence[int]) -> None:
-        self._tp, self._owners = tp, torch.tensor(owner_by_expert)
+        self._tp = tp
+        self._owners = torch.tensor(owner_by_expert)
         self._routes: _Routes | None = None
 
     def before(
@@ -147,8 +156,10 @@ class _Dispatch:
         """
         hidden, index, weights = args
         self._owners = self._owners.to(index.device)
-        self._routes = routes = _routes(self._tp, self._owners[index])
-        routing = torch.cat([index.float(), weights.float()], -1)  # indices are exact below 2^24
+        routes = _routes(self._tp, self._owners[index])
+        self._routes = routes
+        # Indices and weights in one message: fp32 holds indices below 2**24 exactly.
+        routing = torch.cat([index.float(), weights.float()], -1)
         outputs: Any = _ToOwners.apply(hidden, routing, routes)  # type: ignore[no-untyped-call]
         rows, theirs = outputs
         if not len(rows):
@@ -156,13 +167,16 @@ class _Dispatch:
             theirs = F.pad(theirs, (0, 0, 0, 1), value=-1.0)
         used = index.shape[-1]
         chosen = theirs[:, :used].detach().long()
-        return rows, chosen, theirs[:, used:].to(weights.dtype)
+        their_weights = theirs[:, used:].to(weights.dtype)
+        return rows, chosen, their_weights
 
     def after(self, _: nn.Module, args: Any, out: Tensor) -> Tensor:
         routes = self._routes
         assert routes is not None
         self._routes = None
-        return apply(_FromOwners, out[: sum(routes.received)], routes)
+        # Without the row that `before` adds if no token came.
+        own = out[: sum(routes.received)]
+        return apply(_FromOwners, own, routes)
 
 
 def send_tokens(experts: nn.Module, tp: TensorParallel, owner_by_expert: Sequence[int]) -> None:
@@ -185,16 +199,26 @@ def route_own_part(block: nn.Module, tp: TensorParallel) -> None:
     if tp.cuts_sequence:
         return
 
+    def before(_: nn.Module, args: Any) -> Any:
+        hidden, *rest = args
+        return own_part(hidden, tp), *rest
+
     def after(_: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, tuple):
-            return whole_of_parts(out[0], tp), *out[1:]
+            hidden, *rest = out
+            return whole_of_parts(hidden, tp), *rest
         return whole_of_parts(out, tp)
 
-    block.register_forward_pre_hook(lambda _, args: (own_part(args[0], tp), *args[1:]))
+    block.register_forward_pre_hook(before)
     block.register_forward_hook(after)
 
 
 def share_all_tokens(shared: nn.Module, tp: TensorParallel) -> None:
     """Let shared experts, which are cut, see all tokens in a block that sees its rank's part."""
-    shared.register_forward_pre_hook(lambda _, args: (gather_sequence(args[0], tp), *args[1:]))
+
+    def before(_: nn.Module, args: Any) -> Any:
+        hidden, *rest = args
+        return gather_sequence(hidden, tp), *rest
+
+    shared.register_forward_pre_hook(before)
     shared.register_forward_hook(lambda _, args, out: reduce_sequence(out, tp))

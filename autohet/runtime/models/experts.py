@@ -75,21 +75,26 @@ class ExpertNames:
             return None
         parts = (self.down,) if stack == "down_proj" else (self.gate, self.up)
         path = self.stored(path)
-        return [
-            tuple(f"{path}.{expert}.{part}.weight" for part in parts) for expert in range(count)
-        ]
+        names = []
+        for expert in range(count):
+            names.append(tuple(f"{path}.{expert}.{part}.weight" for part in parts))
+        return names
 
 
 def num_experts(config: PreTrainedConfig) -> int | None:
     """Return the number of routed experts of a block; None: the model is dense."""
-    given = (getattr(config, key, None) for key in EXPERT_COUNTS)
-    return next((int(each) for each in given if each), None)
+    for key in EXPERT_COUNTS:
+        given = getattr(config, key, None)
+        if given:
+            return int(given)
+    return None
 
 
 def is_dense(config: PreTrainedConfig, layer: int) -> bool:
     """Return True if a block has no experts."""
     if num_experts(config) is None:
         return True
+    # DeepSeek's configs say it by the first blocks, Qwen's by a list and a step, others not at all.
     if getattr(config, "first_k_dense_replace", None) is not None:
         return layer < int(config.first_k_dense_replace)
     if getattr(config, "mlp_only_layers", None) is None:
@@ -119,7 +124,8 @@ def inner_width(config: PreTrainedConfig, layer: int) -> int:
     dense = int(given or 4 * config.hidden_size)
     if is_dense(config, layer):
         return dense
-    used = int(config.num_experts_per_tok) + int(getattr(config, "n_shared_experts", None) or 0)
+    shared = int(getattr(config, "n_shared_experts", None) or 0)
+    used = int(config.num_experts_per_tok) + shared
     return int(getattr(config, "moe_intermediate_size", dense)) * used
 
 
@@ -139,7 +145,8 @@ def check_experts(config: PreTrainedConfig) -> None:
         ConfigError: it is not from 1 to the number of experts, or more than the experts of the
         groups among which a token chooses; or the groups are no equal parts of two or more experts.
     """
-    experts, per_token = num_experts(config), getattr(config, "num_experts_per_tok", None)
+    experts = num_experts(config)
+    per_token = getattr(config, "num_experts_per_tok", None)
     if experts is None or per_token is None:
         return
     used = int(per_token)
@@ -150,7 +157,8 @@ def check_experts(config: PreTrainedConfig) -> None:
         )
     groups = int(getattr(config, "n_group", None) or 1)
     if groups > 1:
-        _check_groups(experts, used, groups, int(getattr(config, "topk_group", groups)))
+        used_groups = int(getattr(config, "topk_group", groups))
+        _check_groups(experts, used, groups, used_groups)
 
 
 def _check_groups(experts: int, used: int, groups: int, used_groups: int) -> None:
@@ -188,7 +196,8 @@ class _SetGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, bias: Tensor, counts: Tensor | None) -> Tensor:
-        ctx.counts, ctx.num_experts = counts, len(bias)
+        ctx.counts = counts
+        ctx.num_experts = len(bias)
         return scores.view_as(scores)
 
     @staticmethod
@@ -225,18 +234,19 @@ def sequence_balance(
     else:
         scores = logits.float().softmax(-1)
     if part is None:
-        by_sequence, chosen = (each.unflatten(0, (-1, length)) for each in (scores, index))
+        by_sequence = scores.unflatten(0, (-1, length))
+        chosen = index.unflatten(0, (-1, length))
     else:
         by_sequence = part.real(scores)
         chosen = part.real(index)
     probabilities = by_sequence.sum(1) / length
     chosen = chosen.flatten(1)
-    counts = torch.zeros_like(probabilities).scatter_add_(
-        1, chosen, torch.ones_like(chosen, dtype=torch.float32)
-    )
+    ones = torch.ones_like(chosen, dtype=torch.float32)
+    counts = torch.zeros_like(probabilities).scatter_add_(1, chosen, ones)
     if part is not None:
         part.tp.group.all_reduce(counts)
-    shares = counts * (experts / (index.shape[-1] * length))
+    num_choices = index.shape[-1] * length
+    shares = counts * (experts / num_choices)
     balance_sum: Tensor = length * (shares.detach() * probabilities).sum()
     return balance_sum
 
@@ -257,10 +267,12 @@ def balance(
 
     def hook(_: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, scores, index = out
-        if not weight() or not (torch.is_grad_enabled() and logits.requires_grad):
+        learns = torch.is_grad_enabled() and logits.requires_grad
+        if not weight() or not learns:
             return out
         term = sequence_balance(logits, index, length.tokens, is_sigmoid=is_sigmoid, part=part)
-        return logits, apply(_AddGradient, scores, weight() * term), index
+        scores = apply(_AddGradient, scores, weight() * term)
+        return logits, scores, index
 
     router.register_forward_hook(hook)
 
@@ -280,14 +292,16 @@ def count_tokens(
     def hook(_: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, scores, index = out
         bias: Any = router._parameters[CORRECTION_BIAS]
-        if not (torch.is_grad_enabled() and bias.requires_grad and scores.requires_grad):
+        learns = torch.is_grad_enabled() and bias.requires_grad and scores.requires_grad
+        if not learns:
             return out
         counts = None
         if is_counting():
             chosen = (index if part is None else part.real(index)).flatten()
             ones = torch.ones_like(chosen, dtype=bias.dtype)
             counts = torch.zeros_like(bias, requires_grad=False).scatter_add_(0, chosen, ones)
-        return logits, apply(_SetGradient, scores, bias, counts), index
+        scores = apply(_SetGradient, scores, bias, counts)
+        return logits, scores, index
 
     router.register_forward_hook(hook)
 
@@ -299,16 +313,22 @@ def use_grouped_products(config: PreTrainedConfig, dtype: torch.dtype, *, may_lo
     that hold some of the experts; else its modules copy the weights for each token instead.
     """
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    aligned = all(int(width) * dtype.itemsize % 16 == 0 for width in (config.hidden_size, inner))
-    without = "eager" if may_loop else "batched_mm"
-    config._experts_implementation = "grouped_mm" if aligned else without
+    widths = (int(config.hidden_size), int(inner))
+    if all(width * dtype.itemsize % 16 == 0 for width in widths):
+        implementation = "grouped_mm"
+    elif may_loop:
+        implementation = "eager"
+    else:
+        implementation = "batched_mm"
+    config._experts_implementation = implementation
 
 
 def keep_own_experts(experts: nn.Module, first: int, end: int) -> None:
     """Make the library's module compute the experts from `first` to before `end` alone."""
     module: Any = experts
     module.num_experts = end - first
-    module._is_expert_parallel = True  # an index of `num_experts` is no expert of this rank
+    # The module then takes an index of `num_experts` for an expert of another rank.
+    module._is_expert_parallel = True
 
     def select(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, index, weights = args
@@ -322,7 +342,8 @@ def keep_own_experts(experts: nn.Module, first: int, end: int) -> None:
             return out
         hidden, _index, weights = args
         unused = [each.sum() for each in experts.parameters() if each.requires_grad]
-        return out + 0.0 * (hidden + weights.sum() + sum(unused))
+        all_inputs = hidden + weights.sum() + sum(unused)
+        return out + 0.0 * all_inputs
 
     experts.register_forward_pre_hook(select)
     experts.register_forward_hook(keep_graph)
@@ -333,7 +354,8 @@ def leave_after(block: nn.Module, tp: TensorParallel) -> None:
 
     def hook(_: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, tuple):
-            return leave(out[0].contiguous(), tp, is_product=False), *out[1:]
+            hidden, *rest = out
+            return leave(hidden.contiguous(), tp, is_product=False), *rest
         return leave(out.contiguous(), tp, is_product=False)
 
     block.register_forward_hook(hook)

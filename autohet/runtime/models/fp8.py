@@ -46,13 +46,15 @@ def use_fp8(block: nn.Module) -> int:
     Maps with a dimension that is no multiple of ALIGNMENT stay as they are.
     """
     count = 0
-    adapted = [module for module in block.modules() if isinstance(module, AdaptedLinear)]
-    low_rank = {matrix for module in adapted for matrix in (module.lora_A, module.lora_B)}
+    low_rank: set[nn.Module] = set()
+    for module in block.modules():
+        if isinstance(module, AdaptedLinear):
+            low_rank |= {module.lora_A, module.lora_B}
     for module in block.modules():
         weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or any(each % ALIGNMENT for each in weight.shape):
+        if weight is None or weight.dim() != 2 or module in low_rank:
             continue
-        if module in low_rank:
+        if any(side % ALIGNMENT for side in weight.shape):
             continue
         if isinstance(module, RowParallel | AdaptedLinear) and not module.transposed:
             module.product = fp8_linear
@@ -101,22 +103,28 @@ class _Fp8Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x8, of_x, weight8, of_weight = ctx.saved_tensors
         gradient8, of_gradient = _cast(gradients[0].contiguous(), BACKWARD)
-        of_input = of_map = None
+        of_input = None
+        of_map = None
+        # A transposed copy's transpose has the contiguous columns that the kernels want.
         if ctx.needs_input_grad[0]:
             factor = weight8.t().contiguous().t()
             of_input = _product(gradient8, of_gradient, factor, of_weight, ctx.dtype)
         if ctx.needs_input_grad[1]:
             columns = gradient8.t().contiguous()
-            of_map = _product(columns, of_gradient, x8.t().contiguous().t(), of_x, ctx.dtype)
+            factor = x8.t().contiguous().t()
+            of_map = _product(columns, of_gradient, factor, of_x, ctx.dtype)
         return of_input, of_map
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a tensor in fp8 and the fp32 scale that its values are to be multiplied with."""
     largest = torch.finfo(dtype).max
-    scale = tensor.abs().amax().float().clamp(min=1e-12) / largest
-    cast = (tensor.float() / scale).clamp(-largest, largest).to(dtype)
-    return cast, scale
+    # At least a little, so that a tensor of zeros is not divided by 0.
+    extent = tensor.abs().amax().float().clamp(min=1e-12)
+    scale = extent / largest
+    # The quotient of the largest value may be rounded up past what fp8 holds.
+    scaled = (tensor.float() / scale).clamp(-largest, largest)
+    return scaled.to(dtype), scale
 
 
 def _product(

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
 from autohet.runtime.models.adapters import initial_adapters, is_adapter
+from autohet.runtime.models.family import Family
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from autohet.runtime.models.pretrained import with_more_rows
 from autohet.runtime.models.skeleton import skeleton
@@ -38,21 +39,21 @@ def initial_parameters(
     if not wanted:
         return
     owner = skeleton(config)
-    parts = {layer: f"{family.layers}.{layer}" for layer in range(family.num_layers(config))}
     for layer in sorted({specs[name].layer for name in wanted}):
-        paths = (
-            [parts[layer]] if layer >= 0 else _outer_paths(family, layer, family.tied_head(config))
-        )
-        for path in paths:
-            drawn = ((name, tensor) for name, tensor in _draw(owner, path, seed) if name in wanted)
-            yield from ((name, with_more_rows(tensor, specs[name].shape)) for name, tensor in drawn)
+        for path in _paths_of(family, layer, family.tied_head(config)):
+            for name, tensor in _draw(owner, path, seed):
+                if name in wanted:
+                    yield name, with_more_rows(tensor, specs[name].shape)
 
 
-def _outer_paths(family: object, layer: int, tied: bool) -> list[str]:
-    paths = {
-        EMBEDDING: [family.token_embedding, family.position_embedding],  # type: ignore[attr-defined]
-        HEAD: [family.final_norm, None if tied else family.head],  # type: ignore[attr-defined]
-    }[layer]
+def _paths_of(family: Family, layer: int, tied: bool) -> list[str]:
+    """Return the paths of a layer's modules: a block, or what precedes or follows all blocks."""
+    if layer == EMBEDDING:
+        paths = [family.token_embedding, family.position_embedding]
+    elif layer == HEAD:
+        paths = [family.final_norm, None if tied else family.head]
+    else:
+        paths = [f"{family.layers}.{layer}"]
     return [path for path in paths if path]
 
 
@@ -66,9 +67,9 @@ def _draw(owner: nn.Module, path: str, seed: int) -> Iterator[tuple[str, Tensor]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         module.apply(owner._init_weights)  # type: ignore[arg-type]
-    drawn = {
-        f"{path}.{name}": parameter.detach().float()
-        for name, parameter in module.named_parameters()
-    }
-    module.to_empty(device="meta")  # the skeleton keeps no storage: one layer in memory at a time
+    drawn: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        drawn[f"{path}.{name}"] = parameter.detach().float()
+    # The skeleton keeps no storage, so that one layer is in memory at a time.
+    module.to_empty(device="meta")
     yield from drawn.items()

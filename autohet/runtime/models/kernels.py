@@ -91,5 +91,10 @@ def use_library(model_type: str, device: torch.device) -> str | None:
     # Its SwiGLU replaces whole experts, and knows no ranks that hold some of them.
     has_experts = getattr(FAMILIES.get(model_type), "has_experts", False)
     wanted = {name for name in WANTED if name != "swiglu" or not has_experts}
-    apply(**{name: name in wanted for name in known if known[name].annotation in (bool, "bool")})
+    # Each kernel has a switch. Some are on by default, so those that are not wanted are set to off.
+    switches: dict[str, bool] = {}
+    for name, parameter in known.items():
+        if parameter.annotation in (bool, "bool"):
+            switches[name] = name in wanted
+    apply(**switches)
     return None
