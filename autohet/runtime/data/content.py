@@ -96,15 +96,18 @@ def inspect_content(name: str, raw: bytes, *, text_field: str, whole: bool) -> C
     sample = raw
     if compression is not None:
         sample, whole = _decompressed(raw, compression, whole)
-        if not sample:  # its first block is larger than the sample, or broken: reading tells
+        if not sample:
+            # Its first block is larger than the sample, or broken: reading the file will tell.
             return Content(text_format_of(name) or "text", compression)
-    return _inspect(name, sample, text_field, whole)._replace(compression=compression)
+    content = _inspect(name, sample, text_field, whole)
+    return content._replace(compression=compression)
 
 
 def _decompressed(raw: bytes, compression: str, whole: bool) -> tuple[bytes, bool]:
     """Decompress at most SAMPLE_BYTES; return them, and True if they are the whole content."""
     sample = b""
-    with suppress(OSError):  # the compressed sample ends anywhere
+    # The compressed sample may end anywhere, which the decompressor reports as an error.
+    with suppress(OSError):
         stream = pa.CompressedInputStream(pa.BufferReader(raw), compression)
         while len(sample) < SAMPLE_BYTES:
             block = stream.read(1 << 12)
@@ -129,7 +132,8 @@ def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
         return Content("", problem="UTF-16 text; convert it (iconv -f UTF-16 -t UTF-8)")
     if known is None and b"\0" in sample:
         return Content("", problem=BINARY)
-    if known in ("parquet", "arrow"):  # not what the name says: reading it says so
+    if known in ("parquet", "arrow"):
+        # It is not what its name says. Reading it as that gives the error that says so.
         return Content(known)
     text = sample.decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
     structured = _json_format(known, text, whole, text_field)
@@ -160,21 +164,24 @@ def _json_format(known: str | None, text: str, whole: bool, text_field: str) -> 
     values = [_parsed(line) for line in complete]
     records = [value for value in values if isinstance(value, dict)]
     opens_object = _OBJECT.match(text) is not None
-    spread = bool(complete) and complete[0].strip() == "{"
+    # One line that is longer than the sample.
+    is_long_line = not complete and opens_object
     if known == "text":
-        agreed = len(records) == len(values) and all(text_field in each for each in records)
-        is_lines = bool(records) and agreed
-        # One line that is longer than the sample.
-        is_lines |= not complete and opens_object and f'"{text_field}"' in rest
+        # Prose may hold a line of JSON: in a text file all lines must be records with text.
+        are_records = len(records) == len(values) and all(text_field in each for each in records)
+        is_lines = bool(records) and are_records
+        is_lines |= is_long_line and f'"{text_field}"' in rest
     else:
-        is_lines = bool(records) and not spread and (by_name or opens_object)
-        is_lines |= not complete and opens_object
+        # One object that is spread over lines begins with its brace alone.
+        is_spread = bool(complete) and complete[0].strip() == "{"
+        is_lines = bool(records) and not is_spread and (by_name or opens_object)
+        is_lines |= is_long_line
     if is_lines or known == "jsonl":
         return Content("jsonl", record=records[0] if records else None)
-    if known == "json":
-        value = _parsed(text) if whole else None
-        return Content("json", record=value if isinstance(value, dict) else None)
-    return None
+    if known != "json":
+        return None
+    value = _parsed(text) if whole else None
+    return Content("json", record=value if isinstance(value, dict) else None)
 
 
 def _lines(text: str, whole: bool) -> tuple[list[str], str]:

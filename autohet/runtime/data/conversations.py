@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord
+from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation
 from planner.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython")
@@ -76,7 +76,8 @@ class ChatTemplate:
                 f"data.tokenizer {tokenizer!r} has no chat template; name a file with one in"
                 " data.chat_template"
             )
-        return cls(template, {key: str(token) for key, token in loaded.special_tokens_map.items()})
+        special_tokens = {key: str(token) for key, token in loaded.special_tokens_map.items()}
+        return cls(template, special_tokens)
 
     def render(
         self, messages: Sequence[ChatMessage], tools: Any = None, *, prompt: bool = False
@@ -111,8 +112,13 @@ class ChatTemplate:
             raise BrokenRecord(
                 f"the chat template refuses the conversation ({error}); fix it, or {SKIP_REMEDY}"
             ) from error
-        texts, spans = found
-        return RenderedText(texts[0], [(span[0], span[1]) for span in spans[0]] if marks else [])
+        # One text, and its spans, for each conversation.
+        (text,), all_spans = found
+        spans: list[MarkedSpan] = []
+        if marks:
+            for begin, end in all_spans[0]:
+                spans.append((begin, end))
+        return RenderedText(text, spans)
 
 
 def given_template(given: str) -> str:
@@ -139,7 +145,7 @@ def messages_of(value: Any, field: str) -> list[ChatMessage]:
         BrokenRecord: the value is no conversation, a role is unknown, or an assistant turn is
         empty.
     """
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+    if not is_conversation(value):
         raise BrokenRecord(
             f"field {field!r} holds no list of messages (found: {_shown(value)}); set"
             f" data.messages_field, or {SKIP_REMEDY}"
@@ -148,10 +154,13 @@ def messages_of(value: Any, field: str) -> list[ChatMessage]:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+    if value is None:
+        return "null"
+    return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
 def _message(given: dict[str, Any], number: int) -> ChatMessage:
+    # A table of messages has null where a message has no such field.
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
@@ -160,7 +169,9 @@ def _message(given: dict[str, Any], number: int) -> ChatMessage:
     role = message.get("role")
     if role not in ROLES:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ROLES)}"
+        hint = f"known: {', '.join(ROLES)}"
+        if near:
+            hint = f"did you mean {near[0]!r}?"
         raise BrokenRecord(f"message {number} has the unknown role {role!r}; {hint}")
     if role in ASSISTANTS and not _has_content(message):
         raise BrokenRecord(
@@ -206,17 +217,20 @@ def render_chat(
         return RenderedText(template.render(messages, tools), [])
     if template.has_marks:
         rendered = template.render_marked(messages, tools)
-        spans = [span for span in rendered.spans if span[0] < span[1]]
+        spans = [(begin, end) for begin, end in rendered.spans if begin < end]
         if not spans:
             raise BrokenRecord(
                 "the chat template's generation marks hold none of the assistant's turns; fix the"
                 " marks in data.chat_template"
             )
-        return RenderedText(rendered.text, spans[-1:] if train_on == "completion" else spans)
+        if train_on == "completion":
+            spans = spans[-1:]
+        return RenderedText(rendered.text, spans)
     text = template.render(messages, tools)
     if train_on == "completion":
         turns = turns[-1:]
-    return RenderedText(text, [_turn_span(template, text, messages, tools, i) for i in turns])
+    spans = [_turn_span(template, text, messages, tools, turn) for turn in turns]
+    return RenderedText(text, spans)
 
 
 def _turn_span(
@@ -225,15 +239,17 @@ def _turn_span(
     """Return the span that message `index` adds to the rendering of the messages before it."""
     before = template.render(messages[:index], tools, prompt=True)
     through = template.render(messages[: index + 1], tools)
-    for prefix, num_messages in ((before, index), (through, index + 1)):
-        _require_prefix(text, prefix, num_messages)
+    _require_prefix(text, before, index)
+    _require_prefix(text, through, index + 1)
     return len(before), len(through)
 
 
 def _require_prefix(text: str, prefix: str, num_messages: int) -> None:
     if text.startswith(prefix):
         return
-    place = next((at for at, pair in enumerate(zip(text, prefix)) if pair[0] != pair[1]), len(text))
+    place = 0
+    while place < min(len(text), len(prefix)) and text[place] == prefix[place]:
+        place += 1
     raise BrokenRecord(
         f"the chat template renders the first {num_messages} messages otherwise alone than in the"
         f" whole conversation (at character {place}: {prefix[place : place + 20]!r}, not"

@@ -100,11 +100,9 @@ class TokenDataset:
         self._dtype = np.dtype(self.facts.token_dtype)
         self._begins: dict[int, int] = {}
         self._descriptor = Descriptor(os.open(self.path / TOKENS_FILE, os.O_RDONLY))
-        self._marks = (
-            Descriptor(os.open(self.path / MARKS_FILE, os.O_RDONLY))
-            if self.facts.marks_bytes
-            else None
-        )
+        self._marks: Descriptor | None = None
+        if self.facts.marks_bytes:
+            self._marks = Descriptor(os.open(self.path / MARKS_FILE, os.O_RDONLY))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenDataset, (self.path,)
@@ -144,13 +142,11 @@ class TokenDataset:
         if outside.size:
             raise IndexError(f"row {outside[0]} of a dataset of {self.facts.num_rows} rows")
         rows = np.empty((len(wanted), self.facts.row_tokens), self._dtype)
+        batches, places = np.divmod(wanted, self.facts.rows_per_batch)
         try:
-            for row, batch, place in zip(
-                rows, *np.divmod(wanted, self.facts.rows_per_batch), strict=True
-            ):
-                self._descriptor.fill(
-                    memoryview(row).cast("B"), self._begin(int(batch)) + int(place) * row.nbytes
-                )
+            for row, batch, place in zip(rows, batches, places, strict=True):
+                offset = self._begin(int(batch)) + int(place) * row.nbytes
+                self._descriptor.fill(memoryview(row).cast("B"), offset)
         except EOFError as error:
             raise OSError(
                 f"the token file of {self.path} has been cut off since it was opened"
@@ -192,10 +188,11 @@ class TokenDataset:
     def _begin(self, batch: int) -> int:
         """Return the byte offset in the file where a record batch's tokens begin."""
         if batch not in self._begins:
+            # Both are addresses in the mapped file; of the buffer that begins the file only the
+            # address is read.
             self._file.seek(0)
-            self._begins[batch] = (
-                self._tokens(batch).ctypes.data - self._file.read_buffer(1).address
-            )
+            start_of_file = self._file.read_buffer(1).address
+            self._begins[batch] = self._tokens(batch).ctypes.data - start_of_file
         return self._begins[batch]
 
     def verify(self) -> None:
@@ -258,9 +255,8 @@ def content_digest(
 
 
 def write_facts(directory: Path, facts: DatasetFacts) -> None:
-    (directory / FACTS_FILE).write_bytes(
-        msgspec.json.format(msgspec.json.encode(asdict(facts)), indent=2)
-    )
+    document = msgspec.json.encode(asdict(facts))
+    (directory / FACTS_FILE).write_bytes(msgspec.json.format(document, indent=2))
 
 
 def _read_facts(directory: Path) -> DatasetFacts:

@@ -56,6 +56,10 @@ class FileRange(NamedTuple):
     start: int = 0
     stop: int | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop is None
+
 
 def is_divisible(name: str, file_format: str) -> bool:
     """Return True if the file can be read from the middle: uncompressed text or JSON lines."""
@@ -75,9 +79,8 @@ def read_pieces(
         ConfigError: the content is bad; the message names the place.
     """
     if file.format == "text":
-        is_whole = (file.start, file.stop) == (0, None)
         with _open(file.path, file.name) as stream:
-            lines = stream if is_whole else _LineRange(stream, file.start, file.stop)
+            lines = stream if file.is_whole else _LineRange(stream, file.start, file.stop)
             yield from _text_pieces(lines, file.name, file.start, ends=file.stop is None)
         return
 
@@ -102,7 +105,7 @@ def read_documents(
         if file_format == "json":
             yield from read_json(stream, name, extract, broken)
             return
-        lines = stream if (start, stop) == (0, None) else _LineRange(stream, start, stop)
+        lines = stream if file.is_whole else _LineRange(stream, start, stop)
         yield from read_lines(lines, name, extract, broken, lambda: _lines_before(path, start))
 
 
@@ -112,13 +115,15 @@ class _LineRange:
     def __init__(self, stream: IO[bytes], start: int, stop: int | None) -> None:
         self._stream = stream
         end = None if stop is None else _line_start(stream, stop)
+        # Last, since it leaves the stream at the first line to read.
         position = _line_start(stream, start)
         self._left = None if end is None else end - position
 
     def read(self, size: int) -> bytes:
-        block = self._stream.read(size if self._left is None else min(size, self._left))
-        if self._left is not None:
-            self._left -= len(block)
+        if self._left is None:
+            return self._stream.read(size)
+        block = self._stream.read(min(size, self._left))
+        self._left -= len(block)
         return block
 
 
@@ -127,11 +132,15 @@ def _line_start(stream: IO[bytes], position: int) -> int:
 
     Without such a line, seek to the end of the stream and return that offset.
     """
-    stream.seek(max(0, position - 1))
-    if position > 0:
-        while (block := stream.readline(PIECE_CHARACTERS)) and not block.endswith(b"\n"):
-            pass
-    return stream.tell()
+    if position == 0:
+        stream.seek(0)
+        return 0
+    # From the byte before: if it ends a line, the line at `position` is read.
+    stream.seek(position - 1)
+    while True:
+        block = stream.readline(PIECE_CHARACTERS)
+        if not block or block.endswith(b"\n"):
+            return stream.tell()
 
 
 def _lines_before(path: Path, start: int) -> int:
@@ -142,9 +151,12 @@ def _lines_before(path: Path, start: int) -> int:
         left = _line_start(stream, start)
         lines = 0
         stream.seek(0)
-        while left and (block := stream.read(min(left, PIECE_CHARACTERS))):
-            left = left - len(block)
-            lines = lines + block.count(b"\n")
+        while left:
+            block = stream.read(min(left, PIECE_CHARACTERS))
+            if not block:
+                break
+            left -= len(block)
+            lines += block.count(b"\n")
     return lines
 
 
@@ -159,14 +171,19 @@ def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
     try:
         with path.open("rb") as file:
             compression = compression_by_magic(file.read(4))
-        with (
-            pa.input_stream(str(path), compression=compression) if compression else path.open("rb")
-        ) as stream:
+        if compression:
+            opened = pa.input_stream(str(path), compression=compression)
+        else:
+            opened = path.open("rb")
+        with opened as stream:
             yield stream
     except OSError as error:
         reason = str(error)
-        remedies = [remedy for sign, remedy in UNZIP_REMEDIES.items() if sign in reason]
-        remedy = f"; {remedies[0]}" if remedies else ""
+        remedy = ""
+        for sign, known in UNZIP_REMEDIES.items():
+            if sign in reason:
+                remedy = f"; {known}"
+                break
         raise ConfigError(f"cannot read the data file {name}: {reason}{remedy}") from error
 
 
@@ -194,7 +211,8 @@ def _text_pieces(
             break
         position += len(block)
         cut = rest.rfind("\n") + 1
-        if cut == 0 and len(rest) > 4 * PIECE_CHARACTERS:  # a line of megabytes is cut anywhere
+        # A line of megabytes is cut anywhere, which bounds memory.
+        if cut == 0 and len(rest) > 4 * PIECE_CHARACTERS:
             cut = PIECE_CHARACTERS
         if cut:
             yield TextPiece(rest[:cut], ends_document=False)

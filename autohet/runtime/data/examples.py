@@ -132,7 +132,8 @@ class _Completions:
         self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         self._all = data.targets == "all"
-        given = self._loaded().identity if data.chat_template is not None else ""
+        # Without a template of its own the data may be texts alone, which need none.
+        given = "" if data.chat_template is None else self._loaded().identity
         self.identity = f"{data.kind} {data.targets} {given} {tokenizer.end_token}"
 
     def _loaded(self) -> ChatTemplate:
@@ -151,20 +152,29 @@ class _Completions:
                 messages_of(completion, field),
                 tools_of(record),
             )
-            return rendered._replace(spans=[(0, len(rendered.text))]) if self._all else rendered
-        texts = text_of(record, PROMPT), text_of(record, field)
-        if not texts[1].strip():
+            if self._all:
+                return rendered._replace(spans=[(0, len(rendered.text))])
+            return rendered
+        before = text_of(record, PROMPT)
+        text = text_of(record, field)
+        if not text.strip():
             raise BrokenRecord(f"the {field} is empty; remove the line, or {SKIP_REMEDY}")
-        return texts
+        return before, text
 
     def _encoded(self, extracted: Sequence[Completion]) -> list[Example]:
-        rendered = [each for each in extracted if isinstance(each, RenderedText)]
-        texts = [each for each in extracted if not isinstance(each, RenderedText)]
-        of_messages = iter(encode_rendered(self._tokenizer, rendered))
-        of_texts = iter(self._encode_texts(texts))
-        return [
-            next(of_messages if isinstance(each, RenderedText) else of_texts) for each in extracted
-        ]
+        """Encode messages in one call and texts in another, and return all in their order."""
+        rendered: dict[int, RenderedText] = {}
+        texts: dict[int, tuple[str, str]] = {}
+        for place, each in enumerate(extracted):
+            if isinstance(each, RenderedText):
+                rendered[place] = each
+            else:
+                texts[place] = each
+        of_messages = encode_rendered(self._tokenizer, list(rendered.values()))
+        of_texts = self._encode_texts(list(texts.values()))
+        examples = dict(zip(rendered, of_messages, strict=True))
+        examples |= zip(texts, of_texts, strict=True)
+        return [examples[place] for place in range(len(extracted))]
 
     def _encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Example]:
         """Encode prompt and completion separately, and append the end token.
@@ -175,8 +185,10 @@ class _Completions:
         completions = self._tokenizer.encode([completion for _, completion in texts])
         examples = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            ids = _ended(np.concatenate([prompt, completion]).astype(np.int64), self._tokenizer)
-            counts = np.arange(len(ids)) >= (0 if self._all else len(prompt))
+            joined = np.concatenate([prompt, completion]).astype(np.int64)
+            ids = _ended(joined, self._tokenizer)
+            first_target = 0 if self._all else len(prompt)
+            counts = np.arange(len(ids)) >= first_target
             examples.append(Example(ids, counts))
         return examples
 
@@ -203,10 +215,12 @@ class PreferenceExamples(_Completions):
         return self._of(record, CHOSEN), self._of(record, REJECTED)
 
     def encode(self, extracted: Sequence[tuple[Completion, Completion]]) -> list[Example]:
-        chosen = self._encoded([each for each, _ in extracted])
-        rejected = self._encoded([each for _, each in extracted])
-        pairs = zip(chosen, rejected, strict=True)
-        return [Example(one.ids, one.counts, other) for one, other in pairs]
+        chosen = self._encoded([one for one, _ in extracted])
+        rejected = self._encoded([other for _, other in extracted])
+        examples = []
+        for one, other in zip(chosen, rejected, strict=True):
+            examples.append(one._replace(rejected=other))
+        return examples
 
 
 def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
@@ -215,15 +229,18 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     Raises:
         BrokenRecord: the answers share no message, or one is a beginning of the other.
     """
-    answers = [record.get(CHOSEN), record.get(REJECTED)]
-    if record.get(PROMPT) is not None or not all(isinstance(each, list) for each in answers):
+    chosen = record.get(CHOSEN)
+    rejected = record.get(REJECTED)
+    are_conversations = isinstance(chosen, list) and isinstance(rejected, list)
+    if record.get(PROMPT) is not None or not are_conversations:
         return record
-    chosen = cast(list[Any], answers[0])
-    rejected = cast(list[Any], answers[1])
+    chosen = cast(list[Any], chosen)
+    rejected = cast(list[Any], rejected)
+    shortest = min(len(chosen), len(rejected))
     shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+    while shared < shortest and chosen[shared] == rejected[shared]:
         shared += 1
-    if not 0 < shared < min(len(chosen), len(rejected)):
+    if not 0 < shared < shortest:
         raise BrokenRecord(
             f"no prompt, and fields {CHOSEN!r} and {REJECTED!r} share {shared} messages of"
             f" {len(chosen)} and {len(rejected)}; give a prompt, or {SKIP_REMEDY}"
@@ -263,7 +280,8 @@ class TokenExamples:
             )
         try:
             ids = np.array(value)
-        except ValueError:  # of unequal depth
+        except ValueError:
+            # Lists of unequal lengths are no array; an empty one of floats is refused below.
             ids = np.empty(0)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise BrokenRecord(f"field {self.field!r} holds {str(value)[:40]}, no token ids")

@@ -42,15 +42,18 @@ def hub_files(entry: SourceEntry, cache: Path) -> list[SourceFile]:
 def _arrow_files(found: Any, cache: Path) -> list[SourceFile]:
     fingerprint = found._fingerprint
     paths = [Path(each["filename"]) for each in found.cache_files]
-    if not paths or sum(map(_num_rows, paths)) != found.num_rows:
+    num_rows = sum(_num_rows(path) for path in paths)
+    # A part of a split has the whole split's files.
+    if not paths or num_rows != found.num_rows:
         directory = cache / "hub" / fingerprint
         if not (directory / "state.json").exists():
             found.save_to_disk(str(directory))
         paths = sorted(directory.glob("*.arrow"))
-    return [
-        SourceFile(str(path), "arrow", path.stat().st_size, f"{fingerprint}:{number}")
-        for number, path in enumerate(paths)
-    ]
+    files = []
+    for number, path in enumerate(paths):
+        size = path.stat().st_size
+        files.append(SourceFile(str(path), "arrow", size, f"{fingerprint}:{number}"))
+    return files
 
 
 def _num_rows(path: Path) -> int:

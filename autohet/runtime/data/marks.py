@@ -24,7 +24,8 @@ Marked = NDArray[np.uint32]
 def mark(ids: NDArray[np.integer], counts: NDArray[np.bool_] | bool, *, begins: bool) -> Marked:
     """Return tokens [n] with their marks; `begins`: the first token begins a document."""
     marked = ids.astype(np.uint32)
-    marked |= np.where(counts, COUNTS, np.uint32(0))
+    count_marks = np.where(counts, COUNTS, np.uint32(0))
+    marked |= count_marks
     if begins and len(marked):
         marked[0] |= BEGINS
     return marked
@@ -37,9 +38,10 @@ def row_bytes(row_tokens: int) -> int:
 
 def pack_marks(rows: Marked) -> NDArray[np.uint8]:
     """Return the bitmaps [n, row_bytes] of marked rows [n, row_tokens]."""
-    counts = np.packbits((rows & COUNTS) != 0, axis=1)
-    begins = np.packbits((rows & BEGINS) != 0, axis=1)
-    return np.concatenate([counts, begins], axis=1)
+    is_target = (rows & COUNTS) != 0
+    is_begin = (rows & BEGINS) != 0
+    bitmaps = [np.packbits(is_target, axis=1), np.packbits(is_begin, axis=1)]
+    return np.concatenate(bitmaps, axis=1)
 
 
 def unpack_marks(
@@ -47,7 +49,6 @@ def unpack_marks(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return (counts, begins), each [n, row_tokens], of bitmaps [n, row_bytes]."""
     counts, begins = np.split(packed, 2, axis=1)
-    return (
-        np.unpackbits(counts, axis=1, count=row_tokens).astype(np.bool_),
-        np.unpackbits(begins, axis=1, count=row_tokens).astype(np.bool_),
-    )
+    is_target = np.unpackbits(counts, axis=1, count=row_tokens)
+    is_begin = np.unpackbits(begins, axis=1, count=row_tokens)
+    return is_target.astype(np.bool_), is_begin.astype(np.bool_)

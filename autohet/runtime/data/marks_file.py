@@ -39,8 +39,10 @@ class MarksWriter:
         self._file.write(packed.data)
         self.digest.update(packed.data)
         self.num_bytes += packed.nbytes
-        self.num_targets += int(((rows & COUNTS) != 0).sum())
+        is_target = (rows & COUNTS) != 0
+        self.num_targets += int(is_target.sum())
         self._num_rows += len(rows)
+        # Without the last token, which is a target alone.
         self._squares += _squared_lengths(rows[:, :-1])
 
     @property
@@ -54,5 +56,6 @@ def _squared_lengths(inputs: Marked) -> int:
     begins = (inputs & BEGINS) != 0
     begins[:, 0] = True
     starts = np.flatnonzero(begins.ravel())
-    lengths = np.diff(np.append(starts, begins.size)).astype(np.int64)
+    borders = np.append(starts, begins.size)
+    lengths = np.diff(borders).astype(np.int64)
     return int((lengths**2).sum())

@@ -73,13 +73,15 @@ class Concat:
         yield from self._finished(rest[:whole])
         rest = rest[whole:]
         if len(rest) and self.pad:
-            yield from self._finished(_filled(rest, self.row_tokens, self.padding, self.counts))
+            last = _filled(rest, self.row_tokens, self.padding, self.counts)
+            yield from self._finished(last)
         else:
             self.counts.num_left_tokens += len(rest)
 
     def _finished(self, tokens: Marked) -> Iterator[Marked]:
         if len(tokens):
-            yield _with_targets(tokens.reshape(-1, self.row_tokens), self.isolate, self.counts)
+            rows = tokens.reshape(-1, self.row_tokens)
+            yield _with_targets(rows, self.isolate, self.counts)
 
 
 @dataclass
@@ -120,10 +122,11 @@ class BestFit:
                 piece[0] |= BEGINS
             return pieces
         self.counts.num_cut_tokens += len(document) - self.row_tokens
-        if not (pieces[0][1:] & COUNTS).any():
+        kept = pieces[0]
+        if not _has_target(kept):
             self.counts.num_untargeted += 1
             return []
-        return pieces[:1]
+        return [kept]
 
     def _fit(self, pieces: list[Marked]) -> Iterator[Marked]:
         bins = _best_fit([len(piece) for piece in pieces], self.row_tokens)
@@ -151,8 +154,10 @@ class Pairs:
         rows: list[Marked] = []
         documents = _documents(stream)
         for chosen in documents:
-            pair = [self._cut(chosen), self._cut(next(documents))]
-            if not all((each[1:] & COUNTS).any() for each in pair):
+            # A rejected answer follows each chosen one.
+            rejected = next(documents)
+            pair = [self._cut(chosen), self._cut(rejected)]
+            if not all(_has_target(answer) for answer in pair):
                 self.counts.num_untargeted += 1
                 continue
             joined = np.concatenate(pair)
@@ -169,6 +174,11 @@ class Pairs:
             self.counts.num_cut += 1
             self.counts.num_cut_tokens += len(document) - limit
         return document[:limit]
+
+
+def _has_target(document: Marked) -> bool:
+    """Return True if a token other than the first, which nothing predicts, is a target."""
+    return bool((document[1:] & COUNTS).any())
 
 
 def _documents(stream: Iterable[Marked]) -> Iterator[Marked]:
@@ -196,9 +206,12 @@ def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """
     bins: list[list[int]] = []
     bins_by_space: dict[int, list[int]] = {}
-    spaces: list[int] = []  # of the bins that are not full, sorted, each once
-    for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+    # Spaces of the bins that are not full, sorted, each once.
+    spaces: list[int] = []
+    longest_first = sorted(range(len(lengths)), key=lambda each: (-lengths[each], each))
+    for index in longest_first:
         length = lengths[index]
+        # The fullest bin with room is that with the least space of at least this length.
         place = bisect_left(spaces, length)
         if place == len(spaces):
             bins.append([])

@@ -104,7 +104,9 @@ class Reading:
             found.append(self.examples.identity)
         if self.begin_token is not None:
             found.append(f"begin {self.begin_token}")
-        return [*found, "marked"] if self.marked else found
+        if self.marked:
+            found.append("marked")
+        return found
 
     def key(self, part: Part) -> str:
         """Return a key of the part's files, their versions and these rules.
@@ -135,16 +137,22 @@ class Finished:
         match = _NAME.fullmatch(name)
         if match is None:
             return None
-        index, num_tokens, num_documents = (int(match[group]) for group in (1, 2, 3))
-        num_broken = int(match[5] or 0)
-        num_untargeted = int(match[6] or 0)
-        return cls(index, num_tokens, num_documents, match[4], num_broken, num_untargeted)
+        index, num_tokens, num_documents, digest, num_broken, num_untargeted = match.groups()
+        return cls(
+            int(index),
+            int(num_tokens),
+            int(num_documents),
+            digest,
+            int(num_broken or 0),
+            int(num_untargeted or 0),
+        )
 
     @property
     def name(self) -> str:
         counts = f"{self.num_tokens}-{self.num_documents}"
-        without = self.num_broken or self.num_untargeted
-        left_out = f"-{self.num_broken}-{self.num_untargeted}" if without else ""
+        left_out = ""
+        if self.num_broken or self.num_untargeted:
+            left_out = f"-{self.num_broken}-{self.num_untargeted}"
         return f"{self.index:06d}-{counts}-{self.digest}{left_out}.tokens"
 
 
@@ -169,18 +177,19 @@ def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[P
 
 def _slices(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[DatasetSlice, int]]:
     for file in files:
-        if (
-            file.size_bytes <= limit
-            or file.name.startswith(S3_SCHEME)
-            or file.compression is not None
-            or not is_divisible(file.name, file.format)
-        ):
+        if file.size_bytes <= limit or not _is_divisible(file):
             yield DatasetSlice(file), file.size_bytes
             continue
         starts = range(0, file.size_bytes, limit)
         for start in starts:
             stop = None if start == starts[-1] else start + limit
             yield DatasetSlice(file, start, stop), min(limit, file.size_bytes - start)
+
+
+def _is_divisible(file: SourceFile) -> bool:
+    # Each slice of an S3 object would download the whole of it.
+    is_local = not file.name.startswith(S3_SCHEME)
+    return is_local and file.compression is None and is_divisible(file.name, file.format)
 
 
 class PartCorrupt(Exception):
@@ -216,9 +225,8 @@ class PartsStore:
         Parts that vanish meanwhile are tokenized here instead.
         """
         with suppress(OSError, ValueError):
-            index_by_key = {
-                key: index for index, key in enumerate(json.loads((other / KEYS_FILE).read_text()))
-            }
+            their_keys = json.loads((other / KEYS_FILE).read_text())
+            index_by_key = {key: index for index, key in enumerate(their_keys)}
             theirs = PartsStore(other, self.dtype).finished()
             here = self.finished()
             for index, key in enumerate(keys):
@@ -248,10 +256,12 @@ class PartsStore:
 
     def finished(self) -> dict[int, Finished]:
         """Return the finished parts in this directory, by index."""
-        names = os.listdir(self.directory)
-        return {
-            part.index: part for name in names if (part := Finished.from_name(name)) is not None
-        }
+        found: dict[int, Finished] = {}
+        for name in os.listdir(self.directory):
+            part = Finished.from_name(name)
+            if part is not None:
+                found[part.index] = part
+        return found
 
     def fetch(self) -> None:
         """Download the parts that other nodes have published.
@@ -264,7 +274,10 @@ class PartsStore:
             if part is None or part.index in here:
                 continue
             content = self._ask(lambda storage, name=info.name: storage.get(name))  # type: ignore[misc]
-            if content is not None and f"{xxh3_64_intdigest(content):016x}" == part.digest:
+            if content is None:
+                continue
+            digest = f"{xxh3_64_intdigest(content):016x}"
+            if digest == part.digest:
                 self._commit(part.name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
                 here[part.index] = part
 
@@ -284,8 +297,9 @@ class PartsStore:
                     stored = np.ascontiguousarray(tokens, self.dtype)
                     digest.update(stored.data)
                     output.write(stored.data)
-                    num_tokens = num_tokens + len(stored)
-                    num_documents = num_documents + ended
+                    num_tokens += len(stored)
+                    if ended:
+                        num_documents += 1
                 output.flush()
                 os.fsync(output.fileno())
             finished = Finished(
@@ -309,10 +323,12 @@ class PartsStore:
         return finished
 
     def _publish(self, part: Finished) -> None:
-        if self._shared is not None:
-            payload = BytesPayload((self.directory / part.name).read_bytes())
-            with suppress(ObjectExists):  # another node was as fast; its bytes are the same
-                self._ask(lambda storage: storage.put(part.name, payload, if_none_match=True))
+        if self._shared is None:
+            return
+        payload = BytesPayload((self.directory / part.name).read_bytes())
+        # If another node was as fast, its bytes are the same.
+        with suppress(ObjectExists):
+            self._ask(lambda storage: storage.put(part.name, payload, if_none_match=True))
 
     def _ask(self, question: Callable[[Storage], Any]) -> Any:
         """Ask the shared storage, best effort; return None after its first error.
@@ -347,7 +363,10 @@ class PartsStore:
         digest = xxh3_64()
         num_tokens = 0
         with open(self.directory / part.name, "rb") as file:
-            while len(block := np.fromfile(file, self.dtype, TOKENS_PER_READ)):
+            while True:
+                block = np.fromfile(file, self.dtype, TOKENS_PER_READ)
+                if not len(block):
+                    break
                 digest.update(block.data)
                 num_tokens += len(block)
                 yield block
@@ -381,16 +400,17 @@ def _text_tokens(
     file = file_slice.file
     source = FileRange(path, file.name, file.format, file_slice.start, file_slice.stop)
     pieces = read_pieces(source, reading.text_field, broken)
+    # A slice from the middle of a text file goes on with the document of the slice before.
     begins = file_slice.start == 0 or file.format != "text"
     for group in _grouped(pieces):
         check()
-        for piece, tokens in zip(
-            group, tokenizer.encode([piece.text for piece in group]), strict=True
-        ):
+        encoded = tokenizer.encode([piece.text for piece in group])
+        for piece, tokens in zip(group, encoded, strict=True):
             if begins:
                 tokens = _begun(tokens, reading.begin_token)
             yield mark(tokens, True, begins=begins) if reading.marked else tokens, False
-            begins = begins and not len(tokens)  # an empty document begins with its end
+            # An empty document begins with its end.
+            begins = begins and not len(tokens)
             if piece.ends_document:
                 yield mark(end, True, begins=begins) if reading.marked else end, True
                 begins = True
@@ -415,7 +435,10 @@ def _example_tokens(
     file = file_slice.file
     source = FileRange(path, file.name, file.format, file_slice.start, file_slice.stop)
     records = read_documents(source, kind.columns, kind.extract, broken)
-    while group := list(islice(records, EXAMPLES_PER_CALL)):
+    while True:
+        group = list(islice(records, EXAMPLES_PER_CALL))
+        if not group:
+            return
         check()
         for example in kind.encode(group):
             pieces = [_begun_example(example, reading.begin_token)]
@@ -436,7 +459,9 @@ def _begun_example(example: Example, begin_token: int | None) -> Example:
     counts = example.counts
     if begin_token is None or ids[:1].tolist() == [begin_token]:
         return example
-    return Example(np.concatenate([[begin_token], ids]), np.concatenate([[False], counts]))
+    begun_ids = np.concatenate([[begin_token], ids])
+    begun_counts = np.concatenate([[False], counts])
+    return Example(begun_ids, begun_counts)
 
 
 def _grouped(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:

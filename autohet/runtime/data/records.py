@@ -64,9 +64,10 @@ def text_of(record: Any, field: str) -> str:
     Raises:
         BrokenRecord: there is no text in it.
     """
-    text = record.get(field) if isinstance(record, dict) else None
-    if isinstance(text, str):
-        return text
+    if isinstance(record, dict):
+        text = record.get(field)
+        if isinstance(text, str):
+            return text
     raise BrokenRecord(_no_text(record, field))
 
 
@@ -140,7 +141,10 @@ def _lines(stream: Readable) -> Iterator[bytes]:
     Arrow's decompressing streams cannot iterate over lines themselves.
     """
     rest: list[bytes] = []
-    while block := stream.read(BLOCK_BYTES):
+    while True:
+        block = stream.read(BLOCK_BYTES)
+        if not block:
+            break
         *complete, last = block.split(b"\n")
         if complete:
             yield b"".join([*rest, complete[0]])
@@ -164,7 +168,8 @@ def read_json(stream: Readable, name: str, extract: Extract[T], broken: BrokenLi
         raise ConfigError(
             f"{name} is neither JSON lines nor one JSON value ({error}); fix it, or set data.format"
         ) from error
-    for number, record in enumerate(value if isinstance(value, list) else [value], start=1):
+    records = value if isinstance(value, list) else [value]
+    for number, record in enumerate(records, start=1):
         try:
             yield extract(record)
         except BrokenRecord as error:
@@ -172,9 +177,12 @@ def read_json(stream: Readable, name: str, extract: Extract[T], broken: BrokenLi
 
 
 def _read_whole(stream: Readable, name: str) -> bytes:
-    blocks = []
+    blocks: list[bytes] = []
     size = 0
-    while block := stream.read(BLOCK_BYTES):
+    while True:
+        block = stream.read(BLOCK_BYTES)
+        if not block:
+            return b"".join(blocks)
         blocks.append(block)
         size += len(block)
         if size > MAX_JSON_BYTES:
@@ -182,7 +190,6 @@ def _read_whole(stream: Readable, name: str) -> bytes:
                 f"{name} is one JSON value of more than {MAX_JSON_BYTES >> 20} MiB, which is parsed"
                 " whole; write its records one a line (jq -c '.[]')"
             )
-    return b"".join(blocks)
 
 
 def read_parquet(
@@ -213,11 +220,9 @@ def read_arrow(
     """
     try:
         with pa.memory_map(str(path)) as file:
-            batches = (
-                batch.select(_columns(batch.schema, columns, name))
-                for batch in _arrow_batches(file)
-            )
-            yield from _rows(batches, name, extract, broken)
+            batches = _arrow_batches(file)
+            chosen = (batch.select(_columns(batch.schema, columns, name)) for batch in batches)
+            yield from _rows(chosen, name, extract, broken)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"cannot read {name} as Arrow: {error}") from error
 

@@ -49,12 +49,17 @@ def from_s3(uri: str, request: Callable[[], T], *, reached: bool = True) -> T:
         try:
             answer = request()
         except (*S3_FAILURES, RetriesExceededError) as error:
-            if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
-                raise  # of the disk that a file is written to
+            is_network_error = isinstance(error, ConnectionError | TimeoutError)
+            if isinstance(error, OSError) and not is_network_error:
+                # The disk failed that the object is written to.
+                raise
+            # s3transfer wraps the error of its last attempt.
             last: Any = getattr(error, "last_exception", error)
             found, again = translate(uri, last)
             passes = again and (reached or isinstance(found, PASSING))
-            pause_s = schedule.next_pause_s(time.monotonic()) if passes else None
+            pause_s = None
+            if passes:
+                pause_s = schedule.next_pause_s(time.monotonic())
             if pause_s is None:
                 reason = str(found)
                 if isinstance(found, ObjectMissing):

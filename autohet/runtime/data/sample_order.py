@@ -56,20 +56,24 @@ def mixed_rows(
     Each source gets its share by weight of every `MIX_PERIOD` positions. A permutation keyed by
     (seed, period) chooses these positions. Each source has its own epochs.
     """
+    # Slots of a period, in ranges by source.
     quotas = mix_quotas(weights)
     ends = np.cumsum(quotas)
     begins = ends - quotas
-    offsets = np.cumsum([0, *rows_by_source[:-1]])
     positions = np.arange(first_position, first_position + count, dtype=np.uint64)
     periods = positions // np.uint64(MIX_PERIOD)
     slots = _rows_at(seed ^ MIX_SEED, MIX_PERIOD, positions)
     sources = np.searchsorted(ends, slots, side="right")
+
+    # A sample's position among those of its source decides its row of that source.
+    first_rows = np.cumsum([0, *rows_by_source[:-1]])
     rows = np.empty(count, np.int64)
     for source in np.unique(sources).tolist():
         mine = sources == source
         before = periods[mine] * np.uint64(quotas[source])
-        within = before + (slots[mine] - begins[source]).astype(np.uint64)
-        rows[mine] = offsets[source] + _rows_at(seed + source, rows_by_source[source], within)
+        in_period = (slots[mine] - begins[source]).astype(np.uint64)
+        own_rows = _rows_at(seed + source, rows_by_source[source], before + in_period)
+        rows[mine] = first_rows[source] + own_rows
     return rows
 
 
@@ -80,7 +84,9 @@ def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:
     quotas: NDArray[np.int64] = np.maximum(1, np.floor(wanted)).astype(np.int64)
     by_remainder = np.argsort(quotas - wanted, kind="stable")
     for place in range(MIX_PERIOD - int(quotas.sum())):
-        quotas[by_remainder[place % len(quotas)]] += 1
+        source = by_remainder[place % len(quotas)]
+        quotas[source] += 1
+    # Many tiny sources with a position each may be too many: the largest gives theirs up.
     quotas[np.argmax(quotas)] += MIX_PERIOD - int(quotas.sum())
     return quotas
 
@@ -88,12 +94,12 @@ def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:
 def _rows_at(seed: int, num_rows: int, positions: _Words) -> NDArray[np.int64]:
     epochs, values = np.divmod(positions, np.uint64(num_rows))
     half_bits = max(MIN_HALF_BITS, ((num_rows - 1).bit_length() + 1) // 2)
-    keys = _mix(_mix(np.full(len(positions), seed % (1 << 64), np.uint64)) + epochs)
+    seeds = np.full(len(positions), seed % (1 << 64), np.uint64)
+    keys = _mix(_mix(seeds) + epochs)
     values = _permute(values, keys, half_bits)
+    # This ends: a cycle of a permutation comes back to where it began, inside the rows.
     outside = np.flatnonzero(values >= num_rows)
-    while (
-        outside.size
-    ):  # ends: a cycle of a permutation comes back to where it began, inside the rows
+    while outside.size:
         values[outside] = _permute(values[outside], keys[outside], half_bits)
         outside = outside[values[outside] >= num_rows]
     return values.astype(np.int64)
@@ -106,7 +112,8 @@ def _permute(values: _Words, keys: _Words, half_bits: int) -> _Words:
     right = values & mask
     for round_index in range(NUM_ROUNDS):
         round_keys = keys + np.uint64((round_index + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
-        left, right = right, left ^ (_mix(right + round_keys) & mask)
+        mixed = _mix(right + round_keys) & mask
+        left, right = right, left ^ mixed
     return (left << np.uint64(half_bits)) | right
 
 

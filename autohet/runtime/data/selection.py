@@ -145,8 +145,11 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     Raises:
         ConfigError: no file is left, or the content of some files is missing (Git LFS).
     """
-    absent = [each.label for each in candidates if each.content.problem == POINTER]
-    pointers = [label for label in absent if text_format_of(label) is not None]
+    pointers = []
+    for candidate in candidates:
+        is_pointer = candidate.content.problem == POINTER
+        if is_pointer and text_format_of(candidate.label) is not None:
+            pointers.append(candidate.label)
     if pointers:
         what = f"{len(pointers)} of {len(candidates)} files of data.source {source!r}"
         raise ConfigError(f"{what} ({pointers[0]}, ...) are each {POINTER}; {PULL}")
@@ -167,10 +170,12 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
         )
     kind = _chosen_kind(usable) if file_format == "auto" else KIND_BY_FORMAT[file_format]
     forced = file_format if file_format == "text" else None
-    chosen = []
+    chosen: list[SourceFile] = []
+    chosen_labels: list[str] = []
     for candidate in usable:
         if file_format == "text" or candidate.kind == kind:
             chosen.append(candidate.source_file(forced))
+            chosen_labels.append(candidate.label)
         else:
             left_out.append(LeftOut(candidate.label, f"{candidate.kind}, not {kind}"))
     if not chosen:
@@ -178,8 +183,7 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
             f"data.source {source!r} holds no {kind} file, which data.format {file_format} asks"
             f" for ({describe_left_out(left_out)}); leave data.format out, or name another source"
         )
-    taken = {file.name for file in chosen}
-    _warn_of_splits(source, [each.label for each in usable if each.file.name in taken])
+    _warn_of_splits(source, chosen_labels)
     return Selection(chosen, left_out)
 
 
@@ -212,7 +216,9 @@ def _reason_against(candidate: Candidate, file_format: str) -> str:
         return ABOUT_DATA
     if _is_data_card(candidate) or path.name.lower() in _METADATA_NAMES:
         return ABOUT_DATA
-    if content.problem and not (file_format == "text" and content.problem == TABLE):
+    # The job may ask for the lines of a table as text.
+    is_wanted_table = file_format == "text" and content.problem == TABLE
+    if content.problem and not is_wanted_table:
         return content.problem
     if file_format == "text" and content.format in ("parquet", "arrow"):
         return BINARY
@@ -254,16 +260,24 @@ def _by_ending(
     """
     if file_format == "text" or len(usable) == 1:
         return list(usable), []
-    known = [each for each in usable if text_format_of(each.label) is not None]
-    if not known:
-        known = [each for each in usable if each.kind in STRUCTURED]
-    taken = {each.label for each in known}
-    return known, [each for each in usable if each.label not in taken]
+    has_known_suffix = any(text_format_of(each.label) is not None for each in usable)
+    known: list[Candidate] = []
+    others: list[Candidate] = []
+    for candidate in usable:
+        if has_known_suffix:
+            is_known = text_format_of(candidate.label) is not None
+        else:
+            is_known = candidate.kind in STRUCTURED
+        if is_known:
+            known.append(candidate)
+        else:
+            others.append(candidate)
+    return known, others
 
 
 def _chosen_kind(usable: Sequence[Candidate]) -> str:
-    holding = _bytes_by_kind(each for each in usable if each.kind in STRUCTURED and each.has_field)
-    sizes = holding or _bytes_by_kind(usable)
+    holding = [each for each in usable if each.kind in STRUCTURED and each.has_field]
+    sizes = _bytes_by_kind(holding or usable)
     return max(sizes, key=lambda kind: sizes[kind])
 
 
@@ -283,5 +297,7 @@ def describe_left_out(left_out: Sequence[LeftOut]) -> str:
     for reason, labels in by_reason.items():
         shown = ", ".join(labels[:NAMES_SHOWN])
         more = len(labels) - NAMES_SHOWN
-        groups.append(f"{shown}{f' and {more} more' if more > 0 else ''} ({reason})")
+        if more > 0:
+            shown = f"{shown} and {more} more"
+        groups.append(f"{shown} ({reason})")
     return "; ".join(groups)

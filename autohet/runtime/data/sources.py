@@ -101,23 +101,20 @@ def _files_of(entry: SourceEntry, data: DataSection) -> Selection:
         raise ConfigError(
             f"data.source {source!r} is no builtin corpus; the one there is: {PYTHON_STDLIB}"
         )
+    field = data.record_field
     if source.startswith(S3_SCHEME):
-        found = _s3_candidates(source, data.record_field)
-        return _selection(source, found, [], data.format, named=found[0].file.name == source)
-    listing = _local_paths(source.removeprefix("file://"))
-    found = [
-        _local_candidate(path, listing.root, data.record_field) for path in sorted(listing.paths)
-    ]
-    return _selection(source, found, listing.left_out, data.format, named=listing.root is None)
-
-
-def _selection(
-    source: str, found: list[Candidate], left_out: list[LeftOut], file_format: str, *, named: bool
-) -> Selection:
-    """Select the files of a source; `named`: the source names one file itself."""
-    if named:
-        return select_single(found[0], file_format)
-    chosen = select_of_many(source, found, file_format)
+        found = _s3_candidates(source, field)
+        is_named = found[0].file.name == source
+        left_out: list[LeftOut] = []
+    else:
+        listing = _local_paths(source.removeprefix("file://"))
+        found = [_local_candidate(path, listing.root, field) for path in sorted(listing.paths)]
+        is_named = listing.root is None
+        left_out = listing.left_out
+    # A file that the source names itself is taken whatever its name.
+    if is_named:
+        return select_single(found[0], data.format)
+    chosen = select_of_many(source, found, data.format)
     return Selection(chosen.files, [*left_out, *chosen.left_out])
 
 
@@ -141,11 +138,12 @@ def _local_paths(source: str) -> _Listing:
             )
         return _Listing(paths, path, left_out)
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    root = Path(os.path.commonpath([match.parent for match in matches])) if matches else path
     paths = [match for match in matches if match.is_file()]
     left_out = []
     if not paths:
-        for folder in sorted(match for match in matches if match.is_dir()):
+        # A glob that matches folders alone means the files in them.
+        folders = [match for match in matches if match.is_dir()]
+        for folder in sorted(folders):
             below, without = _files_below(folder)
             paths += below
             left_out += without
@@ -154,6 +152,7 @@ def _local_paths(source: str) -> _Listing:
             f"data.source {source!r} does not exist (no file, directory or glob match); check the"
             " path"
         )
+    root = Path(os.path.commonpath([match.parent for match in matches]))
     return _Listing(sorted(set(paths)), root, left_out)
 
 
@@ -204,7 +203,8 @@ def _local_candidate(path: Path, root: Path | None, text_field: str) -> Candidat
     label = path.name if root is None else os.path.relpath(path, root)
     whole = len(raw) == stat.st_size
     content = inspect_content(path.name, raw, text_field=text_field, whole=whole)
-    return Candidate(file, label, content, raw, _has_field(path, content, text_field))
+    has_field = _has_field(path, content, text_field)
+    return Candidate(file, label, content, raw, has_field)
 
 
 def _has_field(path: Path, content: Content, text_field: str) -> bool:
@@ -226,12 +226,13 @@ def _stdlib_files() -> list[SourceFile]:
     version = sys.version.split()[0]
     paths = []
     for directory, folders, names in os.walk(root):
+        # In place: `os.walk` enters the folders that are left in the list.
         wanted = [name for name in folders if name not in STDLIB_LEFT_OUT]
         folders[:] = [name for name in wanted if not name.startswith("config-")]
-        chosen = [
-            name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-        paths += [Path(directory, name) for name in chosen]
+        for name in names:
+            # Data about the build of this Python is not the same everywhere.
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                paths.append(Path(directory, name))
     files = []
     for path in sorted(paths, key=lambda path: path.relative_to(root).parts):
         size = path.stat().st_size
@@ -258,6 +259,7 @@ def local_copy(file: SourceFile, directory: Path) -> Iterator[Path]:
         bucket, key = _bucket_and_key(file.name)
 
         def download() -> None:
+            # An attempt that failed may have left a part.
             target.seek(0)
             target.truncate()
             s3_client().download_fileobj(bucket, key, target)
@@ -280,13 +282,15 @@ def _s3_candidates(source: str, text_field: str) -> list[Candidate]:
     client = from_s3(source, s3_client, reached=False)
 
     def listed() -> list[SourceFile]:
+        found = []
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        entries = [entry for page in pages for entry in page.get("Contents", ())]
-        own = [entry for entry in entries if _belongs(entry["Key"], prefix)]
-        return [
-            SourceFile(f"{S3_SCHEME}{bucket}/{entry['Key']}", "", entry["Size"], entry["ETag"])
-            for entry in own
-        ]
+        for page in pages:
+            for entry in page.get("Contents", ()):
+                key = entry["Key"]
+                if _belongs(key, prefix):
+                    name = f"{S3_SCHEME}{bucket}/{key}"
+                    found.append(SourceFile(name, "", entry["Size"], entry["ETag"]))
+        return found
 
     files = from_s3(source, listed, reached=False)
     if not files:
@@ -314,10 +318,13 @@ def _s3_candidate(client: Any, file: SourceFile, source: str, text_field: str) -
         return Candidate(file, label, Content(text_format_of(file.name) or "text"))
     bucket, key = _bucket_and_key(file.name)
     last = min(file.size_bytes, RAW_SAMPLE_BYTES) - 1
-    raw: bytes = from_s3(
-        file.name,
-        lambda: client.get_object(Bucket=bucket, Key=key, Range=f"bytes=0-{last}")["Body"].read(),
-    )
+
+    def read_first_bytes() -> bytes:
+        answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes=0-{last}")
+        content: bytes = answer["Body"].read()
+        return content
+
+    raw = from_s3(file.name, read_first_bytes)
     whole = len(raw) == file.size_bytes
     content = inspect_content(file.name, raw, text_field=text_field, whole=whole)
     has_field = content.record is None or text_field in content.record
@@ -329,6 +336,9 @@ def _belongs(key: str, prefix: str) -> bool:
 
     `logs` takes `logs/a`, not `logs-old/a`.
     """
-    return not key.endswith("/") and (
-        not prefix or prefix.endswith("/") or key == prefix or key.startswith(prefix + "/")
-    )
+    # Consoles make an empty object of that name for a folder.
+    if key.endswith("/"):
+        return False
+    if not prefix or prefix.endswith("/"):
+        return True
+    return key == prefix or key.startswith(prefix + "/")

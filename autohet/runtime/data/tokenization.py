@@ -50,7 +50,7 @@ class ByteTokenizer:
     end_token = BYTES_END_TOKEN
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+        return [np.frombuffer(_bytes_of(text), np.uint8) for text in texts]
 
     def encode_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
@@ -59,13 +59,19 @@ class ByteTokenizer:
         for text, ids, wanted in zip(texts, self.encode(texts), spans, strict=True):
             counts = np.zeros(len(ids), np.bool_)
             for begin, end in wanted:
-                first = len(text[:begin].encode("utf-8", "replace"))
-                counts[first : first + len(text[begin:end].encode("utf-8", "replace"))] = True
+                first = len(_bytes_of(text[:begin]))
+                length = len(_bytes_of(text[begin:end]))
+                counts[first : first + length] = True
             found.append((ids.astype(np.int64), counts))
         return found
 
     def token_id(self, token: str) -> int | None:
         return None
+
+
+def _bytes_of(text: str) -> bytes:
+    """Return text in UTF-8; JSON can hold half a surrogate pair, which UTF-8 cannot."""
+    return text.encode("utf-8", "replace")
 
 
 class LibraryTokenizer:
@@ -78,31 +84,31 @@ class LibraryTokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
-        self.vocab_size = max(
-            tokenizer.get_vocab_size(), max(tokenizer.get_vocab().values(), default=0) + 1
-        )
+        # Ids may have gaps, so that the largest exceeds their number.
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        self.vocab_size = max(tokenizer.get_vocab_size(), largest + 1)
         self.end_token = end_token
-        self.identity = (
-            f"{name}-{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}-{end_token}"
-        )
+        digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+        self.identity = f"{name}-{digest}-{end_token}"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError):  # JSON can hold half a surrogate pair, UTF-8 cannot
-            whole = [text.encode("utf-8", "replace").decode() for text in texts]
+        except (UnicodeEncodeError, TypeError):
+            whole = [_bytes_of(text).decode() for text in texts]
             encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
 
     def encode_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        whole = [text.encode("utf-8", "replace").decode() for text in texts]
+        whole = [_bytes_of(text).decode() for text in texts]
         encodings = self._tokenizer.encode_batch(whole, add_special_tokens=False)
-        return [
-            (np.asarray(encoding.ids, np.int64), _in_spans(encoding, wanted))
-            for encoding, wanted in zip(encodings, spans, strict=True)
-        ]
+        found = []
+        for encoding, wanted in zip(encodings, spans, strict=True):
+            ids = np.asarray(encoding.ids, np.int64)
+            found.append((ids, _in_spans(encoding, wanted)))
+        return found
 
     def token_id(self, token: str) -> int | None:
         found = self._tokenizer.token_to_id(token)
@@ -165,9 +171,10 @@ def load_tokenizer(
             )
         return ByteTokenizer()
     path = Path(name)
-    tokenizer, own_end = (
-        _from_file(path) if path.is_file() else _from_directory_or_hub(name, trust_remote_code)
-    )
+    if path.is_file():
+        tokenizer, own_end = _from_file(path)
+    else:
+        tokenizer, own_end = _from_directory_or_hub(name, trust_remote_code)
     end = _end_token(tokenizer, end_of_document or own_end, name)
     return LibraryTokenizer(tokenizer, end, path.name)
 
@@ -177,7 +184,8 @@ def _from_file(path: Path) -> tuple[Any, str | None]:
 
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for a malformed file
+    except Exception as error:
+        # The library raises bare Exception for a malformed file.
         raise ConfigError(
             f"data.tokenizer: {path} is not a tokenizers JSON file: {error}"
         ) from error

@@ -138,15 +138,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         scale = gradients[0] / ctx.scale
-        return (
-            None if of_hidden is None else of_hidden.mul_(scale),
-            None if of_weight is None else of_weight.mul_(scale),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        if of_hidden is not None:
+            of_hidden.mul_(scale)
+        if of_weight is not None:
+            of_weight.mul_(scale)
+        return of_hidden, of_weight, None, None, None, None, None
 
 
 def _chunk_rows(weight: Tensor, cut: CutVocabulary | None) -> int:
@@ -184,7 +180,8 @@ def _over_group(
     if num_tokens:
         highest = gradient.amax(-1)
     cut.group.all_reduce_max(highest)
-    sums = gradient.new_zeros(3, len(logits))  # exponentials, the target's logit, all logits
+    # Sums over the vocabulary: of exponentials, of the target's logit alone, and of all logits.
+    sums = gradient.new_zeros(3, len(logits))
     if num_tokens:
         gradient = gradient.sub_(highest.unsqueeze(-1))
         sums[1] = gradient.gather(-1, index).squeeze(-1).masked_fill(~mine, 0.0)

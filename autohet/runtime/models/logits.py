@@ -49,7 +49,9 @@ class LogitAdjustment:
         slope = self.factor / self.divisor
         if self.softcap is None:
             return slope
-        return (1.0 - (adjusted / self.softcap).square_()).mul_(slope)
+        # The derivative of tanh is 1 - tanh^2, and the result is softcap * tanh.
+        squared = (adjusted / self.softcap).square_()
+        return (1.0 - squared).mul_(slope)
 
 
 class _Adjust(torch.autograd.Function):

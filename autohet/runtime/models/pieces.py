@@ -23,7 +23,8 @@ VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 def starts_of(begins: Tensor) -> Tensor:
     """Return the index in its row of the first token of each token's piece, int64 [b, S]."""
     places = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
-    return places.masked_fill(~begins, 0).cummax(dim=1).values
+    starts = places.masked_fill(~begins, 0)
+    return starts.cummax(dim=1).values
 
 
 def positions_of(begins: Tensor) -> Tensor:
@@ -37,12 +38,16 @@ def answer_lengths(begins: Tensor) -> list[list[int]]:
     begins: bool [b, S] on the host; a row begins with its first answer.
     """
     lengths = []
+    length = begins.shape[1]
     for row in begins:
-        starts = [0, *(int(place) for place in row.nonzero().flatten() if place > 0)]
-        ends = [*starts[1:], begins.shape[1]][:2]
+        # The rest, if there is one, begins as a third piece.
+        ends = [place for place in row.nonzero().flatten().tolist() if place > 0]
+        ends.append(length)
         first = ends[0]
-        second = ends[-1] - first if len(starts) > 1 else 0
-        lengths.append([first, second, begins.shape[1] - first - second])
+        second = 0
+        if len(ends) > 1:
+            second = ends[1] - first
+        lengths.append([first, second, length - first - second])
     return lengths
 
 
@@ -94,14 +99,22 @@ def piece_attention(
     """
     batch, heads, length, _ = states[0].shape
     groups = heads // states[1].shape[1]
-    grouped: dict[str, Any] = {"enable_gqa": groups > 1} if _TAKES_GROUPS else {}
-    query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in states)
+    # The kernel takes the tokens of all rows one after the other, [b S, heads, d].
+    query, key, value = [each.transpose(1, 2).flatten(0, 1) for each in states]
     width = value.shape[-1]
-    if width < query.shape[-1]:  # latent attention; the kernel has one width
+    if width < query.shape[-1]:
+        # Latent attention has narrower values, and the kernel has one width.
         value = F.pad(value, (0, query.shape[-1] - width))
-    if groups > 1 and not _TAKES_GROUPS:
-        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    left = -1 if window is None or window >= length else window - 1
+    grouped: dict[str, Any] = {}
+    if _TAKES_GROUPS:
+        grouped["enable_gqa"] = groups > 1
+    elif groups > 1:
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    # Tokens to the left of a query that it attends to; -1: all.
+    left = -1
+    if window is not None and window < length:
+        left = window - 1
     out: Any = varlen_attn(
         query,
         key,

@@ -65,7 +65,8 @@ def settle_weights(
     _check_quantization(source, getattr(config, "quantization_config", None))
     local = Path(source).is_dir()
     if not local and not family.tied_head(config):
-        return  # a hub's files are fetched by those that read them
+        # A hub's files are fetched by the workers that read them.
+        return
     files = _files_by_tensor(source, revision, required=False)
     if not files:
         return
@@ -114,7 +115,10 @@ def pretrained_parameters(
 def with_more_rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Append rows of zeros to a tensor if the shape has more rows."""
     more = shape[0] - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]) if more else tensor
+    if not more:
+        return tensor
+    padding = tensor.new_zeros(more, *tensor.shape[1:])
+    return torch.cat([tensor, padding])
 
 
 # names
@@ -133,21 +137,19 @@ def _sources(
     A checkpoint of the decoder alone omits the prefix of its base, and a tied embedding may be
     stored as the head. Experts are stored one by one, or as a stack.
     """
-    tied = family.tied_head(config) and name == f"{family.token_embedding}.weight"
     candidates = [name, name.removeprefix(family.base + ".")]
-    candidates += [f"{family.head}.weight"] if tied else []
+    if family.tied_head(config) and name == f"{family.token_embedding}.weight":
+        candidates.append(f"{family.head}.weight")
     experts = None
     if family.expert_names is not None:
         candidates.append(family.expert_names.stored(name))
         experts = family.expert_names.matrices(name, num_experts(config) or 0)
-    found = next((each for each in candidates if each in files), None)
-    if found is None and experts is not None:
+    for candidate in candidates:
+        if candidate in files:
+            return ((candidate,),)
+    if experts is not None:
         return experts
-    return ((found or name,),)
-
-
-def _flat(sources: Sources) -> list[str]:
-    return [stored for each in sources for stored in each]
+    return ((name,),)
 
 
 def _check_names(
@@ -164,21 +166,32 @@ def _check_names(
     Raises:
         ConfigError: a tensor is missing, or part of quantized weights.
     """
-    specs = family.parameter_specs(config)
-    sources = {name: _flat(_sources(name, config, family, files)) for name in specs}
-    used = {stored for each in sources.values() for stored in each}
-    wanted = specs if only is None else only
-    missing = sorted(each for name in wanted for each in sources[name] if each not in files)
+    used: set[str] = set()
+    missing: set[str] = set()
+    wanted = None if only is None else set(only)
+    for name in family.parameter_specs(config):
+        is_wanted = wanted is None or name in wanted
+        for tensors in _sources(name, config, family, files):
+            used.update(tensors)
+            if is_wanted:
+                missing.update(tensor for tensor in tensors if tensor not in files)
     if missing:
-        raise ConfigError(f"checkpoint '{source}' has no tensor {missing[0]}")
-    head = f"{family.head}.weight"
+        raise ConfigError(f"checkpoint '{source}' has no tensor {min(missing)}")
+
     used |= {f"{name}{FP8_SCALE}" for name in used}
-    others = sorted(set(files) - used - {head})
-    unused = [each for each in others if not COMPUTED.search(f".{each}")]
-    unused = [each for each in unused if not FP8_BESIDE.search(each)]
+    # A tied head may be stored beside the embedding that is read for both.
+    used.add(f"{family.head}.weight")
+    unused = []
+    for tensor in sorted(set(files) - used):
+        if not COMPUTED.search(f".{tensor}") and not FP8_BESIDE.search(tensor):
+            unused.append(tensor)
+
+    # Layers past the last one (multi-token prediction) are not read, whatever their format.
     num_layers = family.num_layers(config)
-    scales = [each for each in unused if SCALES.search(each)]
-    scales = [each for each in scales if family.layer_of(each) < num_layers]
+    scales = []
+    for tensor in unused:
+        if SCALES.search(tensor) and family.layer_of(tensor) < num_layers:
+            scales.append(tensor)
     if scales:
         raise ConfigError(
             f"checkpoint '{source}' holds {scales[0]}, a part of quantized weights that would be"
@@ -210,10 +223,11 @@ def _head_differs(
                 f"checkpoint '{source}': {head} has shape {tuple(one.get_shape())}, but the"
                 f" embedding has {tuple(other.get_shape())}; they cannot be tied"
             )
-        return not all(
-            torch.equal(one[first : first + READ_ROWS], other[first : first + READ_ROWS])
-            for first in range(0, rows, READ_ROWS)
-        )
+        for first in range(0, rows, READ_ROWS):
+            part = slice(first, first + READ_ROWS)
+            if not torch.equal(one[part], other[part]):
+                return True
+        return False
 
 
 @functools.lru_cache(maxsize=64)
@@ -255,9 +269,7 @@ def check_plain_weights(source: str, revision: str | None = None) -> None:
     Raises:
         ConfigError: the weights are quantized.
     """
-    file = _find(source, CONFIG_FILE, revision)
-    document = {} if file is None else json.loads(Path(file).read_text())
-    quantization = document.get("quantization_config")
+    quantization = _quantization_of(source, revision)
     if quantization:
         raise ConfigError(
             f"model.adapter: the base '{source}' is quantized by"
@@ -266,12 +278,20 @@ def check_plain_weights(source: str, revision: str | None = None) -> None:
         )
 
 
-def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
-    """Return the rows and columns per scale of an fp8 weight; None if the config gives none."""
+def _quantization_of(path: str, revision: str | None) -> dict[str, Any]:
+    """Return `quantization_config` of a checkpoint's config file; empty without one."""
     file = _find(path, CONFIG_FILE, revision)
     document = {} if file is None else json.loads(Path(file).read_text())
-    block = (document.get("quantization_config") or {}).get("weight_block_size")
-    return None if not block else (int(block[0]), int(block[1]))
+    quantization: dict[str, Any] = document.get("quantization_config") or {}
+    return quantization
+
+
+def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
+    """Return the rows and columns per scale of an fp8 weight; None if the config gives none."""
+    block = _quantization_of(path, revision).get("weight_block_size")
+    if not block:
+        return None
+    return int(block[0]), int(block[1])
 
 
 def _read_joined(
@@ -304,7 +324,8 @@ def _read(
     scale_name = f"{stored}{FP8_SCALE}"
     if scale_name in files:
         with _open(files[scale_name]) as reader:
-            return _dequantize(path, stored, tensor, reader.get_tensor(scale_name), block)
+            scales = reader.get_tensor(scale_name)
+        return _dequantize(path, stored, tensor, scales, block)
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ConfigError(
             f"{stored} in '{path}' is {str(tensor.dtype).removeprefix('torch.')} without scales;"
@@ -321,14 +342,18 @@ def _dequantize(
 
     uint8 scales are exponents (E8M0).
     """
-    factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+    factors = scales.float()
+    if scales.dtype == torch.uint8:
+        factors = (factors - 127).exp2()
     weight = tensor.float()
     if factors.numel() == 1:
         return weight * factors.reshape(())
     rows, columns = weight.shape
     grid = tuple(factors.shape)
+    # Without a block's size in the config it follows from the number of scales.
     sizes = block or (-(-rows // grid[0]), -(-columns // grid[-1]))
-    if len(grid) != 2 or grid != (-(-rows // sizes[0]), -(-columns // sizes[1])):
+    expected_grid = (-(-rows // sizes[0]), -(-columns // sizes[1]))
+    if grid != expected_grid:
         raise ConfigError(
             f"{stored} in '{path}' has shape {(rows, columns)} and scales of shape {grid}, which do"
             f" not fit blocks of {sizes}; {DEQUANTIZE_FIRST}"
@@ -344,20 +369,25 @@ def weights_identity(source: str, revision: str | None = None) -> str | None:
     bytes, for a hub id its commit.
     """
     if not Path(source).is_dir():
+        # The hub's cache has a directory for each commit.
         config = _find(source, CONFIG_FILE, revision)
         commit = re.search(r"snapshots/([0-9a-f]+)/", config or "")
-        return f"{source}@{commit[1] if commit else revision or 'main'}"
+        if commit:
+            return f"{source}@{commit[1]}"
+        return f"{source}@{revision or 'main'}"
     files = _files_by_tensor(source, revision, required=False)
     if not files:
         return None
     digest = hashlib.sha256()
     for file in sorted(set(files.values()), key=lambda each: Path(each).name):
         with open(file, "rb") as stored:
+            # A safetensors file: the header's size in 8 bytes, the header, then the data.
             size = int.from_bytes(stored.read(8), "little")
             header = json.loads(stored.read(size))
             for name in sorted(set(header) - {"__metadata__"}):
-                digest.update(f"{name}:{header[name]['shape']}".encode())
-                start, end = header[name]["data_offsets"]
+                tensor = header[name]
+                digest.update(f"{name}:{tensor['shape']}".encode())
+                start, end = tensor["data_offsets"]
                 stored.seek(8 + size + start)
                 digest.update(stored.read(min(end - start, SAMPLED_BYTES)))
     return f"sha256:{digest.hexdigest()[:32]}"
@@ -384,8 +414,9 @@ def _open(file: str) -> Any:
 
 def _files_by_tensor(path: str, revision: str | None, *, required: bool = True) -> dict[str, str]:
     """Map tensor names to safetensors files; empty if there are none and none is required."""
+    # The single file comes before the index, as in transformers.
     single = _find(path, SINGLE_FILE, revision)
-    if single is not None:  # before the index, as in transformers
+    if single is not None:
         with _open(single) as reader:
             return dict.fromkeys(reader.keys(), single)
     index = _find(path, INDEX_FILE, revision)

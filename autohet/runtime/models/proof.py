@@ -67,8 +67,12 @@ class ProofCase:
     worst_parameter: str
 
     @property
+    def error(self) -> float:
+        return max(self.logits_error, self.gradient_error)
+
+    @property
     def passed(self) -> bool:
-        return max(self.logits_error, self.gradient_error) <= TOLERANCE
+        return self.error <= TOLERANCE
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -123,7 +127,8 @@ class _Trace:
             self._note(f"the input of {path}", given)
 
         def after(_: nn.Module, arguments: Any, out: Any) -> None:
-            self._note(f"the output of {path}", out[0] if isinstance(out, tuple) else out)
+            first = out[0] if isinstance(out, tuple) else out
+            self._note(f"the output of {path}", first)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
@@ -138,17 +143,7 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     Each of its layer types is among the layers; hidden size and heads stay.
     """
-    total = int(config.num_hidden_layers)
-    by_layer = entries_by_layer(config)
-    kinds = [
-        (is_dense(config, index), *(entries[index] for entries in by_layer.values()))
-        for index in range(total)
-    ]
-    chosen = {kinds.index(kind) for kind in kinds}
-    for index in range(total):
-        if len(chosen) < MAX_LAYERS:
-            chosen.add(index)
-    short = with_layers(config, sorted(chosen))
+    short = with_layers(config, _layers_to_prove(config))
     short.vocab_size = min(int(config.vocab_size), MAX_ROWS)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(config, key, None)
@@ -157,13 +152,31 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
         elif isinstance(token, int):
             setattr(short, key, token % short.vocab_size)
     for key in ("intermediate_size", "moe_intermediate_size"):
-        if isinstance(getattr(config, key, None), int):
-            setattr(short, key, min(int(getattr(config, key)), MAX_ROWS))
+        width = getattr(config, key, None)
+        if isinstance(width, int):
+            setattr(short, key, min(width, MAX_ROWS))
     if isinstance(getattr(config, "sliding_window", None), int):
         short.sliding_window = min(int(config.sliding_window), LENGTH // 2)
-    for key in (PADDED, ADAPTER):  # an adapter's frozen base is proved with gradients of its own
+    # An adapter's frozen base is proved with gradients of its own.
+    for key in (PADDED, ADAPTER):
         short.__dict__.pop(key, None)
     return short
+
+
+def _layers_to_prove(config: PreTrainedConfig) -> list[int]:
+    """Return the first layer of each kind, and others up to MAX_LAYERS, in ascending order."""
+    total = int(config.num_hidden_layers)
+    by_layer = entries_by_layer(config)
+    chosen: dict[object, int] = {}
+    for index in range(total):
+        entries = [each[index] for each in by_layer.values()]
+        kind = (is_dense(config, index), *entries)
+        chosen.setdefault(kind, index)
+    layers = set(chosen.values())
+    for index in range(total):
+        if len(layers) < MAX_LAYERS:
+            layers.add(index)
+    return sorted(layers)
 
 
 def prove_model(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> ModelProof:
@@ -176,7 +189,8 @@ def prove_model(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> M
     try:
         return _prove(config, degrees)
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines()
+        why = lines[0] if lines else type(error).__name__
         raise ConfigError(
             f"model_type '{config.model_type}' cannot be cut into stages: {why}; its blocks need"
             " more than hidden states, a mask and rotary tables"
@@ -190,17 +204,18 @@ def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> ModelProof:
     expected, trace = _library(short, family, parameters)
     layers = family.num_layers(short)
     finest = family.max_tp_degree(short)
-    cases = []
+    cases: list[ProofCase] = []
+    skipped: list[int] = []
     for degree in degrees:
         if finest % degree:
+            skipped.append(degree)
             continue
         for cut in _cuts(layers):
             cases.append(_compare(short, parameters, expected, cut, degree))
-    skipped = tuple(degree for degree in degrees if finest % degree)
     difference = None
     if not all(case.passed for case in cases):
         difference = _first_difference(short, family, parameters, trace)
-    return ModelProof(str(config.model_type), layers, tuple(cases), difference, skipped)
+    return ModelProof(str(config.model_type), layers, tuple(cases), difference, tuple(skipped))
 
 
 def require_proof(config: PreTrainedConfig) -> None:
@@ -212,7 +227,7 @@ def require_proof(config: PreTrainedConfig) -> None:
     proof = prove_model(config)
     if proof.passed:
         return
-    worst = max(proof.cases, key=lambda case: max(case.logits_error, case.gradient_error))
+    worst = max(proof.cases, key=lambda case: case.error)
     where = proof.first_difference or f"the gradient of {worst.worst_parameter}"
     raise ConfigError(
         f"model_type '{proof.model_type}' is not trained as transformers computes it: {where}"
@@ -240,16 +255,18 @@ class _Result:
 def _random_parameters(config: PreTrainedConfig, family: Family) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     specs = family.parameter_specs(config)
-    largest = sum(math.prod(spec.shape) for spec in specs.values() if spec.layer == 0)
-    if largest > MAX_BLOCK_PARAMETERS:
+    in_first_block = [spec for spec in specs.values() if spec.layer == 0]
+    num_parameters = sum(math.prod(spec.shape) for spec in in_first_block)
+    if num_parameters > MAX_BLOCK_PARAMETERS:
         raise ConfigError(
-            f"a block of this model has {largest} parameters, too many to prove on a CPU; give"
-            " check-model a job with a smaller model of the same type"
+            f"a block of this model has {num_parameters} parameters, too many to prove on a CPU;"
+            " give check-model a job with a smaller model of the same type"
         )
     scale = min(WEIGHT_SCALE, float(config.hidden_size) ** -0.5)
-    return {
-        name: torch.randn(spec.shape, generator=generator) * scale for name, spec in specs.items()
-    }
+    parameters: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        parameters[name] = torch.randn(spec.shape, generator=generator) * scale
+    return parameters
 
 
 def _batch(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
@@ -282,9 +299,14 @@ def _library(
     tokens, targets = _batch(config)
     logits = model(tokens, use_cache=False).logits
     _loss(logits, targets).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    biases = {name: each for name, each in model.named_buffers() if name.endswith(CORRECTION_BIAS)}
-    gradients |= {name: torch.zeros_like(bias) for name, bias in biases.items()}
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
+    # The library has these as buffers, which have no gradient; without counts ours is 0.
+    for name, buffer in model.named_buffers():
+        if name.endswith(CORRECTION_BIAS):
+            gradients[name] = torch.zeros_like(buffer)
     return _Result(logits.detach(), gradients), trace
 
 
@@ -307,11 +329,11 @@ def _stages(
     for num_layers in cut:
         layers = range(first, first + num_layers)
         stage = build_stage(config, layers, tp, torch.device("cpu"), torch.float32)
-        names = stage_parameter_names(config, first, num_layers)
-        units = {name: local_units(specs[name], share) for name in names}
-        stage.weights.load(
-            {name: take_units(specs[name], units[name], parameters[name]) for name in names}
-        )
+        weights: dict[str, Tensor] = {}
+        for name in stage_parameter_names(config, first, num_layers):
+            units = local_units(specs[name], share)
+            weights[name] = take_units(specs[name], units, parameters[name])
+        stage.weights.load(weights)
         stages.append(stage)
         first += num_layers
     return stages
@@ -326,14 +348,16 @@ def _compare(
 ) -> ProofCase:
     results: list[_Result] = run_ranks(degree, partial(_train, config, parameters, cut))
     logits = torch.cat([result.logits for result in results], -1)
-    specs = family_of(config).parameter_specs(config)
-    gradients = {name: _joined(spec, name, results) for name, spec in specs.items()}
     largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
     floor = NEAR_ZERO * max(1.0, largest)
-    shared = [name for name in gradients if name in expected.gradients]
-    errors = {name: _error(gradients[name], expected.gradients[name], floor) for name in shared}
+    errors: dict[str, float] = {}
+    for name, spec in family_of(config).parameter_specs(config).items():
+        if name in expected.gradients:
+            gradient = _joined(spec, name, results)
+            errors[name] = _error(gradient, expected.gradients[name], floor)
     worst = max(errors, key=lambda name: errors[name])
-    return ProofCase(cut, degree, _error(logits, expected.logits), errors[worst], worst)
+    logits_error = _error(logits, expected.logits)
+    return ProofCase(cut, degree, logits_error, errors[worst], worst)
 
 
 def _train(
@@ -352,13 +376,20 @@ def _train(
         hidden = stage(given)
         borders.append((given, hidden))
     stages[-1].loss_sum(hidden, targets).backward()
-    for index in range(len(borders) - 2, -1, -1):
-        borders[index][1].backward(borders[index + 1][0].grad)
+    # Each stage begins with the gradient that the one after it has for its input.
+    for index in reversed(range(len(borders) - 1)):
+        _, output = borders[index]
+        next_input, _ = borders[index + 1]
+        output.backward(next_input.grad)
+
     gradients: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.weights.local_parameters().items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+            # A tied embedding is on the first and on the last stage.
+            if name in gradients:
+                gradient = gradients[name] + gradient
+            gradients[name] = gradient
     return _Result(hidden.detach(), gradients)
 
 

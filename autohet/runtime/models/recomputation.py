@@ -60,7 +60,9 @@ def usable_recompute(changes_products: bool, recompute: Recompute) -> Recompute:
     changes_products: `Family.changes_products` of the config. Gradients need the values from before
     the change, which `selective` would not keep.
     """
-    return "full" if recompute == "selective" and changes_products else recompute
+    if recompute == "selective" and changes_products:
+        return "full"
+    return recompute
 
 
 def is_replaying() -> bool:
@@ -92,7 +94,9 @@ class _Replay:
 
 
 def _policy(_: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    if operator in KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -109,4 +113,6 @@ def run_block(
     again = functools.partial(
         checkpoint, block, hidden, use_reentrant=False, preserve_rng_state=False, **arguments
     )
-    return again() if recompute == "full" else again(context_fn=_contexts)
+    if recompute == "full":
+        return again()
+    return again(context_fn=_contexts)

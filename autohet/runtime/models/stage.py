@@ -116,7 +116,8 @@ class StageModel(nn.Module):
         hidden = self._through_blocks(x, begins)
         if not self.spec.is_last:
             return join_sequence(hidden, self.spec.tp)
-        return self.logit_adjustment.apply(self.head(enter(self.norm(hidden), self.spec.tp)))
+        states = enter(self.norm(hidden), self.spec.tp)
+        return self.logit_adjustment.apply(self.head(states))
 
     def block_output(self, index: int, hidden: Tensor) -> Tensor:
         """Output of block `index` of this stage for hidden states of whole sequences."""
@@ -129,11 +130,15 @@ class StageModel(nn.Module):
         return adapters_off(self)
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
-        self._length.tokens = x.shape[1]
-        keys = self.dropout.begin(x.shape[1])
-        hidden = self._embed(x, begins) if self.spec.is_first else split_sequence(x, self.spec.tp)
+        length = x.shape[1]
+        self._length.tokens = length
+        keys = self.dropout.begin(length)
+        if self.spec.is_first:
+            hidden = self._embed(x, begins)
+        else:
+            hidden = split_sequence(x, self.spec.tp)
         if begins is None:
-            tables = self.inputs.of_shape(hidden, x.shape[1])
+            tables = self.inputs.of_shape(hidden, length)
         else:
             tables = self.inputs.of_pieces(hidden, begins)
         for index, block in enumerate(self.blocks):
@@ -176,7 +181,9 @@ class StageModel(nn.Module):
             hidden = hidden * spec.family.embedding_scale(spec.config, spec.dtype)
         if spec.family.position_embedding:
             hidden = hidden + self._position_states(tokens, begins)
-        return hidden if self._embedding_dropout is None else self._embedding_dropout(hidden)
+        if self._embedding_dropout is not None:
+            hidden = self._embedding_dropout(hidden)
+        return hidden
 
     def _position_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         """Return the learned positions of tokens [b, S] that are added to their embedding."""
@@ -194,7 +201,9 @@ class StageModel(nn.Module):
         num_parts = self.spec.sequence_parts
         if num_parts > 1:
             assert self.spec.tp is not None
-            places = padded(places, num_parts).chunk(num_parts, dim=1)[self.spec.tp.rank]
+            # With the sequence cut, this rank embeds its own part alone.
+            parts = padded(places, num_parts).chunk(num_parts, dim=1)
+            places = parts[self.spec.tp.rank]
         of_places: Tensor = self.positions(places)
         return of_places
 
@@ -210,11 +219,16 @@ class StageModel(nn.Module):
 
         The answers are the row's first two pieces; the rest of it is padding.
         """
-        lengths = [length for row in answer_lengths(begins) for length in row]
+        lengths: list[int] = []
+        for row in answer_lengths(begins):
+            lengths += row
         states = self._before_loss(x, begins).flatten(0, 1).split(lengths)
         wanted = targets.flatten().split(lengths)
-        answers = [index for index in range(len(lengths)) if index % 3 != 2]
-        losses = [self._loss_of(states[index], wanted[index]) for index in answers]
+        losses = []
+        for first in range(0, len(lengths), 3):
+            # A row's third part is its padding.
+            losses.append(self._loss_of(states[first], wanted[first]))
+            losses.append(self._loss_of(states[first + 1], wanted[first + 1]))
         return torch.stack(losses).view(-1, 2)
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -236,7 +250,8 @@ class StageModel(nn.Module):
         if not self._fuses_head:
             logits: Tensor = self(x, begins)
             return logits
-        return enter(self.norm(self._through_blocks(x, begins)), self.spec.tp)
+        hidden = self._through_blocks(x, begins)
+        return enter(self.norm(hidden), self.spec.tp)
 
     def _loss_of(self, states: Tensor, targets: Tensor) -> Tensor:
         if not self._fuses_head:
@@ -286,11 +301,9 @@ def build_stage(
             "a stage with sequence_parallel cannot recompute selectively; choose none or full"
         )
     if tp is not None and finest % tp.share.of:
-        what = (
-            f"TP degree {tp.degree}"
-            if tp.uneven is None
-            else f"a sum of tp_shares of {tp.share.of}"
-        )
+        what = f"TP degree {tp.degree}"
+        if tp.uneven is not None:
+            what = f"a sum of tp_shares of {tp.share.of}"
         raise ConfigError(
             f"{what} does not divide this model's {family.limit_of_parts(config)}; it can be 1 to"
             f" {finest}, a power of two"

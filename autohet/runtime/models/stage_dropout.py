@@ -64,7 +64,9 @@ class StageDropout:
 
         So a recomputation draws the same dropout, even if another microbatch has begun since.
         """
-        return block if self._drawn is None else partial(self._run_with_keys, block, keys)
+        if self._drawn is None:
+            return block
+        return partial(self._run_with_keys, block, keys)
 
     def _run_with_keys(
         self, block: nn.Module, keys: Tensor | None, hidden: Tensor, **arguments: Any
@@ -77,7 +79,8 @@ class StageDropout:
         parts = self._spec.sequence_parts
         if keys is not None and parts > 1:
             assert self._spec.tp is not None
-            own = padded(keys, parts).chunk(parts, dim=1)[self._spec.tp.rank]
+            by_rank = padded(keys, parts).chunk(parts, dim=1)
+            own = by_rank[self._spec.tp.rank]
         self.rows.keys = keys
         self.rows.own = own
 
@@ -96,7 +99,8 @@ class StageDropout:
             path = self._spec.block_path(index)
             for name, rate in self._rates.residual.items():
                 drop = self._state_dropout(rate, f"{path}.{name}")
-                block.get_submodule(name).register_forward_hook(_after(drop))
+                projection = block.get_submodule(name)
+                projection.register_forward_hook(_after(drop))
             if self._rates.attention:
                 attention = self._spec.family.attention
                 drawn = self._attention_dropout(f"{path}.{attention}")
@@ -110,8 +114,9 @@ class StageDropout:
         """Return the dropout of an attention module, over the heads of this rank."""
         num_heads = int(self._spec.config.num_attention_heads)
         share = self._spec.share
-        heads = torch.arange(num_heads, device=self._spec.device)
-        heads = heads[num_heads * share.first // share.of : num_heads * share.end // share.of]
+        first = num_heads * share.first // share.of
+        end = num_heads * share.end // share.of
+        heads = torch.arange(num_heads, device=self._spec.device)[first:end]
         return AttentionDropout(self._rates.attention, self.rows, column_keys(path, heads))
 
 

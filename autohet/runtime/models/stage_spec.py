@@ -50,7 +50,9 @@ class StageSpec:
     @property
     def sequence_parts(self) -> int:
         """Equal parts of the sequence that the ranks have between cut parts."""
-        return self.tp.degree if self.tp is not None and self.tp.cuts_sequence else 1
+        if self.tp is None or not self.tp.cuts_sequence:
+            return 1
+        return self.tp.degree
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
@@ -68,4 +70,5 @@ class StageSpec:
     def first_token(self, path: str) -> int:
         """Return the first row of the vocabulary that this rank holds of the table at `path`."""
         name = f"{path}.weight"
-        return self.parameters[name].cuts[self.units(name)[0]]
+        first_unit = self.units(name)[0]
+        return self.parameters[name].cuts[first_unit]

@@ -30,9 +30,11 @@ class StageWeights:
         found: dict[str, list[tuple[nn.Module, str]]] = {}
         for root_path, root in self._modules:
             for path, module in root.named_modules():
-                for attribute in module._parameters:
-                    if module._parameters[attribute] is not None:
-                        name = ".".join(part for part in (root_path, path, attribute) if part)
+                module_path = f"{root_path}.{path}" if path else root_path
+                for attribute, parameter in module._parameters.items():
+                    # An absent bias is an attribute that is None.
+                    if parameter is not None:
+                        name = f"{module_path}.{attribute}"
                         found.setdefault(name, []).append((module, attribute))
         return found
 
@@ -53,11 +55,10 @@ class StageWeights:
             given = tuple(parameters[name].shape)
             expected = self._local_shape(name)
             assert given == expected, f"{name}: this rank holds {expected}, not {given}"
-            dtype = spec.parameters[name].compute_dtype(spec.dtype)
-            parameter = nn.Parameter(
-                parameters[name].detach().to(device=spec.device, dtype=dtype),
-                requires_grad=spec.parameters[name].trainable,
-            )
+            parameter_spec = spec.parameters[name]
+            dtype = parameter_spec.compute_dtype(spec.dtype)
+            used = parameters[name].detach().to(device=spec.device, dtype=dtype)
+            parameter = nn.Parameter(used, requires_grad=parameter_spec.trainable)
             for module, attribute in places:
                 module._parameters[attribute] = parameter
 
@@ -68,7 +69,9 @@ class StageWeights:
         for name, given in parameters.items():
             module, attribute = places_by_name[name][0]
             used = module._parameters[attribute]
-            if used is not None and used.data_ptr() != given.data_ptr():
+            assert used is not None
+            is_copy = used.data_ptr() != given.data_ptr()
+            if is_copy:
                 used.copy_(given)
 
     def local_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -134,27 +134,35 @@ def _gathered(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     """Gather [b, ceil(S / degree), h] of each rank to [b, S, h]."""
     parts = x.new_empty(tp.degree, *x.shape)
     tp.group.all_gather(parts, x.contiguous())
+    whole = parts.transpose(0, 1).flatten(1, 2)[:, :length]
     # Contiguous: blocks with experts take a view of it.
-    return parts.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
+    return whole.contiguous()
 
 
 def _summed_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     """Sum the ranks' partial sums [b, S, h]; return this rank's [b, ceil(S / degree), h]."""
-    parts = padded(x, tp.degree).unflatten(1, (tp.degree, -1)).transpose(0, 1)
-    out = x.new_empty(parts.shape[1:])
-    tp.group.reduce_scatter(out, parts.clone(memory_format=torch.contiguous_format))
+    by_rank = padded(x, tp.degree).unflatten(1, (tp.degree, -1)).transpose(0, 1)
+    out = x.new_empty(by_rank.shape[1:])
+    # A copy, since the group may change the parts, and autograd may still need `x`.
+    parts = by_rank.clone(memory_format=torch.contiguous_format)
+    tp.group.reduce_scatter(out, parts)
     return out
 
 
 def _own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
-    part = padded(x, tp.degree).chunk(tp.degree, dim=1)[tp.rank]
-    return part.clone(memory_format=torch.contiguous_format)
+    parts = padded(x, tp.degree).chunk(tp.degree, dim=1)
+    # A copy, since a view would keep the whole.
+    return parts[tp.rank].clone(memory_format=torch.contiguous_format)
 
 
 def padded(x: Tensor, parts: int) -> Tensor:
     """Return [b, S, ...] with zeros at the end of dimension 1, whose length `parts` divides."""
     more = -x.shape[1] % parts
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) if more else x
+    if not more:
+        return x
+    # F.pad takes two numbers for each dimension, from the last one on.
+    dimensions_after = x.dim() - 2
+    return F.pad(x, (0, 0) * dimensions_after + (0, more))
 
 
 class _SequenceOperation(torch.autograd.Function):
@@ -180,7 +188,9 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Pass a whole tensor, or a part of the sequence, into a part of the model that is cut."""
     if tp is None or tp.degree == 1:
         return x
-    return gather_sequence(x, tp) if tp.cuts_sequence else apply(_Enter, x, tp.group)
+    if tp.cuts_sequence:
+        return gather_sequence(x, tp)
+    return apply(_Enter, x, tp.group)
 
 
 def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> Tensor:
@@ -217,12 +227,16 @@ def whole_of_parts(x: Tensor, tp: TensorParallel) -> Tensor:
 
 def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Return this rank's part of the whole hidden states that enter a stage."""
-    return x if tp is None or not tp.cuts_sequence else own_part(x, tp)
+    if tp is None or not tp.cuts_sequence:
+        return x
+    return own_part(x, tp)
 
 
 def join_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Make the hidden states that leave a stage whole again, and equal on every rank."""
-    return x if tp is None or not tp.cuts_sequence else whole_of_parts(x, tp)
+    if tp is None or not tp.cuts_sequence:
+        return x
+    return whole_of_parts(x, tp)
 
 
 class RowParallel(nn.Module):
@@ -280,7 +294,8 @@ class SplitNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        squares = apply(_SumBoth, wide.square().sum(-1, keepdim=True), self.tp.group)
+        own_squares = wide.square().sum(-1, keepdim=True)
+        squares = apply(_SumBoth, own_squares, self.tp.group)
         normalised = wide * torch.rsqrt(squares / self.width + self.epsilon)
         return (self.weight * normalised).to(x.dtype)
 
@@ -304,8 +319,10 @@ class VocabularyEmbedding(nn.Module):
         rows = F.embedding(local.masked_fill(outside, 0), self.weight)
         if self.padding_idx is not None:
             # As nn.Embedding: the padding token has its row's values but teaches the row nothing.
-            rows = torch.where((tokens == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
-        return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.tp)
+            is_padding = (tokens == self.padding_idx).unsqueeze(-1)
+            rows = torch.where(is_padding, rows.detach(), rows)
+        own_rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
+        return leave(own_rows, self.tp)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -331,24 +348,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         mine = (local >= 0) & (local < num_tokens)
         index = local.masked_fill(~mine, 0).unsqueeze(-1)
         columns = logits[:, :num_tokens]
-        highest = (
-            columns.amax(dim=-1).float()
-            if num_tokens
-            else torch.full_like(targets, -torch.inf, dtype=torch.float32)
-        )
+        if num_tokens:
+            highest = columns.amax(dim=-1).float()
+        else:
+            highest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         if group is not None:
             group.all_reduce_max(highest)
         # Of exponentials, of the target's logit, and, with label smoothing, of all logits; then
         # the number of columns of all ranks.
         smooth = terms.label_smoothing > 0
-        sums = torch.zeros(
-            4 if smooth else 2, len(logits), dtype=torch.float32, device=logits.device
-        )
+        num_sums = 4 if smooth else 2
+        sums = torch.zeros(num_sums, len(logits), dtype=torch.float32, device=logits.device)
         for rows in _chunks(columns):
             shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
-            sums[1, rows] = (
-                shifted.gather(-1, index[rows]).squeeze(-1).masked_fill_(~mine[rows], 0.0)
-            )
+            of_target = shifted.gather(-1, index[rows]).squeeze(-1)
+            sums[1, rows] = of_target.masked_fill_(~mine[rows], 0.0)
             if smooth:
                 sums[2, rows] = shifted.sum(-1)
             sums[0, rows] = shifted.exp_().sum(-1)
@@ -364,8 +378,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = sums[0].log() - of_target
         if terms.z_loss:
             losses = losses + terms.z_loss * (sums[0].log() + highest).square()
-        ctx.save_for_backward(logits, highest, sums[0], index, mine, targets >= 0, vocabulary)
-        return (losses * (targets >= 0)).sum()
+        counted = targets >= 0
+        ctx.save_for_backward(logits, highest, sums[0], index, mine, counted, vocabulary)
+        return (losses * counted).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
@@ -376,11 +391,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         columns = logits[:, : ctx.num_tokens]
         gradient[:, ctx.num_tokens :] = 0.0
         for rows in _chunks(columns):
-            part = (
-                (columns[rows].float() - highest[rows].unsqueeze(-1))
-                .exp_()
-                .div_(total[rows].unsqueeze(-1))
-            )
+            shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
+            part = shifted.exp_().div_(total[rows].unsqueeze(-1))
             if z_loss:
                 normaliser = total[rows].log() + highest[rows]
                 part.mul_((1.0 + 2.0 * z_loss * normaliser).unsqueeze(-1))
@@ -388,9 +400,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 part.sub_((smoothing / vocabulary[rows]).unsqueeze(-1))
             of_target = mine[rows].unsqueeze(-1).to(part.dtype)
             part.scatter_add_(-1, index[rows], of_target * (smoothing - 1.0))
-            gradient[rows, : ctx.num_tokens] = part.mul_(
-                (counted[rows] * gradients[0]).unsqueeze(-1)
-            )
+            factor = counted[rows] * gradients[0]
+            gradient[rows, : ctx.num_tokens] = part.mul_(factor.unsqueeze(-1))
         return gradient, None, None, None, None, None
 
 
@@ -415,8 +426,9 @@ def cross_entropy_sum(
     it is None or more than V_local): they are ignored, and get a gradient of 0.
     """
     width = logits.shape[-1]
-    counted = width if num_tokens is None else min(max(num_tokens, 0), width)
+    counted = width
+    if num_tokens is not None:
+        counted = min(max(num_tokens, 0), width)
     group = None if tp is None or tp.degree == 1 else tp.group
-    return apply(
-        _ChunkedCrossEntropy, logits.flatten(0, -2), targets.flatten(), start, counted, group, terms
-    )
+    rows = logits.flatten(0, -2)
+    return apply(_ChunkedCrossEntropy, rows, targets.flatten(), start, counted, group, terms)

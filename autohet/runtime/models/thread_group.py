@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.models.tensor_parallel import TensorParallel
-from planner.plan import Stage
+from planner.plan import Stage, TensorShare
 
 DEADLINE_S = 60.0
 
@@ -64,7 +64,8 @@ class ThreadGroup:
             assert len(rows) == received[rank], "ranks disagree about the rows between them"
             parts.append(rows)
         came = torch.cat(parts)
-        self._barrier.wait(DEADLINE_S)  # nobody overwrites its slot before all have read it
+        # No rank may overwrite its slot before all have read it.
+        self._barrier.wait(DEADLINE_S)
         out.detach().copy_(came)
 
     def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
@@ -83,7 +84,8 @@ class ThreadGroup:
         total = parts[0].clone()
         for part in parts[1:]:
             total = combine(total, part)
-        self._barrier.wait(DEADLINE_S)  # nobody overwrites its slot before all have read it
+        # No rank may overwrite its slot before all have read it.
+        self._barrier.wait(DEADLINE_S)
         tensor.detach().copy_(total)
 
 
@@ -106,21 +108,25 @@ def run_ranks(
     slots: list[Tensor | None] = [None] * degree
     sent: list[list[int]] = [[] for _ in range(degree)]
     stage = Stage(0, 1, ("w",) * degree, tp_shares=shares)
-    owners = tuple(map(stage.share, range(degree))) if all_to_all else ()
+    owners: tuple[TensorShare, ...] = ()
+    if all_to_all:
+        owners = tuple(stage.share(rank) for rank in range(degree))
     barrier = threading.Barrier(degree)
 
     def one(rank: int) -> Any:
         try:
             uneven = stage.share(rank) if shares else None
             group = ThreadGroup(rank, slots, sent, barrier)
-            return work(TensorParallel(group, rank, degree, uneven, cuts_sequence, owners))
+            tp = TensorParallel(group, rank, degree, uneven, cuts_sequence, owners)
+            return work(tp)
         except BaseException:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(degree) as threads:
         futures = [threads.submit(one, rank) for rank in range(degree)]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
+    for future in futures:
+        error = future.exception()
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
     return [future.result() for future in futures]
