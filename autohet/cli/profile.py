@@ -80,7 +80,9 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _repeats(text: str) -> int:
-    (number,) = _counts(text) if "," not in text else (0,)
+    number = 0
+    if "," not in text:
+        (number,) = _counts(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be one positive integer, not {text}")
     return number

@@ -62,6 +62,7 @@ class View:
         if self._live is not None:
             self._live.update(self._render(controller, seen))
             return
+        # Nothing is printed while nothing changes, so that a log stays short in a long wait.
         now = time.monotonic()
         state = controller.state
         steps = controller.memory.ledger.committed_steps

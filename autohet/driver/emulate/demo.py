@@ -126,6 +126,7 @@ def demonstrate(
         ConfigError: job or cluster are wrong.
     """
     started = time.monotonic()
+    # Otherwise the job would resume from the checkpoints of an earlier demonstration.
     shutil.rmtree(directory, ignore_errors=True)
     job = replace(job, checkpoint=replace(job.checkpoint, storage=str(directory / "checkpoints")))
     if job.model.adapter is not None:
@@ -185,6 +186,7 @@ def reference_losses(job: Job, steps: int) -> list[float]:
 
     The reference uses transformers' whole model, torch's AdamW, and for adapters `peft`.
     """
+    # As in each emulated worker, since more threads add numbers up in another order.
     torch.set_num_threads(1)
     config = load_config(job.model)
     dataset = prepare_dataset(job.require_training(), job.training.sequence_length)

@@ -70,7 +70,7 @@ class AgentCommands:
         parts: Mapping[str, Sequence[HeldPart]],
         to: Sequence[AgentEndpoint],
     ) -> None:
-        # What an agent holds changes with each handover: the next decision asks anew.
+        # What agents hold changes with the handover: the next decision must ask anew.
         self._holdings.drop()
         for node in parts.keys() & agents.keys():
             logger.info("%s hands over what nodes that stay do not keep", node)

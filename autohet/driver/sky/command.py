@@ -134,5 +134,6 @@ def _document(text: str) -> Any:
         try:
             return json.loads("\n".join(lines[number:]))
         except ValueError:
+            # A line of the log may begin with a bracket, too.
             continue
     raise SkyFailed(f"sky printed no JSON document: {text[-200:]!r}")
