@@ -103,10 +103,16 @@ class Batches:
         After the last part of a step comes the first part of the next step.
         """
         step, sequences = part
-        self._asked = [each for each in self._asked if each[0] in (step, step - 1)]
-        if part not in self._asked:
-            self._asked.append(part)
-        before = [each for asked, each in self._asked if asked == step - 1]
+        kept: list[SequencePart] = []
+        before: list[range] = []
+        for asked_step, asked in self._asked:
+            if asked_step == step - 1:
+                before.append(asked)
+            if asked_step in (step, step - 1):
+                kept.append((asked_step, asked))
+        if part not in kept:
+            kept.append(part)
+        self._asked = kept
         if sequences not in before:
             return None
         following = before.index(sequences) + 1
@@ -144,11 +150,10 @@ class EvaluationRows:
 
     def batch(self, index: int, sequences: range) -> Batch:
         """Return tokens and targets of these positions, in the shapes of `Batches`."""
-        wanted = self._indices(index, sequences)
-        # Positions without a row get the last one, with targets that do not count.
-        rows = _read_rows(self._dataset, np.minimum(wanted, self.num_rows - 1))
+        rows = _read_rows(self._dataset, self._present(index, sequences))
         tokens, targets = _batch_of(rows.to(self._device))
-        missing = torch.from_numpy(wanted >= self.num_rows).to(self._device)
+        is_missing = self._indices(index, sequences) >= self.num_rows
+        missing = torch.from_numpy(is_missing).to(self._device)
         return tokens, targets.masked_fill(missing.unsqueeze(-1), IGNORED)
 
     @property
@@ -158,13 +163,18 @@ class EvaluationRows:
 
     def begins(self, index: int, sequences: range) -> Tensor:
         """Return `Batches.begins` for evaluation rows of a data set that isolates documents."""
-        wanted = np.minimum(self._indices(index, sequences), self.num_rows - 1)
-        _, begins = self._dataset.marks(wanted)
+        _, begins = self._dataset.marks(self._present(index, sequences))
         return torch.from_numpy(begins[:, :-1])
+
+    def _present(self, index: int, sequences: range) -> NDArray[np.int64]:
+        """Return the row to read for each position; one without a row gets the last."""
+        return np.minimum(self._indices(index, sequences), self.num_rows - 1)
 
     def _indices(self, index: int, sequences: range) -> NDArray[np.int64]:
         first = index * self._global_batch
-        return np.arange(first + sequences.start, first + sequences.stop, dtype=np.int64)
+        start = first + sequences.start
+        stop = first + sequences.stop
+        return np.arange(start, stop, dtype=np.int64)
 
 
 def _read_rows(dataset: TokenDataset, indices: NDArray[np.int64]) -> Tensor:
@@ -184,4 +194,6 @@ def _batch_of(rows: Tensor) -> Batch:
     if rows.dim() == 3:
         tokens, targets = rows.unbind(1)
     # The target of a token is the next one.
-    return tokens[:, :-1].contiguous(), targets[:, 1:].contiguous()
+    inputs = tokens[:, :-1].contiguous()
+    next_tokens = targets[:, 1:].contiguous()
+    return inputs, next_tokens

@@ -49,13 +49,18 @@ def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
     They are fp32 masters and Adam's two moments of each trained parameter.
     """
     specs = family_of(config).parameter_specs(config)
-    trained = {name: spec for name, spec in specs.items() if spec.trainable}
     tensors = {}
     for kind in STATE_KINDS:
-        for name, spec in trained.items():
-            tensor = state_name(kind, name)
-            tensors[tensor] = TensorSpec(tensor, spec.shape, "float32", spec.split_dim, spec.cuts)
+        for name, spec in specs.items():
+            if spec.trainable:
+                tensor = state_name(kind, name)
+                tensors[tensor] = _tensor_spec(tensor, spec, "float32")
     return tensors
+
+
+def _tensor_spec(name: str, spec: ParameterSpec, dtype: str) -> TensorSpec:
+    """Return a tensor that is cut as the parameter that it belongs to."""
+    return TensorSpec(name, spec.shape, dtype, spec.split_dim, spec.cuts)
 
 
 def held_units(
@@ -101,7 +106,7 @@ def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype) -> L
         if not spec.trainable:
             tensor = state_name(FROZEN, name)
             stored = str(spec.compute_dtype(dtype)).removeprefix("torch.")
-            tensors[tensor] = TensorSpec(tensor, spec.shape, stored, spec.split_dim, spec.cuts)
+            tensors[tensor] = _tensor_spec(tensor, spec, stored)
     shards = {}
     for worker in plan.workers:
         held: set[ShardId] = set()
@@ -145,7 +150,8 @@ def unit_owners(
             continue
         for unit, workers in held.items():
             if len(workers) > 1:
-                by_holders[workers].append((-unit_elements(spec, unit), name, unit))
+                size = unit_elements(spec, unit)
+                by_holders[workers].append((-size, name, unit))
 
     owners: dict[tuple[str, int], str] = {}
     for workers, units in by_holders.items():
@@ -176,8 +182,7 @@ def unit_elements(spec: ParameterSpec, unit: int) -> int:
     total = math.prod(spec.shape)
     if spec.split_dim is None:
         return total
-    length = spec.cuts[unit + 1] - spec.cuts[unit]
-    return total // spec.shape[spec.split_dim] * length
+    return total // spec.shape[spec.split_dim] * spec.unit_length(unit)
 
 
 def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:

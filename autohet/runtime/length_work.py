@@ -47,7 +47,8 @@ def squared_share(begins: Tensor) -> float:
     ends[-1] = begins.numel()
     lengths = ends - starts
     rows, length = begins.shape
-    return float((lengths**2).sum()) / (rows * length**2)
+    squares = float((lengths**2).sum())
+    return squares / (rows * length**2)
 
 
 def length_work(

@@ -75,7 +75,8 @@ def decoder(job: Job, microbatch: int) -> Decoder:
             f"model '{job.name}' has no SPMD program: {known.reason}. Use a strategy with pipelines"
             " (autohet, metis, fasop)"
         )
-    return Decoder(Graph(known.nodes, known.notes, known.most_units), known.split_dims)
+    graph = Graph(known.nodes, known.notes, known.most_units)
+    return Decoder(graph, known.split_dims)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ def _derive_adapted(spec: ModelSpec, job: Job) -> ModelSpec:
     from autohet.runtime.models.adapter_spec import adapted_spec
 
     training = job.training
-    return adapted_spec(spec, load_config(job.model), training.sequence_length, training.precision)
+    config = load_config(job.model)
+    return adapted_spec(spec, config, training.sequence_length, training.precision)
 
 
 def _derive_refusal(job: Job) -> str | None:

@@ -123,8 +123,9 @@ def train_reference(
             if begins is not None:
                 inputs = isolated(begins(step, places), tokens.device)
             routers.begin()
-            logits = model(part, **inputs).logits.float().flatten(0, 1)
-            loss = _loss_sum(logits, wanted.flatten(), training) / num_targets
+            logits = model(part, **inputs).logits.float()
+            loss_sum = _loss_sum(logits.flatten(0, 1), wanted.flatten(), training)
+            loss = loss_sum / num_targets
             total += loss.detach()
             if training.balance_weight > 0:
                 balance = training.balance_weight * routers.balance_sum(part.shape[1])
@@ -177,8 +178,8 @@ def isolated(begins: Tensor, device: torch.device) -> dict[str, Any]:
 def loss_of_rows(model: PreTrainedModel, tokens: Tensor, targets: Tensor, begins: Tensor) -> Tensor:
     """Return the sum of cross entropy over the targets of rows [b, S] with these pieces."""
     inputs = isolated(begins, tokens.device)
-    logits = model(tokens, **inputs).logits.float().flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    logits = model(tokens, **inputs).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def _loss_sum(logits: Tensor, targets: Tensor, training: TrainingSection) -> Tensor:
@@ -186,7 +187,8 @@ def _loss_sum(logits: Tensor, targets: Tensor, training: TrainingSection) -> Ten
     smoothing = training.label_smoothing
     total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
     if training.z_loss:
-        squares = logits.logsumexp(-1).square() * (targets >= 0)
+        counted = targets >= 0
+        squares = logits.logsumexp(-1).square() * counted
         total = total + training.z_loss * squares.sum()
     return total
 

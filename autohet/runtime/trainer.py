@@ -247,7 +247,9 @@ class StageTrainer(Trainer):
     @property
     def relative_work(self) -> float:
         works = self._relative_works
-        return sum(works) / len(works) if works else 1.0
+        if not works:
+            return 1.0
+        return sum(works) / len(works)
 
     def _gather_weights(self) -> None:
         """Gather the compute weights that other workers own; no-op unless state is sharded.

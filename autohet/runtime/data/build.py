@@ -101,15 +101,19 @@ def _build_once(
     lock = target.with_name(f"{target.name}.{socket.gethostname()}.lock")
     with _space_errors(target.parent), _lock(lock, recipe.data.build_timeout_s):
         dataset = _open_complete(target)
-        return _Build(target, recipe, progress).run(shared) if dataset is None else dataset
+        if dataset is not None:
+            return dataset
+        return _Build(target, recipe, progress).run(shared)
 
 
 def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
     """Describe in one line the source files, the resulting dataset and the data left out."""
     facts = dataset.facts
     formats = sorted({file.format for file in selection.files})
-    size = sum(file.size_bytes for file in selection.files) / 1e6
-    left_out = [describe_left_out(selection.left_out)] if selection.left_out else []
+    size_mb = sum(file.size_bytes for file in selection.files) / 1e6
+    left_out = []
+    if selection.left_out:
+        left_out.append(describe_left_out(selection.left_out))
     if facts.num_broken:
         left_out.append(f"{facts.num_broken} broken lines")
     if facts.num_untargeted:
@@ -124,10 +128,11 @@ def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
         left_out.append(f"{facts.num_left_tokens} tokens at the end, which fill no row")
     marked = ""
     if facts.num_targets is not None:
-        targets = 100 * facts.num_targets / max(1, facts.num_rows * (facts.row_tokens - 1))
+        num_predicted = facts.num_rows * (facts.row_tokens - 1)
+        targets = 100 * facts.num_targets / max(1, num_predicted)
         marked = f" ({targets:.0f}% of them targets, {facts.num_padding_tokens} padding)"
     return (
-        f"{len(selection.files)} files ({', '.join(formats)}; {size:.1f} MB) of"
+        f"{len(selection.files)} files ({', '.join(formats)}; {size_mb:.1f} MB) of"
         f" {', '.join(facts.sources)}: {facts.num_documents} documents, {facts.num_rows} rows of"
         f" {facts.row_tokens} tokens{marked}; left out: {'; '.join(left_out) or 'nothing'}"
     )
@@ -207,25 +212,30 @@ class _Build:
         self._progress = progress
         self._tokenizer = recipe.reading.tokenizer
         self._parts_by_source = recipe.parts_by_source()
-        self._parts = [part for parts in self._parts_by_source for part in parts]
+        self._parts: list[Part] = []
+        for parts in self._parts_by_source:
+            self._parts += parts
         self._total = sum(part.num_bytes for part in self._parts)
         self._directory = target.with_name(f"{target.name}.parts")
         self._told_at = 0.0
 
     def run(self, shared: str | None) -> TokenDataset:
-        storage = (
-            None if shared is None else open_storage(f"{shared.rstrip('/')}/{self._target.name}")
-        )
-        marked = self._recipe.reading.marked
+        storage = None
+        if shared is not None:
+            storage = open_storage(f"{shared.rstrip('/')}/{self._target.name}")
+        # Marks take the two highest bits of 32.
         dtype: np.dtype[np.uint16] | np.dtype[np.uint32] = np.dtype(np.uint32)
-        if not marked:
+        if not self._recipe.reading.marked:
             dtype = token_dtype(self._tokenizer.vocab_size)
         store = PartsStore(self._directory, dtype, storage)
         try:
             store.adopt(self._parts, self._recipe.reading)
-            while (dataset := self._attempt(store)) is None:
-                pass  # a part was corrupt or is gone, and is made anew
-        except ConfigError:  # the data is wrong: once it is fixed, it is another dataset
+            dataset = None
+            while dataset is None:
+                # None: a part was corrupt or is gone, and the next attempt makes it again.
+                dataset = self._attempt(store)
+        except ConfigError:
+            # The data is wrong: once it is fixed, it is another dataset.
             store.end(failed=True)
             raise
         finally:
@@ -243,7 +253,8 @@ class _Build:
             return self._assemble(store, finished)
         except PartCorrupt:
             return None
-        except FileNotFoundError:  # the parts are gone: another node has made the dataset of them
+        except FileNotFoundError:
+            # The parts are gone: another node has made the dataset of them.
             dataset = _open_complete(self._target)
             if dataset is None:
                 raise
@@ -255,10 +266,11 @@ class _Build:
         Each builder walks the parts in its own order, so that two builders seldom do the same part.
         """
         me = f"{socket.gethostname()} {os.getpid()}"
-        order = sorted(
-            self._parts, key=lambda part: xxh3_64_intdigest(f"{me} {part.index}".encode())
-        )
-        for part in order:
+
+        def rank(part: Part) -> int:
+            return xxh3_64_intdigest(f"{me} {part.index}".encode())
+
+        for part in sorted(self._parts, key=rank):
             store.fetch()
             if part.index not in self._told(store):
                 store.write(part, self._recipe.reading, lambda: self._tell_at_times(store))
@@ -272,9 +284,11 @@ class _Build:
         """Return the finished parts, and report the progress."""
         finished = store.finished()
         self._told_at = time.monotonic()
-        self._progress(
-            sum(part.num_bytes for part in self._parts if part.index in finished), self._total
-        )
+        done = 0
+        for part in self._parts:
+            if part.index in finished:
+                done += part.num_bytes
+        self._progress(done, self._total)
         return finished
 
     def _assemble(self, store: PartsStore, finished: Mapping[int, Finished]) -> TokenDataset:
@@ -285,20 +299,15 @@ class _Build:
         Raises:
             PartCorrupt: a part's file does not hold the tokens that were committed.
         """
-        for leftover in self._target.parent.glob(
-            f"{self._target.name}.building-{socket.gethostname()}-*"
-        ):
+        # This process holds its node's lock, so no other of the node is building.
+        prefix = f"{self._target.name}.building-{socket.gethostname()}"
+        for leftover in self._target.parent.glob(f"{prefix}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        building = self._target.with_name(
-            f"{self._target.name}.building-{socket.gethostname()}-{os.getpid()}"
-        )
+        building = self._target.with_name(f"{prefix}-{os.getpid()}")
         building.mkdir()
         try:
-            writer = RowWriter(
-                building / TOKENS_FILE,
-                self._tokenizer.vocab_size,
-                self._recipe.sequence_length + 1,
-            )
+            row_tokens = self._recipe.sequence_length + 1
+            writer = RowWriter(building / TOKENS_FILE, self._tokenizer.vocab_size, row_tokens)
             with writer:
                 self._write_rows(writer, store, finished, building)
             _require_rows(writer, self._recipe.data, self._recipe.sequence_length)
@@ -341,20 +350,23 @@ class _Build:
     ) -> Iterator[NDArray[Any]]:
         """Yield the tokens of `parts` in order, and add their counts to the writer."""
         for part in parts:
-            yield from store.read(finished[part.index])
-            writer.num_documents += finished[part.index].num_documents
-            writer.num_broken += finished[part.index].num_broken
-            writer.num_untargeted += finished[part.index].num_untargeted
+            found = finished[part.index]
+            yield from store.read(found)
+            writer.num_documents += found.num_documents
+            writer.num_broken += found.num_broken
+            writer.num_untargeted += found.num_untargeted
 
     def _commit(self, building: Path) -> TokenDataset:
         while not _renamed(building, self._target):
-            other = _open_complete(self._target)  # another node was faster
+            # Another node was faster, or what is there cannot be used.
+            other = _open_complete(self._target)
             if other is not None:
                 return other
             unusable = building.with_name(f"{building.name}.replaced")
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._target, unusable)
-            if _open_complete(unusable) is not None:  # a third node's, since we looked
+            # A third node may have put a good one there since we looked.
+            if _open_complete(unusable) is not None:
                 _renamed(unusable, self._target)
             shutil.rmtree(unusable, ignore_errors=True)
         _sync(self._target.parent)
@@ -400,7 +412,8 @@ def _require_rows(writer: RowWriter, data: DataSection, sequence_length: int) ->
 
 def _sync(directory: Path) -> None:
     """Flush a directory and its files to disk, so that a later rename commits only durable data."""
-    for path in [*(file for file in directory.iterdir() if file.is_file()), directory]:
+    paths = [path for path in directory.iterdir() if path.is_file()]
+    for path in [*paths, directory]:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -99,10 +99,10 @@ class TokenDataset:
         self._reader = pa.ipc.open_file(self._file)
         self._dtype = np.dtype(self.facts.token_dtype)
         self._begins: dict[int, int] = {}
-        self._descriptor = Descriptor(os.open(self.path / TOKENS_FILE, os.O_RDONLY))
+        self._descriptor = _open(self.path / TOKENS_FILE)
         self._marks: Descriptor | None = None
         if self.facts.marks_bytes:
-            self._marks = Descriptor(os.open(self.path / MARKS_FILE, os.O_RDONLY))
+            self._marks = _open(self.path / MARKS_FILE)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenDataset, (self.path,)
@@ -168,7 +168,8 @@ class TokenDataset:
         """
         assert self._marks is not None
         wanted = np.asarray(indices, np.int64)
-        packed: NDArray[Any] = np.empty((len(wanted), row_bytes(self.facts.row_tokens)), np.uint8)
+        width = row_bytes(self.facts.row_tokens)
+        packed: NDArray[Any] = np.empty((len(wanted), width), np.uint8)
         try:
             for row, index in zip(packed, wanted.tolist(), strict=True):
                 self._marks.fill(memoryview(row).cast("B"), index * row.nbytes)
@@ -183,7 +184,8 @@ class TokenDataset:
         tokens = self._reader.get_batch(batch).column(0).flatten()
         # Not `to_numpy`: it imports pandas, a second of a worker's first step.
         _, data = tokens.buffers()
-        return np.frombuffer(data, self._dtype, len(tokens), tokens.offset * self._dtype.itemsize)
+        offset = tokens.offset * self._dtype.itemsize
+        return np.frombuffer(data, self._dtype, len(tokens), offset)
 
     def _begin(self, batch: int) -> int:
         """Return the byte offset in the file where a record batch's tokens begin."""
@@ -235,6 +237,10 @@ class TokenDataset:
             )
 
 
+def _open(path: Path) -> Descriptor:
+    return Descriptor(os.open(path, os.O_RDONLY))
+
+
 class Digest(Protocol):
     """Hash object of hashlib."""
 
@@ -248,9 +254,12 @@ def content_digest(
     """Return the digest of a dataset: its tokens, and its marks and source mix if it has any."""
     content = tokens.hexdigest()
     if marks is not None:
-        content = hashlib.sha256(content.encode() + marks.digest()).hexdigest()
-    if mix[1]:
-        content = hashlib.sha256(f"{content} {mix}".encode()).hexdigest()
+        with_marks = content.encode() + marks.digest()
+        content = hashlib.sha256(with_marks).hexdigest()
+    _, weights = mix
+    if weights:
+        with_mix = f"{content} {mix}".encode()
+        content = hashlib.sha256(with_mix).hexdigest()
     return content
 
 
@@ -261,7 +270,8 @@ def write_facts(directory: Path, facts: DatasetFacts) -> None:
 
 def _read_facts(directory: Path) -> DatasetFacts:
     try:
-        facts = msgspec.json.decode((directory / FACTS_FILE).read_bytes(), type=DatasetFacts)
+        document = (directory / FACTS_FILE).read_bytes()
+        facts = msgspec.json.decode(document, type=DatasetFacts)
         size = (directory / TOKENS_FILE).stat().st_size
         marks = (directory / MARKS_FILE).stat().st_size if facts.marks_bytes else 0
     except (OSError, msgspec.DecodeError) as error:

@@ -40,8 +40,9 @@ def pack_marks(rows: Marked) -> NDArray[np.uint8]:
     """Return the bitmaps [n, row_bytes] of marked rows [n, row_tokens]."""
     is_target = (rows & COUNTS) != 0
     is_begin = (rows & BEGINS) != 0
-    bitmaps = [np.packbits(is_target, axis=1), np.packbits(is_begin, axis=1)]
-    return np.concatenate(bitmaps, axis=1)
+    counts = np.packbits(is_target, axis=1)
+    begins = np.packbits(is_begin, axis=1)
+    return np.concatenate([counts, begins], axis=1)
 
 
 def unpack_marks(

@@ -116,7 +116,8 @@ class Reading:
         """
         slices = [[each.file[:4], each.start, each.stop] for each in part.slices]
         reading = [self.tokenizer.identity, self.text_field, *self.additions]
-        return hashlib.sha256(json.dumps([slices, reading]).encode()).hexdigest()
+        document = json.dumps([slices, reading])
+        return hashlib.sha256(document.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[P
             open_bytes = 0
         open_slices.append(file_slice)
         open_bytes += size
-    return [*parts, Part(len(parts), tuple(open_slices), open_bytes)]
+    parts.append(Part(len(parts), tuple(open_slices), open_bytes))
+    return parts
 
 
 def _slices(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[DatasetSlice, int]]:
@@ -269,7 +271,8 @@ class PartsStore:
         Skips a part whose content does not match its name; this node then tokenizes it.
         """
         here = self.finished()
-        for info in self._ask(lambda storage: list(storage.list())) or ():
+        published = self._ask(lambda storage: list(storage.list()))
+        for info in published or ():
             part = Finished.from_name(info.name)
             if part is None or part.index in here:
                 continue
@@ -420,7 +423,8 @@ def _begun(tokens: Tokens, begin_token: int | None) -> Tokens:
     """Prepend the token that begins a document, unless it is there already."""
     if begin_token is None or (len(tokens) and tokens[0] == begin_token):
         return tokens
-    return np.concatenate([np.array([begin_token], np.int64), tokens])
+    begin = np.array([begin_token], np.int64)
+    return np.concatenate([begin, tokens])
 
 
 def _example_tokens(

@@ -57,10 +57,11 @@ class Recipe:
         if not self.data.weights:
             return [divide(self.selection.files)]
         groups: list[list[Part]] = []
+        number = 0
         for selection in self.selections:
-            number = sum(map(len, groups))
             found = divide(selection.files)
             groups.append([replace(part, index=number + part.index) for part in found])
+            number += len(found)
         return groups
 
     @property
@@ -70,14 +71,15 @@ class Recipe:
 
     def packer(self) -> Packer:
         """Return the packer that turns marked documents into rows."""
+        row_tokens = self.sequence_length + 1
         padding = self.reading.tokenizer.end_token
         isolate = self.data.isolates
         is_text = self.data.kind == "text"
         if self.data.kind == "preference":
-            return Pairs(self.sequence_length + 1, padding)
+            return Pairs(row_tokens, padding)
         if self.data.packs_best_fit:
-            return BestFit(self.sequence_length + 1, padding, isolate, split=is_text)
-        return Concat(self.sequence_length + 1, padding, isolate, pad=not is_text)
+            return BestFit(row_tokens, padding, isolate, split=is_text)
+        return Concat(row_tokens, padding, isolate, pad=not is_text)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -95,5 +97,7 @@ class Recipe:
         if self.reading.marked:
             parts.append(f"isolated {self.data.isolates}, best fit {self.data.packs_best_fit}")
         if self.data.weights:
-            parts.append([list(self.data.weights), [len(each.files) for each in self.selections]])
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+            files_by_source = [len(each.files) for each in self.selections]
+            parts.append([list(self.data.weights), files_by_source])
+        document = json.dumps(parts)
+        return hashlib.sha256(document.encode()).hexdigest()

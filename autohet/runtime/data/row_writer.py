@@ -21,7 +21,9 @@ TOKENS_PER_BATCH = 1 << 22
 
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
     """Return the smallest stored dtype that holds every token id of the vocabulary."""
-    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.uint32)
+    if vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 class RowWriter:
@@ -94,8 +96,14 @@ class RowWriter:
         marks = self.marks
         mix = (tuple(self.rows_by_source), recipe.data.weights)
         content = content_digest(self._digest, None if marks is None else marks.digest, mix)
-        knows_no_size = isinstance(tokenizer, NoTokenizer)
         left = self.num_tokens - self.num_rows * self._row_tokens
+        vocab_size = tokenizer.vocab_size
+        if isinstance(tokenizer, NoTokenizer):
+            vocab_size = self._max_token + 1
+        isolated = marks is not None and recipe.data.isolates
+        mean_squared_length = None
+        if marks is not None and isolated:
+            mean_squared_length = marks.mean_squared_length
         return DatasetFacts(
             version=FORMAT_VERSION,
             fingerprint=recipe.fingerprint,
@@ -106,7 +114,7 @@ class RowWriter:
             row_tokens=self._row_tokens,
             rows_per_batch=self._rows_per_batch,
             token_dtype=self._dtype.name,
-            vocab_size=self._max_token + 1 if knows_no_size else tokenizer.vocab_size,
+            vocab_size=vocab_size,
             max_token=self._max_token,
             num_documents=self.num_documents,
             num_files=len(recipe.selection.files),
@@ -121,9 +129,7 @@ class RowWriter:
             num_dropped_rows=packed.num_dropped_rows,
             num_padding_tokens=packed.num_padding_tokens,
             marks_bytes=0 if marks is None else marks.num_bytes,
-            isolated=marks is not None and recipe.data.isolates,
+            isolated=isolated,
             num_targets=None if marks is None else marks.num_targets,
-            mean_squared_length=(
-                marks.mean_squared_length if marks is not None and recipe.data.isolates else None
-            ),
+            mean_squared_length=mean_squared_length,
         )

@@ -81,7 +81,8 @@ def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:
     """Return each source's positions in a period, by largest remainders and at least one."""
     shares = np.asarray(weights, np.float64)
     wanted = shares / shares.sum() * MIX_PERIOD
-    quotas: NDArray[np.int64] = np.maximum(1, np.floor(wanted)).astype(np.int64)
+    at_least_one = np.maximum(1, np.floor(wanted))
+    quotas: NDArray[np.int64] = at_least_one.astype(np.int64)
     by_remainder = np.argsort(quotas - wanted, kind="stable")
     for place in range(MIX_PERIOD - int(quotas.sum())):
         source = by_remainder[place % len(quotas)]
@@ -93,7 +94,8 @@ def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:
 
 def _rows_at(seed: int, num_rows: int, positions: _Words) -> NDArray[np.int64]:
     epochs, values = np.divmod(positions, np.uint64(num_rows))
-    half_bits = max(MIN_HALF_BITS, ((num_rows - 1).bit_length() + 1) // 2)
+    num_bits = (num_rows - 1).bit_length()
+    half_bits = max(MIN_HALF_BITS, (num_bits + 1) // 2)
     seeds = np.full(len(positions), seed % (1 << 64), np.uint64)
     keys = _mix(_mix(seeds) + epochs)
     values = _permute(values, keys, half_bits)

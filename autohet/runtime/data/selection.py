@@ -244,7 +244,9 @@ def _remedy(left_out: Sequence[LeftOut]) -> str:
 
 def _is_data_card(candidate: Candidate) -> bool:
     """Return True if a Markdown file begins with the metadata of a hub dataset."""
-    if not candidate.label.lower().endswith(".md") or not candidate.raw.startswith(b"---"):
+    is_markdown = candidate.label.lower().endswith(".md")
+    has_front_matter = candidate.raw.startswith(b"---")
+    if not is_markdown or not has_front_matter:
         return False
     front = candidate.raw.split(b"\n---", 1)[0]
     return _CARD_KEYS.search(front) is not None

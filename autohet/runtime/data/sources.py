@@ -254,6 +254,7 @@ def local_copy(file: SourceFile, directory: Path) -> Iterator[Path]:
     if not file.name.startswith(S3_SCHEME):
         yield Path(file.name)
         return
+    # Two, as in `.jsonl.gz`: the copy's name decides its compression and its format.
     suffix = "".join(Path(file.name).suffixes[-2:])
     with tempfile.NamedTemporaryFile(dir=directory, prefix="download-", suffix=suffix) as target:
         bucket, key = _bucket_and_key(file.name)
@@ -312,8 +313,11 @@ def _s3_candidate(client: Any, file: SourceFile, source: str, text_field: str) -
     The first bytes are not requested if the object's suffix selects a reader that checks the format
     itself (JSON lines, Parquet).
     """
-    label = file.name.removeprefix(source).lstrip("/") or file.name.rpartition("/")[2]
-    is_checked_by_reader = Path(file.name).suffix.lower() in (".jsonl", ".ndjson", ".parquet")
+    label = file.name.removeprefix(source).lstrip("/")
+    if not label:
+        _, _, label = file.name.rpartition("/")
+    suffix = Path(file.name).suffix.lower()
+    is_checked_by_reader = suffix in (".jsonl", ".ndjson", ".parquet")
     if is_checked_by_reader or not file.size_bytes:
         return Candidate(file, label, Content(text_format_of(file.name) or "text"))
     bucket, key = _bucket_and_key(file.name)

@@ -217,9 +217,12 @@ class Job:
     @property
     def tracker_entries(self) -> tuple[TrackerEntry, ...]:
         """Trackers of the job, each as an entry."""
-        return tuple(
-            TrackerEntry(kind=each) if isinstance(each, str) else each for each in self.trackers
-        )
+        entries = []
+        for each in self.trackers:
+            if isinstance(each, str):
+                each = TrackerEntry(kind=each)
+            entries.append(each)
+        return tuple(entries)
 
     @property
     def checkpoint_storage(self) -> str:

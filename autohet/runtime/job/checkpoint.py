@@ -121,5 +121,6 @@ class CheckpointSection:
     @property
     def replication_steps(self) -> int:
         """`replicate_every_steps`, given or derived."""
-        given = self.replicate_every_steps
-        return min(1, self.snapshot_every_steps) if given is None else given
+        if self.replicate_every_steps is not None:
+            return self.replicate_every_steps
+        return min(1, self.snapshot_every_steps)

@@ -193,7 +193,9 @@ class DataSection:
     @property
     def packs_best_fit(self) -> bool:
         """True if `packing`, given or by kind, is best_fit."""
-        return (self.packing or ("concat" if self.kind == "text" else "best_fit")) == "best_fit"
+        if self.packing is not None:
+            return self.packing == "best_fit"
+        return self.kind != "text"
 
     @property
     def marks_rows(self) -> bool:
@@ -214,7 +216,12 @@ class DataSection:
     def entries(self) -> tuple[SourceEntry, ...]:
         """Sources of the section, each as an entry."""
         given = (self.source,) if isinstance(self.source, str) else self.source
-        return tuple(SourceEntry(path=each) if isinstance(each, str) else each for each in given)
+        entries = []
+        for each in given:
+            if isinstance(each, str):
+                each = SourceEntry(path=each)
+            entries.append(each)
+        return tuple(entries)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -229,9 +236,8 @@ class DataSection:
     @property
     def cache_root(self) -> Path:
         """Directory of the built token datasets."""
-        return Path(
-            self.cache or os.environ.get("AUTOHET_CACHE") or "~/.cache/autohet"
-        ).expanduser()
+        chosen = self.cache or os.environ.get("AUTOHET_CACHE") or "~/.cache/autohet"
+        return Path(chosen).expanduser()
 
 
 @dataclass(frozen=True, kw_only=True)

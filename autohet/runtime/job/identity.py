@@ -100,7 +100,8 @@ def adapter_identity(section: Any) -> dict[str, Value]:
 
 def decides(key: str) -> bool:
     """Return True if a change of `key` changes the mathematics."""
-    return key not in MAY_CHANGE and not key.startswith(tuple(f"{s}." for s in FREE_SECTIONS))
+    is_free = key.startswith(tuple(f"{section}." for section in FREE_SECTIONS))
+    return key not in MAY_CHANGE and not is_free
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[KeyChange]:

@@ -44,7 +44,10 @@ def _factor(settings: TrainingSection, step: int) -> float:
     if schedule == "wsd":
         begin = max(warmup, end - settings.wsd_decay(end))
     progress = min(1.0, max(0, step - begin) / max(1, end - begin))
-    falling = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    if schedule == "linear":
+        falling = 1.0 - progress
+    else:
+        falling = 0.5 * (1.0 + math.cos(math.pi * progress))
     floor = settings.floor_ratio
     return floor + (1.0 - floor) * falling
 

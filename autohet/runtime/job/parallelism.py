@@ -115,5 +115,6 @@ class ParallelismSection:
 
         None: no limit, since the job sets `max_zones` or its objective is not time.
         """
-        asked = self.max_zones is not None or self.objective != "time"
-        return None if asked else MAX_TRANSFER_SHARE
+        if self.max_zones is not None or self.objective != "time":
+            return None
+        return MAX_TRANSFER_SHARE

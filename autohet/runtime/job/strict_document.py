@@ -31,17 +31,15 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            # `<<` merges another mapping, whose keys may be given here again.
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
             if not isinstance(key, str | int | float | bool | None):
-                raise ConfigError(
-                    f"line {key_node.start_mark.line + 1}: a key must be a plain word, not {key!r}"
-                )
+                raise ConfigError(f"line {line}: a key must be a plain word, not {key!r}")
             if key in seen:
-                raise ConfigError(
-                    f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice; keep one"
-                )
+                raise ConfigError(f"line {line}: the key {key!r} is given twice; keep one")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -63,7 +61,8 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
         raise ConfigError(
             f"the {what} file {str(path)!r} is not UTF-8 text; is it a {what} at all?"
         ) from error
-    try:  # safe: the loader is a SafeLoader
+    try:
+        # Safe, since the loader is a SafeLoader.
         document = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"the {what} file {str(path)!r} is not valid YAML: {error}") from error
@@ -111,7 +110,8 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, Enum):
         return plain_values(value.value)
     if isinstance(value, str):
-        return str(value)  # numpy.str_ is a str of its own
+        # Also a numpy.str_, which is a class of its own.
+        return str(value)
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         return value.tolist()
     return value
@@ -160,16 +160,21 @@ def _words_of(hint: Any) -> tuple[Any, ...]:
     """Return the values of a Literal, also of one in a union; empty if there is none."""
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
+    words: tuple[Any, ...] = ()
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return tuple(word for each in typing.get_args(hint) for word in _words_of(each))
-    return ()
+        for member in typing.get_args(hint):
+            words += _words_of(member)
+    return words
 
 
 def _element_of(hint: Any) -> Any:
     """Return the element type of a sequence, also of one in a union; None if there is none."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        found = (_element_of(argument) for argument in typing.get_args(hint))
-        return next((each for each in found if each is not None), None)
+        for member in typing.get_args(hint):
+            element = _element_of(member)
+            if element is not None:
+                return element
+        return None
     arguments = [each for each in typing.get_args(hint) if each is not Ellipsis]
     return arguments[0] if arguments else None
 
@@ -188,7 +193,9 @@ def _dataclass_in(hint: Any) -> type | None:
 def _unknown_key(key: object, known: Iterable[str], what: str, where: str) -> str:
     names = list(known)
     near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
-    hint = f"did you mean {where}{near[0]}?" if near else f"known here: {', '.join(names)}"
+    hint = f"known here: {', '.join(names)}"
+    if near:
+        hint = f"did you mean {where}{near[0]}?"
     return f"unknown key {where}{key} in the {what}; {hint}"
 
 
@@ -200,23 +207,25 @@ def _readable(
     "Expected `int`, got `str` - at `$.training.steps`" becomes "training.steps is 'ten' ...:
     expected int".
     """
-    if isinstance(
-        error.__cause__, ConfigError
-    ):  # from a section's own check: it names its key itself
+    # A section's own check has failed, which names its key itself.
+    if isinstance(error.__cause__, ConfigError):
         return str(error.__cause__)
     text, _, path = str(error).partition(" - at `$")
     place = path.rstrip("`").lstrip(".")
     missing = re.match(r"Object missing required field `(\w+)`", text)
     if missing:
-        return f"the {what} lacks {place + '.' if place else ''}{missing.group(1)}; add it"
-    text = (
-        text.replace("`", "").replace("Expected", "expected").replace("object", "a mapping of keys")
-    )
+        prefix = f"{place}." if place else ""
+        return f"the {what} lacks {prefix}{missing.group(1)}; add it"
+    text = text.replace("`", "")
+    text = text.replace("Expected", "expected")
+    text = text.replace("object", "a mapping of keys")
     choices = _choices(cls, place)
     if text.startswith("Invalid enum value") and choices:
         text = f"use one of {', '.join(map(str, choices))}"
+    shown = ""
     value = _value_at(document, place)
-    shown = "" if isinstance(value, Mapping) or value is _ABSENT else f" is {value!r}"
+    if not isinstance(value, Mapping) and value is not _ABSENT:
+        shown = f" is {value!r}"
     return f"{place or 'the document'}{shown} in the {what}: {text}"
 
 
@@ -230,7 +239,10 @@ def _value_at(document: Any, place: str) -> Any:
     """
     for key in re.findall(r"[^.\[\]]+|\[[^\]]*\]", place):
         try:
-            document = document[int(key[1:-1]) if key.startswith("[") else key]
+            if key.startswith("["):
+                document = document[int(key[1:-1])]
+            else:
+                document = document[key]
         except (KeyError, IndexError, ValueError, TypeError):
             return _ABSENT
     return document
@@ -238,16 +250,20 @@ def _value_at(document: Any, place: str) -> Any:
 
 def _choices(cls: Any, place: str) -> tuple[Any, ...]:
     """Return the values of the Literal at `place`; empty if there is none."""
-    for key in re.findall(
-        r"[A-Za-z_]\w*", place
-    ):  # names alone: an index leads to the element type below
+    # Names alone: an index leads to the element type of the name before it.
+    for key in re.findall(r"[A-Za-z_]\w*", place):
         hint = typing.get_type_hints(cls).get(key)
-        nested = [argument for argument in typing.get_args(hint) if isinstance(argument, type)]
         if typing.get_origin(hint) is typing.Literal:
             return typing.get_args(hint)
-        cls = _dataclass_in(hint) or next(
-            (argument for argument in nested if dataclasses.is_dataclass(argument)), None
-        )
+        cls = _dataclass_in(hint) or _dataclass_of_elements(hint)
         if cls is None:
             return ()
     return ()
+
+
+def _dataclass_of_elements(hint: Any) -> type | None:
+    """Return the dataclass among the arguments of a container's type; None if there is none."""
+    for argument in typing.get_args(hint):
+        if isinstance(argument, type) and dataclasses.is_dataclass(argument):
+            return argument
+    return None

@@ -169,14 +169,16 @@ class TrainingSection:
     @property
     def balance_weight(self) -> float:
         """Weight of the routers' balance loss; 0 without one."""
-        return self.router_balance_weight if self.router_balance == "sequence" else 0.0
+        if self.router_balance != "sequence":
+            return 0.0
+        return self.router_balance_weight
 
     @property
     def stage_recompute(self) -> Recompute:
         """Recomputation of stages for which the plan sets none."""
-        return (
-            "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
-        )
+        if self.recompute == "auto" or self.recompute == "if_needed":
+            return "none"
+        return self.recompute
 
     @property
     def preference_beta(self) -> float | None:
@@ -202,7 +204,9 @@ class TrainingSection:
         if not num_rows:
             return None
         by_epochs = math.ceil(self.max_epochs * num_rows / self.global_batch_sequences)
-        return by_epochs if self.steps is None else min(self.steps, by_epochs)
+        if self.steps is None:
+            return by_epochs
+        return min(self.steps, by_epochs)
 
     def with_rows(self, num_rows: int) -> "TrainingSection":
         """Return the section with `max_epochs` converted to steps, once the rows are counted."""
@@ -288,9 +292,10 @@ class TrainingSection:
         )
         endless = self.schedule in ("constant", "inverse_sqrt")
         for key in ("min_learning_rate_ratio", "decay_steps"):
+            value = getattr(self, key)
             require(
-                not endless or getattr(self, key) is None,
-                f"training.{key} is {getattr(self, key)}, but training.schedule is {self.schedule},"
+                not endless or value is None,
+                f"training.{key} is {value}, but training.schedule is {self.schedule},"
                 " which does not end; leave one out",
             )
         stable = self.stable_steps

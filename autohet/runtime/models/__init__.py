@@ -29,6 +29,7 @@ from autohet.runtime.models.config_keys import (
     settle_keys,
 )
 from autohet.runtime.models.dropout import set_dropout
+from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.experts import check_experts
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.family import COMPUTE_DTYPES, Family
@@ -140,9 +141,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     use_family(source)
     if source.config is not None and source.config.get("model_type") not in FAMILIES:
         raise _untrained(source.config.get("model_type"))
-    config = read_config(
-        source.config if source.config is not None else str(source.pretrained), source.revision
-    )
+    config = _read_source(source)
     _check_architecture(config)
     dropout = family_of(config).take_dropout(config)
     if getattr(source, "dropout", True):
@@ -177,12 +176,16 @@ def saved_document(source: ModelSource) -> dict[str, Any]:
 
     It has the source's own values (`use_cache`, dropouts), and the rows that pad the vocabulary.
     """
-    config = read_config(
-        source.config if source.config is not None else str(source.pretrained), source.revision
-    )
+    config = _read_source(source)
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
     _set_adapter(config, source)
     return config.to_dict()
+
+
+def _read_source(source: ModelSource) -> PreTrainedConfig:
+    if source.config is not None:
+        return read_config(source.config, source.revision)
+    return read_config(str(source.pretrained), source.revision)
 
 
 def read_config(
@@ -204,12 +207,14 @@ def read_config(
             settle_keys(config, source, "model.config", typed_by_hand=True)
             check_window(config, "model.config")
             check_rope(config, "model.config")
-        elif unknown := sorted(set(source) - known_keys(config) - WITHOUT_EFFECT):
-            logger.warning(
-                "model.config: %s has no key %s; the default is used",
-                config.model_type,
-                ", ".join(unknown),
-            )
+        else:
+            unknown = sorted(set(source) - known_keys(config) - WITHOUT_EFFECT)
+            if unknown:
+                logger.warning(
+                    "model.config: %s has no key %s; the default is used",
+                    config.model_type,
+                    ", ".join(unknown),
+                )
         return _without_quantization(config)
     where = f"model.pretrained '{source}'"
     document = _read_document(str(source), revision)
@@ -229,11 +234,11 @@ def _read_document(source: str, revision: str | None) -> dict[str, Any]:
         document: dict[str, Any] = PreTrainedConfig.get_config_dict(
             source, revision=revision or "main"
         )[0]
-    except (OSError, ValueError) as error:  # a JSONDecodeError is a ValueError
+    except (OSError, ValueError) as error:
+        # A JSONDecodeError is a ValueError.
         place = "the directory" if Path(source).is_dir() else "the hub id or directory"
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"model.pretrained: {place} '{source}' has no readable config: {why}"
+            f"model.pretrained: {place} '{source}' has no readable config: {first_line(error)}"
         ) from None
     if not document.get("model_type"):
         raise ConfigError(
@@ -248,11 +253,9 @@ def _from_document(document: dict[str, Any], where: str) -> PreTrainedConfig:
     model_type = str(document.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else "name one such as llama, qwen3, mistral, gpt2 or opt"
-        )
+        hint = "name one such as llama, qwen3, mistral, gpt2 or opt"
+        if near:
+            hint = f"did you mean {near[0]}?"
         raise ConfigError(f"{where}: model_type '{model_type}' is unknown to transformers; {hint}")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(document))
@@ -324,11 +327,9 @@ def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers
     tied = f"{family.token_embedding}.weight" if family.tied_head(config) else None
     names = []
     for name, spec in family.parameter_specs(config).items():
-        block = first_layer <= spec.layer < first_layer + num_layers
-        if (
-            block
-            or (is_first and spec.layer == EMBEDDING)
-            or (is_last and (spec.layer == HEAD or name == tied))
-        ):
+        in_blocks = first_layer <= spec.layer < first_layer + num_layers
+        before_blocks = is_first and spec.layer == EMBEDDING
+        after_blocks = is_last and (spec.layer == HEAD or name == tied)
+        if in_blocks or before_blocks or after_blocks:
             names.append(name)
     return names

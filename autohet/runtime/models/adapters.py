@@ -67,7 +67,9 @@ class Adapter:
     @property
     def patterns(self) -> tuple[str, ...]:
         """Targets other than `all-linear`."""
-        given = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        given = tuple(self.targets)
+        if isinstance(self.targets, str):
+            given = (self.targets,)
         return tuple(each for each in given if each != ALL_LINEAR)
 
     def matches(self, module_path: str) -> bool:
@@ -125,7 +127,8 @@ def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str
             raise ConfigError(_unmatched(pattern, linear))
 
     found = [path for path in linear if adapter.matches(path)]
-    num_blocks = len(list(model.get_submodule(family.layers).children()))
+    blocks = model.get_submodule(family.layers)
+    num_blocks = len(list(blocks.children()))
     adapted_blocks = {family.layer_of(f"{path}.") for path in found}
     without = set(range(num_blocks)) - adapted_blocks
     if without:

@@ -131,7 +131,8 @@ def attention(
     width = value.shape[-1]
     if width < query.shape[-1] and value.device.type == "cpu":
         # The fused kernel for the CPU has one width. Without it all scores would be kept.
-        padded = F.pad(value, (0, query.shape[-1] - width))
+        missing = query.shape[-1] - width
+        padded = F.pad(value, (0, missing))
         out, _ = attention(
             module,
             query,
@@ -304,8 +305,11 @@ def _band_chunks(length: int, chunk: int, band: Tensor) -> Iterator[Chunk]:
     for first in range(0, length, chunk):
         end = min(first + chunk, length)
         begin = max(0, first - window)
-        left = begin - (first - window)
-        mask = None if first == 0 else band[: end - first, left : window + end - first]
+        mask = None
+        if first:
+            num_queries = end - first
+            left = begin - (first - window)
+            mask = band[:num_queries, left : window + num_queries]
         yield slice(first, end), slice(begin, end), mask
 
 
@@ -314,7 +318,8 @@ def _causal_chunks(length: int, chunk: int, device: torch.device) -> Iterator[Ch
         end = min(first + chunk, length)
         mask = None
         if first:
-            mask = torch.ones(end - first, end, dtype=torch.bool, device=device).tril_(first)
+            mask = torch.ones(end - first, end, dtype=torch.bool, device=device)
+            mask = mask.tril_(first)
         yield slice(first, end), slice(0, end), mask
 
 
@@ -322,7 +327,8 @@ def _square_chunks(length: int, chunk: int, mask: Tensor) -> Iterator[Chunk]:
     """Yield the chunks under a mask with one row for each query, [..., S, S]."""
     for first in range(0, length, chunk):
         end = min(first + chunk, length)
-        yield slice(first, end), slice(0, end), mask[..., first:end, :end]
+        own = mask[..., first:end, :end]
+        yield slice(first, end), slice(0, end), own
 
 
 def _attend(
@@ -373,15 +379,18 @@ def _attend_explicitly(
     if explicit.softcap is not None:
         scores = torch.tanh(scores / explicit.softcap) * explicit.softcap
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        mask = mask.tril_()
     if mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
     else:
         scores = scores + mask
     if sinks is not None:
-        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        by_head = sinks.view(1, -1, 1, 1)
+        sink = by_head.expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    weights = weights.to(query.dtype)
     # A sink has a weight and no value.
     weights = weights[..., : value.shape[2]]
     if explicit.dropout is not None:

@@ -127,7 +127,9 @@ def _cut_columns(module: nn.Module, spec: StageSpec, tp: TensorParallel) -> None
 def _experts_of(stack: ParameterSpec, share: TensorShare) -> tuple[int, int]:
     """Return the first expert of a stack that a rank holds, and the one after its last."""
     units = local_units(stack, share)
-    return stack.cuts[units[0]], stack.cuts[units[-1] + 1]
+    first = stack.cuts[units[0]]
+    end = stack.cuts[units[-1] + 1]
+    return first, end
 
 
 def _owner_by_expert(stack: ParameterSpec, tp: TensorParallel) -> list[int]:
@@ -146,8 +148,10 @@ def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (enter(args[0], tp), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], tp)}
+            hidden, *rest = args
+            return (enter(hidden, tp), *rest), kwargs
+        hidden = enter(kwargs["hidden_states"], tp)
+        return args, {**kwargs, "hidden_states": hidden}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -155,7 +159,9 @@ def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
 def _divide_split_size(module: nn.Module, share: TensorShare) -> None:
     """Set the width by which GPT-2's attention splits its packed projection to the share's."""
     if hasattr(module, "split_size"):
-        module.split_size = int(module.split_size) * (share.end - share.first) // share.of  # type: ignore[arg-type, assignment]
+        num_parts = share.end - share.first
+        own_size = int(module.split_size) * num_parts // share.of  # type: ignore[arg-type]
+        module.split_size = own_size  # type: ignore[assignment]
 
 
 # adapters

@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from autohet.runtime.models.error_text import first_line
+
 logger = logging.getLogger("autohet.worker")
 
 
@@ -23,8 +25,7 @@ def can_compile(device_type: str) -> bool:
     try:
         torch.compile(_trial)(sample).backward()
     except Exception as error:  # noqa: BLE001 - a compiler's failures have no common type
-        text = str(error).strip() or type(error).__name__
-        reason = text.splitlines()[0]
+        reason = first_line(error)
         logger.warning("Nothing is compiled, since torch.compile fails here: %s", reason)
         return False
     return True

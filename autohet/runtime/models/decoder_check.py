@@ -28,7 +28,9 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"model_type '{kind}' is an encoder-decoder; a decoder alone is trained")
     paths = [family.layers, family.token_embedding, family.final_norm, family.head]
-    paths += [path for path in (family.position_embedding, family.rotary) if path]
+    for optional in (family.position_embedding, family.rotary):
+        if optional:
+            paths.append(optional)
     parts = dict(model.named_modules(remove_duplicate=False))
     for path in paths:
         if path not in parts:
@@ -43,11 +45,13 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
                 f"model_type '{kind}' has {name} outside of its blocks, embedding, norm and head;"
                 " no stage would hold it"
             )
-        if part.startswith(f"{family.layers}."):
+        is_in_block = part.startswith(f"{family.layers}.")
+        if is_in_block:
             _check_dense(family, config, name, parameter)
+        # Embedding and head may share a tensor, which the stages of both then hold.
         owner = owners.setdefault(id(parameter), part)
-        blocks = [each for each in (owner, part) if each.startswith(f"{family.layers}.")]
-        if owner != part and blocks:
+        is_of_block = is_in_block or owner.startswith(f"{family.layers}.")
+        if owner != part and is_of_block:
             raise ConfigError(
                 f"model_type '{kind}' shares {name} between {owner} and {part}; blocks that share"
                 " weights cannot be cut into stages"
@@ -56,19 +60,25 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
 
 def _part_of(family: Family, paths: Sequence[str], name: str) -> str | None:
     """Return the block or other part that a parameter belongs to; None: it belongs to none."""
-    if name.startswith(f"{family.layers}."):
-        index = name[len(family.layers) + 1 :].split(".")[0]
-        return f"{family.layers}.{index}"
-    return next((path for path in paths if name.startswith(f"{path}.")), None)
+    prefix = f"{family.layers}."
+    if name.startswith(prefix):
+        index, _, _ = name.removeprefix(prefix).partition(".")
+        return f"{prefix}{index}"
+    for path in paths:
+        if name.startswith(f"{path}."):
+            return path
+    return None
 
 
 def _check_dense(
     family: Family, config: PreTrainedConfig, name: str, parameter: nn.Parameter
 ) -> None:
     kind = config.model_type
-    if family.style(config, name.rpartition(".")[0]) == EXPERTS:
+    module_path, _, _ = name.rpartition(".")
+    if family.style(config, module_path) == EXPERTS:
         return
-    if not family.has_experts and set(name.split(".")) & set(EXPERT_NAMES):
+    names_experts = not set(EXPERT_NAMES).isdisjoint(name.split("."))
+    if names_experts and not family.has_experts:
         raise ConfigError(
             f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
             " not know; choose one whose routing it knows, such as mixtral, or a dense decoder"

@@ -45,7 +45,9 @@ class ModelDropout:
     residual: Mapping[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.attention or self.embedding or any(self.residual.values()))
+        if self.attention or self.embedding:
+            return True
+        return any(self.residual.values())
 
 
 NO_DROPOUT = ModelDropout()
@@ -91,7 +93,8 @@ def row_keys(seed: int, samples: Sequence[int], length: int, device: torch.devic
     samples: positions of the rows in the run, whatever the plan.
     """
     drawn = [_key(f"{seed}:{sample}") for sample in samples]
-    of_sample = torch.tensor(drawn, dtype=torch.int32, device=device).unsqueeze(1)
+    of_sample = torch.tensor(drawn, dtype=torch.int32, device=device)
+    of_sample = of_sample.unsqueeze(1)
     tokens = torch.arange(length, dtype=torch.int32, device=device)
     return _mix(of_sample + tokens * _GOLDEN)
 
@@ -102,7 +105,8 @@ def column_keys(path: str, columns: Tensor) -> Tensor:
     path: the map in the library's model. columns: their indices in the whole map, int64 [n]. Heads
     of an attention module count as its columns.
     """
-    return _mix(columns.to(torch.int32) * _GOLDEN + _key(path))
+    numbers = columns.to(torch.int32)
+    return _mix(numbers * _GOLDEN + _key(path))
 
 
 def _key(text: str) -> int:
@@ -146,7 +150,7 @@ class _DroppedProduct(torch.autograd.Function):
         flat = x.flatten(0, -2)
         keys = rows.flatten()
         product = x.new_empty(len(flat), len(weight))
-        for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
+        for part in row_chunks(flat, CHUNK_ELEMENTS):
             mask = dropped(keys[part], columns, rate)
             left = _without(flat[part], mask, rate)
             product[part] = left @ weight.T
@@ -164,7 +168,7 @@ class _DroppedProduct(torch.autograd.Function):
         # Parts of the rows add up in fp32, whatever the format of the weight.
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight = torch.zeros_like(weight, dtype=wide)
-        for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
+        for part in row_chunks(flat, CHUNK_ELEMENTS):
             mask = dropped(keys[part], columns, ctx.rate)
             if of_x is not None:
                 of_x[part] = _without(gradient[part] @ weight, mask, ctx.rate)
@@ -204,14 +208,15 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         rows, columns = ctx.saved_tensors
-        return _dropped_states(gradients[0], rows, columns, ctx.rate), None, None, None
+        gradient = _dropped_states(gradients[0], rows, columns, ctx.rate)
+        return gradient, None, None, None
 
 
 def _dropped_states(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     flat = x.flatten(0, -2)
     keys = rows.flatten()
     out = torch.empty_like(flat)
-    for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
+    for part in row_chunks(flat, CHUNK_ELEMENTS):
         mask = dropped(keys[part], columns, rate)
         out[part] = _without(flat[part], mask, rate)
     return out.view_as(x)

@@ -169,17 +169,17 @@ class Family:
         """Return the style of the module's split in a tensor-parallel group; None: replicated."""
         if module_path in (self.token_embedding, self.head):
             return "vocabulary"
-        plan = self.tp_plan or {
-            f"{self.base}.{pattern}": style
-            for pattern, style in self._styles_below_base(config).items()
-        }
-        return next(
-            (style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)),
-            None,
-        )
+        for pattern, style in self._styles(config).items():
+            if fnmatch.fnmatchcase(module_path, pattern):
+                return style
+        return None
 
-    def _styles_below_base(self, config: PreTrainedConfig) -> dict[str, str]:
-        return {**(config.base_model_tp_plan or {}), **self.changed_styles}
+    def _styles(self, config: PreTrainedConfig) -> Mapping[str, str]:
+        """Return the styles of modules by path pattern; the first pattern that fits counts."""
+        if self.tp_plan:
+            return self.tp_plan
+        below_base = {**(config.base_model_tp_plan or {}), **self.changed_styles}
+        return {f"{self.base}.{pattern}": style for pattern, style in below_base.items()}
 
     def split_dim(
         self, config: PreTrainedConfig, module_path: str, module: nn.Module, kind: str
@@ -237,10 +237,14 @@ class Family:
 
     def layer_of(self, name: str) -> int:
         """Return the block that a parameter belongs to, or EMBEDDING or HEAD."""
-        if name.startswith(self.layers + "."):
-            return int(name[len(self.layers) + 1 :].split(".")[0])
-        embeddings = [path for path in (self.token_embedding, self.position_embedding) if path]
-        return EMBEDDING if any(name.startswith(path + ".") for path in embeddings) else HEAD
+        prefix = f"{self.layers}."
+        if name.startswith(prefix):
+            index, _, _ = name.removeprefix(prefix).partition(".")
+            return int(index)
+        for path in (self.token_embedding, self.position_embedding):
+            if path and name.startswith(f"{path}."):
+                return EMBEDDING
+        return HEAD
 
     def vocabulary_parameters(self) -> frozenset[str]:
         """Return the names of the parameters with a row for each token."""
@@ -285,7 +289,8 @@ def _check_dropout_keys(family: Family, config: PreTrainedConfig) -> None:
     for key, value in sorted(config.to_dict().items()):
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
         is_rate = isinstance(value, int | float) and value > 0
-        if is_dropout and is_rate and key not in family.dropouts and key not in UNREAD_DROPOUTS:
+        is_known = key in family.dropouts or key in UNREAD_DROPOUTS
+        if is_dropout and is_rate and not is_known:
             raise ConfigError(
                 f"model.config: {key} of {config.model_type} is {value}, but the family does not"
                 " say what it drops; set it to 0, or name its places in the family's dropouts"
@@ -293,9 +298,8 @@ def _check_dropout_keys(family: Family, config: PreTrainedConfig) -> None:
 
 
 def _config_key(config: PreTrainedConfig) -> str:
-    return json.dumps(
-        {**config.to_dict(), "model_type": config.model_type}, sort_keys=True, default=str
-    )
+    document = {**config.to_dict(), "model_type": config.model_type}
+    return json.dumps(document, sort_keys=True, default=str)
 
 
 @functools.lru_cache(maxsize=8)
@@ -315,7 +319,9 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
             spec = _spec(family, config, path, module, kind, finest)
             specs.append((spec.name, spec))
     adapter = adapter_of(config)
-    return tuple(specs if adapter is None else _adapted_specs(family, adapter, model, specs))
+    if adapter is None:
+        return tuple(specs)
+    return tuple(_adapted_specs(family, adapter, model, specs))
 
 
 def _adapted_specs(
@@ -368,7 +374,8 @@ def _spec(
     shape = tuple(module.get_parameter(kind).shape)
     style = family.style(config, path)
     if style == "vocabulary":
-        shape = (int(getattr(config, PADDED, shape[0])), *shape[1:])
+        num_rows = int(getattr(config, PADDED, shape[0]))
+        shape = (num_rows, *shape[1:])
     layer = family.layer_of(name)
     split_dim = family.split_dim(config, path, module, kind)
     exempt = is_norm_or_bias(module, name)

@@ -39,7 +39,8 @@ def initial_parameters(
     if not wanted:
         return
     owner = skeleton(config)
-    for layer in sorted({specs[name].layer for name in wanted}):
+    layers = {specs[name].layer for name in wanted}
+    for layer in sorted(layers):
         for path in _paths_of(family, layer, family.tied_head(config)):
             for name, tensor in _draw(owner, path, seed):
                 if name in wanted:

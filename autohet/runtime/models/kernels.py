@@ -40,9 +40,10 @@ def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
         return False
     if wish != "auto":
         return wish
-    if not isinstance(stage, StageModel) or stage.recompute == "selective" or not stage.blocks:
+    # A family may bring stages of its own, of which nothing is known.
+    if not isinstance(stage, StageModel) or not stage.blocks:
         return False
-    if stage.spec.family.has_experts:
+    if stage.recompute == "selective" or stage.spec.family.has_experts:
         return False
     num_parameters = sum(each.numel() for each in stage.blocks[0].parameters())
     return num_parameters >= MIN_COMPILED_PARAMETERS and can_compile(stage.spec.device.type)

@@ -184,7 +184,8 @@ def _over_group(
     sums = gradient.new_zeros(3, len(logits))
     if num_tokens:
         gradient = gradient.sub_(highest.unsqueeze(-1))
-        sums[1] = gradient.gather(-1, index).squeeze(-1).masked_fill(~mine, 0.0)
+        own_target = gradient.gather(-1, index).squeeze(-1)
+        sums[1] = own_target.masked_fill(~mine, 0.0)
         if smoothing:
             sums[2] = gradient.sum(-1)
         gradient = gradient.exp_()
@@ -192,7 +193,8 @@ def _over_group(
     cut.group.all_reduce(sums)
     of_target = sums[1]
     if smoothing:
-        of_target = (1.0 - smoothing) * of_target + smoothing / cut.num_tokens * sums[2]
+        of_all = smoothing / cut.num_tokens * sums[2]
+        of_target = (1.0 - smoothing) * of_target + of_all
     losses = sums[0].log() - of_target
     factor = 1.0 / sums[0]
     if z_loss:
@@ -203,8 +205,10 @@ def _over_group(
         gradient = gradient.mul_(factor.unsqueeze(-1))
         if smoothing:
             gradient = gradient.sub_(smoothing / cut.num_tokens)
-        gradient.scatter_add_(-1, index, (smoothing - 1.0) * mine.unsqueeze(-1).float())
-        logits[:, :num_tokens].copy_(gradient.mul_(counted.unsqueeze(-1) * scale))
+        at_target = (smoothing - 1.0) * mine.unsqueeze(-1).float()
+        gradient.scatter_add_(-1, index, at_target)
+        factor_of_row = counted.unsqueeze(-1) * scale
+        logits[:, :num_tokens].copy_(gradient.mul_(factor_of_row))
     logits[:, num_tokens:] = 0.0
     return (losses * counted).sum(), logits
 
@@ -225,7 +229,8 @@ def _eager(
     gradient = gradient.sub_(highest)
     of_target = gradient.gather(-1, index)
     if smoothing:
-        of_target = (1.0 - smoothing) * of_target + smoothing * gradient.mean(-1, keepdim=True)
+        of_all = smoothing * gradient.mean(-1, keepdim=True)
+        of_target = (1.0 - smoothing) * of_target + of_all
     gradient = gradient.exp_()
     total = gradient.sum(-1, keepdim=True)
     losses = (total.log() - of_target).squeeze(-1)
@@ -236,8 +241,10 @@ def _eager(
         gradient = gradient.mul_(1.0 + 2.0 * z_loss * normaliser)
     if smoothing:
         gradient = gradient.sub_(smoothing / num_tokens)
-    gradient.scatter_add_(-1, index, torch.full_like(of_target, smoothing - 1.0))
-    columns.copy_(gradient.mul_(counted.unsqueeze(-1) * scale))
+    at_target = torch.full_like(of_target, smoothing - 1.0)
+    gradient.scatter_add_(-1, index, at_target)
+    factor_of_row = counted.unsqueeze(-1) * scale
+    columns.copy_(gradient.mul_(factor_of_row))
     logits[:, num_tokens:] = 0.0
     return (losses * counted).sum(), logits
 

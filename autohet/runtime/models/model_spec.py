@@ -18,6 +18,7 @@ from typing import Any
 from autohet.runtime.models import FAMILIES, read_config
 from autohet.runtime.models.config_keys import window_of
 from autohet.runtime.models.counted_values import counted_block, counted_head
+from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.experts import check_experts, num_experts, own_correction_bias
 from autohet.runtime.models.family import Family
 from planner.errors import ConfigError
@@ -54,8 +55,10 @@ def model_spec_from_config(
     spec = _with_windows(spec, loaded)
     spec = _with_explicit_attention(spec, loaded, dropout)
     family = FAMILIES.get(loaded.model_type)
-    # A copy, since taking the dropouts sets them to 0 in the config.
-    drops = dropout and family is not None and bool(family.take_dropout(copy.copy(loaded)))
+    drops = False
+    if dropout and family is not None:
+        # Of a copy, since taking the dropouts sets them to 0 in the config.
+        drops = bool(family.take_dropout(copy.copy(loaded)))
     return replace(spec, has_dropout=drops)
 
 
@@ -85,11 +88,6 @@ def _with_explicit_attention(spec: ModelSpec, config: Any, dropout: bool) -> Mod
     return replace(spec, blocks=tuple(blocks))
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def _build_on_meta(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -109,7 +107,7 @@ def _build_on_meta(config: Any) -> Any:
         AssertionError,
     ) as error:
         raise ConfigError(
-            f"transformers builds no causal language model from this config: {_first_line(error)}"
+            f"transformers builds no causal language model from this config: {first_line(error)}"
         ) from error
     own_correction_bias(model)
     return model
@@ -166,7 +164,10 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     tied = _is_tied(module)
     embedding, head = _outside(module, blocks, tied)
     vocab = int(config.vocab_size)
-    max_tp_degree = family.max_tp_degree(config) if family else math.gcd(heads, kv_heads, 8)
+    if family is not None:
+        max_tp_degree = family.max_tp_degree(config)
+    else:
+        max_tp_degree = math.gcd(heads, kv_heads, 8)
     return ModelSpec(
         name=name,
         model_type=str(config.model_type),

@@ -66,6 +66,10 @@ class ParameterSpec:
     def num_units(self) -> int:
         return len(self.cuts) - 1
 
+    def unit_length(self, unit: int) -> int:
+        """Return the length of a unit along `split_dim`."""
+        return self.cuts[unit + 1] - self.cuts[unit]
+
 
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Pattern of `transformers.Trainer.get_decay_parameter_names`."""
@@ -80,7 +84,7 @@ def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the concatenation of some units."""
     if spec.split_dim is None:
         return tuple(spec.shape)
-    size = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
+    size = sum(spec.unit_length(unit) for unit in units)
     return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
 
 
@@ -94,21 +98,22 @@ def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, .
     if spec.split_dim is None:
         return (0,)
     finest = spec.num_units // spec.groups
-    # the latter: keys and values of fewer heads than parts
+    # Keys and values may have fewer heads, and so fewer units, than there are parts.
     assert finest % share.of == 0 or share.of % finest == 0, (
         f"{spec.name}: {finest} units in {share.of} parts"
     )
-    return tuple(
-        group * finest + unit for group in range(spec.groups) for unit in share.units(finest)
-    )
+    units: list[int] = []
+    for group in range(spec.groups):
+        units += [group * finest + unit for unit in share.units(finest)]
+    return tuple(units)
 
 
 def take_units(spec: ParameterSpec, units: Sequence[int], whole: Tensor) -> Tensor:
     """Concatenate some units of a whole tensor, in memory of its own."""
     if spec.split_dim is None:
         return whole.clone()
-    parts = [
-        whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
-        for unit in units
-    ]
+    parts = []
+    for unit in units:
+        part = whole.narrow(spec.split_dim, spec.cuts[unit], spec.unit_length(unit))
+        parts.append(part)
     return torch.cat(parts, spec.split_dim).contiguous()

@@ -29,7 +29,8 @@ def starts_of(begins: Tensor) -> Tensor:
 
 def positions_of(begins: Tensor) -> Tensor:
     """Return the position of each token in its piece, int64 [b, S]."""
-    return torch.arange(begins.shape[1], device=begins.device) - starts_of(begins)
+    places = torch.arange(begins.shape[1], device=begins.device)
+    return places - starts_of(begins)
 
 
 def answer_lengths(begins: Tensor) -> list[list[int]]:
@@ -63,7 +64,8 @@ def piece_mask(begins: Tensor, window: int | None, device: torch.device) -> Tens
     """
     begins = begins.to(device)
     length = begins.shape[1]
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    seen = seen.tril_()
     if window is not None and window < length:
         seen.triu_(1 - window)
     starts = starts_of(begins)
@@ -79,7 +81,8 @@ def cumulative_lengths(begins: Tensor, device: torch.device) -> Tensor:
     """
     flat = begins.clone()
     flat[:, 0] = True
-    starts = flat.flatten().nonzero().flatten().to(torch.int32)
+    starts = flat.flatten().nonzero().flatten()
+    starts = starts.to(torch.int32)
     size = 1 << max(0, len(starts) - 1).bit_length()
     lengths = torch.full((size + 1,), flat.numel(), dtype=torch.int32)
     lengths[: len(starts)] = starts

@@ -198,7 +198,9 @@ def _check_names(
             f" read without it; {DEQUANTIZE_FIRST}"
         )
     if unused:
-        shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+        shown = ", ".join(unused[:3])
+        if len(unused) > 3:
+            shown += ", ..."
         _warn_once(
             f"checkpoint '{source}': {len(unused)} tensors are no parameters of this"
             f" {config.model_type} and are not used, as in transformers: {shown}"
@@ -302,7 +304,8 @@ def _read_joined(
         return _read(path, sources[0][0], files, block)
     stack: Tensor | None = None
     for expert, names in enumerate(sources):
-        matrices = torch.cat([_read(path, name, files, block) for name in names])
+        parts = [_read(path, name, files, block) for name in names]
+        matrices = torch.cat(parts)
         if stack is None:
             stack = matrices.new_empty(len(sources), *matrices.shape)
         if matrices.shape != stack.shape[1:]:
@@ -358,8 +361,10 @@ def _dequantize(
             f"{stored} in '{path}' has shape {(rows, columns)} and scales of shape {grid}, which do"
             f" not fit blocks of {sizes}; {DEQUANTIZE_FIRST}"
         )
-    spread = factors.repeat_interleave(sizes[0], 0)[:rows]
-    return weight * spread.repeat_interleave(sizes[1], 1)[:, :columns]
+    # Blocks at the lower and the right border may be smaller.
+    by_row = factors.repeat_interleave(sizes[0], 0)[:rows]
+    by_element = by_row.repeat_interleave(sizes[1], 1)[:, :columns]
+    return weight * by_element
 
 
 def weights_identity(source: str, revision: str | None = None) -> str | None:
@@ -422,13 +427,13 @@ def _files_by_tensor(path: str, revision: str | None, *, required: bool = True) 
     index = _find(path, INDEX_FILE, revision)
     if index is not None:
         entries = _weight_map(Path(index))
-        found = {file: _find(path, file, revision) for file in set(entries.values())}
-        lacking = [file for file, where in found.items() if where is None]
-        if lacking:
-            raise ConfigError(
-                f"checkpoint '{path}' lacks {sorted(lacking)[0]}, which its index names"
-            )
-        return {tensor: str(found[file]) for tensor, file in entries.items()}
+        found: dict[str, str] = {}
+        for file in sorted(set(entries.values())):
+            where = _find(path, file, revision)
+            if where is None:
+                raise ConfigError(f"checkpoint '{path}' lacks {file}, which its index names")
+            found[file] = where
+        return {tensor: found[file] for tensor, file in entries.items()}
     if required:
         raise ConfigError(
             f"checkpoint '{path}' has no model.safetensors; convert it to safetensors first"

@@ -31,6 +31,7 @@ from autohet.runtime.models import (
 )
 from autohet.runtime.models.adapters import ADAPTER
 from autohet.runtime.models.config_keys import entries_by_layer, with_layers
+from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.experts import CORRECTION_BIAS, is_dense
 from autohet.runtime.models.parameter_spec import PADDED, WHOLE, take_units
 from autohet.runtime.models.tensor_parallel import TensorParallel
@@ -189,11 +190,9 @@ def prove_model(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> M
     try:
         return _prove(config, degrees)
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
-        lines = str(error).strip().splitlines()
-        why = lines[0] if lines else type(error).__name__
         raise ConfigError(
-            f"model_type '{config.model_type}' cannot be cut into stages: {why}; its blocks need"
-            " more than hidden states, a mask and rotary tables"
+            f"model_type '{config.model_type}' cannot be cut into stages: {first_line(error)}; its"
+            " blocks need more than hidden states, a mask and rotary tables"
         ) from error
 
 
@@ -398,14 +397,18 @@ def _joined(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tenso
     if spec.split_dim is None:
         if not spec.partial_gradient:
             return results[0].gradients[name]
-        return torch.stack([result.gradients[name] for result in results]).sum(0)
+        parts = [result.gradients[name] for result in results]
+        return torch.stack(parts).sum(0)
     whole = torch.zeros(spec.shape)
     for rank, result in enumerate(results):
+        share = TensorShare(rank, rank + 1, len(results))
         start = 0
-        for unit in local_units(spec, TensorShare(rank, rank + 1, len(results))):
-            size = spec.cuts[unit + 1] - spec.cuts[unit]
+        for unit in local_units(spec, share):
+            size = spec.unit_length(unit)
             piece = result.gradients[name].narrow(spec.split_dim, start, size)
-            whole.narrow(spec.split_dim, spec.cuts[unit], size).add_(piece)
+            # Several ranks may hold a unit of keys or values: their gradients add up.
+            place = whole.narrow(spec.split_dim, spec.cuts[unit], size)
+            place.add_(piece)
             start += size
     return whole
 
@@ -413,7 +416,9 @@ def _joined(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tenso
 def _error(found: Tensor, expected: Tensor, floor: float = NEAR_ZERO) -> float:
     if found.shape != expected.shape:
         return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=floor))
+    difference = (found - expected).abs().max()
+    scale = expected.abs().max().clamp(min=floor)
+    return float(difference / scale)
 
 
 def _first_difference(
@@ -427,8 +432,9 @@ def _first_difference(
     trace = _Trace()
     for ours, theirs in stage.paths.items():
         for path, module in stage.get_submodule(ours).named_modules():
-            trace.watch(module, ".".join(part for part in (theirs, path) if part))
-    stage(_batch(config)[0])
+            trace.watch(module, f"{theirs}.{path}" if path else theirs)
+    tokens, _ = _batch(config)
+    stage(tokens)
     for place, value in expected.values.items():
         found = trace.values.get(place)
         if found is not None and _error(found, value) > TOLERANCE:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 
-def row_chunks(count: int, width: int, elements: int) -> list[slice]:
-    """Return slices of `count` rows of at most `elements` elements; none for rows without columns.
+
+def row_chunks(matrix: Tensor, elements: int) -> list[slice]:
+    """Return slices of the matrix's rows of at most `elements` elements; none without columns.
 
     A row that is wider is a slice of its own.
     """
+    count, width = matrix.shape
     if not width:
         return []
     size = max(1, elements // width)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from autohet.runtime.models.attention import IMPLEMENTATION
+from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.experts import own_correction_bias
 from planner.errors import ConfigError
 
@@ -29,9 +30,8 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
                 trust_remote_code=False,
             )
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"transformers builds no {config.model_type} from this config: {why}"
+            f"transformers builds no {config.model_type} from this config: {first_line(error)}"
         ) from error
     own_correction_bias(model)
     return model

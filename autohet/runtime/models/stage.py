@@ -74,7 +74,9 @@ class StageModel(nn.Module):
         self._length = SequenceLength() if spec.tp is None else spec.tp.length
         if family.has_experts:
             balance_routers(self.blocks, spec, lambda: self.loss_terms, self._length)
-        modules = [(theirs, self.get_submodule(ours)) for ours, theirs in self.paths.items()]
+        modules = []
+        for ours, theirs in self.paths.items():
+            modules.append((theirs, self.get_submodule(ours)))
         self.weights = StageWeights(spec, modules)
 
     def _take_modules(self, model: PreTrainedModel) -> None:
@@ -225,10 +227,10 @@ class StageModel(nn.Module):
         states = self._before_loss(x, begins).flatten(0, 1).split(lengths)
         wanted = targets.flatten().split(lengths)
         losses = []
-        for first in range(0, len(lengths), 3):
+        for place in range(len(lengths)):
             # A row's third part is its padding.
-            losses.append(self._loss_of(states[first], wanted[first]))
-            losses.append(self._loss_of(states[first + 1], wanted[first + 1]))
+            if place % 3 != 2:
+                losses.append(self._loss_of(states[place], wanted[place]))
         return torch.stack(losses).view(-1, 2)
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -308,7 +310,8 @@ def build_stage(
             f"{what} does not divide this model's {family.limit_of_parts(config)}; it can be 1 to"
             f" {finest}, a power of two"
         )
-    return StageModel(StageSpec(family, config, layers, tp, device, dtype), recompute)
+    spec = StageSpec(family, config, layers, tp, device, dtype)
+    return StageModel(spec, recompute)
 
 
 def _unscaled(table: nn.Module) -> nn.Embedding:

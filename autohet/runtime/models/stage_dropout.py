@@ -38,8 +38,10 @@ class StageDropout:
     @property
     def drops(self) -> bool:
         """True if a forward pass with gradients drops elements, of the model or its adapters."""
+        if self._rates:
+            return True
         adapter = adapter_of(self._spec.config)
-        return bool(self._rates) or (adapter is not None and adapter.dropout > 0)
+        return adapter is not None and adapter.dropout > 0
 
     def draw(self, seed: int, samples: Sequence[int]) -> None:
         """Draw the dropout of the next forward pass with gradients.
@@ -107,7 +109,8 @@ class StageDropout:
                 setattr(block.get_submodule(attention), ATTENTION_DROPOUT, drawn)
 
     def _state_dropout(self, rate: float, path: str) -> StateDropout:
-        columns = torch.arange(int(self._spec.config.hidden_size), device=self._spec.device)
+        width = int(self._spec.config.hidden_size)
+        columns = torch.arange(width, device=self._spec.device)
         return StateDropout(rate, self.rows, column_keys(path, columns))
 
     def _attention_dropout(self, path: str) -> AttentionDropout:

@@ -79,7 +79,8 @@ class StageWeights:
         return {name: self._local_shape(name) for name in self.places()}
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
-        return local_shape(self._spec.parameters[name], self._spec.units(name))
+        spec = self._spec.parameters[name]
+        return local_shape(spec, self._spec.units(name))
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's slices of trained parameters.

@@ -377,7 +377,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             of_target = (1.0 - terms.label_smoothing) * of_target + terms.label_smoothing * mean
         losses = sums[0].log() - of_target
         if terms.z_loss:
-            losses = losses + terms.z_loss * (sums[0].log() + highest).square()
+            normaliser = sums[0].log() + highest
+            losses = losses + terms.z_loss * normaliser.square()
         counted = targets >= 0
         ctx.save_for_backward(logits, highest, sums[0], index, mine, counted, vocabulary)
         return (losses * counted).sum()
@@ -395,9 +396,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = shifted.exp_().div_(total[rows].unsqueeze(-1))
             if z_loss:
                 normaliser = total[rows].log() + highest[rows]
-                part.mul_((1.0 + 2.0 * z_loss * normaliser).unsqueeze(-1))
+                slope = 1.0 + 2.0 * z_loss * normaliser
+                part.mul_(slope.unsqueeze(-1))
             if smoothing:
-                part.sub_((smoothing / vocabulary[rows]).unsqueeze(-1))
+                spread = smoothing / vocabulary[rows]
+                part.sub_(spread.unsqueeze(-1))
             of_target = mine[rows].unsqueeze(-1).to(part.dtype)
             part.scatter_add_(-1, index[rows], of_target * (smoothing - 1.0))
             factor = counted[rows] * gradients[0]
@@ -406,7 +409,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    return row_chunks(len(logits), logits.shape[1], LOSS_CHUNK_ELEMENTS)
+    return row_chunks(logits, LOSS_CHUNK_ELEMENTS)
 
 
 def cross_entropy_sum(

@@ -131,7 +131,8 @@ def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[GradientBuffer, 
         spec = specs[name]
         together: dict[_BufferKey, list[int]] = defaultdict(list)
         for unit in sorted(holders[name]):
-            key = holders[name][unit], owners.get((name, unit)), spec.is_token_count
+            owner = owners.get((name, unit))
+            key = holders[name][unit], owner, spec.is_token_count
             together[key].append(unit)
         for key, units in together.items():
             before = pieces[key]
@@ -222,7 +223,7 @@ def runs_of(piece: ParameterPiece, spec: ParameterSpec, held: Sequence[int]) -> 
     position = 0
     # Of the units held, those of the piece and those of others take turns.
     for mine, units in itertools.groupby(held, piece.units.__contains__):
-        length = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
+        length = sum(spec.unit_length(unit) for unit in units)
         if mine:
             runs.append(Run(spec.split_dim, start, position, length))
             position += length
@@ -253,17 +254,30 @@ class LocalBuffers:
         for worker, name, _, units in held_units(plan, config):
             if worker == me:
                 self.units[name] = units
-        self.held = tuple(index for index, each in enumerate(self.buffers) if me in each.holders)
-        self.kept = tuple(index for index in self.held if self.buffers[index].keeps_state(me))
 
+        held = []
+        kept = []
         owned: dict[str, list[int]] = defaultdict(list)
-        for index in self.kept:
-            for piece in self.buffers[index].pieces:
-                owned[piece.parameter] += piece.units
+        for index, buffer in enumerate(self.buffers):
+            if me in buffer.holders:
+                held.append(index)
+            if buffer.keeps_state(me):
+                kept.append(index)
+                for piece in buffer.pieces:
+                    owned[piece.parameter] += piece.units
+        self.held = tuple(held)
+        """Indices of the buffers that it holds."""
+        self.kept = tuple(kept)
+        """Indices of the buffers whose masters and moments it keeps."""
         self.owned: Mapping[str, tuple[int, ...]] = {
             name: tuple(sorted(units)) for name, units in owned.items()
         }
-        self.groups = tuple(sorted({group for group in self.members.values() if me in group}))
+
+        own_groups = {group for group in self.members.values() if me in group}
+        self.groups = tuple(sorted(own_groups))
+
+    def buffer_of(self, bucket: Bucket) -> GradientBuffer:
+        return self.buffers[bucket.buffer]
 
     def group_of(self, index: int) -> tuple[str, ...] | None:
         """Return the members of the group that sums a buffer; None if one worker holds it."""
@@ -271,4 +285,5 @@ class LocalBuffers:
 
     def runs(self, piece: ParameterPiece) -> tuple[Run, ...]:
         """Return the runs that map a piece to the tensor that this worker computes with."""
-        return runs_of(piece, self.specs[piece.parameter], self.units[piece.parameter])
+        name = piece.parameter
+        return runs_of(piece, self.specs[name], self.units[name])

@@ -101,7 +101,8 @@ class ComputeWeights:
         """Let a parameter whose masters are all here be its master, or a copy of it."""
         master = self._state[state_name("param", name)]
         spec = self._local.specs[name]
-        if master.dtype == spec.compute_dtype(self._dtype) and self._staging is None:
+        has_format = master.dtype == spec.compute_dtype(self._dtype)
+        if has_format and self._staging is None:
             self.tensors[name] = master
             return
         copy = self._empty(spec, master.shape)
@@ -166,7 +167,9 @@ class ComputeWeights:
         """Copy a piece from the masters."""
         name = piece.parameter
         master = self._state[state_name("param", name)]
-        for run in runs_of(piece, self._local.specs[name], self._local.owned[name]):
+        spec = self._local.specs[name]
+        owned = self._local.owned[name]
+        for run in runs_of(piece, spec, owned):
             run.view_in_piece(into).copy_(run.view_in(master))
 
     def _put(self, piece: ParameterPiece, found: Tensor) -> None:
@@ -178,7 +181,8 @@ class ComputeWeights:
     def _arrive(self, parcel: _Parcel, group: Group, flat: Tensor, work: Work | None) -> None:
         group.wait_on_stream(work)
         # A group may have members that do not hold the buffer: they send and receive along.
-        if self._local.me in self._local.buffers[parcel.buffer].holders:
+        buffer = self._local.buffers[parcel.buffer]
+        if self._local.me in buffer.holders:
             for piece, view in parcel.views(flat):
                 # Elsewhere the tensor is the master itself, which a snapshot may be reading.
                 if piece.parameter in self._gathered:
@@ -192,9 +196,11 @@ def _parcels(
     together: list[ParameterPiece] = []
     for piece in pieces:
         # 4 bytes an element, as in fp32, whatever the dtype that is sent.
-        if together and 4 * (piece.end - together[0].offset) > parcel_bytes:
-            yield _Parcel(index, tuple(together))
-            together = []
+        if together:
+            num_bytes = 4 * (piece.end - together[0].offset)
+            if num_bytes > parcel_bytes:
+                yield _Parcel(index, tuple(together))
+                together = []
         together.append(piece)
     if together:
         yield _Parcel(index, tuple(together))

@@ -260,11 +260,13 @@ class _Step:
         self._activations_out = borders.activation_sends()
         self._gradients_in = borders.gradient_receives()
         self._gradients_out = borders.gradient_sends()
-        self._microbatches = [_Microbatch() for _ in range(self._place.pipeline.num_microbatches)]
+        num_microbatches = self._place.pipeline.num_microbatches
+        self._microbatches = [_Microbatch() for _ in range(num_microbatches)]
         self._dtype = borders.hidden.dtype
         self._scaled = executor.scaled
-        self.loss = torch.zeros((), dtype=torch.float64, device=borders.hidden.device)
-        self.num_targets = torch.zeros((), dtype=torch.int64, device=borders.hidden.device)
+        device = borders.hidden.device
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_targets = torch.zeros((), dtype=torch.int64, device=device)
         self.computed: list[tuple[Any, Any]] = []
         """Marks of the stream before and after each pass."""
 

@@ -53,7 +53,8 @@ class _LocalPiece:
 
     def add(self, gradient: Tensor, factor: float) -> None:
         for run in self.runs:
-            run.view_in_piece(self.view).add_(run.view_in(gradient), alpha=factor)
+            own = run.view_in_piece(self.view)
+            own.add_(run.view_in(gradient), alpha=factor)
 
 
 class GradientSync:
@@ -121,7 +122,7 @@ class GradientSync:
         """Return whether this worker sums `bucket` with others, or holds it alone."""
         members = self.local.group_of(bucket.buffer)
         if members is None:
-            members = self.local.buffers[bucket.buffer].holders
+            members = self.local.buffer_of(bucket).holders
         return self.local.me in members
 
     def _place_pieces(self) -> None:
@@ -130,11 +131,14 @@ class GradientSync:
         for index in local.held:
             for piece in local.buffers[index].pieces:
                 view = piece.view_in(self.flats[index])
-                placed = _LocalPiece(piece, view, local.runs(piece), _weight(local, piece))
+                weight = _weight(local, piece)
+                placed = _LocalPiece(piece, view, local.runs(piece), weight)
                 self._pieces[piece.parameter].append(placed)
         for name, pieces in self._pieces.items():
-            if len(pieces) == 1 and pieces[0].piece.units == local.units[name]:
-                self._whole[name] = pieces[0].view
+            first = pieces[0]
+            is_whole = first.piece.units == local.units[name]
+            if len(pieces) == 1 and is_whole:
+                self._whole[name] = first.view
 
     def _read_buckets(self) -> None:
         """List what each bucket waits for, and what of it is weighted."""
@@ -144,7 +148,8 @@ class GradientSync:
             flat = self.flats.get(bucket.buffer)
             # None: this worker holds nothing of the bucket, and only joins its sum.
             if flat is not None:
-                for piece in bucket.pieces_in(self.local.buffers[bucket.buffer]):
+                buffer = self.local.buffer_of(bucket)
+                for piece in bucket.pieces_in(buffer):
                     names.add(piece.parameter)
                     weight = _weight(self.local, piece)
                     if weight != 1.0:
@@ -220,7 +225,7 @@ class GradientSync:
         else:
             # The group serves several sets of holders: give zeros to a bucket of others.
             given = torch.zeros(bucket.stop - bucket.start, device=self._device)
-        owner = self.local.buffers[bucket.buffer].owner
+        owner = self.local.buffer_of(bucket).owner
         if owner is None:
             work = group.start_all_reduce(given)
         else:

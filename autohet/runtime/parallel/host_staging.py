@@ -54,7 +54,8 @@ class HostStaging:
         if not source.numel():
             return
         coming = self._start_down(source, 0, 0)
-        for number, start in enumerate(range(0, source.numel(), self._num_elements)):
+        starts = range(0, source.numel(), self._num_elements)
+        for number, start in enumerate(starts):
             part = coming
             self._await(number % 2)
             following = start + self._num_elements
@@ -78,14 +79,17 @@ class HostStaging:
         """
         flat = source.view(-1)
         into = target.view(-1)
-        for number, start in enumerate(range(0, flat.numel(), self._num_elements)):
+        starts = range(0, flat.numel(), self._num_elements)
+        for number, start in enumerate(starts):
             buffer = number % 2
             self._await(buffer)
             taken = flat[start : start + self._num_elements]
-            part = self._buffers[buffer].view(target.dtype)[: taken.numel()]
+            stop = start + taken.numel()
+            staged = self._buffers[buffer].view(target.dtype)
+            part = staged[: taken.numel()]
             # The host converts: across devices torch would convert into pageable memory first.
             part.copy_(taken)
-            into[start : start + taken.numel()].copy_(part, non_blocking=True)
+            into[start:stop].copy_(part, non_blocking=True)
             self._record(buffer)
 
     def _record(self, buffer: int) -> None:

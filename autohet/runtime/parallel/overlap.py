@@ -69,6 +69,9 @@ def _starts(plan: Plan, config: PreTrainedConfig, most: int | None) -> dict[str,
         buffer = buffers[bucket.buffer]
         names = frozenset(piece.parameter for piece in bucket.pieces_in(buffer))
         for worker in members.get(buffer.holders, buffer.holders):
-            # A member that does not hold the bucket gives zeros, so it waits for nothing.
-            found[worker].append(names if worker in buffer.holders else frozenset())
+            if worker in buffer.holders:
+                found[worker].append(names)
+            else:
+                # It gives zeros to the bucket of others, so it waits for nothing.
+                found[worker].append(frozenset())
     return {worker: tuple(each) for worker, each in found.items()}

@@ -57,14 +57,16 @@ class Place:
         """Transfer of hidden states to this worker from the stage before; None if first."""
         if self.is_first:
             return None
-        return transfers_between(self._stage(-1), self.stage)[self.tp_rank]
+        before = self._stage(-1)
+        return transfers_between(before, self.stage)[self.tp_rank]
 
     @property
     def takes_backward(self) -> Transfer | None:
         """Transfer of gradients from the stage after to this worker; None at the last stage."""
         if self.is_last:
             return None
-        return transfers_between(self._stage(+1), self.stage)[self.tp_rank]
+        after = self._stage(+1)
+        return transfers_between(after, self.stage)[self.tp_rank]
 
     @property
     def gives_forward(self) -> tuple[Transfer, ...]:
@@ -74,14 +76,16 @@ class Place:
         """
         if self.is_last:
             return ()
-        return self._given(transfers_between(self.stage, self._stage(+1)))
+        after = self._stage(+1)
+        return self._given(transfers_between(self.stage, after))
 
     @property
     def gives_backward(self) -> tuple[Transfer, ...]:
         """Transfers of this worker's input gradients, in order of the previous stage's ranks."""
         if self.is_first:
             return ()
-        return self._given(transfers_between(self.stage, self._stage(-1)))
+        before = self._stage(-1)
+        return self._given(transfers_between(self.stage, before))
 
     def _stage(self, offset: int) -> Stage:
         return self.pipeline.stages[self.stage_index + offset]

@@ -48,7 +48,9 @@ class StageDtypes:
         # Holders of one shard may compute in several formats: fp32 can be rounded to each of them.
         all_dtypes = {compute_dtype(stage, precision) for stage in plan.stages}
         weights = own if len(all_dtypes) == 1 else torch.float32
-        return cls(own, weights, border_dtype(before, own), border_dtype(own, after))
+        crosses_before = border_dtype(before, own)
+        crosses_after = border_dtype(own, after)
+        return cls(own, weights, crosses_before, crosses_after)
 
 
 def compute_dtype(stage: Stage, precision: str) -> torch.dtype:

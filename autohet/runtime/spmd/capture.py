@@ -142,18 +142,28 @@ class _Reader:
         self._rename()
         notes = tuple(dict.fromkeys(self.notes))
         graph = Graph(list(self.nodes.values()), notes, self.most_units)
+
         # `Graph` leaves out the nodes that nothing reads.
-        used = {node.name for node in graph.nodes}
-        constants = {name: value for name, value in self.constants.items() if name in used}
-        inputs = tuple(name for name, node in self.nodes.items() if node.kind == "input")
-        return Captured(graph, self.calls, constants, self.parameters, inputs, modules=self.modules)
+        constants: dict[str, Tensor] = {}
+        for name, value in self.constants.items():
+            if name in graph.by_name:
+                constants[name] = value
+        inputs = []
+        for name, node in self.nodes.items():
+            if node.kind == "input":
+                inputs.append(name)
+        return Captured(
+            graph, self.calls, constants, self.parameters, tuple(inputs), modules=self.modules
+        )
 
     def _rename(self) -> None:
         """Rename the remaining operators by kind and number."""
         counts = Counter[str]()
         new: dict[str, str] = {}
         for name, node in self.nodes.items():
-            new[name] = numbered(node.op, counts) if node.kind == "op" else name
+            new[name] = name
+            if node.kind == "op":
+                new[name] = numbered(node.op, counts)
 
         nodes: dict[str, GraphNode] = {}
         for name, node in self.nodes.items():
@@ -279,7 +289,8 @@ class _Reader:
             inputs.append(leaf)
             return Ref(len(inputs) - 1)
 
-        args, kwargs = pytree.tree_map(ref, (tuple(call.args), dict(call.kwargs)))
+        given = (tuple(call.args), dict(call.kwargs))
+        args, kwargs = pytree.tree_map(ref, given)
         read = [self.nodes[each] for each in inputs]
         shapes = tuple(each.shape for each in read)
         operation = Operation(op, shapes, tuple(value.shape), args, kwargs)
@@ -313,9 +324,11 @@ class _Reader:
         reduction = settings.get("reduction", _MEAN)
         ignored = settings.get("ignore_index", IGNORED_TARGET)
         logits, targets = args[:2]
-        plain = settings.get("weight") is None and settings.get("label_smoothing", 0.0) == 0.0
+        has_weights = settings.get("weight") is not None
+        is_smoothed = settings.get("label_smoothing", 0.0) != 0.0
         is_matrix = len(self.nodes[logits].shape) == 2
-        if reduction not in (_MEAN, _SUM) or not plain or not is_matrix:
+        is_plain = is_matrix and not has_weights and not is_smoothed
+        if reduction not in (_MEAN, _SUM) or not is_plain:
             return self._add(node, OperatorCall(node.target, args, kwargs))  # type: ignore[arg-type]
 
         value = node.meta["val"]
@@ -324,7 +337,8 @@ class _Reader:
         if reduction == _MEAN:
             counting = OperatorCall(count_targets, (targets, ignored, value.dtype))
             count = self._insert("count_targets", counting, value)
-            result = self._insert("div", OperatorCall(torch.div, (result, count)), value)
+            division = OperatorCall(torch.div, (result, count))
+            result = self._insert("div", division, value)
         self.values[node] = result
 
     def _output(self, node: fx.Node) -> None:
@@ -408,9 +422,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (
-        one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    )
+    if one is other:
+        return True
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and torch.equal(one, other)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
@@ -425,8 +440,11 @@ def count_targets(targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
 
 def _innermost_module(node: fx.Node) -> str:
     """Return the path of the module whose forward pass calls an operator."""
-    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    path: str = list(stack.values())[-1][0]
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path: str
+    path, _ = list(stack.values())[-1]
     return path
 
 

@@ -24,13 +24,16 @@ def _exchanged(group: Group, parts: Sequence[Tensor], received: Sequence[Tensor]
     """Send part j to rank j and receive rank j's part in received[j]; empty parts are not sent."""
     works = []
     me = group.rank
+    # In turns: each rank receives from one neighbour while it sends to the opposite one.
     for away in range(1, group.size):
         source = (me - away) % group.size
         target = (me + away) % group.size
         if received[source].numel():
-            works.append(group.recv(received[source], group.members[source], TAG))
+            work = group.recv(received[source], group.members[source], TAG)
+            works.append(work)
         if parts[target].numel():
-            works.append(group.send(parts[target], group.members[target], TAG))
+            work = group.send(parts[target], group.members[target], TAG)
+            works.append(work)
     for work in works:
         group.wait_on_stream(work)
     received[me].copy_(parts[me])
@@ -39,7 +42,9 @@ def _exchanged(group: Group, parts: Sequence[Tensor], received: Sequence[Tensor]
 def _plain(tensor: Tensor) -> Tensor:
     """Return the tensor contiguous, in a type that groups can send."""
     tensor = tensor.detach().contiguous()
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return tensor
 
 
 def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
@@ -82,8 +87,9 @@ def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, varia
     received = [moved.new_empty((arriving, *rest)) for _ in range(group.size)]
     _exchanged(group, [part.contiguous() for part in parts], received)
     # Without a dtype the sum of integers would be int64.
-    total = torch.stack(received).sum(0, dtype=moved.dtype)[:mine]
-    return total.view(whole.dtype).movedim(0, dim)
+    total = torch.stack(received).sum(0, dtype=moved.dtype)
+    own = total[:mine]
+    return own.view(whole.dtype).movedim(0, dim)
 
 
 def transposed(
@@ -91,7 +97,8 @@ def transposed(
 ) -> Tensor:
     """Convert parts along `source` (lengths `before`) to parts along `target` (lengths `after`)."""
     plain = _plain(local)
-    parts = [part.contiguous() for part in plain.split(list(after), dim=target)]
+    views = plain.split(list(after), dim=target)
+    parts = [view.contiguous() for view in views]
     shape = list(plain.shape)
     shape[target] = after[group.rank]
     received = []
@@ -140,8 +147,8 @@ def convert(
     lengths: returns each rank's length along a dimension of the tensor.
     """
     if conversion_between(source, target) == "slice":
-        part: Tensor = tensor.split(list(lengths(target.dim)), target.dim)[group.rank]
-        return part
+        parts: Sequence[Tensor] = tensor.split(list(lengths(target.dim)), target.dim)
+        return parts[group.rank]
 
     def moved(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
         match conversion_between(source, target):
@@ -156,7 +163,10 @@ def convert(
                     group, x, source.dim, target.dim, lengths(source.dim), lengths(target.dim)
                 )
             case "mask":
-                return x.clone() if group.rank == 0 else torch.zeros_like(x)
+                # A sum over ranks of which the first has everything.
+                if group.rank == 0:
+                    return x.clone()
+                return torch.zeros_like(x)
         raise AssertionError(f"no instruction from {source} to {target}")
 
     return applied(

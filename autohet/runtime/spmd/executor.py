@@ -169,9 +169,14 @@ class ProgramExecutor:
         node = self.graph.by_name[instruction.tensor]
         call = self.captured.calls[node.name]
         averaged = self.graph.by_name[node.inputs[0]]
-        count = math.prod(averaged.shape) / max(math.prod(node.shape), 1)
-        local = math.prod(tensor.shape) / max(math.prod(shape), 1)
+        count = _per_result(averaged.shape, node.shape)
+        local = _per_result(tensor.shape, shape)
         return call([tensor]) * (local / count)
+
+
+def _per_result(inputs: Sequence[int], results: Sequence[int]) -> float:
+    """Return how many elements of an input of this shape each element of the result averages."""
+    return math.prod(inputs) / max(math.prod(results), 1)
 
 
 def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tuple[float, float]]:
@@ -196,7 +201,9 @@ def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tup
     seconds = {}
     for name, part in flops.items():
         if part:
-            seconds[name] = (pace.forward_s * part / total, pace.backward_s * part / total)
+            forward_s = pace.forward_s * part / total
+            backward_s = pace.backward_s * part / total
+            seconds[name] = (forward_s, backward_s)
     return seconds
 
 
@@ -233,5 +240,7 @@ def _partial_embedding(weight: Tensor, ids: Tensor, start: int) -> Tensor:
     """Return the rows of tokens that this rank holds, and zeros for the others."""
     local = ids - start
     here = (local >= 0) & (local < len(weight))
-    rows = torch.nn.functional.embedding(torch.where(here, local, 0), weight)
+    # The tokens of other ranks read row 0, and are set to zero.
+    indices = torch.where(here, local, 0)
+    rows = torch.nn.functional.embedding(indices, weight)
     return rows * here.unsqueeze(-1)

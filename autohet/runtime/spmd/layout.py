@@ -50,5 +50,8 @@ def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int)
     end = slices_with * size // finest
     cuts = spec.cuts
     assert {start, end} <= set(cuts), f"{spec.name}: a part from {start} to {end} cuts units apart"
-    units = range(spec.num_units)
-    return tuple(unit for unit in units if start <= cuts[unit] and cuts[unit + 1] <= end)
+    units = []
+    for unit in range(spec.num_units):
+        if start <= cuts[unit] and cuts[unit + 1] <= end:
+            units.append(unit)
+    return tuple(units)

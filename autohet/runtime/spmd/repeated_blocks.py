@@ -75,11 +75,14 @@ class ShortModel:
         entries: set[str] = set()
         results: set[str] = set()
         for node in self.graph.nodes:
-            outputs = {name for name in node.inputs if self.graph.by_name[name].kind == "op"}
-            if node.name in inside:
-                entries |= outputs - inside
-            else:
-                results |= outputs & inside
+            for name in node.inputs:
+                # Weights and constants cross no border: each block has its own, or all share one.
+                if self.graph.by_name[name].kind != "op":
+                    continue
+                if node.name in inside and name not in inside:
+                    entries.add(name)
+                if node.name not in inside and name in inside:
+                    results.add(name)
         if len(entries) != 1 or len(results) != 1:
             return None
         return _Border(entries.pop(), results.pop())

@@ -50,8 +50,9 @@ def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, Placed
     captured = capture_language_model(
         setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype
     )
+    placed = plan.spmd.placed(captured.graph)
     constants = {name: value.to(setup.device) for name, value in captured.constants.items()}
-    return replace(captured, constants=constants), plan.spmd.placed(captured.graph)
+    return replace(captured, constants=constants), placed
 
 
 class SpmdTrainer(Trainer):
@@ -97,7 +98,8 @@ class SpmdTrainer(Trainer):
         part = self.state.get(state_name("param", name))
         if part is None:
             captured = self._executor.captured.parameters[name]
-            part = self._executor.local_part(captured, name, self._storage[name]).float()
+            part = self._executor.local_part(captured, name, self._storage[name])
+            part = part.float()
             assert not part.numel(), f"no state of {name}"
         return part.detach().requires_grad_()
 
@@ -128,9 +130,14 @@ class SpmdTrainer(Trainer):
         self._enter("gradient_sync")
         self._gradients = {}
         for name, leaf in leaves.items():
-            self._gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            gradient = leaf.grad
+            if gradient is None:
+                gradient = torch.zeros_like(leaf)
+            self._gradients[name] = gradient
         self._sum_replicated()
-        return self._squares(), loss, num_targets, (begin, passes_done, self._clock.mark())
+        squares = self._squares()
+        marks = (begin, passes_done, self._clock.mark())
+        return squares, loss, num_targets, marks
 
     def _sum_replicated(self) -> None:
         """Sum the partial gradients over ranks: those of replicated parameters.
@@ -162,6 +169,7 @@ class SpmdTrainer(Trainer):
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
         for name in sorted(self._gradients):
             if state_name("param", name) in self.state:
-                rule = UpdateRule(self.training, self.step, factor, name not in self._undecayed)
+                decays = name not in self._undecayed
+                rule = UpdateRule(self.training, self.step, factor, decays)
                 update(self.state, {name: self._gradients[name]}, rule)
         self._gradients = {}
