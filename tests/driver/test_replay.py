@@ -278,7 +278,7 @@ def test_a_replay_buys_the_same(bought: Path) -> None:
         (buyer, "with_spares", lambda counts, *arguments: dict(counts)),
         (buyer, "releasable", lambda *arguments: ()),
         (buying, "FAILURES", 99),
-        (buyer.Buyer, "_heed_refusals", lambda *arguments: []),
+        (buyer.Buyer, "_answer_refusals", lambda *arguments: []),
     ],
 )
 def test_a_buyer_that_decides_otherwise_is_shown(

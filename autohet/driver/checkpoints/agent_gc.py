@@ -18,6 +18,13 @@ from recovery.state.layout import ShardId
 MOVING = frozenset({Phase.BUILDING, Phase.RESTORING, Phase.TRAINING})
 
 
+def any_order(orders: Mapping[str, GenerationOrder]) -> GenerationOrder | None:
+    """Return one order of a generation, for what they share; None if there is no generation."""
+    for order in orders.values():
+        return order
+    return None
+
+
 def settled_age(
     orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]
 ) -> Age | None:

@@ -37,9 +37,12 @@ def log_death(memory: JobMemory, trouble: policy.FleetEvent, seen: Observation) 
         gone=forget_gone(memory, trouble.nodes, seen),
     )
     yield Dismiss(tuple(worker for worker in trouble.workers if worker in seen.losses))
-    memory.nodes.logged_dead |= {
-        w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes
-    }
+    memory.nodes.logged_dead.update(w for w in trouble.workers if is_dead(w, seen))
+
+
+def is_dead(worker: str, seen: Observation) -> bool:
+    """Return True if the worker is lost, or its node is gone."""
+    return worker in seen.losses or seen.node_of(worker) not in seen.nodes
 
 
 def release_leaver(memory: JobMemory, name: str, seen: Observation) -> Effects:
@@ -50,9 +53,9 @@ def release_leaver(memory: JobMemory, name: str, seen: Observation) -> Effects:
 
 def find_new_deaths(memory: JobMemory, seen: Observation) -> policy.FleetEvent | None:
     """Return the lost members whose death is not logged yet as one event."""
-    return policy.find_deaths(
-        seen, [worker for worker in memory.members if worker not in memory.nodes.logged_dead]
-    )
+    known = memory.nodes.logged_dead
+    unknown = [worker for worker in memory.members if worker not in known]
+    return policy.find_deaths(seen, unknown)
 
 
 def log_new_deaths(memory: JobMemory, seen: Observation) -> Effects:

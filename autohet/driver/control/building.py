@@ -31,9 +31,9 @@ def _ready_reports(state: Building, seen: Observation) -> list[WorkerReport] | N
     found = []
     for worker in state.proposal.plan.workers:
         report = seen.reports.get(worker)
-        if report is None or worker in seen.losses:
+        if report is None or not seen.answers(worker):
             return None
-        if not report.generation == report.live_generation == state.generation:
+        if report.generation != state.generation or report.live_generation != state.generation:
             return None
         if report.phase in (Phase.BUILDING, Phase.RESTORING):
             return None
@@ -46,14 +46,22 @@ def _find_trouble(state: Building, seen: Observation) -> policy.FleetEvent | Non
     trouble = policy.find_deaths(seen, state.participants)
     if trouble is not None:
         return trouble
-    fresh = {w for w, r in seen.reports.items() if r.generation == state.generation}
-    trouble = policy.find_failures(seen, [w for w in state.participants if w in fresh])
+
+    begun = []
+    late = []
+    for worker in state.participants:
+        report = seen.reports.get(worker)
+        # An older report is of the generation before, whose end its failure may be.
+        has_begun = report is not None and report.generation == state.generation
+        if has_begun:
+            begun.append(worker)
+        if report is None or not has_begun or report.phase not in STANDING_PHASES:
+            late.append(worker)
+    trouble = policy.find_failures(seen, begun)
     if trouble is not None or seen.now <= state.deadline:
         return trouble
-    ready = {worker for worker in fresh if seen.reports[worker].phase in STANDING_PHASES}
-    late = tuple(worker for worker in state.participants if worker not in ready)
     why = f"{', '.join(late)} did not get ready in time"
-    return policy.FleetEvent("death", (), late, seen.now, why)
+    return policy.FleetEvent("death", (), tuple(late), seen.now, why)
 
 
 def _stop_again(
@@ -82,14 +90,19 @@ def _begin_training(
 ) -> Deciding[State]:
     change = state.change
     change.ready_at = seen.now
-    change.restores = {r.worker: r.restore for r in reports if r.restore is not None}
+    restores = {}
+    for report in reports:
+        if report.restore is not None:
+            restores[report.worker] = report.restore
+    change.restores = restores
+
     proposal = state.proposal
     yield from _dismiss_leavers(state, memory, seen)
     memory.members = proposal.plan.workers
     memory.proposal = proposal
     memory.nodes.logged_dead.clear()
-    nodes = frozenset(node.name for node in proposal.cost.fleet.nodes)
-    memory.planned_nodes = nodes & seen.nodes.keys()
+    planned = frozenset(node.name for node in proposal.cost.fleet.nodes)
+    memory.planned_nodes = planned & seen.nodes.keys()
     memory.plans.append((state.generation, proposal.plan, proposal.predicted_step_s))
     memory.orders.confirm()
     yield from memory.ledger.begin_generation(state.generation, change)
@@ -109,11 +122,13 @@ def _begin_training(
 
 def _dismiss_leavers(state: Building, memory: JobMemory, seen: Observation) -> Effects:
     """Dismiss workers of leaving nodes that were only sources, and release their nodes."""
-    sources = [w for w in state.participants if w not in state.proposal.plan.workers]
-    yield Dismiss(
-        tuple(w for w in sources if w not in seen.losses and seen.node_of(w) in seen.notices)
-    )
-    for name in sorted({seen.node_of(worker) for worker in sources} & set(seen.notices)):
+    leaving = []
+    for worker in state.participants:
+        is_source = worker not in state.proposal.plan.workers
+        if is_source and seen.node_of(worker) in seen.notices:
+            leaving.append(worker)
+    yield Dismiss(tuple(worker for worker in leaving if worker not in seen.losses))
+    for name in sorted(seen.nodes_with(leaving)):
         yield from release_leaver(memory, name, seen)
 
 

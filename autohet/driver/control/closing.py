@@ -19,8 +19,8 @@ def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State
     if trouble is not None:
         # survivors make the last step durable in a generation of their own
         return (yield from interrupt_after_death(memory, trouble, seen))
-    reports = [seen.reports[worker] for worker in members if worker in seen.reports]
-    standing = [report for report in reports if report.phase in STANDING_PHASES]
+
+    standing = [report for report in seen.reports_of(members) if report.phase in STANDING_PHASES]
     if state.step is None and len(standing) == len(members):
         state.step = standing[0].step
     if state.step is not None and seen.checkpoint.step == state.step:
@@ -28,15 +28,15 @@ def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State
             return Waiting(state.then_wait, seen.now, memory.postponed)
         may_pass = memory.end.may_pass
         return (yield from finish(memory, state.reason, ok=state.ok, may_pass=may_pass))
+
     error, is_retried = _find_error(state.step, memory, seen)
     # A fleet that is too small waits for more nodes while the storage is tried again.
     is_given_up = error and (not is_retried or state.then_wait)
     if seen.now <= state.deadline and not is_given_up:
         return state
-    why = (
-        f"step {state.step} is not in durable storage:"
-        f" {error or 'the checkpoint was not finished in time'}"
-    )
+
+    cause = error or "the checkpoint was not finished in time"
+    why = f"step {state.step} is not in durable storage: {cause}"
     if state.then_wait:
         sentence = f"Deciding to wait although {why}, since {state.then_wait}"
         yield event("decision", memory.generation, sentence)
@@ -63,13 +63,12 @@ def _find_error(step: int | None, memory: JobMemory, seen: Observation) -> tuple
 
 def save(state: Saving, memory: JobMemory, seen: Observation) -> Deciding[State]:
     """End the job once all members stand after the same step and that step is committed."""
-    reports = [seen.reports.get(worker) for worker in memory.members]
-    present = [report for report in reports if report is not None]
-    if not present or len(present) < len(reports):
+    reports = seen.reports_of(memory.members)
+    if not reports or len(reports) < len(memory.members):
         return (yield from fail_unsaved(memory, state.reason, "not all workers are there"))
-    steps = {report.step if report.phase in STANDING_PHASES else None for report in present}
-    if len(steps) == 1 and None not in steps:
-        step = present[0].step
+
+    step = reports[0].step
+    if all(report.phase in STANDING_PHASES and report.step == step for report in reports):
         found = seen.checkpoint
         if found.step == step:
             return (yield from fail(memory, state.reason, may_pass=True))

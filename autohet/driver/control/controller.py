@@ -110,9 +110,11 @@ class Controller:
                 case Decision() | Remark():
                     self.pending_events.append(effect)
                 case Supersede(action):
-                    pending = self.pending_actions
-                    commits = [each for each in pending if isinstance(each, CommitCheckpoint)]
-                    self.pending_actions = deque([action, *commits])
+                    remaining: deque[Action] = deque([action])
+                    for pending in self.pending_actions:
+                        if isinstance(pending, CommitCheckpoint):
+                            remaining.append(pending)
+                    self.pending_actions = remaining
                 case _:
                     self.pending_actions.append(effect)
 
@@ -147,15 +149,19 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """Return the document that `autohet status` shows."""
         memory = self.memory
-        proposal = memory.proposal
+        plan = None
+        predicted_step_s = None
+        if memory.proposal is not None:
+            plan = memory.proposal.plan.to_document()
+            predicted_step_s = memory.proposal.predicted_step_s
         return {
             "name": memory.job.name,
             "state": type(memory.state).__name__.lower(),
             "reason": getattr(memory.state, "reason", ""),
             "generation": memory.generation,
             "workers": list(memory.members),
-            "plan": None if proposal is None else proposal.plan.to_document(),
-            "predicted_step_s": None if proposal is None else proposal.predicted_step_s,
+            "plan": plan,
+            "predicted_step_s": predicted_step_s,
             "gpu_types": self._utilisation(),
             **ledger_status(memory.ledger),
         }
@@ -242,15 +248,16 @@ class Guard:
     def _count(self, error: Exception) -> None:
         logger.warning("A tick of the driver failed", exc_info=error)
         cause = f"an error in the driver: {type(error).__name__}: {str(error).strip()[:500]}"
-        before = self._controller.failures
-        failures = self._controller.failures = Failures(
-            1 if before is None else before.in_a_row + 1, cause
-        )
-        if (
-            failures.in_a_row > MOST_FAILURES + 1 and not self._controller.ended
-        ):  # a tick that saw as many would have decided on them
+        in_a_row = 1
+        if self._controller.failures is not None:
+            in_a_row += self._controller.failures.in_a_row
+        self._controller.failures = Failures(in_a_row, cause)
+
+        # A tick that comes to a decision gives up after MOST_FAILURES: so none does.
+        is_stuck = in_a_row > MOST_FAILURES + 1
+        if is_stuck and not self._controller.ended:
             self._controller.give_up(
                 f"{cause}; its newest step is not in durable storage: no decision is possible"
             )
         else:
-            self._pause(PAUSE_S * min(failures.in_a_row, RETRIES))
+            self._pause(PAUSE_S * min(in_a_row, RETRIES))

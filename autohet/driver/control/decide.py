@@ -20,7 +20,7 @@ from autohet.driver.control import (
     waiting,
 )
 from autohet.driver.control.actions import Hire, RequestStop, StartAgents
-from autohet.driver.control.announcing import forget_gone, log_new_deaths
+from autohet.driver.control.announcing import forget_gone, is_dead, log_new_deaths
 from autohet.driver.control.effects import Deciding, Decision, Effects, Supersede, event
 from autohet.driver.control.ending import fail, fail_unsaved
 from autohet.driver.control.memory import JobMemory
@@ -56,19 +56,23 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     if isinstance(memory.state, Saving):
         memory.state = yield from closing.save(memory.state, memory, seen)
         return
+
     yield from policy.new_drains(memory.nodes.notices, seen)
     yield from announce(memory, seen)
     yield from _direct_agents(memory, seen)
-    memory.outlook.look(seen, frozenset() if memory.buyer is None else memory.buyer.released)
+    given_back = set() if memory.buyer is None else memory.buyer.released
+    memory.outlook.look(seen, given_back)
     if memory.ledger.records:
         memory.orders.confirm()  # also where the first generation's readiness was never seen
     hire = policy.workers_to_hire(seen)
     if hire and isinstance(memory.state, Waiting | Training):
         yield Hire(hire)
+
     before = memory.state
     memory.state = yield from _next_state(memory, seen)
     if memory.state is not before:
         drop_search(before)
+
     if isinstance(memory.state, Waiting | Sourcing | Building):
         yield from log_new_deaths(memory, seen)
     yield from _announce_departures(memory, seen)
@@ -111,8 +115,9 @@ def _step(memory: JobMemory, seen: Observation) -> Deciding[State]:
 
 def _direct_agents(memory: JobMemory, seen: Observation) -> Effects:
     """Start agents on new nodes, and send all agents what to remove and what to hand over."""
-    if new := tuple(name for name, view in seen.nodes.items() if not view.agent_started):
-        yield StartAgents(new)
+    new = [name for name, view in seen.nodes.items() if not view.agent_started]
+    if new:
+        yield StartAgents(tuple(new))
     yield from memory.agent_gc.decide(seen)
 
 
@@ -148,16 +153,22 @@ def _judge_unfit(memory: JobMemory, seen: Observation) -> Deciding[State | None]
     A job that has not trained yet fails at once: no retry helps, and the user is there to fix the
     cause. Once the job trains, the worker's node is left out, unless there is no other node.
     """
-    unfit = {} if isinstance(memory.state, Ended) else policy.find_unfit(seen)
+    if isinstance(memory.state, Ended):
+        memory.nodes.unfit = set()
+        return None
+    unfit = policy.find_unfit(seen)
     new = unfit.keys() - memory.nodes.unfit
     memory.nodes.unfit = set(unfit)
+
     fatal = _find_fatal(memory, unfit, seen)
     if fatal:
         worker, why = min(fatal.items())
-        others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
-        who = f"worker {worker} on node {seen.node_of(worker)}{others}"
-        reason = f"{who} cannot take part: {why}"
+        name = f"worker {worker} on node {seen.node_of(worker)}"
+        if len(fatal) > 1:
+            name += f" (and {len(fatal) - 1} more workers)"
+        reason = f"{name} cannot take part: {why}"
         return (yield from fail(memory, reason, may_pass=bool(memory.plans)))
+
     for worker in sorted(new):
         sentence = (
             f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker}"
@@ -172,8 +183,9 @@ def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> 
     alive = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
     if alive and not memory.plans:
         return alive
-    nodes = {seen.node_of(worker) for worker in unfit}
-    return unfit if nodes and nodes >= seen.nodes.keys() else {}
+    nodes = seen.nodes_with(unfit)
+    no_other_node = nodes >= seen.nodes.keys()
+    return unfit if nodes and no_other_node else {}
 
 
 def _apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
@@ -189,9 +201,11 @@ def _apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Obse
 
 
 def _answer_failures(memory: JobMemory, cause: str, in_a_row: int, now: float) -> Effects:
-    stopping = memory.end.failed_ticks is not None
-    saving = isinstance(memory.state, Saving)
-    answer = policy.answer_failures(in_a_row, stopping=stopping, saving=saving)
+    answer = policy.answer_failures(
+        in_a_row,
+        stopping=memory.end.failed_ticks is not None,
+        saving=isinstance(memory.state, Saving),
+    )
     often = f", {in_a_row} times in a row" if in_a_row > 1 else ""
     sentence = f"Deciding to {answer}, since there was {cause}{often}"
     yield event("decision", memory.generation, sentence)
@@ -222,48 +236,64 @@ def _hide_replaced_nodes(memory: JobMemory, seen: Observation) -> Observation:
     replaced = {name for name in remaining if known.joined[name] != seen.nodes[name].joined_at}
     if replaced:
         seen = seen.without_nodes(replaced)
-    known.joined.update({name: view.joined_at for name, view in seen.nodes.items()})
     known.present = frozenset(seen.nodes)
-    left_out = {name: until for name, until in known.left_out_until.items() if until > seen.now}
-    known.left_out_until = {n: until for n, until in left_out.items() if n in seen.nodes}
+    for name, view in seen.nodes.items():
+        known.joined[name] = view.joined_at
+
+    for name, until in list(known.left_out_until.items()):
+        if until <= seen.now or name not in seen.nodes:
+            del known.left_out_until[name]
     return replace(seen, left_out=frozenset(known.left_out_until))
 
 
 def announce(memory: JobMemory, seen: Observation) -> Effects:
     """Log each notice and each new node once; forget what is gone."""
     known = memory.nodes
-    slowdowns = memory.speeds.slowdowns
-    gone = (known.announced.keys() | known.notices.keys() | slowdowns.keys()) - seen.nodes.keys()
+    remembered = known.announced.keys() | known.notices.keys() | memory.speeds.slowdowns.keys()
+    gone = remembered - seen.nodes.keys()
+    # First of all, since what is forgotten next explains why a node went.
     yield from _log_idle_deaths(memory, known.announced.keys() - seen.nodes.keys(), seen)
-    known.released -= gone
-    known.notices = {name: n for name, n in known.notices.items() if name not in gone}
-    memory.speeds.slowdowns = {
-        name: factor for name, factor in slowdowns.items() if name not in gone
-    }
-    memory.planned_nodes -= gone
-    known.logged_dead = {
-        w for w in known.logged_dead if w in seen.losses or seen.node_of(w) not in seen.nodes
-    }
-    for name, notice in seen.notices.items():
-        before = known.notices.get(name)
-        if before is None or notice.deadline != before.deadline:
-            left_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
-            again: dict[str, Any] = {} if before is None else {"updated": True}
-            yield event(
-                "notice",
-                memory.generation,
-                node=name,
-                source=notice.source,
-                deadline_s=left_s,
-                **again,
-            )
-        known.notices[name] = notice
+    _forget_nodes(memory, gone, seen)
+    yield from _announce_notices(memory, seen)
     yield from _announce_risks(memory, seen)
     for name, view in seen.nodes.items():
-        introduced = view.endpoint is not None or seen.now - view.joined_at > AGENT_START_S
-        if name not in known.announced and introduced:
-            yield _announce_arrival(memory, name, view.node.node_type)
+        is_late = seen.now - view.joined_at > AGENT_START_S
+        has_type = view.endpoint is not None or is_late
+        if name not in known.announced and has_type:
+            yield _announce_arrival(memory, name, view.node_type)
     yield from _announce_prices(memory, seen)
+
+
+def _forget_nodes(memory: JobMemory, gone: Collection[str], seen: Observation) -> None:
+    """Forget what is remembered by the names of these nodes, and of workers that are gone."""
+    known = memory.nodes
+    known.released.difference_update(gone)
+    memory.planned_nodes = memory.planned_nodes.difference(gone)
+    for name in gone:
+        known.notices.pop(name, None)
+        memory.speeds.slowdowns.pop(name, None)
+    known.logged_dead = {worker for worker in known.logged_dead if is_dead(worker, seen)}
+
+
+def _announce_notices(memory: JobMemory, seen: Observation) -> Effects:
+    """Log each notice, and again when its deadline changes."""
+    for name, notice in seen.notices.items():
+        before = memory.nodes.notices.get(name)
+        memory.nodes.notices[name] = notice
+        if before is not None and notice.deadline == before.deadline:
+            continue
+        left_s = None
+        if notice.deadline is not None:
+            left_s = round(notice.deadline - seen.now, 3)
+        again: dict[str, Any] = {} if before is None else {"updated": True}
+        yield event(
+            "notice",
+            memory.generation,
+            node=name,
+            source=notice.source,
+            deadline_s=left_s,
+            **again,
+        )
 
 
 def _announce_prices(memory: JobMemory, seen: Observation) -> Effects:
@@ -274,10 +304,11 @@ def _announce_prices(memory: JobMemory, seen: Observation) -> Effects:
     """
     for name, view in seen.nodes.items():
         known = memory.nodes.announced.get(name)
-        kind = view.node.node_type
+        kind = view.node_type
         if known is None or known == kind:
             continue
-        if replace(known, usd_per_hour=kind.usd_per_hour) != kind:
+        with_price = replace(known, usd_per_hour=kind.usd_per_hour)
+        if with_price != kind:
             yield _announce_arrival(memory, name, kind, updated=True)
         elif known.usd_per_hour != kind.usd_per_hour:
             memory.nodes.announced[name] = kind
@@ -334,15 +365,18 @@ def _log_idle_deaths(memory: JobMemory, gone: Collection[str], seen: Observation
 
     Other events name all other nodes.
     """
-    busy = set(memory.members)
+    busy = seen.nodes_with(memory.members)
     if isinstance(memory.state, Building):
-        busy |= {*memory.state.participants}
-    idle = set(gone) - {seen.node_of(worker) for worker in busy}
+        busy |= seen.nodes_with(memory.state.participants)
+    idle = set(gone) - busy
     for name in sorted(idle - memory.nodes.notices.keys() - memory.nodes.released):
-        reasons = sorted(
-            {loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name}
-        )
-        reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
+        reasons = set()
+        for worker, loss in seen.losses.items():
+            if seen.node_of(worker) == name:
+                reasons.add(loss.reason)
+        reason = f"{name}, which was idle, is gone"
+        if reasons:
+            reason += f": {'; '.join(sorted(reasons))}"
         yield event(
             "death",
             memory.generation,

@@ -33,11 +33,9 @@ class Decision:
         `sentence` is its `reason` unless the fields have one.
         """
         found = {"generation": self.generation, "kind": self.kind, **self.fields}
-        return (
-            found
-            if self.sentence is None
-            else {**found, "reason": self.fields.get("reason", self.sentence)}
-        )
+        if self.sentence is not None:
+            found.setdefault("reason", self.sentence)
+        return found
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,10 @@ def judge_failure(
     Returns the observation without the nodes that are left out, and the end if there is one.
     """
     failures = memory.ledger.failures
+    causes = find_causes(seen, broken, memory.nodes.joined)
+    failures.add(causes)
+
     limit = memory.job.elastic.max_failures_in_a_row
-    failures.add(find_causes(seen, broken, memory.nodes.joined))
     repeated = failures.repeated(limit)
     if repeated is None:
         return seen, None
@@ -80,6 +82,7 @@ def judge_failure(
     if without is not None:
         failures.clear()
         return without, None
+
     final = failures.repeated(limit, final=True)
     if final is None:
         return seen, None
@@ -95,8 +98,10 @@ def _leave_out(
     if shortage_reason(memory, without, usable):
         return None
     fleet = build_fleet(memory, without, usable)
-    if memory.planning.ask(fleet, memory.proposal).proposal is None:
+    answer = memory.planning.ask(fleet, memory.proposal)
+    if answer.proposal is None:
         return None
+
     memory.nodes.left_out_until.update(dict.fromkeys(nodes, seen.now + LEFT_OUT_S))
     names = ", ".join(sorted(nodes))
     sentence = f"Deciding to leave out {names} for {LEFT_OUT_S / 60:.0f} minutes, since {reason}"
@@ -120,6 +125,7 @@ def _give_up(memory: JobMemory, reason: str) -> Deciding[Ended | None]:
         sentence = f"Deciding to end once step {newest} is in durable storage, since {reason}"
         yield event("decision", memory.generation, sentence)
         return None
+
     newest_safe = "there is no checkpoint" if safe is None else f"step {safe} is the newest"
     why = f"step {newest} is not in durable storage, where {newest_safe}"
     return (yield from fail(memory, f"{memory.end.reason}; {why}", may_pass=True))

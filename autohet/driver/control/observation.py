@@ -5,7 +5,7 @@ A workforce gathers them, Ray's or a simulated one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ from autohet.runtime.messages import (
     StateTransfer,
     WorkerReport,
 )
-from planner.cluster import Node, node_of
+from planner.cluster import Node, NodeType, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
@@ -55,6 +55,10 @@ class NodeView:
     data: DataState | None = None
     """Progress of the agent's data preparation; None where there is nothing to prepare."""
     agent_started: bool = True
+
+    @property
+    def node_type(self) -> NodeType:
+        return self.node.node_type
 
     @property
     def preparing(self) -> bool:
@@ -238,6 +242,28 @@ class Observation:
 
     def node_of(self, worker: str) -> str:
         return node_of(worker)
+
+    def nodes_of(self, workers: Iterable[str]) -> dict[str, str]:
+        """Return each worker's node, living or not."""
+        return {worker: node_of(worker) for worker in workers}
+
+    def nodes_with(self, workers: Iterable[str]) -> set[str]:
+        """Return the nodes of these workers, living or not."""
+        return {node_of(worker) for worker in workers}
+
+    def answers(self, worker: str) -> bool:
+        """Return True if the worker's process runs and reports."""
+        return worker in self.reports and worker not in self.losses
+
+    def reports_of(self, workers: Iterable[str]) -> list[WorkerReport]:
+        """Return the reports of those of these workers that have one."""
+        return [self.reports[worker] for worker in workers if worker in self.reports]
+
+    def agents(self) -> dict[str, AgentEndpoint]:
+        """Return the endpoints of the agents that are up, by node."""
+        return {
+            name: view.endpoint for name, view in self.nodes.items() if view.endpoint is not None
+        }
 
 
 def _without(known: Mapping[str, T], names: Collection[str]) -> dict[str, T]:

@@ -13,7 +13,7 @@ from statistics import median, median_low
 from autohet.driver.control.actions import Drain
 from autohet.driver.control.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase, WorkerReport
-from planner.cluster import Fleet, Node, node_of
+from planner.cluster import Fleet, node_of
 
 MOST_NAMED = 6
 RETRIES = 3
@@ -50,7 +50,9 @@ def answer_failures(in_a_row: int, *, stopping: bool, saving: bool) -> FailureAn
         return FailureAnswer.GIVE_UP
     if in_a_row > 2 * RETRIES and not saving:
         return FailureAnswer.SAVE
-    return FailureAnswer.STOP if in_a_row > RETRIES and not stopping else FailureAnswer.RETRY
+    if in_a_row > RETRIES and not stopping:
+        return FailureAnswer.STOP
+    return FailureAnswer.RETRY
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ def usable_nodes(observation: Observation) -> tuple[str, ...]:
 
 def _is_usable(observation: Observation, name: str) -> bool:
     view = observation.nodes[name]
-    if not view.may_work or name in observation.notices or name in observation.left_out:
+    if not view.may_work:
+        return False
+    if name in observation.notices or name in observation.left_out:
         return False
     return all(_can_work(observation, worker) for worker in view.workers)
 
@@ -114,17 +118,15 @@ def fleet_of(
 
     slowdowns: factors of nodes that compute more slowly than their type.
     """
-    nodes = [observation.nodes[name].node for name in sorted(names)]
     factors = slowdowns or {}
-    slowed = [_slow_down(node, factors.get(node.name)) for node in nodes]
-    return Fleet(generation=generation, nodes=tuple(slowed))
-
-
-def _slow_down(node: Node, factor: float | None) -> Node:
-    """Return `node` with `factor` as its type's slowdown, or as it is if that is None."""
-    if factor is None:
-        return node
-    return replace(node, node_type=replace(node.node_type, slowdown=factor))
+    nodes = []
+    for name in sorted(names):
+        node = observation.nodes[name].node
+        if name in factors:
+            slowed = replace(node.node_type, slowdown=factors[name])
+            node = replace(node, node_type=slowed)
+        nodes.append(node)
+    return Fleet(generation=generation, nodes=tuple(nodes))
 
 
 def workers_to_hire(observation: Observation) -> tuple[str, ...]:
@@ -140,13 +142,17 @@ def _may_start(observation: Observation, worker: str) -> bool:
     """Return whether `worker` has no process, and its starts have not failed for good."""
     if worker in observation.reports:
         return False
-    return worker not in observation.losses or not observation.losses[worker].for_good
+    loss = observation.losses.get(worker)
+    return loss is None or not loss.for_good
 
 
 def preparing_nodes(observation: Observation) -> tuple[str, ...]:
     """Return the living nodes without a notice whose data is not ready yet."""
-    preparing = (name for name, view in observation.nodes.items() if view.preparing)
-    return tuple(name for name in preparing if name not in observation.notices)
+    found = []
+    for name, view in observation.nodes.items():
+        if view.preparing and name not in observation.notices:
+            found.append(name)
+    return tuple(found)
 
 
 def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: int = 0) -> str:
@@ -154,13 +160,14 @@ def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: 
 
     `num_preparing`: nodes that prepare the data. The other numbers are workers.
     """
-    starting = f" ({num_starting} more starting)" if num_starting else ""
-    nodes = f"{num_preparing} node{'s' * (num_preparing != 1)}"
-    preparing = f" and {nodes} preparing the data" if num_preparing else ""
-    return (
-        f"the fleet has {num_ready} worker{'s' * (num_ready != 1)}{starting}{preparing}; the job"
-        f" needs {num_needed}"
-    )
+    workers = "worker" if num_ready == 1 else "workers"
+    sentence = f"the fleet has {num_ready} {workers}"
+    if num_starting:
+        sentence += f" ({num_starting} more starting)"
+    if num_preparing:
+        nodes = "node" if num_preparing == 1 else "nodes"
+        sentence += f" and {num_preparing} {nodes} preparing the data"
+    return f"{sentence}; the job needs {num_needed}"
 
 
 def find_unfit(observation: Observation) -> dict[str, str]:
@@ -175,10 +182,10 @@ def find_unfit(observation: Observation) -> dict[str, str]:
     for view in observation.nodes.values():
         if view.data is not None and view.data.error is not None:
             found |= dict.fromkeys(view.workers, view.data.error)
-    lost = {worker: loss.reason for worker, loss in observation.losses.items() if loss.for_good}
-    return found | {
-        w: reason for w, reason in lost.items() if observation.node_of(w) in observation.nodes
-    }
+    for worker, loss in observation.losses.items():
+        if loss.for_good and observation.node_of(worker) in observation.nodes:
+            found[worker] = loss.reason
+    return found
 
 
 def find_deaths(observation: Observation, members: Collection[str]) -> FleetEvent | None:
@@ -186,25 +193,26 @@ def find_deaths(observation: Observation, members: Collection[str]) -> FleetEven
 
     Their process ended, their node died, or they were silent for too long.
     """
-    lost: dict[str, Loss] = {
-        worker: observation.losses[worker] for worker in members if worker in observation.losses
-    }
+    lost: dict[str, Loss] = {}
     for worker in members:
-        if worker not in lost and observation.node_of(worker) not in observation.nodes:
+        if worker in observation.losses:
+            lost[worker] = observation.losses[worker]
+        elif observation.node_of(worker) not in observation.nodes:
             lost[worker] = Loss(worker, "its node is gone", observation.now, observation.now)
     if not lost:
         return None
-    nodes = tuple(sorted({observation.node_of(worker) for worker in lost}))
+
     by_reason: dict[str, list[str]] = {}
     for worker, loss in sorted(lost.items()):
         by_reason.setdefault(loss.reason, []).append(worker)
-    reasons = "; ".join(f"{named(workers)}: {reason}" for reason, workers in by_reason.items())
+    reasons = [f"{named(workers)}: {reason}" for reason, workers in by_reason.items()]
+    nodes = observation.nodes_with(lost)
     return FleetEvent(
         "death",
-        nodes,
+        tuple(sorted(nodes)),
         tuple(sorted(lost)),
         min(loss.last_heard for loss in lost.values()),
-        f"lost {reasons}",
+        f"lost {'; '.join(reasons)}",
     )
 
 
@@ -213,9 +221,11 @@ def survivors(observation: Observation, members: Collection[str]) -> tuple[str, 
 
     Members with a notice count as long as they live.
     """
-    reporting = [worker for worker in members if worker in observation.reports]
-    answering = [worker for worker in reporting if worker not in observation.losses]
-    return tuple(worker for worker in answering if observation.node_of(worker) in observation.nodes)
+    found = []
+    for worker in members:
+        if observation.answers(worker) and observation.node_of(worker) in observation.nodes:
+            found.append(worker)
+    return tuple(found)
 
 
 def named(workers: Sequence[str]) -> str:
@@ -223,12 +233,16 @@ def named(workers: Sequence[str]) -> str:
     by_node: dict[str, list[str]] = {}
     for worker in workers:
         by_node.setdefault(node_of(worker), []).append(worker)
-    names = [
-        found[0] if len(found) == 1 else f"{node} ({len(found)} workers)"
-        for node, found in by_node.items()
-    ]
+
+    names = []
+    for node, found in by_node.items():
+        if len(found) == 1:
+            names.append(found[0])
+        else:
+            names.append(f"{node} ({len(found)} workers)")
     if len(names) > MOST_NAMED:
-        names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
+        first = names[: MOST_NAMED - 1]
+        names = [*first, f"{len(names) - len(first)} more"]
     return ", ".join(names)
 
 
@@ -237,17 +251,23 @@ def find_failures(observation: Observation, members: Collection[str]) -> FleetEv
 
     The cause is an error of their own, or a peer that broke off.
     """
-    reports = {w: report for w, report in observation.reports.items() if w in members}
-    stopped = (Phase.HALTED, Phase.FAILED)
-    halted = {worker: report for worker, report in reports.items() if report.phase in stopped}
+    halted: list[str] = []
+    errors: list[str] = []
+    for worker, report in sorted(observation.reports.items()):
+        if worker not in members:
+            continue
+        if report.phase in (Phase.HALTED, Phase.FAILED):
+            halted.append(worker)
+        if report.phase is Phase.FAILED:
+            errors.append(f"{worker}: {report.error}")
     if not halted:
         return None
-    failed = sorted(worker for worker, report in halted.items() if report.phase is Phase.FAILED)
-    if failed:
-        reason = "; ".join(f"{worker}: {halted[worker].error}" for worker in failed)
+
+    if errors:
+        reason = "; ".join(errors)
     else:
-        reason = f"{named(sorted(halted))} lost contact with a peer"
-    return FleetEvent("death", (), tuple(sorted(halted)), observation.now, reason)
+        reason = f"{named(halted)} lost contact with a peer"
+    return FleetEvent("death", (), tuple(halted), observation.now, reason)
 
 
 def find_behind(
@@ -258,12 +278,18 @@ def find_behind(
     Those that have reported that they cannot apply the step are left out. The list is empty if any
     survivor is beyond that step, for then it is an old one.
     """
-    reports = [observation.reports[worker] for worker in survivors]
-    reports = [report for report in reports if report.live_generation == generation]
-    if any(report.whole and report.step > step + 1 for report in reports):
-        return []
-    lacking = [r for r in reports if r.step == step and (r.prepared_step == step or not r.whole)]
-    return [report.worker for report in lacking if not _cannot_apply(report, generation, step)]
+    behind = []
+    for worker in survivors:
+        report = observation.reports[worker]
+        if report.live_generation != generation:
+            continue
+        if report.whole and report.step > step + 1:
+            return []
+        is_prepared = report.prepared_step == step
+        is_lacking = report.step == step and (is_prepared or not report.whole)
+        if is_lacking and not _cannot_apply(report, generation, step):
+            behind.append(report.worker)
+    return behind
 
 
 def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
@@ -272,8 +298,9 @@ def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
     No worker waits for another's own update.
     """
     rolled = report.rolled
-    failed = rolled is not None and (rolled.generation, rolled.step) == (generation, step)
-    return failed or (not report.whole and report.phase is Phase.FAILED)
+    if rolled is not None and rolled.generation == generation and rolled.step == step:
+        return True
+    return not report.whole and report.phase is Phase.FAILED
 
 
 def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Drain]:
@@ -281,9 +308,11 @@ def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Dr
 
     A node is drained again if its notice differs from the known one.
     """
-    notices = observation.notices
-    changed = [(name, notice) for name, notice in notices.items() if notice != known.get(name)]
-    return [Drain(name, notice.source, notice.deadline) for name, notice in changed]
+    drains = []
+    for name, notice in observation.notices.items():
+        if notice != known.get(name):
+            drains.append(Drain(name, notice.source, notice.deadline))
+    return drains
 
 
 QUIET_S = 0.3
@@ -301,32 +330,41 @@ def find_leavers(observation: Observation, members: Collection[str]) -> FleetEve
 
     None while more notices of the same wave may come.
     """
-    nodes = {observation.node_of(worker) for worker in members} & observation.nodes.keys()
+    nodes = observation.nodes_with(members) & observation.nodes.keys()
     notices = {name: notice for name, notice in observation.notices.items() if name in nodes}
-    if not notices or _more_may_come(list(notices.values()), observation.now):
+    if not notices or _more_may_come(notices.values(), observation.now):
         return None
-    workers = tuple(sorted(w for w in members if observation.node_of(w) in notices))
-    first = min(notices.values(), key=lambda n: (n.deadline is None, n.deadline or 0.0, n.node))
-    when = (
-        "with no deadline named"
-        if first.deadline is None
-        else f"in {max(0.0, first.deadline - observation.now):.0f} s"
-    )
-    names = ", ".join(sorted(notices))
-    verb = "leaves" if len(notices) == 1 else "leave"
+
+    workers = [worker for worker in members if observation.node_of(worker) in notices]
+    first = min(notices.values(), key=_urgency)
+    if first.deadline is None:
+        when = "with no deadline named"
+    else:
+        left_s = max(0.0, first.deadline - observation.now)
+        when = f"in {left_s:.0f} s"
+    names = sorted(notices)
+    verb = "leaves" if len(names) == 1 else "leave"
     return FleetEvent(
         "notice",
-        tuple(sorted(notices)),
-        workers,
+        tuple(names),
+        tuple(sorted(workers)),
         first.seen_at,
-        f"{names} {verb} {when} ({first.source})",
+        f"{', '.join(names)} {verb} {when} ({first.source})",
     )
 
 
-def _more_may_come(notices: Sequence[Notice], now: float) -> bool:
-    seen = [notice.seen_at for notice in notices]
-    short = any(n.deadline is not None and n.deadline - now < SHORT_S for n in notices)
-    return not short and now - max(seen) < QUIET_S and now - min(seen) < TOGETHER_S
+def _urgency(notice: Notice) -> tuple[bool, float, str]:
+    """Return a key that sorts notices by deadline; those without one come last."""
+    return notice.deadline is None, notice.deadline or 0.0, notice.node
+
+
+def _more_may_come(notices: Collection[Notice], now: float) -> bool:
+    """Return True while more notices of the same wave may come, and there is time to wait."""
+    for notice in notices:
+        if notice.deadline is not None and notice.deadline - now < SHORT_S:
+            return False
+    seen_at = [notice.seen_at for notice in notices]
+    return now - max(seen_at) < QUIET_S and now - min(seen_at) < TOGETHER_S
 
 
 def find_arrivals(
@@ -341,15 +379,22 @@ def find_arrivals(
     More may be on their way: the newest must be `debounce_s` old, and nodes that came less than
     `start_s` ago are waited for while their processes start.
     """
-    now = observation.now
-    usable = [name for name in usable_nodes(observation) if name not in planned]
-    new = [name for name in usable if name not in declined]
-    if not new or now - max(observation.nodes[name].joined_at for name in new) < debounce_s:
+    new = []
+    for name in usable_nodes(observation):
+        if name not in planned and name not in declined:
+            new.append(name)
+    if not new:
         return ()
-    young = {name for name, view in observation.nodes.items() if now - view.joined_at < start_s}
-    starting = {observation.node_of(worker) for worker in workers_to_hire(observation)}
-    starting -= set(planned)
-    return () if starting & young else tuple(new)
+    newest_at = max(observation.nodes[name].joined_at for name in new)
+    if observation.now - newest_at < debounce_s:
+        return ()
+
+    starting = observation.nodes_with(workers_to_hire(observation))
+    for name in starting - set(planned):
+        view = observation.nodes[name]
+        if observation.now - view.joined_at < start_s:
+            return ()
+    return tuple(new)
 
 
 def find_slow(
@@ -367,22 +412,33 @@ def find_slow(
     what the fleet's typical worker takes of its own plan, and recovered when the reverse holds: a
     profile that is wrong for the whole fleet makes no worker slow.
     """
-    shares: dict[str, list[float]] = {}
-    for worker, taken_s in measured_s.items():
-        if taken_s:
-            shares[worker] = [seconds / planned_s[worker] for seconds in taken_s]
+    shares = _shares_of_plan(measured_s, planned_s)
     if ratio == 0 or len(shares) < 2 or len(shares) < len(planned_s):
         return {}
+
     typical = median_low(median(steps) for steps in shares.values())
     found: dict[str, float] = {}
     for worker, steps in shares.items():
         node = node_of(worker)
         known = slowdowns.get(node, 1.0)
+        new = round(known * median(steps) / typical, 2)
         if min(steps) >= ratio * typical:
-            found[node] = max(found.get(node, 1.0), round(known * median(steps) / typical, 2))
+            # A node is as slow as its slowest worker.
+            found[node] = max(found.get(node, 1.0), new)
         elif known > 1.0 and max(steps) * ratio <= typical:
-            found.setdefault(node, max(1.0, round(known * median(steps) / typical, 2)))
+            found.setdefault(node, max(1.0, new))
     return found
+
+
+def _shares_of_plan(
+    measured_s: Mapping[str, Sequence[float]], planned_s: Mapping[str, float]
+) -> dict[str, list[float]]:
+    """Return the steps of each measured worker, each over the worker's planned seconds."""
+    shares = {}
+    for worker, steps in measured_s.items():
+        if steps:
+            shares[worker] = [seconds / planned_s[worker] for seconds in steps]
+    return shares
 
 
 def find_rates(
@@ -401,16 +457,26 @@ def find_rates(
     """
     if len(measured_s) < len(planned_s) or len(set(gpu_types.values())) < 2:
         return {}
-    shares = {w: [s / planned_s[w] for s in steps] for w, steps in measured_s.items() if steps}
+
+    shares = _shares_of_plan(measured_s, planned_s)
     typical = median_low(median(steps) for steps in shares.values())
     found = {}
     for gpu_type in sorted(set(gpu_types.values())):
-        own = [[s / typical for s in shares[w]] for w in sorted(shares) if gpu_types[w] == gpu_type]
-        off = median(map(median, own))
-        agreeing = sum(min(steps) > 1.0 if off > 1.0 else max(steps) < 1.0 for steps in own)
+        own = []
+        for worker in sorted(shares):
+            if gpu_types[worker] == gpu_type:
+                own.append([share / typical for share in shares[worker]])
+
+        off = median(median(steps) for steps in own)
+        if off > 1.0:
+            agreeing = [steps for steps in own if min(steps) > 1.0]
+        else:
+            agreeing = [steps for steps in own if max(steps) < 1.0]
+
         known = factors.get(gpu_type, 1.0)
-        new = round(min(max(known * off, 1 / MOST_RATE_FACTOR), MOST_RATE_FACTOR), 3)
+        believed = min(max(known * off, 1 / MOST_RATE_FACTOR), MOST_RATE_FACTOR)
+        new = round(believed, 3)
         is_clear = max(new / known, known / new) >= MIN_RATE_CHANGE
-        if is_clear and 2 * agreeing > len(own):
+        if is_clear and 2 * len(agreeing) > len(own):
             found[gpu_type] = new
     return found

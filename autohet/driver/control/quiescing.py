@@ -39,6 +39,7 @@ def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[Sta
         state.quiet_since = None
         yield from _escalate_or_wait(state, memory, seen, moving)
         return state
+
     if state.quiet_since is None:
         state.quiet_since = seen.now
     if (yield from _roll_forward(state, memory, seen, alive)):
@@ -124,9 +125,10 @@ def _is_cause_unknown(state: Quiescing, memory: JobMemory, seen: Observation) ->
 
     The heartbeat is to tell, within bounds. Losses of earlier generations explain nothing.
     """
-    if any(is_lost(seen, worker) for worker in state.broken or memory.members):
+    participants = state.broken or memory.members
+    if any(is_lost(seen, worker) for worker in participants):
         return False
-    reports = [seen.reports[worker] for worker in memory.members if worker in seen.reports]
+    reports = seen.reports_of(memory.members)
     if any(report.phase is Phase.FAILED for report in reports):
         return False
     stood_at = seen.now if state.quiet_since is None else state.quiet_since
@@ -150,7 +152,7 @@ def _replan(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[
 
 def _is_overtaken(proposal: PlanProposal, seen: Observation) -> bool:
     """Return True if a worker of the plan is lost, or its node leaves."""
-    return any(
-        worker not in seen.reports or worker in seen.losses or seen.node_of(worker) in seen.notices
-        for worker in proposal.plan.workers
-    )
+    for worker in proposal.plan.workers:
+        if not seen.answers(worker) or seen.node_of(worker) in seen.notices:
+            return True
+    return False

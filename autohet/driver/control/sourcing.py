@@ -18,9 +18,12 @@ from planner.errors import ConfigError
 from planner.zones import known_zones
 from recovery.errors import NotRestorable
 
-# a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is
-# out of order
 CLAIM_S = 2.0
+"""Seconds that a claim may take.
+
+A conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is out
+of order.
+"""
 
 
 def adopt(
@@ -49,9 +52,9 @@ def step(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[Stat
         return state
     if needs_more and seen.inventories is None and seen.now < state.deadline:
         return state
-    taking_part = plan.workers if state.book is None else state.book.orders
-    if any(worker not in seen.reports or worker in seen.losses for worker in taking_part):
-        # it died meanwhile
+
+    participants = plan.workers if state.book is None else tuple(state.book.orders)
+    if not all(seen.answers(worker) for worker in participants):
         deadline = seen.now + memory.timeouts.quiesce_s
         return Quiescing(state.change, deadline, interrupted=True)
     if state.book is None:
@@ -65,7 +68,8 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     Both are this driver's once the journal says so.
     """
     orders = memory.orders
-    generation = max(memory.generation, orders.newest_generation(seen)) + 1
+    newest = max(memory.generation, orders.newest_generation(seen))
+    generation = newest + 1
     terms = OrderTerms(
         memory.ledger.last_step,
         memory.timeouts.step_s,
@@ -103,14 +107,17 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
             " memory"
         )
         yield event("decision", generation, sentence)
+
     change = state.change
-    change.step_before = max(change.step_before, memory.ledger.committed_steps)  # all stand now
+    # Steps that were committed until all stood count as lost, too, where the restore goes behind.
+    change.step_before = max(change.step_before, memory.ledger.committed_steps)
     change.restore_step = book.start_step
     change.begun_at = seen.now
     yield from _log_plan(state, book, memory)
-    orders = {
-        worker: replace(order, is_claimed=is_claimed) for worker, order in book.orders.items()
-    }
+
+    orders = {}
+    for worker, order in book.orders.items():
+        orders[worker] = replace(order, is_claimed=is_claimed)
     yield Begin(orders)
     memory.ledger.orders = orders
     memory.agent_gc.begin(orders)
@@ -124,15 +131,23 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
     Warnings come first: host memory that its nodes lack, and copies that are spaced or missing.
     """
     proposal = state.proposal
-    kept = memory.planning.inputs.kept
-    lacks = sentences(proposal.cost.memory_of.host_memory(proposal.plan, kept))
-    if lacks != memory.warnings.host_memory:
-        yield from (Remark(sentence, warning=True) for sentence in lacks)
+    fleet = proposal.cost.fleet
+    host_memory = proposal.cost.memory_of.host_memory(proposal.plan, memory.planning.inputs.kept)
+    lacks = sentences(host_memory)
+    yield from _warn_of_new(lacks, memory.warnings.host_memory)
     memory.warnings.host_memory = lacks
-    copies = [] if book.replication is None else book.replication.sentences()
-    if copies != memory.warnings.copies:
-        yield from (Remark(sentence, warning=True) for sentence in copies)
+
+    copies: list[str] = []
+    replication = None
+    if book.replication is not None:
+        copies = book.replication.sentences()
+        replication = book.replication.to_document()
+    yield from _warn_of_new(copies, memory.warnings.copies)
     memory.warnings.copies = copies
+
+    transfers = []
+    for transfer in proposal.prediction.transfers:
+        transfers.append(transfer.to_document(proposal.predicted_step_s))
     yield event(
         "plan",
         memory.generation,
@@ -143,13 +158,18 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
         step=book.start_step,
         idle=list(proposal.idle),
         step_timeout_s=memory.timeouts.step_s,
-        usd_per_hour=proposal.cost.fleet.usd_per_hour(),
+        usd_per_hour=fleet.usd_per_hour(),
         horizon_s=round(memory.planning.horizon_s, 1),
         move_s=round(memory.planning.move_s, 2),
-        zones=list(known_zones([node.node_type.zone for node in proposal.cost.fleet.nodes])),
+        zones=list(known_zones([node.node_type.zone for node in fleet.nodes])),
         lacks_host_memory=lacks,
-        transfers=[
-            each.to_document(proposal.predicted_step_s) for each in proposal.prediction.transfers
-        ],
-        replication=None if book.replication is None else book.replication.to_document(),
+        transfers=transfers,
+        replication=replication,
     )
+
+
+def _warn_of_new(warnings: list[str], logged: list[str]) -> Effects:
+    """Log these warnings, unless they are the ones that were logged for the plan before."""
+    if warnings != logged:
+        for warning in warnings:
+            yield Remark(warning, warning=True)

@@ -112,6 +112,11 @@ class Leaving:
 
 @dataclass
 class Training:
+    """Training, perhaps while another plan is looked for or further notices are waited for.
+
+    declined: nodes that have joined, and for which the plan was not changed.
+    """
+
     generation: int
     since: float
     declined: frozenset[str] = field(default_factory=frozenset)
@@ -122,11 +127,9 @@ class Training:
     def reason(self) -> str:
         if self.leaving is not None:
             return f"waiting for further notices, since {self.leaving.change.reason}"
-        return (
-            ""
-            if self.considering is None
-            else f"looking for a better plan, since {self.considering.trouble.reason}"
-        )
+        if self.considering is not None:
+            return f"looking for a better plan, since {self.considering.trouble.reason}"
+        return ""
 
 
 @dataclass

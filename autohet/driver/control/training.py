@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autohet.driver.checkpoints.agent_gc import any_order
 from autohet.driver.control import policy
 from autohet.driver.control.actions import Dismiss, RequestStop
 from autohet.driver.control.announcing import release_leaver
@@ -45,28 +46,34 @@ Each is a mapping by worker.
 
 def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[State]:
     """Answer the most urgent news: death, stop, end, notice, arrival, speed, finished search."""
-    trouble = policy.find_deaths(seen, memory.members) or policy.find_failures(seen, memory.members)
+    members = memory.members
+    trouble = policy.find_deaths(seen, members) or policy.find_failures(seen, members)
     if trouble is not None:
         return (yield from interrupt_after_death(memory, trouble, seen))
+
     if seen.stop_reason:
         reason = memory.end.reason or f"stopped by {seen.stop_reason}"
         return (yield from stop_with_checkpoint(memory, seen, reason))
     memory.end.reason = memory.end.reason or _too_many_skipped_reason(memory)
     if memory.end.reason is not None:
         return (yield from stop_with_checkpoint(memory, seen, memory.end.reason))
-    reports = [seen.reports.get(worker) for worker in memory.members]
-    if all(report is not None and report.phase is Phase.FINISHED for report in reports):
+    finished = [each for each in seen.reports_of(members) if each.phase is Phase.FINISHED]
+    if len(finished) == len(members):
         deadline = seen.now + memory.timeouts.checkpoint_s
         return Closing("trained to the last step", True, deadline, memory.ledger.last_step)
+
     yield from _release_idle_leavers(memory, seen)
     leaving = policy.find_leavers(seen, memory.members)
     if leaving is not None:
         return (yield from _on_notice(state, memory, leaving, seen))
     state.leaving = None
-    state.declined &= seen.nodes.keys()  # who comes again by its old name is asked about again
+
+    # A node that comes again by its old name is asked about again.
+    state.declined &= seen.nodes.keys()
     arrived = _find_arrivals(state, memory, seen)
     if arrived:
         return (yield from _on_arrival(state, memory, arrived, seen))
+
     paces = _paces(memory)
     rates = policy.find_rates(*paces, memory.speeds.rate_factors)
     if rates:
@@ -74,6 +81,7 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     slowed = _find_slow(memory, paces) or _find_forgiven(memory, seen)
     if slowed:
         return (yield from _on_slow(state, memory, slowed, seen))
+
     if state.considering is not None:
         return (yield from _weigh(state, state.considering, memory, seen))
     return (yield from _reconsider_repair(state, memory, seen))
@@ -103,12 +111,13 @@ def _too_many_skipped_reason(memory: JobMemory) -> str | None:
 
 def _release_idle_leavers(memory: JobMemory, seen: Observation) -> Effects:
     """Release each leaving node that no member is on."""
-    used = {seen.node_of(worker) for worker in memory.members}
+    used = seen.nodes_with(memory.members)
     for name in seen.notices:
-        if name in seen.nodes and name not in used and name not in memory.nodes.released:
-            workers = seen.nodes[name].workers
-            yield Dismiss(tuple(worker for worker in workers if worker in seen.reports))
-            yield from release_leaver(memory, name, seen)
+        if name in used or name in memory.nodes.released or name not in seen.nodes:
+            continue
+        workers = seen.nodes[name].workers
+        yield Dismiss(tuple(worker for worker in workers if worker in seen.reports))
+        yield from release_leaver(memory, name, seen)
 
 
 def _on_notice(
@@ -121,9 +130,9 @@ def _on_notice(
     leaving = state.leaving
     if leaving is None or leaving.change.nodes != trouble.nodes:
         return (yield from _plan_without(state, memory, trouble, seen))
-    leaving.until = gathers_until(
-        [seen.notices[name] for name in trouble.nodes], leaving.patience_s, leaving.needs_s
-    )
+    # A notice of the same nodes may have got another deadline.
+    notices = [seen.notices[name] for name in trouble.nodes]
+    leaving.until = gathers_until(notices, leaving.patience_s, leaving.needs_s)
     if seen.now < leaving.until:
         return state
     if leaving.usable != policy.usable_nodes(seen):
@@ -150,10 +159,12 @@ def _plan_without(
         yield event("decision", memory.generation, sentence)
         memory.postponed = change
         return (yield from stop_with_checkpoint(memory, seen, reason, then_wait=why))
+
     yield plan_decision(memory, proposal, trouble.reason)
     waits_s = patience_s(memory.ledger.changes)
     needs_s = _needed_s(memory, seen)
-    until = gathers_until([seen.notices[name] for name in trouble.nodes], waits_s, needs_s)
+    notices = [seen.notices[name] for name in trouble.nodes]
+    until = gathers_until(notices, waits_s, needs_s)
     if seen.now >= until:
         return (yield from _move(memory, change, proposal, seen))
     state.leaving = Leaving(change, proposal, usable, waits_s, needs_s, until)
@@ -171,13 +182,16 @@ def _needed_s(memory: JobMemory, seen: Observation) -> float:
     This is as far as this run can know: see `gathering.needed_s`.
     """
     assert memory.proposal is not None
-    layouts = [order.layout for order in memory.ledger.orders.values()]
+    state_s = 0.0
+    order = any_order(memory.ledger.orders)
+    if order is not None:
+        state_s = slowest_move_s(order.layout, seen)
     return needed_s(
         memory.ledger.changes,
         memory.timeouts,
         search_s=memory.job.parallelism.search_time_limit_s,
         step_s=memory.proposal.predicted_step_s,
-        state_s=slowest_move_s(layouts[0], seen) if layouts else 0.0,
+        state_s=state_s,
         upload_s=memory.ledger.checkpoints.upload_s,
     )
 
@@ -214,14 +228,21 @@ def _paces(memory: JobMemory) -> Paces:
 
     Empty until all workers can be judged.
     """
-    is_wished = memory.job.elastic.slow_ratio
-    measured = memory.ledger.paces.compute_s(memory.members) if is_wished else {}
+    if not memory.job.elastic.slow_ratio:
+        return {}, {}, {}
+    measured = memory.ledger.paces.compute_s(memory.members)
     if not measured or memory.proposal is None:
         return {}, {}, {}
+
     fleet = memory.proposal.cost.fleet
-    types = {worker: fleet.gpu_type(worker) for worker in memory.members}
-    by_node = {fleet.node_of(worker).name: types[worker] for worker in memory.members}
-    return measured, memory.proposal.compute_s(node_factors(memory, by_node)), types
+    type_by_worker = {}
+    type_by_node = {}
+    for worker in memory.members:
+        gpu_type = fleet.gpu_type(worker)
+        type_by_worker[worker] = gpu_type
+        type_by_node[fleet.node_of(worker).name] = gpu_type
+    factors = node_factors(memory, type_by_node)
+    return measured, memory.proposal.compute_s(factors), type_by_worker
 
 
 def _find_slow(memory: JobMemory, paces: Paces) -> dict[str, float]:
@@ -235,11 +256,13 @@ def _find_forgiven(memory: JobMemory, seen: Observation) -> dict[str, float]:
 
     While a node is idle, it is unknown whether it still is slow.
     """
-    used = {seen.node_of(worker) for worker in memory.members}
+    used = seen.nodes_with(memory.members)
     past = seen.now - memory.job.elastic.slow_forgiven_s
-    speeds = memory.speeds
-    idle = [name for name in speeds.slowdowns if name not in used]
-    return {name: 1.0 for name in idle if speeds.slow_since[name] <= past}
+    forgiven = {}
+    for name in memory.speeds.slowdowns:
+        if name not in used and memory.speeds.slow_since[name] <= past:
+            forgiven[name] = 1.0
+    return forgiven
 
 
 def _on_rates(
@@ -251,11 +274,12 @@ def _on_rates(
     """
     memory.speeds.rate_factors.update(rates)
     memory.ledger.paces.forget()
-    said = [
-        f"{gpu_type} computes {factor:.2f} times as long as its profile says, beside the others"
-        for gpu_type, factor in sorted(rates.items())
-    ]
-    reason = ", ".join(said)
+    phrases = []
+    for gpu_type, factor in sorted(rates.items()):
+        phrases.append(
+            f"{gpu_type} computes {factor:.2f} times as long as its profile says, beside the others"
+        )
+    reason = ", ".join(phrases)
     factors = dict(memory.speeds.rate_factors)
     yield event("calibration", memory.generation, rate_factors=factors, reason=reason)
     trouble = policy.FleetEvent("search", (), (), seen.now, reason)
@@ -269,9 +293,12 @@ def _on_slow(
 
     The planner decides whether that is worth a move now.
     """
-    speeds = memory.speeds
-    speeds.slowdowns = {n: f for n, f in (speeds.slowdowns | slowed).items() if f > 1.0}
-    speeds.slow_since.update(dict.fromkeys(slowed, seen.now))
+    for name, factor in slowed.items():
+        memory.speeds.slow_since[name] = seen.now
+        if factor > 1.0:
+            memory.speeds.slowdowns[name] = factor
+        else:
+            memory.speeds.slowdowns.pop(name, None)
     memory.ledger.paces.forget()
     reason = ", ".join(_speed_sentence(name, slowed[name]) for name in sorted(slowed))
     nodes = tuple(sorted(slowed))
@@ -316,11 +343,15 @@ def _reconsider(
         state.considering.search.drop()
         trouble = state.considering.trouble.joined(trouble)
     usable = policy.usable_nodes(seen)
-    state.declined &= {*usable}  # who cannot take part just now is asked about when it can
-    if lack := shortage_reason(memory, seen, usable):
+    # A node that cannot take part just now is asked about when it can.
+    state.declined &= {*usable}
+    shortage = shortage_reason(memory, seen, usable)
+    if shortage:
         state.considering = None
-        return (yield from _keep_plan(state, memory, trouble, lack))
-    search = memory.planning.search(build_fleet(memory, seen, usable), memory.proposal)
+        return (yield from _keep_plan(state, memory, trouble, shortage))
+
+    fleet = build_fleet(memory, seen, usable)
+    search = memory.planning.search(fleet, memory.proposal)
     state.considering = Considering(trouble, search, seen.now)
     return (yield from _weigh(state, state.considering, memory, seen))
 
@@ -340,9 +371,11 @@ def _weigh(
     state.considering = None
     if proposal.stay:
         return (yield from _keep_plan(state, memory, trouble, proposal.reason))
-    nodes = {seen.node_of(worker) for worker in proposal.plan.workers}
+    # A node of the plan may have gone while the search ran.
+    nodes = seen.nodes_with(proposal.plan.workers)
     if not nodes <= {*policy.usable_nodes(seen)}:
         return (yield from _reconsider(state, memory, trouble, seen))
+
     change = begin_change(memory, trouble, seen)
     change.replan_s = seen.now - considering.since
     yield plan_decision(memory, proposal, trouble.reason)
@@ -352,7 +385,9 @@ def _weigh(
 def _keep_plan(
     state: Training, memory: JobMemory, trouble: policy.FleetEvent, why: str
 ) -> Deciding[State]:
-    memory.proposal = memory.proposal and replace(memory.proposal, searched=True)
+    if memory.proposal is not None:
+        # No search of its own is due: this one has found nothing better.
+        memory.proposal = replace(memory.proposal, searched=True)
     sentence = f"Deciding to stay as it is although {trouble.reason}, since {why}"
     yield event("decision", memory.generation, sentence)
     return state

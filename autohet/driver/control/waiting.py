@@ -19,6 +19,7 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
         reason = f"stopped while waiting ({seen.stop_reason}): {state.reason}"
         saving = yield from _save_at_rest(state, memory, seen, reason)
         return saving or (yield from finish(memory, reason, ok=False))
+
     elastic = memory.job.elastic
     usable = policy.usable_nodes(seen)
     num_workers = policy.count_workers(seen, usable)
@@ -26,15 +27,18 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
     starting = policy.workers_to_hire(seen)
     preparing = policy.preparing_nodes(seen)
     if state.since == 0.0 or (preparing and is_short):
-        state.since = seen.now  # data takes what it takes: that is no fleet that does not come
-    newest = max((seen.nodes[name].joined_at for name in seen.nodes), default=seen.now)
-    is_quiet = seen.now - newest >= elastic.arrivals_debounce_s
+        # The data takes the time that it takes: the patience is for a fleet that does not come.
+        state.since = seen.now
+
+    newest_at = max((view.joined_at for view in seen.nodes.values()), default=seen.now)
+    is_quiet = seen.now - newest_at >= elastic.arrivals_debounce_s
     is_settled = is_quiet and not starting and not preparing
     is_late = seen.now - state.since > memory.timeouts.worker_start_s
-    # other nodes, or these at another price
+    # The planner had no plan for `tried`: it is asked about other nodes, or another price.
     is_new = policy.fleet_of(seen, usable, 0).nodes != state.tried
     if not is_short and (is_settled or is_late) and is_new:
         return (yield from _plan_from_rest(state, memory, seen, usable))
+
     if is_short:
         state.reason = policy.shortage(
             num_workers, elastic.min_workers, len(starting), len(preparing)

@@ -39,7 +39,19 @@ class Change:
     @property
     def steps_lost(self) -> int:
         """Number of committed steps that must be run again."""
-        return 0 if self.restore_step is None else max(0, self.step_before - self.restore_step)
+        if self.restore_step is None:
+            return 0
+        return max(0, self.step_before - self.restore_step)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the first step after it has been taken."""
+        return self.first_step_at is not None
+
+    @property
+    def is_complete_move(self) -> bool:
+        """True if this moved a job that trained before, and is complete."""
+        return self.cause != "start" and self.is_complete
 
     @property
     def is_told(self) -> bool:
@@ -56,18 +68,21 @@ class Change:
 
         It is timed from that death, or from the moment at which all workers stood for it.
         """
-        if self.cause != "death" and self.stood_at is None:
-            self.nodes = ()
-            self.happened_at = happened_at
-            self.detected_at = now
-        elif self.cause != "death" and self.stood_at is not None:
-            self.happened_at = self.detected_at = self.stood_at
+        if self.cause != "death":
+            if self.stood_at is None:
+                self.nodes = ()
+                self.happened_at = happened_at
+                self.detected_at = now
+            else:
+                self.happened_at = self.stood_at
+                self.detected_at = self.stood_at
         self.cause = "death"
         self.reason = reason
         self.happened_at = min(self.happened_at, happened_at)
         self.nodes = tuple(sorted({*self.nodes, *nodes}))
 
     def bytes_by_tier(self) -> dict[str, int]:
+        """Return the bytes that all workers restored, by the tier that they came from."""
         total: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
         for record in self.restores.values():
             total.update(record.bytes_by_tier)
@@ -80,14 +95,17 @@ class Change:
         training continues until all workers stand, so `total` starts at that moment.
         """
         restore = max((record.restore_s for record in self.restores.values()), default=0.0)
-        stood = self.stood_at if self.stood_at is not None else self.detected_at
+        stood = self.detected_at if self.stood_at is None else self.stood_at
         ready = self.ready_at or stood
-        first = self.first_step_at or self.ready_at or stood
-        start = self.happened_at if self.cause == "death" else stood
-        detect = self.detected_at - self.happened_at if self.cause == "death" else 0.0
-        total = first - start
-        rebuild = max(0.0, ready - start - detect - self.replan_s - restore)
-        if self.cause != "death":
+        first = self.first_step_at or ready
+        if self.cause == "death":
+            start = self.happened_at
+            detect = self.detected_at - self.happened_at
+            rebuild = max(0.0, ready - start - detect - self.replan_s - restore)
+        else:
+            # The search ran while training continued: it is no part of the time without a step.
+            start = stood
+            detect = 0.0
             rebuild = max(0.0, ready - stood - restore)
         parts = {
             "detect": detect,
@@ -95,19 +113,25 @@ class Change:
             "rebuild": rebuild,
             "restore": restore,
             "first_step": first - ready,
-            "total": total,
+            "total": first - start,
         }
         return {name: round(value, 4) for name, value in parts.items()}
 
     def to_document(self) -> dict[str, Any]:
         """Return the entry of `reconfigurations` in the summary."""
+        plan_before = None
+        if self.plan_before is not None:
+            plan_before = self.plan_before.to_document()
+        plan_after = None
+        if self.plan_after is not None:
+            plan_after = self.plan_after.to_document()
         return {
             "cause": self.cause,
             "nodes": list(self.nodes),
             "reason": self.reason,
             "step": self.restore_step,
-            "plan_before": None if self.plan_before is None else self.plan_before.to_document(),
-            "plan_after": None if self.plan_after is None else self.plan_after.to_document(),
+            "plan_before": plan_before,
+            "plan_after": plan_after,
             "predicted_step_s": self.predicted_step_s,
             "steps_lost": self.steps_lost,
             "bytes_by_tier": self.bytes_by_tier(),

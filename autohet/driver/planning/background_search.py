@@ -7,7 +7,6 @@ from functools import partial
 from typing import Generic
 
 from autohet.driver.planning.proposals import (
-    REPLANNING_STRATEGY,
     Pending,
     PendingSearch,
     Planning,
@@ -24,43 +23,44 @@ class BackgroundPlanning(Planning):
     """`Planning` whose `search` runs in another process where there is a second processor."""
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
-        wishes = self.job.parallelism
-        if (
-            current is None
-            or wishes.plan is not None
-            or wishes.strategy != REPLANNING_STRATEGY
-            or wishes.spmd
-        ):
+        is_fixed = self.job.parallelism.plan is not None
+        if current is None or is_fixed or not self.can_repair:
             return super().search(fleet, current)
-        return _Aside(self, fleet, current)
+        return _BackgroundSearch(self, fleet, current)
 
     def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
-        return _Considered(work, self, question)
+        return _BackgroundAnswer(work, self, question)
 
 
-class _Considered(Generic[Q, T]):
+class _BackgroundAnswer(Generic[Q, T]):
+    """Answer of `work` to a question, started in another process."""
+
     def __init__(self, work: Callable[[Planning, Q], T], planning: Planning, question: Q) -> None:
         self._call = partial(work, planning)
         self._question = question
         self._errand = run_in_background(self._call, question)
 
     def result(self) -> T | None:
-        return (self._errand() or self._call(self._question)) if self._errand.ended else None
+        if not self._errand.ended:
+            return None
+        # The errand has no answer where the other process failed; here the error is raised.
+        return self._errand() or self._call(self._question)
 
     def drop(self) -> None:
         self._errand.drop()
 
 
-class _Aside:
+class _BackgroundSearch:
+    """Thorough `propose`, started in another process."""
+
     def __init__(self, planning: Planning, fleet: Fleet, current: PlanProposal) -> None:
         self._planning = planning
         self._fleet = fleet
         self._current = current
         self._cost = planning.make_cost(fleet)
         request = planning.request(fleet, self._cost)
-        self._errand = run_in_background(
-            replanned, planning.question(current, request, thorough=True)
-        )
+        question = planning.question(current, request, thorough=True)
+        self._errand = run_in_background(replanned, question)
 
     def result(self) -> PlanProposal | None:
         if not self._errand.ended:
@@ -68,9 +68,8 @@ class _Aside:
         decision = self._errand()
         if decision is not None:
             return self._planning.concluded(decision, self._cost)
-        return self._planning.propose(
-            self._fleet, self._current, thorough=True
-        )  # which also says why there is none
+        # This search also says why there is no plan.
+        return self._planning.propose(self._fleet, self._current, thorough=True)
 
     def drop(self) -> None:
         self._errand.drop()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from autohet.driver.control.observation import Observation
 from autohet.driver.planning.proposals import Planning
-from planner.cluster import Cluster, Fleet, node_of
+from planner.cluster import Cluster, Fleet, NodeType, node_of
 from planner.errors import ConfigError
 from planner.plan import Plan
 
@@ -32,24 +32,29 @@ Counts = Mapping[str, int]
 
 def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     """Return the number of nodes by type that a plan of `fleet` uses."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    workers = [worker for stage in stages for worker in stage.workers]
-    nodes = {(node_of(worker), fleet.node_of(worker).node_type.name) for worker in workers}
-    return dict(Counter(kind for _, kind in nodes))
+    type_by_node = {}
+    for worker in plan.workers:
+        type_by_node[node_of(worker)] = fleet.node_of(worker).node_type.name
+    return dict(Counter(type_by_node.values()))
 
 
 def usd_per_hour(counts: Counts, cluster: Cluster) -> float:
     """Return the price of these nodes in USD per hour; a type without a price counts as free."""
-    return sum((kind.usd_per_hour or 0.0) * counts.get(kind.name, 0) for kind in cluster.node_types)
+    prices = []
+    for kind in cluster.node_types:
+        number = counts.get(kind.name, 0)
+        prices.append((kind.usd_per_hour or 0.0) * number)
+    return sum(prices)
 
 
 def capped(cluster: Cluster, most: Counts) -> Cluster:
     """Return the cluster with at most this number of nodes of these types."""
-    kinds = [
-        replace(k, max_nodes=min(k.max_nodes, most.get(k.name, k.max_nodes)))
-        for k in cluster.node_types
-    ]
-    return replace(cluster, node_types=tuple(kind for kind in kinds if kind.max_nodes > 0))
+    kinds = []
+    for kind in cluster.node_types:
+        max_nodes = min(kind.max_nodes, most.get(kind.name, kind.max_nodes))
+        if max_nodes > 0:
+            kinds.append(replace(kind, max_nodes=max_nodes))
+    return replace(cluster, node_types=tuple(kinds))
 
 
 @dataclass(frozen=True)
@@ -66,32 +71,49 @@ class Market:
 
     def all_that_stand(self, counts: Counts) -> dict[str, int]:
         """Return the nodes by type that exist when `counts` is requested."""
-        return {
-            name: max(counts.get(name, 0), self.standing.get(name, 0))
-            for name in {*counts, *self.standing}
-        }
+        return _largest(counts, self.standing)
 
     def at(self, prices: Mapping[str, float]) -> Market:
         """Return this market at these prices of node types (USD per hour).
 
         A type that `prices` lacks keeps the cluster's own price.
         """
-        kinds = (
-            replace(k, usd_per_hour=prices.get(k.name, k.usd_per_hour))
-            for k in self.cluster.node_types
-        )
-        return replace(self, cluster=replace(self.cluster, node_types=tuple(kinds)))
+        kinds = []
+        for kind in self.cluster.node_types:
+            price = prices.get(kind.name, kind.usd_per_hour)
+            kinds.append(replace(kind, usd_per_hour=price))
+        priced = replace(self.cluster, node_types=tuple(kinds))
+        return replace(self, cluster=priced)
+
+
+def _largest(counts: Counts, others: Counts) -> dict[str, int]:
+    """Return the larger of two numbers of nodes, for each type that either names."""
+    found = {}
+    for name in {*counts, *others}:
+        found[name] = max(counts.get(name, 0), others.get(name, 0))
+    return found
+
+
+def _with_one_more(counts: Counts, kind: NodeType) -> dict[str, int]:
+    """Return the counts with another node of this type."""
+    return {**counts, kind.name: counts.get(kind.name, 0) + 1}
+
+
+def _usd_per_gpu(kind: NodeType) -> float:
+    """Return the price of a GPU in USD per hour; a type without a price comes after all others."""
+    return (kind.usd_per_hour or math.inf) / kind.num_gpus
 
 
 def with_min_workers(counts: Counts, cluster: Cluster, min_workers: int) -> dict[str, int]:
     """Add nodes, cheapest per GPU first, up to `min_workers` GPUs or as many as may exist."""
     found = dict(counts)
-    left = min_workers - sum(kind.num_gpus * found.get(kind.name, 0) for kind in cluster.node_types)
-    for kind in sorted(
-        cluster.node_types, key=lambda kind: (kind.usd_per_hour or math.inf) / kind.num_gpus
-    ):
+    left = min_workers
+    for kind in cluster.node_types:
+        left -= kind.num_gpus * found.get(kind.name, 0)
+
+    for kind in sorted(cluster.node_types, key=_usd_per_gpu):
         while left > 0 and found.get(kind.name, 0) < kind.max_nodes:
-            more = found | {kind.name: found.get(kind.name, 0) + 1}
+            more = _with_one_more(found, kind)
             if not may_exist(more, cluster):
                 break
             found = more
@@ -111,10 +133,10 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
     """
     found = dict(counts)
     for kind in cluster.node_types:
-        missing = standing.get(kind.name, 0) - found.get(kind.name, 0)
-        machine = (kind.gpu_type, kind.num_gpus)
+        existing = found.get(kind.name, 0)
+        missing = standing.get(kind.name, 0) - existing
         for other in cluster.node_types:
-            if other is kind or (other.gpu_type, other.num_gpus) != machine:
+            if other is kind or not _is_same_machine(kind, other):
                 continue
             moved = min(missing, found.get(other.name, 0))
             if moved > 0:
@@ -124,11 +146,16 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
     return found
 
 
+def _is_same_machine(kind: NodeType, other: NodeType) -> bool:
+    return kind.gpu_type == other.gpu_type and kind.num_gpus == other.num_gpus
+
+
 def completed(
     counts: Counts, cluster: Cluster, standing: Counts, min_workers: int
 ) -> dict[str, int]:
     """Return the plan's nodes and those that `min_workers` needs, standing ones first."""
-    return standing_first(with_min_workers(counts, cluster, min_workers), cluster, standing)
+    enough = with_min_workers(counts, cluster, min_workers)
+    return standing_first(enough, cluster, standing)
 
 
 def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[str, int]:
@@ -143,12 +170,16 @@ def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[
     counts = _counts_within(planning, cluster, standing, bound)
     if bound is None:
         return counts
-    idle = usd_per_hour(
-        {name: max(0, n - counts.get(name, 0)) for name, n in standing.items()}, cluster
-    )
-    return (
-        counts if not idle else _counts_within(planning, cluster, standing, max(bound - idle, 1e-9))
-    )
+
+    unused = {}
+    for name, number in standing.items():
+        unused[name] = max(0, number - counts.get(name, 0))
+    idle_usd = usd_per_hour(unused, cluster)
+    if not idle_usd:
+        return counts
+    # A bound must be positive. No plan is within this one, as none is within zero.
+    left_usd = max(bound - idle_usd, 1e-9)
+    return _counts_within(planning, cluster, standing, left_usd)
 
 
 def _counts_within(
@@ -160,22 +191,19 @@ def _counts_within(
     nodes to look through and may find a plan of fewer still, so the nodes are planned on again
     here.
     """
+    wishes = replace(planning.job.parallelism, max_usd_per_hour=bound)
     bounded = copy.copy(planning)
     bounded.bound = cluster.bound
-    bounded.job = replace(
-        planning.job, parallelism=replace(planning.job.parallelism, max_usd_per_hour=bound)
-    )
+    bounded.job = replace(planning.job, parallelism=wishes)
+
     among = cluster
     for _ in range(1 + NARROWED):
         fleet = among.fleet()
-        counts = nodes_of(bounded.propose(fleet, None).plan, fleet)
-        narrower = capped(
-            cluster,
-            {
-                k.name: max(counts.get(k.name, 0), standing.get(k.name, 0))
-                for k in cluster.node_types
-            },
-        )
+        proposal = bounded.propose(fleet, None)
+        counts = nodes_of(proposal.plan, fleet)
+        # A type that neither has is named, too: `capped` leaves types alone that it is not given.
+        none = dict.fromkeys([kind.name for kind in cluster.node_types], 0)
+        narrower = capped(cluster, _largest(none | counts, standing))
         if narrower == among:
             break
         among = narrower
@@ -203,14 +231,20 @@ class Refusals:
     _until: dict[str, float] = field(default_factory=dict)
 
     def look(self, failed: Counts, alive: Counts, now: float) -> frozenset[str]:
-        """Return the types that are refused now. A node that has come resets its type's count."""
+        """Return the types that are refused now.
+
+        A node that has come resets its type's count.
+        """
         if self._failed is None:
             self._failed = dict(failed)  # of before this job
         for name, count in failed.items():
-            if alive.get(name, 0) > self._alive.get(name, 0):
+            alive_before = self._alive.get(name, 0)
+            if alive.get(name, 0) > alive_before:
                 self._failed[name] = count
-            if count - self._failed.setdefault(name, 0) >= FAILURES:
-                self._failed[name], self._until[name] = count, now + REFUSED_S
+            num_failures = count - self._failed.setdefault(name, 0)
+            if num_failures >= FAILURES:
+                self._failed[name] = count
+                self._until[name] = now + REFUSED_S
         self._alive = dict(alive)
         return frozenset(name for name, until in self._until.items() if now < until)
 
@@ -228,22 +262,35 @@ class IdleNodes:
     """Time of the last look, if the job trained then; else None."""
 
     def look(self, seen: Observation, used: Collection[str], *, training: bool) -> tuple[str, ...]:
-        passed = seen.now - self._trained_at if training and self._trained_at is not None else 0.0
+        """Return the nodes that have been idle for long enough, sorted; none while not training."""
+        passed = 0.0
+        if training and self._trained_at is not None:
+            passed = seen.now - self._trained_at
         self._trained_at = seen.now if training else None
-        idle = [name for name in seen.nodes if name not in used and name not in seen.notices]
+
         before = self._idle_s
-        self._idle_s = {name: before[name] + passed if name in before else 0.0 for name in idle}
-        return tuple(
-            sorted(name for name in idle if training and self._idle_s[name] >= self.patience_s)
-        )
+        self._idle_s = {}
+        for name in seen.nodes:
+            if name in used or name in seen.notices:
+                continue
+            if name in before:
+                self._idle_s[name] = before[name] + passed
+            else:
+                # It may have become idle just now, whatever time has passed.
+                self._idle_s[name] = 0.0
+
+        if not training:
+            return ()
+        long_idle = [n for n, idle_s in self._idle_s.items() if idle_s >= self.patience_s]
+        return tuple(sorted(long_idle))
 
 
 def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tuple[str, ...]:
     """Return the idle nodes that may go; `standing` nodes of each type stay (its `min_workers`)."""
-    left = Counter(view.node.node_type.name for view in seen.nodes.values())
+    left = Counter(view.node_type.name for view in seen.nodes.values())
     found = []
     for name in sorted(idle):
-        kind = seen.nodes[name].node.node_type.name
+        kind = seen.nodes[name].node_type.name
         if left[kind] > standing.get(kind, 0):
             left[kind] -= 1
             found.append(name)
@@ -261,13 +308,16 @@ def with_spares(
     found = dict(counts)
     kinds = {kind.name: kind for kind in market.cluster.node_types}
     for name in sorted(seen.risks.keys() & set(used)):
-        kind = kinds.get(seen.nodes[name].node.node_type.name) if name in seen.nodes else None
+        if name not in seen.nodes:
+            continue
+        kind = kinds.get(seen.nodes[name].node_type.name)
         if kind is None or found.get(kind.name, 0) >= kind.max_nodes:
             continue
-        more = found | {kind.name: found.get(kind.name, 0) + 1}
+        more = _with_one_more(found, kind)
         if not may_exist(more, market.cluster):
             continue
-        if usd_per_hour(market.all_that_stand(more), market.cluster) <= (bound or math.inf):
+        price = usd_per_hour(market.all_that_stand(more), market.cluster)
+        if price <= (bound or math.inf):
             found = more
     return found
 
@@ -285,11 +335,13 @@ def fallback(planning: Planning, short: Shortage) -> Wanted:
     """Return the nodes of the best plan in which refused types get no more nodes than they have."""
     cluster = short.market.cluster
     standing = short.market.standing
-    left = capped(cluster, {name: short.alive.get(name, 0) for name in short.refused})
+    alive = {name: short.alive.get(name, 0) for name in short.refused}
+    left = capped(cluster, alive)
     try:
         if not left.node_types:
             return Wanted(None, "there is no other type")
         counts = best_counts(planning, left, standing)
     except ConfigError as error:
         return Wanted(None, f"the other types have no plan: {error}")
-    return Wanted(completed(counts, cluster, standing, planning.job.elastic.min_workers), "")
+    wanted = completed(counts, cluster, standing, planning.job.elastic.min_workers)
+    return Wanted(wanted, "")

@@ -7,6 +7,7 @@ within seconds of each other. Until its deadline a node trains on: waiting costs
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from autohet.driver.control.observation import Notice, Observation
@@ -24,8 +25,10 @@ def gathers_until(notices: Sequence[Notice], patience_s: float, needs_s: float) 
     That is `patience_s` after the last notice, and at the latest `needs_s` before the first
     deadline. A node without a deadline may be gone at any time: then there is no wait.
     """
+    last_seen_at = max(notice.seen_at for notice in notices)
     deadlines = [-math.inf if notice.deadline is None else notice.deadline for notice in notices]
-    return min(max(notice.seen_at for notice in notices) + patience_s, min(deadlines) - needs_s)
+    latest = min(deadlines) - needs_s
+    return min(last_seen_at + patience_s, latest)
 
 
 def needed_s(
@@ -46,26 +49,32 @@ def needed_s(
     notice leaves too few nodes to go on, a checkpoint comes in its place: `upload_s` is this run's
     longest upload; None, where there was none, stands for its time limit.
     """
-    known = [change for change in changes if change.first_step_at is not None]
-    moves = [change.seconds() for change in known if change.cause != "start"][-REMEMBERED:]
-    builds = moves or [change.seconds() for change in known]
-    rebuild_s = max(
-        (of["rebuild"] + of["first_step"] for of in builds),
-        default=limits.quiesce_s + limits.rendezvous_s,
-    )
-    replan_s = max((of["replan"] for of in moves), default=search_s)
-    restore_s = max([state_s, *(of["restore"] for of in moves)])
+    moves = [change.seconds() for change in changes if change.is_complete_move][-REMEMBERED:]
+    # The start moves nothing and has no plan before it, but it builds the same groups.
+    builds = moves or [change.seconds() for change in changes if change.is_complete]
+
+    if builds:
+        rebuild_s = max(parts["rebuild"] + parts["first_step"] for parts in builds)
+    else:
+        rebuild_s = limits.quiesce_s + limits.rendezvous_s
+    replan_s = max((parts["replan"] for parts in moves), default=search_s)
+    restore_s = max([state_s, *(parts["restore"] for parts in moves)])
     change_s = step_s + replan_s + rebuild_s + restore_s
-    return change_s / URGENT + (limits.checkpoint_s if upload_s is None else upload_s)
+
+    if upload_s is None:
+        upload_s = limits.checkpoint_s
+    return change_s / URGENT + upload_s
 
 
 def slowest_move_s(layout: Layout, seen: Observation) -> float:
     """Return the seconds in which every node could send, or receive, all training state on it."""
-    held: dict[str, int] = {}
+    bytes_by_node: Counter[str] = Counter()
     for worker in layout.workers:
-        held[node_of(worker)] = held.get(node_of(worker), 0) + layout.bytes_of(worker)
-    speeds = {name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
-    return max(
-        (num_bytes / speeds[name] for name, num_bytes in held.items() if name in speeds),
-        default=0.0,
-    )
+        bytes_by_node[node_of(worker)] += layout.bytes_of(worker)
+
+    slowest_s = 0.0
+    for name, num_bytes in bytes_by_node.items():
+        if name in seen.nodes:
+            bytes_per_s = seen.nodes[name].node_type.inter_node_bytes_per_s
+            slowest_s = max(slowest_s, num_bytes / bytes_per_s)
+    return slowest_s

@@ -50,28 +50,51 @@ class Outlook:
     _seen_at: float | None = None
 
     def look(self, seen: Observation, given_back: Collection[str] = ()) -> None:
-        passed = 0.0 if self._seen_at is None else max(0.0, seen.now - self._seen_at)
+        """Count the time that nodes have lived since the last look, and the ends of their lives.
+
+        given_back: nodes whose end the job itself has caused.
+        """
+        passed_s = 0.0
+        if self._seen_at is not None:
+            passed_s = max(0.0, seen.now - self._seen_at)
         self._seen_at = seen.now
         for name, kind in self._alive.items():
             if name not in self._warned:
-                self.lived_s[kind] = self.lived_s.get(kind, 0.0) + passed
+                before_s = self.lived_s.get(kind, 0.0)
+                self.lived_s[kind] = before_s + passed_s
+
         gone = self._alive.keys() - seen.nodes.keys()
-        warned = (seen.notices.keys() & self._alive.keys()) - self._warned
-        for name in (gone - self._warned | warned - gone) - {*given_back}:
-            self.ends[self._alive[name]] += 1
+        noticed = seen.notices.keys() & self._alive.keys()
+        warned = noticed - self._warned
+        # A node that had a notice has been counted when that came.
+        ended = (gone - self._warned) | warned
+        for name in ended - {*given_back}:
+            kind = self._alive[name]
+            self.ends[kind] += 1
+
         self._warned = (self._warned | warned) & seen.nodes.keys()
-        self._alive = {name: view.node.node_type.name for name, view in seen.nodes.items()}
+        self._alive = {name: view.node_type.name for name, view in seen.nodes.items()}
 
     def life_s(self, kind: str, *, spot: bool) -> float:
         """Return the expected life of a node of this type from now on, in seconds."""
-        prior = SPOT_PRIOR_S if spot else STEADY_PRIOR_S
-        return (prior + self.lived_s.get(kind, 0.0)) / (1 + self.ends[kind])
+        prior_s = SPOT_PRIOR_S if spot else STEADY_PRIOR_S
+        lived_s = self.lived_s.get(kind, 0.0)
+        return (prior_s + lived_s) / (1 + self.ends[kind])
 
     def horizon_s(self, seen: Observation, nodes: Collection[str]) -> float:
         """Return the expected seconds until one of these nodes leaves."""
-        kinds = [seen.nodes[name].node.node_type for name in nodes if name in seen.nodes]
-        rate = sum(1 / self.life_s(kind.name, spot=kind.spot) for kind in kinds)
-        return min(MOST_S, max(LEAST_S, 1 / rate)) if rate else MOST_S
+        rates = []
+        for name in nodes:
+            if name in seen.nodes:
+                kind = seen.nodes[name].node_type
+                life_s = self.life_s(kind.name, spot=kind.spot)
+                rates.append(1 / life_s)
+
+        # Lives are exponential, so that the rates of independent nodes add up.
+        rate = sum(rates)
+        if not rate:
+            return MOST_S
+        return min(MOST_S, max(LEAST_S, 1 / rate))
 
 
 def move_s(changes: Sequence[Change]) -> float:
@@ -79,9 +102,8 @@ def move_s(changes: Sequence[Change]) -> float:
 
     This is the mean of this run's last moves and, once, of the prior.
     """
-    complete = [change for change in changes if change.first_step_at is not None]
-    seconds = [fixed_s(change) for change in complete if change.cause != "start"]
-    recent = seconds[-REMEMBERED:]
+    moves = [fixed_s(change) for change in changes if change.is_complete_move]
+    recent = moves[-REMEMBERED:]
     return (MOVE_PRIOR_S + sum(recent)) / (1 + len(recent))
 
 
@@ -91,7 +113,8 @@ def fixed_s(change: Change) -> float:
     These are stopping, rebuilding groups, and the first step beyond what a step takes anyway.
     """
     parts = change.seconds()
-    return parts["rebuild"] + max(0.0, parts["first_step"] - (change.predicted_step_s or 0.0))
+    step_s = change.predicted_step_s or 0.0
+    return parts["rebuild"] + max(0.0, parts["first_step"] - step_s)
 
 
 def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
@@ -100,10 +123,10 @@ def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
     That is as long as a change costs, once that is known, since the next node may need another
     change (the break-even of renting and buying).
     """
-    known = [
-        change for change in changes if change.cause != "start" and change.first_step_at is not None
-    ]
-    return max(debounce_s, patience_s(known)) if known else debounce_s
+    moves = [change for change in changes if change.is_complete_move]
+    if not moves:
+        return debounce_s
+    return max(debounce_s, patience_s(moves))
 
 
 def patience_s(changes: Sequence[Change]) -> float:

@@ -61,26 +61,29 @@ class PlanProposal:
 
         `slowdowns` holds the known slowdown of each node.
         """
-        found: dict[str, float] = {}
+        factors = {}
+        for worker in self.plan.workers:
+            node = self.cost.fleet.node_of(worker)
+            factors[worker] = slowdowns.get(node.name, 1.0)
         if self.plan.spmd is not None:
-            passes = self.plan.pipelines[0].num_microbatches
-            for worker, (forward_s, backward_s) in work_by_worker(self.cost, self.plan).items():
-                found[worker] = (
-                    passes
-                    * (forward_s + backward_s)
-                    * slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
-                )
-            return found
+            return self._spmd_compute_s(factors)
+
+        found: dict[str, float] = {}
         for pipeline in self.plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
-                seconds = pipeline.num_microbatches * sum(
-                    self.cost.stages.seconds(pipeline, index, rated=True)
-                )
-                slowdown = max(
-                    slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
-                    for worker in stage.workers
-                )
+                microbatch_s = sum(self.cost.stages.seconds(pipeline, index, rated=True))
+                seconds = pipeline.num_microbatches * microbatch_s
+                # A tensor-parallel group is as fast as its slowest member.
+                slowdown = max(factors[worker] for worker in stage.workers)
                 found.update(dict.fromkeys(stage.workers, seconds * slowdown))
+        return found
+
+    def _spmd_compute_s(self, factors: Mapping[str, float]) -> dict[str, float]:
+        """Return `compute_s` of a plan of one program; factors: slowdown by worker."""
+        found = {}
+        passes = self.plan.pipelines[0].num_microbatches
+        for worker, (forward_s, backward_s) in work_by_worker(self.cost, self.plan).items():
+            found[worker] = passes * (forward_s + backward_s) * factors[worker]
         return found
 
     @property
@@ -88,11 +91,12 @@ class PlanProposal:
         if self.plan.spmd is not None:
             return f"train by one program on {len(self.plan.workers)} GPUs with shares of their own"
         depths = [len(pipeline.stages) for pipeline in self.plan.pipelines]
-        shapes = " + ".join(map(str, depths))
-        if len(depths) > MOST_LISTED:
-            shapes = " + ".join(f"{number} x {depth}" for depth, number in Counter(depths).items())
+        if len(depths) <= MOST_LISTED:
+            shapes = [str(depth) for depth in depths]
+        else:
+            shapes = [f"{number} x {depth}" for depth, number in Counter(depths).items()]
         noun = "pipeline" if len(depths) == 1 else "pipelines"
-        gpus = f"{shapes} stages, {len(self.plan.workers)} GPUs"
+        gpus = f"{' + '.join(shapes)} stages, {len(self.plan.workers)} GPUs"
         return f"train on {len(depths)} {noun} ({gpus}{self._formats}){self._price_of_offload}"
 
     @property
@@ -100,7 +104,10 @@ class PlanProposal:
         """Return how many stages compute in another format than the job's, as part of a phrase."""
         stages = self.plan.stages
         counts = Counter(stage.compute for stage in stages if stage.compute is not None)
-        return "".join(f", {n} of {len(stages)} stages in {f}" for f, n in sorted(counts.items()))
+        phrase = ""
+        for compute, number in sorted(counts.items()):
+            phrase += f", {number} of {len(stages)} stages in {compute}"
+        return phrase
 
     @property
     def _price_of_offload(self) -> str:
@@ -142,12 +149,7 @@ def replanned(asked: Question) -> ReplanDecision:
     The cost of a move is subtracted.
     """
     migration = MigrationCost(fixed_s=asked.move_s, horizon_s=asked.horizon_s)
-    return replan(
-        asked.plan,
-        asked.request,
-        migration=migration,
-        thorough=asked.thorough,
-    )
+    return replan(asked.plan, asked.request, migration=migration, thorough=asked.thorough)
 
 
 class Pending(Protocol[T_co]):
@@ -209,8 +211,8 @@ class Planning:
         the job's precision, as in a plan that the job names.
         """
         parameters = framework_parameters(OURS, self.inputs.parameters)
-        seen = self.inputs.fleet(fleet)
-        return self.inputs.cost_model(seen, parameters=parameters, one_format=one_format)
+        emulated = self.inputs.fleet(fleet)
+        return self.inputs.cost_model(emulated, parameters=parameters, one_format=one_format)
 
     def propose(
         self,
@@ -234,16 +236,25 @@ class Planning:
         fixed = self._fixed_plan(fleet)
         if fixed is not None:
             return fixed
+
         cost = self.make_cost(fleet)
         request = self.request(fleet, cost)
         if redundant:
             self._require_nodes(fleet)
         else:
             request = replace(request, min_node_disjoint_holders=1)
+
+        if current is None or not self.can_repair:
+            answer = plan_with(self.job.parallelism.strategy, request)
+            return self._proposal(answer, cost)
+        question = self.question(current, request, thorough)
+        return self.concluded(replanned(question), cost)
+
+    @property
+    def can_repair(self) -> bool:
+        """True if the job's strategy can start from the present plan."""
         wishes = self.job.parallelism
-        if current is None or wishes.strategy != REPLANNING_STRATEGY or wishes.spmd:
-            return self._proposal(plan_with(wishes.strategy, request), cost)
-        return self.concluded(replanned(self.question(current, request, thorough)), cost)
+        return wishes.strategy == REPLANNING_STRATEGY and not wishes.spmd
 
     def ask(
         self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
@@ -270,9 +281,10 @@ class Planning:
     def _require_nodes(self, fleet: Fleet) -> None:
         """Raise InfeasibleError in the job's terms, before a search would raise it in its own."""
         wishes = self.job.parallelism
-        num_nodes = sum(bool(node.workers) for node in fleet.nodes)
         wanted = max(wishes.redundancy, wishes.min_pipelines)
+        num_nodes = sum(bool(node.workers) for node in fleet.nodes)
         if num_nodes < wanted:
+            # The larger wish is the one to lower.
             name = "min_pipelines" if wishes.min_pipelines == wanted else "redundancy"
             raise InfeasibleError(
                 f"parallelism.{name} is {wanted}, so that each layer needs as many nodes, and the"
@@ -319,8 +331,8 @@ class Planning:
 
     def _proposal(self, answer: Answer, cost: CostModel) -> PlanProposal:
         check_plan(answer.plan, self.inputs.spec.num_layers)
-        idle = tuple(f"{', '.join(idle.workers)}: {idle.why}" for idle in answer.idle)
-        return PlanProposal(answer.plan, answer.prediction, cost, idle)
+        idle = [f"{', '.join(group.workers)}: {group.why}" for group in answer.idle]
+        return PlanProposal(answer.plan, answer.prediction, cost, tuple(idle))
 
     def read_fixed_plan(self) -> Plan | None:
         """Return the plan that the job names; None if it names none.
@@ -335,10 +347,14 @@ class Planning:
         if path is None:
             return None
         try:
-            plan = Plan.from_json(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ConfigError(f"cannot read parallelism.plan '{path}': {error.strerror}") from None
+        except UnicodeDecodeError:
+            why = "it is not UTF-8 text"
             raise ConfigError(f"cannot read parallelism.plan '{path}': {why}") from None
+        plan = Plan.from_json(text)
+
         check_plan(
             plan,
             spec.num_layers,
@@ -363,12 +379,17 @@ class Planning:
             the format of its stage.
         """
         plan = self.read_fixed_plan()
-        if plan is None or not set(plan.workers) <= set(fleet.workers):
+        if plan is None:
             return None
+        is_whole = set(plan.workers) <= set(fleet.workers)
+        if not is_whole:
+            return None
+
         check_like_gpus(plan, fleet, self.inputs.spec)
         check_plan_formats(self.job, plan, fleet)
         if self.job.training.offload == "optimizer" and plan.spmd is None:
             plan = plan.offloading()
+
         cost = self.make_cost(fleet, one_format=True)
         return PlanProposal(plan, cost.predict(plan), cost)
 

@@ -19,10 +19,13 @@ def ask_for_plan(
     memory: JobMemory, seen: Observation, usable: Collection[str], change: Change
 ) -> tuple[PlanProposal | None, str]:
     """Return the plan for these nodes, or the reason why there is none."""
-    if lack := shortage_reason(memory, seen, usable):
-        return None, lack
+    shortage = shortage_reason(memory, seen, usable)
+    if shortage:
+        return None, shortage
     fleet = build_fleet(memory, seen, usable)
-    answer = memory.planning.ask(fleet, memory.proposal, redundant=memory.end.reason is None)
+    # For the last step before the end any plan will do.
+    is_ending = memory.end.reason is not None
+    answer = memory.planning.ask(fleet, memory.proposal, redundant=not is_ending)
     change.replan_s += answer.seconds
     return answer.proposal, answer.why_not
 
@@ -41,8 +44,9 @@ def build_fleet(memory: JobMemory, seen: Observation, usable: Collection[str]) -
 
     Also sets what the planner is to expect of these nodes: horizon and cost of a move.
     """
-    memory.planning.expect(_horizon_s(memory, seen, usable), move_s(memory.ledger.changes))
-    gpu_types = {name: seen.nodes[name].node.node_type.gpu_type for name in usable}
+    horizon_s = _horizon_s(memory, seen, usable)
+    memory.planning.expect(horizon_s, move_s(memory.ledger.changes))
+    gpu_types = {name: seen.nodes[name].node_type.gpu_type for name in usable}
     factors = node_factors(memory, gpu_types)
     return policy.fleet_of(seen, usable, memory.generation + 1, factors)
 
@@ -54,10 +58,12 @@ def node_factors(memory: JobMemory, gpu_types: Mapping[str, str]) -> dict[str, f
     """
     rates = memory.speeds.rate_factors
     slowdowns = memory.speeds.slowdowns
-    factors = {
-        name: rates.get(kind, 1.0) * slowdowns.get(name, 1.0) for name, kind in gpu_types.items()
-    }
-    return {name: factor for name, factor in factors.items() if factor != 1.0}
+    factors = {}
+    for name, gpu_type in gpu_types.items():
+        factor = rates.get(gpu_type, 1.0) * slowdowns.get(name, 1.0)
+        if factor != 1.0:
+            factors[name] = factor
+    return factors
 
 
 def _horizon_s(memory: JobMemory, seen: Observation, usable: Collection[str]) -> float:
@@ -72,7 +78,8 @@ def _horizon_s(memory: JobMemory, seen: Observation, usable: Collection[str]) ->
     last = memory.ledger.last_step
     if last is None or memory.proposal is None:
         return horizon_s
-    left_s = (last - memory.ledger.committed_steps) * memory.proposal.predicted_step_s
+    left_steps = last - memory.ledger.committed_steps
+    left_s = left_steps * memory.proposal.predicted_step_s
     return max(1.0, min(horizon_s, left_s))
 
 
@@ -84,13 +91,16 @@ def plan_decision(memory: JobMemory, proposal: PlanProposal, reason: str) -> Dec
 
 def begin_change(memory: JobMemory, trouble: policy.FleetEvent, seen: Observation) -> Change:
     """Return a new change that `trouble` has caused."""
+    plan_before = None
+    if memory.proposal is not None:
+        plan_before = memory.proposal.plan
     return Change(
         trouble.cause,
         trouble.nodes,
         trouble.happened_at,
         seen.now,
         memory.ledger.committed_steps,
-        memory.proposal.plan if memory.proposal else None,
+        plan_before,
         trouble.reason,
     )
 

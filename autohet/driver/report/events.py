@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,23 +28,29 @@ def read_events(path: str | Path) -> list[Event]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read events '{path}': {getattr(error, 'strerror', None) or error}"
-        ) from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read events '{path}': {why}") from None
+
     found: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
-            if not isinstance(event, dict) or "kind" not in event or "time" not in event:
-                raise ValueError("no 'kind' and 'time'")
+            found.append(_read_event(line))
         except ValueError as error:
-            if number == len(lines) or '"kind": "started"' in lines[number]:
+            is_last = number == len(lines)
+            # Counted from 1, the number of this line is the index of the next one.
+            if is_last or '"kind": "started"' in lines[number]:
                 continue
             raise ConfigError(f"line {number} of '{path}' is no event: {error}") from None
-        found.append(event)
     if not found:
         raise ConfigError(f"'{path}' has no event")
     return found
+
+
+def _read_event(line: str) -> Event:
+    event = json.loads(line)
+    if not isinstance(event, dict) or "kind" not in event or "time" not in event:
+        raise ValueError("no 'kind' and 'time'")
+    return event
 
 
 def last_run(events: Sequence[Event]) -> Sequence[Event]:
@@ -52,9 +59,11 @@ def last_run(events: Sequence[Event]) -> Sequence[Event]:
     Several runs write to one file if each resumes where another ended. A driver that was killed and
     restarted continues its run.
     """
-    starts = [(at, event) for at, event in enumerate(events) if event["kind"] == "started"]
-    begins = [at for at, event in starts if not event.get("restart")]
-    return events[begins[-1] :] if begins else events
+    first = 0
+    for index, event in enumerate(events):
+        if event["kind"] == "started" and not event.get("restart"):
+            first = index
+    return events[first:] if first else events
 
 
 def of_kind(events: Sequence[Event], kind: str) -> list[Event]:
@@ -88,21 +97,27 @@ class FleetOverTime:
 def fleet_over_time(events: Sequence[Event], begin: float) -> FleetOverTime:
     """Return the living fleet over time; `begin` is second 0."""
     living = LivingNodes()
-    arrivals = of_kind(events, "arrival")
-    by_fact: dict[str, dict[str, Points]] = {
-        fact: {event.get(fact) or "": [(0.0, 0.0)] for event in arrivals}
-        for fact in ("gpu_type", "zone")
-    }
+    by_type: dict[str, Points] = {}
+    by_zone: dict[str, Points] = {}
+    for event in of_kind(events, "arrival"):
+        by_type[event.get("gpu_type") or ""] = [(0.0, 0.0)]
+        by_zone[event.get("zone") or ""] = [(0.0, 0.0)]
+
     dollars: Points = [(0.0, 0.0)]
     for event in events:
         if living.take(event):
             at = event["time"] - begin
-            for fact, curves in by_fact.items():
-                now = living.gpus_by(fact)
-                for name, points in curves.items():
-                    points.append((at, float(now[name])))
+            _extend(by_type, at, living.gpus_by("gpu_type"))
+            _extend(by_zone, at, living.gpus_by("zone"))
             dollars.append((at, living.usd_per_hour))
-    zones = by_fact["zone"] if by_fact["zone"].keys() - {""} else {}
-    return FleetOverTime(
-        by_fact["gpu_type"], {name or "unknown": points for name, points in zones.items()}, dollars
-    )
+
+    names_a_zone = any(by_zone)
+    if not names_a_zone:
+        return FleetOverTime(by_type, {}, dollars)
+    named = {zone or "unknown": points for zone, points in by_zone.items()}
+    return FleetOverTime(by_type, named, dollars)
+
+
+def _extend(curves: dict[str, Points], at: float, gpus: Counter[str]) -> None:
+    for name, points in curves.items():
+        points.append((at, float(gpus[name])))

@@ -7,11 +7,12 @@ copies on other nodes by node.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
 from typing import Any
 
 from autohet.driver.report.events import Event
 
+Span = dict[str, Any]
+"""Entry of the trace."""
 RUN = 1
 RESTORES = 2
 UPLOADS = 3
@@ -49,62 +50,66 @@ NEWS_KINDS = (
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
     """Return the trace document, with times in microseconds from the first event on."""
     begin = events[0]["time"]
-    found = _laid_out(
-        [span for event in events for span in _transfers(event, event["time"] - begin)]
-    )
+    transfers: list[tuple[str, Span]] = []
+    for event in events:
+        transfers += _transfers(event, event["time"] - begin)
+    found = _laid_out(transfers)
+
     for event in events:
         at = event["time"] - begin
         if event["kind"] == "step" and event.get("seconds"):
-            facts = {name: event.get(name) for name in ("loss", "tokens", "generation")}
-            found.append(
-                _span(
-                    f"step {event['step']}",
-                    at - event["seconds"],
-                    event["seconds"],
-                    RUN,
-                    STEPS,
-                    facts,
-                )
-            )
+            found.append(_step(event, at))
         elif event["kind"] == "reconfigure":
             found += _change(event, at)
         elif event["kind"] in NEWS_KINDS:
-            facts = {name: value for name, value in event.items() if name not in ("time", "kind")}
-            instant = {
-                "name": event["kind"],
-                "ph": "i",
-                "s": "p",
-                "ts": at * 1e6,
-                "pid": RUN,
-                "tid": NEWS,
-                "args": facts,
-            }
-            found.append(instant)
+            found.append(_instant(event, at))
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
-def _change(event: Event, at: float) -> list[dict[str, Any]]:
+def _step(event: Event, at: float) -> Span:
+    facts = {name: event.get(name) for name in ("loss", "tokens", "generation")}
+    seconds = event["seconds"]
+    return _span(f"step {event['step']}", at - seconds, seconds, RUN, STEPS, facts)
+
+
+def _instant(event: Event, at: float) -> Span:
+    facts = {name: value for name, value in event.items() if name not in ("time", "kind")}
+    return {
+        "name": event["kind"],
+        "ph": "i",
+        "s": "p",
+        "ts": at * 1e6,
+        "pid": RUN,
+        "tid": NEWS,
+        "args": facts,
+    }
+
+
+def _change(event: Event, at: float) -> list[Span]:
     """Return the spans of a change, whose parts follow one another.
 
     A change ends with its first step, at which its event is written.
     """
     seconds = event["seconds"]
     since = at - seconds["total"]
-    facts = {"reason": event["reason"], "steps_lost": event["steps_lost"], **event["bytes_by_tier"]}
+    facts = {
+        "reason": event["reason"],
+        "steps_lost": event["steps_lost"],
+        **event["bytes_by_tier"],
+    }
     found = [_span(f"change: {event['cause']}", since, seconds["total"], RUN, CHANGES, facts)]
-    counted = [
-        name for name in PARTS if event["cause"] == "death" or name not in ("detect", "replan")
-    ]
-    for name in counted:
+    for name in PARTS:
+        # Before a planned change, workers train while it is decided on.
+        is_overlapped = event["cause"] != "death" and name in ("detect", "replan")
+        if is_overlapped:
+            continue
         duration = min(seconds[name], max(0.0, at - since))
         found.append(_span(name, since, duration, RUN, CHANGES, {}))
         since += duration
     return found
 
 
-def _span(
-    name: str, since: float, seconds: float, process: int, row: int, facts: Any
-) -> dict[str, Any]:
+def _span(name: str, since: float, seconds: float, process: int, row: int, facts: Any) -> Span:
     return {
         "name": name,
         "ph": "X",
@@ -116,7 +121,7 @@ def _span(
     }
 
 
-def _transfers(event: Event, at: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def _transfers(event: Event, at: float) -> Iterator[tuple[str, Span]]:
     """Yield (worker or node, span without its row) of each transfer of this event.
 
     Transfers are restores, uploads, copies and spills.
@@ -124,55 +129,64 @@ def _transfers(event: Event, at: float) -> Iterator[tuple[str, dict[str, Any]]]:
     if event["kind"] == "restore":
         for worker, part in event.get("workers_restored", {}).items():
             seconds = part["seconds"]
-            yield (
-                worker,
-                _span("restore", at - seconds, seconds, RESTORES, 0, part["bytes_by_tier"]),
-            )
+            facts = part["bytes_by_tier"]
+            yield worker, _span("restore", at - seconds, seconds, RESTORES, 0, facts)
     elif event["kind"] == "transfers":
         for part in event["transfers"]:
             process, verb = TRANSFERS[part["tier"]]
-            since = at - part["ended_ago_s"] - part["seconds"]
+            name = f"{verb}: step {part['step']}"
+            seconds = part["seconds"]
+            since = at - part["ended_ago_s"] - seconds
             facts = {"step": part["step"], "bytes": part["bytes"]}
-            yield (
-                part["source"],
-                _span(f"{verb}: step {part['step']}", since, part["seconds"], process, 0, facts),
-            )
+            yield part["source"], _span(name, since, seconds, process, 0, facts)
 
 
-def _laid_out(transfers: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _laid_out(transfers: Sequence[tuple[str, Span]]) -> list[Span]:
     """Return the trace events of these spans, with each process's rows sorted by name.
 
     The names of all rows come first. Spans of one row must not overlap, so a source whose spans do
     has several rows.
     """
-    lanes: dict[tuple[int, str], list[list[dict[str, Any]]]] = {}
+    lanes: dict[tuple[int, str], list[list[Span]]] = {}
     for source, span in sorted(transfers, key=lambda transfer: transfer[1]["ts"]):
         rows = lanes.setdefault((span["pid"], source), [])
-        free = next((row for row in rows if row[-1]["ts"] + row[-1]["dur"] <= span["ts"]), None)
-        if free is None:
-            rows.append(free := [])
-        free.append(span)
+        _free_row(rows, span["ts"]).append(span)
+
     names = [(RUN, STEPS, "steps"), (RUN, CHANGES, "changes"), (RUN, NEWS, "what happened")]
-    numbers = count(1)
+    number = 0
     for (process, source), rows in sorted(lanes.items()):
         for row in rows:
-            number = next(numbers)
+            number += 1
             names.append((process, number, source))
             for span in row:
                 span["tid"] = number
-    return [*_names(names), *(span for rows in lanes.values() for row in rows for span in row)]
+
+    found = _names(names)
+    for rows in lanes.values():
+        for row in rows:
+            found += row
+    return found
 
 
-def _names(threads: Sequence[tuple[int, int, str]]) -> list[dict[str, Any]]:
+def _free_row(rows: list[list[Span]], at: float) -> list[Span]:
+    """Return the first row whose last span has ended by then; a new one if there is none."""
+    for row in rows:
+        last = row[-1]
+        if last["ts"] + last["dur"] <= at:
+            return row
+    new: list[Span] = []
+    rows.append(new)
+    return new
+
+
+def _names(rows: Sequence[tuple[int, int, str]]) -> list[Span]:
     """Return the events that name the rows (process, row, name) and their processes."""
-    processes = sorted({process for process, _, _ in threads})
-    return [
-        *(
-            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": PROCESSES[pid]}}
-            for pid in processes
-        ),
-        *(
+    found: list[Span] = []
+    for pid in sorted({process for process, _, _ in rows}):
+        facts = {"name": PROCESSES[pid]}
+        found.append({"name": "process_name", "ph": "M", "pid": pid, "args": facts})
+    for pid, tid, name in rows:
+        found.append(
             {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-            for pid, tid, name in threads
-        ),
-    ]
+        )
+    return found

@@ -25,7 +25,12 @@ def write_report(events: str | Path, directory: Path | None = None) -> tuple[Pat
     """
     path = Path(events)
     found = last_run(read_events(path))
-    job = next((event["job"] for event in found if event.get("job")), path.stem)
+    job = path.stem
+    for event in found:
+        if event.get("job"):
+            job = event["job"]
+            break
+
     folder = path.parent if directory is None else directory
     page, trace = report_paths(path, folder)
     try:
@@ -53,9 +58,8 @@ def leave_report(events: Path | None) -> None:
     except ConfigError as error:
         logger.warning("No report: %s", error)
         return
-    except (
-        Exception
-    ):  # a defect of the report costs the report, never what else the run leaves at its end
+    except Exception:
+        # A defect of the report costs the report, never what else the run leaves at its end.
         logger.exception("No report")
         return
     logger.info("Report: %s; timeline, for ui.perfetto.dev: %s", page, trace)
