@@ -14,7 +14,8 @@ from typing import Any
 from autohet.driver.callbacks.protocol import Callback
 
 logger = logging.getLogger("autohet")
-MOST_WAITING = 10_000  # events; more than an hour of steps of a third of a second
+MOST_WAITING = 10_000
+"""Events that may wait: more than those of an hour with steps of a third of a second."""
 CLOSE_S = 10.0
 
 
@@ -52,6 +53,7 @@ class EventDispatch:
             self._dropped += 1
 
     def close(self) -> None:
+        """Hand over the waiting events and close the callbacks; warn of events that are lost."""
         if not self._thread.is_alive():
             return
         try:
@@ -59,30 +61,36 @@ class EventDispatch:
             self._thread.join(self._close_s)
         except queue.Full:
             pass
-        if self._thread.is_alive() or self._dropped:
-            late = (
-                f"{self._waiting.qsize()} events were not handed over in {self._close_s:g} s"
-                if self._thread.is_alive()
-                else ""
-            )
-            lost = f"{self._dropped} were left out before" if self._dropped else ""
-            logger.warning(
-                "Callbacks are too slow: %s", "; ".join(part for part in (late, lost) if part)
-            )
+
+        problems = []
+        if self._thread.is_alive():
+            num_left = self._waiting.qsize()
+            problems.append(f"{num_left} events were not handed over in {self._close_s:g} s")
+        if self._dropped:
+            problems.append(f"{self._dropped} were left out before")
+        if problems:
+            logger.warning("Callbacks are too slow: %s", "; ".join(problems))
 
     def _run(self) -> None:
-        while (event := self._waiting.get()) is not None:
+        while True:
+            event = self._waiting.get()
+            if event is None:
+                break
+            # A copy, since a callback that fails is removed.
             for callback in tuple(self._callbacks):
                 self._tell(callback, event)
+
         for callback in self._callbacks:
             try:
                 callback.close()
-            except Exception:  # a user's code: whatever it raises, the run has ended as it has
+            except Exception:
+                # A user's code: whatever it raises, the run has ended as it has.
                 logger.exception("Closing callback %s failed", type(callback).__name__)
 
     def _tell(self, callback: Callback, event: Mapping[str, Any]) -> None:
         try:
             callback.on_event(event)
-        except Exception:  # a user's code: the run does not depend on it
+        except Exception:
+            # A user's code: the run does not depend on it.
             logger.exception("Callback %s failed and is told nothing more", type(callback).__name__)
             self._callbacks.remove(callback)

@@ -22,32 +22,34 @@ class LivingNodes:
     def take(self, event: Mapping[str, Any]) -> bool:
         """Record an event and return true if it changed the living nodes or their prices."""
         kind = event["kind"]
-        known = event.get("node") in self._arrivals
-        gone = [name for name, at in self._leaving.items() if at <= event["time"]]
+        node = event.get("node")
+        has_changed = False
+        now = event["time"]
+        gone = [name for name, at in self._leaving.items() if at <= now]
         if kind == "arrival":
             self._arrivals[event["node"]] = event
-        elif kind == "price" and known:
-            self._arrivals[event["node"]] = {
-                **self._arrivals[event["node"]],
-                "usd_per_hour": event["usd_per_hour"],
-            }
+            has_changed = True
+        elif kind == "price" and node in self._arrivals:
+            known = self._arrivals[event["node"]]
+            self._arrivals[event["node"]] = {**known, "usd_per_hour": event["usd_per_hour"]}
+            has_changed = True
         elif kind == "notice" and event.get("deadline_s") is not None:
-            self._leaving[event["node"]] = event["time"] + event["deadline_s"]
+            self._leaving[event["node"]] = now + event["deadline_s"]
         elif kind == "death":
+            # An older version's events have `nodes` alone.
             gone += event.get("gone", event.get("nodes", ()))
         elif kind == "departure":
             gone.append(event["node"])
         elif kind == "started":
+            # A driver announces every node that it finds.
             gone = [*self._arrivals, *self._leaving]
-        changed = (
-            kind == "arrival"
-            or (kind == "price" and known)
-            or any(name in self._arrivals for name in gone)
-        )
+
         for name in gone:
+            if name in self._arrivals:
+                has_changed = True
             self._arrivals.pop(name, None)
             self._leaving.pop(name, None)
-        return changed
+        return has_changed
 
     def gpus_by_type(self) -> Counter[str]:
         return self.gpus_by("gpu_type")
@@ -59,10 +61,12 @@ class LivingNodes:
         """
         found: Counter[str] = Counter()
         for event in self._arrivals.values():
-            found[event.get(fact) or ""] += int(event["num_gpus"])
+            value = event.get(fact) or ""
+            found[value] += int(event["num_gpus"])
         return found
 
     @property
     def usd_per_hour(self) -> float:
         """Total price of the living nodes whose price is known."""
-        return float(sum(event.get("usd_per_hour") or 0.0 for event in self._arrivals.values()))
+        prices = [event.get("usd_per_hour") or 0.0 for event in self._arrivals.values()]
+        return float(sum(prices))

@@ -47,12 +47,13 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "autohet_zone_usd": ("Price of these gigabytes", ("zones", "use")),
 }
-_BY_JOB = ("job",)
 
 
 def exported_names() -> set[str]:
     """Return the metrics' names as Prometheus exports them."""
-    return {f"ray_{name}" for name in GAUGES} | {f"ray_{name}_total" for name in COUNTERS}
+    gauges = {f"ray_{name}" for name in GAUGES}
+    counters = {f"ray_{name}_total" for name in COUNTERS}
+    return gauges | counters
 
 
 class RayMetrics:
@@ -60,17 +61,18 @@ class RayMetrics:
 
     def __init__(self, job: str) -> None:
         self._tags = {"job": job}
-        self._gauges = {
-            name: Gauge(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in GAUGES.items()
-        }
-        self._counters = {
-            name: Counter(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in COUNTERS.items()
-        }
+        self._gauges = {}
+        for name, (description, keys) in GAUGES.items():
+            self._gauges[name] = Gauge(name, description, ("job", *keys))
+        self._counters = {}
+        for name, (description, keys) in COUNTERS.items():
+            self._counters[name] = Counter(name, description, ("job", *keys))
         self._living = LivingNodes()
         self._zones = ZoneBill()
         self._types: set[str] = set()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
+        """Set the gauges and raise the counters that this event changes."""
         if self._living.take(event):
             self._set_fleet()
         self._set("autohet_generation", event["generation"])
@@ -78,13 +80,15 @@ class RayMetrics:
             tags = {"zones": carried.name, "use": carried.use}
             self._count("autohet_zone_gigabytes", carried.num_bytes / GB, **tags)
             self._count("autohet_zone_usd", carried.usd, **tags)
+
         match event["kind"]:
             case "step":
                 self._take_step(event)
             case "reconfigure":
-                self._count("autohet_changes", 1, cause=event["cause"])
-                self._count("autohet_lost_seconds", event["seconds"]["total"], cause=event["cause"])
-                self._count("autohet_lost_steps", event["steps_lost"], cause=event["cause"])
+                cause = event["cause"]
+                self._count("autohet_changes", 1, cause=cause)
+                self._count("autohet_lost_seconds", event["seconds"]["total"], cause=cause)
+                self._count("autohet_lost_steps", event["steps_lost"], cause=cause)
             case "restore":
                 for tier, num_bytes in event["bytes_by_tier"].items():
                     self._count("autohet_moved_bytes", num_bytes, tier=tier)
@@ -115,8 +119,9 @@ class RayMetrics:
             tokens_per_s = event["tokens"] / event["seconds"]
             self._set("autohet_tokens_per_s", tokens_per_s)
             if tokens_per_s:
-                usd = self._living.usd_per_hour / 3600 / tokens_per_s * 1e6
-                self._set("autohet_usd_per_million_tokens", usd)
+                usd_per_s = self._living.usd_per_hour / 3600
+                usd_per_token = usd_per_s / tokens_per_s
+                self._set("autohet_usd_per_million_tokens", usd_per_token * 1e6)
 
     def _set_fleet(self) -> None:
         gpus = self._living.gpus_by_type()
@@ -126,8 +131,11 @@ class RayMetrics:
         self._set("autohet_usd_per_hour", self._living.usd_per_hour)
 
     def _set(self, name: str, value: float, **tags: str) -> None:
-        self._gauges[name].set(value, {**self._tags, **tags})
+        all_tags = {**self._tags, **tags}
+        self._gauges[name].set(value, all_tags)
 
     def _count(self, name: str, value: float, **tags: str) -> None:
+        # Ray's counters raise an error for zero.
         if value > 0:
-            self._counters[name].inc(value, {**self._tags, **tags})
+            all_tags = {**self._tags, **tags}
+            self._counters[name].inc(value, all_tags)

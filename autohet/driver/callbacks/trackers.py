@@ -48,31 +48,41 @@ class Scalars:
     def of(self, event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         """Return (step, value by name) of an event, without names that have no number."""
         kind = event["kind"]
-        changed = self._living.take(event)
+        has_changed = self._living.take(event)
         if kind == "step":
             self._step = int(event["step"])
-            named = {name: event.get(name) for name in OF_STEP}
-            return self._step, _present({**named, **_speed(event)})
+            return self._step, _present(_step_values(event))
         if kind == "evaluation":
             # The state after n updates is that of step n - 1, which has been logged.
             step = max(0, int(event["step"]) - 1)
-            rewards = {f"evaluation_{name}": event.get(name) for name in REWARDS}
-            return step, _present({"evaluation_loss": event["evaluation_loss"], **rewards})
+            values = {"evaluation_loss": event["evaluation_loss"]}
+            for name in REWARDS:
+                values[f"evaluation_{name}"] = event.get(name)
+            return step, _present(values)
         if kind == "reconfigure":
-            seconds = {f"change/{part}_s": value for part, value in event["seconds"].items()}
-            tiers = {
-                f"change/{tier}_bytes": float(count)
-                for tier, count in event["bytes_by_tier"].items()
-            }
-            return self._step, {**seconds, **tiers, "change/steps_lost": float(event["steps_lost"])}
-        return self._step, (
-            {"fleet/gpus": float(self._living.gpus_by_type().total())} if changed else {}
-        )
+            return self._step, _change_values(event)
+        if has_changed:
+            num_gpus = self._living.gpus_by_type().total()
+            return self._step, {"fleet/gpus": float(num_gpus)}
+        return self._step, {}
 
 
-def _speed(event: Mapping[str, Any]) -> dict[str, float | None]:
+def _step_values(event: Mapping[str, Any]) -> dict[str, float | None]:
+    values = {name: event.get(name) for name in OF_STEP}
     seconds = event.get("seconds")
-    return {"step_s": seconds, "tokens_per_s": event["tokens"] / seconds if seconds else None}
+    values["step_s"] = seconds
+    values["tokens_per_s"] = event["tokens"] / seconds if seconds else None
+    return values
+
+
+def _change_values(event: Mapping[str, Any]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for part, seconds in event["seconds"].items():
+        values[f"change/{part}_s"] = seconds
+    for tier, num_bytes in event["bytes_by_tier"].items():
+        values[f"change/{tier}_bytes"] = float(num_bytes)
+    values["change/steps_lost"] = float(event["steps_lost"])
+    return values
 
 
 def _present(values: Mapping[str, float | None]) -> dict[str, float]:
@@ -110,8 +120,10 @@ class TrackerCallback:
         self._is_resumed = tracker.newest_step >= 0
 
     def on_event(self, event: Mapping[str, Any]) -> None:
+        """Log the numbers of this event, if it has any."""
         step, values = self._scalars.of(event)
         if self._is_resumed and "loss" in values:
+            # The tracker has the steps that this run takes again after its checkpoint.
             if step <= self._newest:
                 return
             self._is_resumed = False
@@ -141,7 +153,9 @@ class TrackedRun:
         """Return the job's value or the default; None if the tracker's environment has one."""
         if given is not None:
             return given
-        return None if any(os.environ.get(name) for name in variables) else otherwise
+        if any(os.environ.get(name) for name in variables):
+            return None
+        return otherwise
 
 
 class TensorBoard:
@@ -151,7 +165,9 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
         self._writer = module.SummaryWriter(str(run.directory / "tensorboard"))
-        self._writer.add_text("job", f"```json\n{json.dumps(run.config, indent=1)}\n```", 0)
+        # TensorBoard shows texts as Markdown.
+        config = json.dumps(run.config, indent=1)
+        self._writer.add_text("job", f"```json\n{config}\n```", 0)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -203,17 +219,18 @@ class MLflow:
             started = self._mlflow.start_run(run_name=name, tags=tags)
             self._mlflow.log_dict(dict(run.config), "job.json")
         self.id: str | None = started.info.run_id
-        self.newest_step = -1 if run.known_id is None else self._logged_steps(run.known_id)
+        self.newest_step = -1
+        if run.known_id is not None:
+            self.newest_step = self._newest_logged_step(run.known_id)
 
-    def _logged_steps(self, run_id: str) -> int:
+    def _newest_logged_step(self, run_id: str) -> int:
         """Return the newest step whose loss a run has; MLflow would keep a step twice."""
         history = self._mlflow.MlflowClient().get_metric_history(run_id, "loss")
         return max((int(each.step) for each in history), default=-1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(
-            {name.replace("/", "."): value for name, value in values.items()}, step=step
-        )
+        metrics = {name.replace("/", "."): value for name, value in values.items()}
+        self._mlflow.log_metrics(metrics, step=step)
 
     def end(self) -> None:
         self._mlflow.end_run()
@@ -243,8 +260,10 @@ def make_callbacks(
         if entry.kind not in TRACKERS:
             kinds = ", ".join(sorted(TRACKERS))
             raise ConfigError(f"trackers names '{entry.kind}'; there are {kinds}")
+
     for entry in job.tracker_entries:
-        run = TrackedRun(entry, job.name, directory, job.to_document(), known_ids.get(entry.kind))
+        known_id = known_ids.get(entry.kind)
+        run = TrackedRun(entry, job.name, directory, job.to_document(), known_id)
         tracker = _begin(run)
         if tracker is None:
             continue

@@ -6,7 +6,7 @@ more. Pure: computed from orders and reports.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autohet.driver.control.actions import Action, AskHoldings, EndAgent, HandOver, ReleaseNode
@@ -33,29 +33,34 @@ def settled_age(
     What one node alone holds must have a copy on another node. Nothing older in host memory is
     needed. None until that is so for the first time.
     """
+    order = any_order(orders)
+    if order is None:
+        return None
     ages = []
-    for worker in next(iter(orders.values())).plan.workers if orders else ():
+    for worker in order.plan.workers:
         report = reports.get(worker)
-        order = orders[worker]
-        if (
-            report is None
-            or report.generation != order.generation
-            or report.live_generation != order.generation
-        ):
+        if report is None:
+            return None
+        if report.generation != order.generation or report.live_generation != order.generation:
             return None
         step = report.replicated_step if order.replicates else report.snapshot_step
         if step is None:
             return None
         ages.append((order.generation, step))
-    return min(ages, default=None)
+    # Nothing counts that one worker still lacks.
+    return min(ages)
 
 
 def all_live(orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]) -> bool:
     """Return True if every worker of the plan has the state of the present generation."""
-    return bool(orders) and all(
-        worker in reports and reports[worker].live_generation == orders[worker].generation
-        for worker in next(iter(orders.values())).plan.workers
-    )
+    order = any_order(orders)
+    if order is None:
+        return False
+    for worker in order.plan.workers:
+        report = reports.get(worker)
+        if report is None or report.live_generation != order.generation:
+            return False
+    return True
 
 
 @dataclass
@@ -100,34 +105,46 @@ class AgentGc:
 
     @property
     def generation(self) -> int:
-        return next((order.generation for order in self.orders.values()), 0)
+        """Present generation; 0 before the first one."""
+        order = any_order(self.orders)
+        return 0 if order is None else order.generation
 
     def release(self, node: str, seen: Observation, patience_s: float) -> ReleaseNode:
         """Release a node: it goes once nothing on it is needed.
 
         It goes at its deadline at the latest, or `patience_s` from now if it has none.
         """
-        deadline = seen.notices[node].deadline if node in seen.notices else None
-        self.leaving[node] = DepartingNode(
-            self.generation, seen.now + patience_s if deadline is None else deadline
-        )
+        until = seen.now + patience_s
+        notice = seen.notices.get(node)
+        if notice is not None and notice.deadline is not None:
+            until = notice.deadline
+        self.leaving[node] = DepartingNode(self.generation, until)
         return ReleaseNode(node)
 
     def decide(self, seen: Observation) -> list[Action]:
         """Return what agents are to do now."""
-        self.leaving = {
-            name: departing for name, departing in self.leaving.items() if name in seen.nodes
-        }
-        for name in self.leaving.keys() & seen.newest_copies.keys():
-            self.leaving[name].newest_copy = seen.newest_copies[name]
-            self.leaving[name].refuses_copies = True
-        manifest = seen.checkpoint.manifest
-        durable = None if manifest is None else (manifest.generation, manifest.step)
-        prune = self.prune(seen.reports, durable)
-        ended = self.find_unneeded(seen.reports, durable, seen.now)
-        for name in ended:
+        for name in self.leaving.keys() - seen.nodes.keys():
             del self.leaving[name]
-        return [*([] if prune is None else [prune]), *self._hand_over(seen), *map(EndAgent, ended)]
+        for name in self.leaving.keys() & seen.newest_copies.keys():
+            departing = self.leaving[name]
+            departing.newest_copy = seen.newest_copies[name]
+            departing.refuses_copies = True
+
+        durable = None
+        manifest = seen.checkpoint.manifest
+        if manifest is not None:
+            durable = (manifest.generation, manifest.step)
+
+        actions: list[Action] = []
+        prune = self.prune(seen.reports, durable)
+        if prune is not None:
+            actions.append(prune)
+        unneeded = self.find_unneeded(seen.reports, durable, seen.now)
+        for name in unneeded:
+            del self.leaving[name]
+        actions += self._hand_over(seen)
+        actions += [EndAgent(name) for name in unneeded]
+        return actions
 
     def _hand_over(self, seen: Observation) -> list[Action]:
         """Have agents copy what only leaving nodes, or nodes at risk, hold.
@@ -136,59 +153,84 @@ class AgentGc:
         its agent must. What nodes at risk alone keep is copied once, when the risk is new, while
         all train. The next generation's rounds copy it from then on.
         """
-        leaving, at_risk = (
-            frozenset(names) & seen.nodes.keys() for names in (seen.notices, seen.risks)
-        )
         actions: list[Action] = []
         if self._asked_for and seen.holdings is not None:
-            parts = self.only_copies(
-                [held for found in seen.holdings.values() for held in found], self._asked_for
-            )
-            remaining = sorted(seen.nodes.keys() - self._asked_for)
-            ends = [seen.nodes[name].endpoint for name in remaining]
-            stay = tuple(end for end in ends if end is not None)
-            here = {name: found for name, found in parts.items() if name in seen.nodes}
-            actions.append(HandOver(here if stay else {}, stay))
+            actions.append(self._hand_over_from(self._asked_for, seen.holdings, seen))
             self._asked_for = frozenset()
-        case = (self.generation, leaving)
-        stranded = leaving and case != self._handed and self.is_stranded(seen.reports)
+
+        leaving = frozenset(seen.notices) & seen.nodes.keys()
+        at_risk = frozenset(seen.risks) & seen.nodes.keys()
         self._copied_risks &= at_risk
-        if not self._asked_for and (stranded or at_risk - self._copied_risks):
-            self._handed = case if stranded else self._handed
-            self._copied_risks = at_risk
-            self._asked_for = leaving | at_risk
-            actions.append(AskHoldings())
+        has_new_risk = bool(at_risk - self._copied_risks)
+        case = (self.generation, leaving)
+        is_new = bool(leaving) and case != self._handed
+        is_stranded = is_new and self.is_stranded(seen.reports)
+        if self._asked_for or not (is_stranded or has_new_risk):
+            return actions
+
+        if is_stranded:
+            self._handed = case
+        self._copied_risks = at_risk
+        self._asked_for = leaving | at_risk
+        actions.append(AskHoldings())
         return actions
+
+    def _hand_over_from(
+        self,
+        nodes: Collection[str],
+        holdings: Mapping[str, Sequence[Holding]],
+        seen: Observation,
+    ) -> HandOver:
+        """Have the agents of `nodes` copy what these alone hold to all other agents.
+
+        holdings: what each node's agent holds.
+        """
+        held: list[Holding] = []
+        for found in holdings.values():
+            held += found
+        parts = self.only_copies(held, nodes)
+
+        agents = seen.agents()
+        receivers = tuple(agents[name] for name in sorted(agents.keys() - nodes))
+        if not receivers:
+            return HandOver({}, ())
+        alive = {name: found for name, found in parts.items() if name in seen.nodes}
+        return HandOver(alive, receivers)
 
     def prune(self, reports: Mapping[str, WorkerReport], durable: Age | None) -> Prune | None:
         """Return what every agent may remove now, or None if that is not new.
 
         A restore never goes back behind the newest `durable` state.
         """
+        order = any_order(self.orders)
         settled = settled_age(self.orders, reports)
         known = [age for age in (settled, durable) if age is not None]
-        state = (self.generation if settled is not None else None, durable)
-        if not self.orders or not known or state == self._pruned:
+        if order is None or not known:
             return None
-        self._pruned = state
-        living = frozenset(next(iter(self.orders.values())).plan.workers)
-        disk_before = 0 if durable is None else durable[1]
+        settled_generation = None if settled is None else order.generation
+        if self._pruned == (settled_generation, durable):
+            return None
+        self._pruned = (settled_generation, durable)
+
         # Until all live in it, some may still write files of an older generation.
-        present = self.generation if all_live(self.orders, reports) else None
-        return Prune(max(known), disk_before, living, present)
+        present = None
+        if all_live(self.orders, reports):
+            present = order.generation
+        disk_before = 0 if durable is None else durable[1]
+        return Prune(max(known), disk_before, frozenset(order.plan.workers), present)
 
     def is_stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
         """Return True if no worker trains or rebuilds, and some member's live state is gone.
 
         The state is then only where agents keep it.
         """
-        if not self.orders:
+        order = any_order(self.orders)
+        if order is None:
             return False
-        order = next(iter(self.orders.values()))
-        found = [reports.get(worker) for worker in order.plan.workers]
-        if any(report is not None and report.phase in MOVING for report in found):
-            return False
-        return any(report is None or report.live_generation != order.generation for report in found)
+        for worker in order.plan.workers:
+            if worker in reports and reports[worker].phase in MOVING:
+                return False
+        return not all_live(self.orders, reports)
 
     def only_copies(
         self, holdings: Iterable[Holding], leaving: Collection[str]
@@ -197,27 +239,34 @@ class AgentGc:
 
         Each shard is listed once, from one source.
         """
-        if not self.orders:
+        order = any_order(self.orders)
+        if order is None:
             return {}
-        order = next(iter(self.orders.values()))
+        known = []
+        for holding in holdings:
+            generation = holding.source.generation
+            if order.ancestry.contains(order.generation, generation, holding.step):
+                known.append(holding)
         shards = order.layout.shards
-        ancestry = order.ancestry
-        known = [
-            h for h in holdings if ancestry.contains(order.generation, h.source.generation, h.step)
-        ]
         step = restorable_step(shards, known)
+
         holders: dict[ShardId, list[Source]] = {}
         for holding in known:
-            for shard in holding.shards if holding.step == step else ():
-                holders.setdefault(shard, []).append(holding.source)
+            if holding.step == step:
+                for shard in holding.shards:
+                    holders.setdefault(shard, []).append(holding.source)
+
         parts: dict[Source, list[ShardId]] = {}
         for shard in sorted(shards & holders.keys()):
-            if all(source.node in leaving for source in holders[shard]):
-                first = min(holders[shard], key=lambda source: (source.kind != "memory", source))
+            sources = holders[shard]
+            if all(source.node in leaving for source in sources):
+                first = min(sources, key=_memory_first)
                 parts.setdefault(first, []).append(shard)
+
         found: dict[str, tuple[HeldPart, ...]] = {}
-        for source, of_source in sorted(parts.items()):
-            found[source.node] = (*found.get(source.node, ()), (source, tuple(of_source)))
+        for source, held in sorted(parts.items()):
+            before = found.get(source.node, ())
+            found[source.node] = (*before, (source, tuple(held)))
         return found
 
     def find_unneeded(
@@ -236,10 +285,24 @@ class AgentGc:
     ) -> bool:
         if now >= departing.until:
             return True
-        if not departing.refuses_copies or not self.orders:
+        order = any_order(self.orders)
+        if not departing.refuses_copies or order is None:
             return False
         newest = departing.newest_copy
-        if age is not None and age[0] >= departing.generation and (newest is None or age > newest):
+        # All that this node holds is older than what the workers have settled since.
+        is_newer = age is not None and (newest is None or age > newest)
+        if age is not None and is_newer and age[0] >= departing.generation:
             return True
-        start = next(iter(self.orders.values())).start_step
-        return durable is not None and durable[1] >= max(start, 0 if newest is None else newest[1])
+        if durable is None:
+            return False
+
+        # A restore goes back no further than to what this generation began with.
+        step = order.start_step
+        if newest is not None:
+            step = max(step, newest[1])
+        return durable[1] >= step
+
+
+def _memory_first(source: Source) -> tuple[bool, Source]:
+    """Return a key that sorts copies in memory before all others."""
+    return source.kind != "memory", source

@@ -47,37 +47,46 @@ class CheckpointCleaner:
         Returns the generations of all checkpoints that stay if older journal entries may go, else
         None.
         """
-        if self._retention.newest is None and self._retained == generation:
-            # what was left goes with the generation's first commit: nobody looks through all that
-            # is kept each time
+        keeps_all = self._retention.newest is None
+        if keeps_all and self._retained == generation:
+            # Left-overs go with the generation's first commit. A look through all that is kept
+            # would take longer with each commit.
             return None
         best = self._best_steps(scalars)
-        removal = apply_retention(self._storage, self._retention.newest, job=self._job, best=best)
+        newest = self._retention.newest
+        removal = apply_retention(self._storage, newest, job=self._job, best=best)
         self._log_kept(removal)
         if removal.unknown:
             return None
-        if self._retention.newest is None:  # the oldest checkpoint stays, and its journal entries
+        if keeps_all:
+            # The oldest checkpoint stays, and so do its journal entries.
             self._retained = generation
             return None
-        return [
-            open_checkpoint(self._storage, info.step).generation
-            for info in list_checkpoints(self._storage)
-        ]
+
+        generations = []
+        for info in list_checkpoints(self._storage):
+            checkpoint = open_checkpoint(self._storage, info.step)
+            generations.append(checkpoint.generation)
+        return generations
 
     def _best_steps(self, scalars: Mapping[str, Scalar]) -> frozenset[int]:
         """Return the steps of checkpoints that are kept for their evaluation loss."""
         if self._retention.best is None:
             return frozenset()
-        there = {info.step for info in list_checkpoints(self._storage)}
+        stored = {info.step for info in list_checkpoints(self._storage)}
         losses = losses_of(scalars)
-        known = {step: loss for step, loss in losses.items() if step in there}
+        known = {step: loss for step, loss in losses.items() if step in stored}
         return frozenset(best_steps(known, self._retention.best))
 
     def _log_kept(self, removal: Removal) -> None:
         """Log once why something old was not removed."""
-        reasons = {removal.unknown} if removal.unknown else {why for _, why in removal.kept}
+        if removal.unknown:
+            what = "No checkpoint is"
+            reasons = {removal.unknown}
+        else:
+            what = "Not everything old is"
+            reasons = {reason for _, reason in removal.kept}
         for reason in sorted(reasons - self._logged):
-            what = "No checkpoint is" if removal.unknown else "Not everything old is"
             logger.warning("%s removed from %s: %s", what, self._storage.uri, reason)
         self._logged |= reasons
 

@@ -52,10 +52,17 @@ Suspect = tuple[int, ShardId]
 
 def durable_suspects(reports: Iterable[WorkerReport | None]) -> set[Suspect]:
     """Return the shards that restores failed to get from durable storage, as workers report it."""
-    known = [report for report in reports if report is not None]
-    records = [record for report in known for record in (report.broken, report.restore)]
-    bad = [place for record in records if record is not None for place in record.bad]
-    return {(source.step, shard) for source, shard in bad if source.kind == "s3"}
+    suspects: set[Suspect] = set()
+    for report in reports:
+        if report is None:
+            continue
+        for record in (report.broken, report.restore):
+            if record is None:
+                continue
+            for source, shard in record.bad:
+                if source.kind == "s3":
+                    suspects.add((source.step, shard))
+    return suspects
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,11 @@ class Durable:
         self._model_files = facts.model_files
         self._cleaner = CheckpointCleaner(storage, facts.job, retention)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
-        self._claims = ThreadPoolExecutor(
-            1, thread_name_prefix="journal"
-        )  # a claim waits for no checkpoint
+        # A claim has its own thread, since it must not wait for a checkpoint.
+        self._claims = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self.lease = DriverLease(storage, lease_s)
-        self._journal, self._journal_lock = Journal(storage, self.lease.driver), threading.Lock()
+        self._journal = Journal(storage, self.lease.driver)
+        self._journal_lock = threading.Lock()
         self._keeper: LeaseKeeper | None = None
         self._lock = threading.Lock()
         self._state = CheckpointState()
@@ -176,9 +183,8 @@ class Durable:
     def _check_journal(self) -> None:
         with self._journal_lock:
             ancestry = self._journal.check()
-            with (
-                self._lock
-            ):  # within the other: a thread that comes late with what it read shows nothing old
+            # Under both locks: else a thread that is late would show an old ancestry.
+            with self._lock:
                 self._state = replace(self._state, ancestry=ancestry)
 
     def load_newest(self) -> CheckpointState:
@@ -206,11 +212,13 @@ class Durable:
         """
         newest = find_newest(self._storage, but=self._rejected, whole=True)
         if self._rejected and newest.info is None:
-            newest = replace(newest, damaged=(*newest.damaged, *self._rejected.values()))
+            damaged = (*newest.damaged, *self._rejected.values())
+            newest = replace(newest, damaged=damaged)
         require_some_intact(newest, self._storage)
         with self._lock:
             known = self._state.damaged
-            new = tuple(str(error) for error in newest.damaged if str(error) not in known)
+            errors = [str(error) for error in newest.damaged]
+            new = tuple(error for error in errors if error not in known)
             self._state = replace(self._state, damaged=known + new, unknown=newest.unknown)
         return newest
 
@@ -222,9 +230,10 @@ class Durable:
         manifest = self.state().manifest
         if manifest is None:
             return
-        asked = {shard for step, shard in suspects if step == manifest.step}
+        suspected = {shard for step, shard in suspects if step == manifest.step}
+        # Small ones first: one damaged shard is enough.
         wanted = sorted(
-            asked & manifest.shards,
+            suspected & manifest.shards,
             key=lambda shard: manifest.locations[shard][1].num_bytes,
         )
         try:
@@ -232,7 +241,9 @@ class Durable:
                 for _ in read_shards(self._storage, manifest, [shard]):
                     pass
         except CheckpointCorrupt as error:
-            self._check_journal()  # raises where another file system lies in the storage's place
+            # This raises if another file system lies in the storage's place: then nothing is
+            # damaged.
+            self._check_journal()
             self._rejected[manifest.step] = error
             with self._lock:
                 self._state = replace(
@@ -258,13 +269,16 @@ class Durable:
         with self._lock:
             self._retry = None
         wanted = _Commit(step, generation, layout, tuple(receipts))
-        self._pool.submit(self._guard, partial(self._commit, wanted), wanted)
+        work = partial(self._commit, wanted)
+        self._pool.submit(self._guard, work, wanted)
 
     def _retry_when_due(self) -> None:
         with self._lock:
-            due = self._retry if time.monotonic() >= self._retry_at and not self._closed else None
-            if due is not None:
-                self._retry = None
+            is_due = time.monotonic() >= self._retry_at and not self._closed
+            if not is_due:
+                return
+            due = self._retry
+            self._retry = None
         if due is not None:
             self._pool.submit(self._guard, partial(self._commit, due), due)
 
@@ -282,7 +296,7 @@ class Durable:
         if self._model_files is not None:
             self._scalars |= self._model_files.store(self._storage)
             self._model_files = None
-        scalars = {**self._scalars, "step": step}
+
         self._check_journal()
         ancestry = self.state().ancestry
         if not of_present_history(ancestry, generation, step):
@@ -292,19 +306,20 @@ class Durable:
                 generation,
             )
             return
+
+        scalars = {**self._scalars, "step": step}
+        facts = CheckpointFacts(scalars, self._facts.model_config, self._facts.job, generation)
         manifest = commit_checkpoint(
-            self._storage,
-            step,
-            wanted.layout,
-            wanted.receipts,
-            CheckpointFacts(scalars, self._facts.model_config, self._facts.job, generation),
-            ancestry=ancestry,
+            self._storage, step, wanted.layout, wanted.receipts, facts, ancestry=ancestry
         )
         self._adopt(manifest)
+
         kept = self._cleaner.retain(generation, self._scalars)
-        if kept is not None:  # journal entries older than the oldest checkpoint that stays
+        if kept is not None:
+            # Entries older than the oldest checkpoint that stays have no use any more.
             with self._journal_lock:
-                self._journal.forget_before(oldest_needed(kept, self.state().ancestry))
+                oldest = oldest_needed(kept, self.state().ancestry)
+                self._journal.forget_before(oldest)
 
     def _adopt(self, manifest: Manifest) -> None:
         with self._lock:
@@ -318,15 +333,13 @@ class Durable:
         """
         try:
             work()
-        except (Superseded, ConfigError) as error:  # neither passes by itself
+        except (Superseded, ConfigError) as error:
+            # Neither passes by itself: the driver ends.
             with self._lock:
                 self._state = replace(self._state, superseded=str(error))
         except Exception as error:
-            logger.warning(
-                "The checkpoint storage failed: %s",
-                error,
-                exc_info=not isinstance(error, RecoveryError),
-            )
+            is_unexpected = not isinstance(error, RecoveryError)
+            logger.warning("The checkpoint storage failed: %s", error, exc_info=is_unexpected)
             with self._lock:
                 self._state = replace(
                     self._state,

@@ -18,7 +18,8 @@ def losses_of(scalars: Mapping[str, Any]) -> dict[int, float]:
     text = scalars.get(EVALUATION_LOSSES)
     if not isinstance(text, str):
         return {}
-    return {int(step): float(loss) for step, loss in json.loads(text).items()}
+    document = json.loads(text)
+    return {int(step): float(loss) for step, loss in document.items()}
 
 
 def best_steps(losses: Mapping[int, float], number: int) -> list[int]:
@@ -31,9 +32,14 @@ def losses_text(losses: Mapping[int, float], every_steps: int, keep_best: int) -
 
     every_steps: steps between checkpoints. A loss that is not finite is never among the best.
     """
-    finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-    scored = {step: loss for step, loss in finite.items() if step and step % every_steps == 0}
-    kept = sorted({*best_steps(scored, keep_best), *sorted(scored)[-NEWEST:]})
+    scored = {}
+    for step, loss in losses.items():
+        has_checkpoint = step > 0 and step % every_steps == 0
+        if has_checkpoint and math.isfinite(loss):
+            scored[step] = loss
+    best = best_steps(scored, keep_best)
+    newest = sorted(scored)[-NEWEST:]
+    kept = sorted({*best, *newest})
     return json.dumps({str(step): scored[step] for step in kept})
 
 

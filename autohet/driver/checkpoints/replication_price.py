@@ -36,7 +36,10 @@ class RoundTraffic:
 
     def usd(self, zones: ZoneTable) -> float:
         """Return the price of one round in USD."""
-        return sum(zones.usd(num_bytes, *pair) for pair, num_bytes in self.bytes_by_zones.items())
+        prices = []
+        for pair, num_bytes in self.bytes_by_zones.items():
+            prices.append(zones.usd(num_bytes, *pair))
+        return sum(prices)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def traffic_of(
     slowest_s = 0.0
     for worker, mine in targets.items():
         pushed = 0
-        zone = zone_by_node.get(node_by_worker[worker], "")
+        node = node_by_worker[worker]
+        zone = zone_by_node.get(node, "")
         for target in mine:
             num_bytes = sum(layout.shard_bytes(shard) for shard in target.shards)
             pushed += num_bytes
@@ -87,7 +91,8 @@ def traffic_of(
             if are_apart(zone, other):
                 by_zones[zone_pair(zone, other)] += num_bytes
         total += pushed
-        slowest_s = max(slowest_s, pushed / bytes_per_s_by_worker[worker])
+        pushed_s = pushed / bytes_per_s_by_worker[worker]
+        slowest_s = max(slowest_s, pushed_s)
     return RoundTraffic(total, slowest_s, dict(by_zones))
 
 
@@ -106,25 +111,35 @@ def spacing_of(
     usd_per_hour: what copies to other zones may cost; None: FLEET_SHARE of the fleet's price.
     """
     usd = traffic.usd(zones)
-    fleet_usd = training.fleet_usd_per_hour
-    least_s = max(least_steps * training.step_s, traffic.seconds)
+    fleet_usd = training.fleet_usd_per_hour or 0.0
+
+    # Copies share the network with the gradients, which then take this much longer.
     slower = bandwidth_share / max(1.0 - bandwidth_share, 0.1)
     lost_s = traffic.seconds * training.sync_share * slower
+    least_s = max(least_steps * training.step_s, traffic.seconds)
+    is_slow = lost_s > NEGLIGIBLE * least_s
     worth_s = 0.0
-    if lost_s > NEGLIGIBLE * least_s or (usd and fleet_usd):
-        paid_s = usd / fleet_usd * 3600 if fleet_usd else 0.0
-        worth_s = math.sqrt(2 * (lost_s + paid_s) * training.change_s)
-    allowed = usd_per_hour
-    paid_s = 0.0
+    if is_slow or (usd and fleet_usd):
+        # A round's price in seconds of training that cost as much.
+        price_s = usd / fleet_usd * 3600 if fleet_usd else 0.0
+        worth_s = math.sqrt(2 * (lost_s + price_s) * training.change_s)
+
+    allowed_s = 0.0
     if usd:
-        allowed = FLEET_SHARE * (fleet_usd or 0.0) if usd_per_hour is None else usd_per_hour
-        if allowed <= 0:
+        allowed_usd = usd_per_hour
+        if allowed_usd is None:
+            allowed_usd = FLEET_SHARE * fleet_usd
+        if allowed_usd <= 0:
             return RoundSpacing(0, why=_refused(usd, usd_per_hour))
-        paid_s = usd / allowed * 3600
-    every = max(least_steps, math.ceil(max(worth_s, paid_s) / training.step_s - 1e-9))
+        allowed_s = usd / allowed_usd * 3600
+
+    # Rounding errors of the division cost no step.
+    steps = math.ceil(max(worth_s, allowed_s) / training.step_s - 1e-9)
+    every = max(least_steps, steps)
     between_s = max(every * training.step_s, traffic.seconds)
     hourly = usd * 3600 / between_s
-    return RoundSpacing(every, hourly, _spaced(every, least_steps, usd, paid_s > worth_s, hourly))
+    why = _spaced(every, least_steps, usd, allowed_s > worth_s, hourly)
+    return RoundSpacing(every, hourly, why)
 
 
 def _refused(usd: float, given: float | None) -> str:
@@ -138,10 +153,10 @@ def _refused(usd: float, given: float | None) -> str:
 def _spaced(every: int, least: int, usd: float, by_price: bool, hourly: float) -> str:
     if every <= least:
         return ""
-    price = f" (a round to another zone costs {usd:.2f} $, {hourly:.2f} $/h)" if usd else ""
-    reason = (
-        "checkpoint.replicate_usd_per_hour allows no more"
-        if by_price
-        else "more would cost more than the steps that they may save"
-    )
+    price = ""
+    if usd:
+        price = f" (a round to another zone costs {usd:.2f} $, {hourly:.2f} $/h)"
+    reason = "more would cost more than the steps that they may save"
+    if by_price:
+        reason = "checkpoint.replicate_usd_per_hour allows no more"
     return f"copies go to other nodes every {every} steps: {reason}{price}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo, NewestCheckpoint, find_newest
 from recovery.checkpoint.manifest import Manifest
+from recovery.state.layout import TensorSpec
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
@@ -81,7 +82,22 @@ def _check_same(
     if manifest.job != job.name:
         raise ConfigError(f"{found.uri} is of job '{manifest.job}', not of '{job.name}'; {remedy}")
     _check_adapter(job, found, manifest)
-    ours = tensor_specs(config)
+    _check_tensors(tensor_specs(config), found, manifest, remedy)
+
+    allowed = identity_changes(job, found.uri, manifest)
+    if allowed:
+        sentences = "; ".join(str(change) for change in allowed)
+        logger.info("Going on from %s although %s", found.uri, sentences)
+        sentence = schedule_change(job, found.step, allowed)
+        if sentence:
+            logger.warning("%s", sentence)
+    _check_updates(job, found, manifest)
+
+
+def _check_tensors(
+    ours: Mapping[str, TensorSpec], found: CheckpointInfo, manifest: Manifest, remedy: str
+) -> None:
+    """Raise ConfigError if the checkpoint's tensors are not ours, or are cut in another way."""
     theirs = manifest.specs
     for name in sorted(ours.keys() | theirs.keys()):
         mine = ours[name].shape if name in ours else "not there"
@@ -97,12 +113,6 @@ def _check_same(
                 f" units, not {ours[name].num_units}; autohet checkpoint export it and train from"
                 f" model.pretrained, or {remedy}"
             )
-    told = identity_changes(job, found.uri, manifest)
-    if told:
-        logger.info("Going on from %s although %s", found.uri, "; ".join(map(str, told)))
-        if sentence := schedule_change(job, found.step, told):
-            logger.warning("%s", sentence)
-    _check_updates(job, found, manifest)
 
 
 _SCHEDULE_FIELDS = (
@@ -125,15 +135,18 @@ def schedule_change(job: Job, step: int, told: Collection[KeyChange]) -> str | N
     changed = {change.key: change.then for change in told if change.key in SCHEDULE_KEYS}
     if not changed:
         return None
-    keys = {key.removeprefix("training."): value for key, value in changed.items()}
+    fields = {key.removeprefix("training."): value for key, value in changed.items()}
     try:
-        before = replace(job.training, **keys)
+        before = replace(job.training, **fields)
     except ConfigError:
+        # The old values do not fit the job's other ones, so that the old rate is unknown.
         return None
+
     was = learning_rate(before, step)
     now = learning_rate(job.training, step)
     if math.isclose(was, now, rel_tol=1e-9):
         return None
+
     names = ", ".join(sorted(changed))
     sentence = (
         f"The learning rate of step {step} is {now:.3g}, where it was {was:.3g} before {names}"
@@ -154,8 +167,10 @@ def _check_adapter(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
 
     This comes before the comparison of tensors, since another adapter changes the tensors.
     """
-    then = {key: value for key, value in manifest.scalars.items() if key.startswith(ADAPTER)}
-    check_changes(changes(then, job.identity()), job.checkpoint.allow_changes, found.uri)
+    scalars = manifest.scalars
+    then = {key: value for key, value in scalars.items() if key.startswith(ADAPTER)}
+    differences = changes(then, job.identity())
+    check_changes(differences, job.checkpoint.allow_changes, found.uri)
 
 
 def skipped_from(manifest: Manifest) -> int | None:
@@ -178,10 +193,12 @@ def _check_updates(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
     limit = job.training.max_skipped_steps
     if first is None or job.training.steps is None or found.step < job.training.steps:
         return
-    if first == 0 or (limit is not None and found.step - first >= limit):
+    num_skipped = found.step - first
+    is_too_many = limit is not None and num_skipped >= limit
+    if first == 0 or is_too_many:
         raise ConfigError(
             f"{found.uri} is at step {found.step} of {job.training.steps}, but its last"
-            f" {found.step - first} steps changed no weights (the events of kind 'skipped' in"
+            f" {num_skipped} steps changed no weights (the events of kind 'skipped' in"
             " runs/ name the causes); repair the cause and name another checkpoint.storage, or"
             " raise training.steps to go on"
         )
@@ -197,9 +214,10 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
     then = with_implied(manifest.scalars)
     then.setdefault("training.seed", then.get("seed", job.training.seed))
     then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
-    weights = (
-        None if model.pretrained is None else weights_identity(model.pretrained, model.revision)
-    )
+    weights = None
+    if model.pretrained is not None:
+        weights = weights_identity(model.pretrained, model.revision)
+
     document = saved_document(model)
     kind = str(document["model_type"])
     keys = used_keys(kind) or frozenset()
@@ -208,6 +226,7 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         then.pop(DROPOUT, None)
     elif not then.get(DROPOUT):
         keys -= dropouts  # they had no effect
+
     found = config_changes(manifest.model_config, document, keys)
     found += changes(then, job.identity(weights))
     return check_changes(found, job.checkpoint.allow_changes, uri)

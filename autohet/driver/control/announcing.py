@@ -17,9 +17,11 @@ def forget_gone(memory: JobMemory, nodes: Collection[str], seen: Observation) ->
     They are forgotten here, so that no departure event names them again.
     """
     announced = memory.nodes.announced
-    gone = sorted(announced.keys() & {*nodes} - seen.nodes.keys())
-    for name in gone:
-        del announced[name]
+    gone = []
+    for name in sorted({*nodes}):
+        if name in announced and name not in seen.nodes:
+            del announced[name]
+            gone.append(name)
     return gone
 
 
@@ -36,8 +38,12 @@ def log_death(memory: JobMemory, trouble: policy.FleetEvent, seen: Observation) 
         reason=trouble.reason,
         gone=forget_gone(memory, trouble.nodes, seen),
     )
-    yield Dismiss(tuple(worker for worker in trouble.workers if worker in seen.losses))
-    memory.nodes.logged_dead.update(w for w in trouble.workers if is_dead(w, seen))
+    lost = [worker for worker in trouble.workers if worker in seen.losses]
+    yield Dismiss(tuple(lost))
+    # A worker that has only failed lives on: its death is still to be logged when it comes.
+    for worker in trouble.workers:
+        if is_dead(worker, seen):
+            memory.nodes.logged_dead.add(worker)
 
 
 def is_dead(worker: str, seen: Observation) -> bool:

@@ -71,8 +71,11 @@ def _stop_again(
     change = state.change
     change.attempts += 1
     change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
-    memory.members = tuple(dict.fromkeys((*memory.members, *state.participants)))
-    yield Interrupt(policy.survivors(seen, memory.members), memory.generation)
+    # Some may have state of the generation before, and some of this one already.
+    new = [worker for worker in state.participants if worker not in memory.members]
+    memory.members = (*memory.members, *new)
+    survivors = policy.survivors(seen, memory.members)
+    yield Interrupt(survivors, memory.generation)
     deadline = seen.now + memory.timeouts.quiesce_s
     return Quiescing(change, deadline, interrupted=True, broken=state.participants)
 
@@ -106,7 +109,9 @@ def _begin_training(
     memory.plans.append((state.generation, proposal.plan, proposal.predicted_step_s))
     memory.orders.confirm()
     yield from memory.ledger.begin_generation(state.generation, change)
+
     missing = yield from _missing_losses(memory, change)
+    restored = {worker: _restored(record) for worker, record in change.restores.items()}
     yield event(
         "restore",
         memory.generation,
@@ -114,7 +119,7 @@ def _begin_training(
         bytes_by_tier=change.bytes_by_tier(),
         steps_lost=change.steps_lost,
         **missing,
-        workers_restored={w: _restored(record) for w, record in change.restores.items()},
+        workers_restored=restored,
         cause=change.cause,
     )
     return Training(state.generation, seen.now)
@@ -138,9 +143,10 @@ def _missing_losses(memory: JobMemory, change: Change) -> Deciding[dict[str, Any
     A driver that is killed leaves such steps.
     """
     missing = memory.ledger.told.missing(change.restore_step or 0)
-    if len(memory.plans) > 1 or not missing:
+    is_first_generation = len(memory.plans) == 1
+    if not is_first_generation or not missing:
         return {}
-    steps = ", ".join(map(str, missing))
+    steps = ", ".join(str(step) for step in missing)
     yield Remark(
         f"Steps without a loss in the events: {steps}. The driver was killed before it told of"
         " them.",

@@ -23,9 +23,10 @@ def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State
     standing = [report for report in seen.reports_of(members) if report.phase in STANDING_PHASES]
     if state.step is None and len(standing) == len(members):
         state.step = standing[0].step
-    if state.step is not None and seen.checkpoint.step == state.step:
-        if state.then_wait:
-            return Waiting(state.then_wait, seen.now, memory.postponed)
+    is_durable = state.step is not None and seen.checkpoint.step == state.step
+    if is_durable and state.then_wait:
+        return Waiting(state.then_wait, seen.now, memory.postponed)
+    if is_durable:
         may_pass = memory.end.may_pass
         return (yield from finish(memory, state.reason, ok=state.ok, may_pass=may_pass))
 
@@ -41,6 +42,8 @@ def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State
         sentence = f"Deciding to wait although {why}, since {state.then_wait}"
         yield event("decision", memory.generation, sentence)
         return Waiting(state.then_wait, seen.now, memory.postponed)
+
+    # A user who has stopped the job does not want it started again.
     asked_to_stop = seen.stop_reason is not None and memory.end.failed_ticks is None
     reason = f"{state.reason}; {why}"
     return (yield from finish(memory, reason, ok=False, may_pass=not asked_to_stop))
@@ -51,14 +54,19 @@ def _find_error(step: int | None, memory: JobMemory, seen: Observation) -> tuple
     if step is None:
         return None, False
     age = (memory.generation, step)
+    # The driver's part of the checkpoint: the commit.
     found = seen.checkpoint
     if (found.error_generation, found.error_step) == age:
         return found.error, found.is_retried
-    error = memory.ledger.checkpoints.errors.get(age)
-    failing = memory.ledger.checkpoints.failing
-    if error is None and failing is not None and failing.age == age:
+
+    # A worker's part: what is not tried again comes first.
+    checkpoints = memory.ledger.checkpoints
+    if age in checkpoints.errors:
+        return checkpoints.errors[age], False
+    failing = checkpoints.failing
+    if failing is not None and failing.age == age:
         return failing.reason, failing.is_retried
-    return error, False
+    return None, False
 
 
 def save(state: Saving, memory: JobMemory, seen: Observation) -> Deciding[State]:
@@ -72,8 +80,10 @@ def save(state: Saving, memory: JobMemory, seen: Observation) -> Deciding[State]
         found = seen.checkpoint
         if found.step == step:
             return (yield from fail(memory, state.reason, may_pass=True))
-        if found.error and found.error_step == step and not found.is_retried:
+        is_final = found.error_step == step and not found.is_retried
+        if found.error and is_final:
             return (yield from fail_unsaved(memory, state.reason, found.error))
+
     if seen.now > state.deadline:
         return (yield from fail_unsaved(memory, state.reason, "it was not finished in time"))
     return state

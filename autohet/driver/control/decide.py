@@ -24,7 +24,7 @@ from autohet.driver.control.announcing import forget_gone, is_dead, log_new_deat
 from autohet.driver.control.effects import Deciding, Decision, Effects, Supersede, event
 from autohet.driver.control.ending import fail, fail_unsaved
 from autohet.driver.control.memory import JobMemory
-from autohet.driver.control.observation import Observation
+from autohet.driver.control.observation import Failures, Observation
 from autohet.driver.control.states import (
     Building,
     Closing,
@@ -180,12 +180,16 @@ def _judge_unfit(memory: JobMemory, seen: Observation) -> Deciding[State | None]
 
 def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> dict[str, str]:
     """Return the unfit workers for which the job has to fail, and why they are unfit."""
+    has_trained = bool(memory.plans)
     alive = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
-    if alive and not memory.plans:
+    if alive and not has_trained:
         return alive
+
     nodes = seen.nodes_with(unfit)
     no_other_node = nodes >= seen.nodes.keys()
-    return unfit if nodes and no_other_node else {}
+    if unfit and no_other_node:
+        return unfit
+    return {}
 
 
 def _apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
@@ -193,14 +197,19 @@ def _apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Obse
 
     Returns the observation with the stop that was decided on because of them.
     """
-    if seen.failures is not None and not isinstance(memory.state, Ended):
-        yield from _answer_failures(memory, seen.failures.cause, seen.failures.in_a_row, seen.now)
+    failures = seen.failures
+    if failures is not None and not isinstance(memory.state, Ended):
+        yield from _answer_failures(memory, failures, seen.now)
     if memory.end.failed_ticks is None:
         return seen
-    return replace(seen, stop_reason=seen.stop_reason or memory.end.failed_ticks)
+    stop_reason = seen.stop_reason or memory.end.failed_ticks
+    return replace(seen, stop_reason=stop_reason)
 
 
-def _answer_failures(memory: JobMemory, cause: str, in_a_row: int, now: float) -> Effects:
+def _answer_failures(memory: JobMemory, failures: Failures, now: float) -> Effects:
+    """Log what is done about failed ticks, and do it."""
+    cause = failures.cause
+    in_a_row = failures.in_a_row
     answer = policy.answer_failures(
         in_a_row,
         stopping=memory.end.failed_ticks is not None,
@@ -216,6 +225,7 @@ def _answer_failures(memory: JobMemory, cause: str, in_a_row: int, now: float) -
         drop_search(memory.state)
         deadline = now + memory.timeouts.step_s + memory.timeouts.checkpoint_s
         memory.state = Saving(cause, deadline)
+        # One of the pending actions may be what makes every tick fail: they are dropped.
         yield Supersede(RequestStop(memory.members, checkpoint=True))
     elif answer is policy.FailureAnswer.GIVE_UP:
         memory.state = yield from fail_unsaved(memory, cause, "ticks go on failing")
@@ -232,10 +242,13 @@ def _hide_replaced_nodes(memory: JobMemory, seen: Observation) -> Observation:
     for their time.
     """
     known = memory.nodes
-    remaining = known.present & seen.nodes.keys()
-    replaced = {name for name in remaining if known.joined[name] != seen.nodes[name].joined_at}
+    replaced = set()
+    for name, view in seen.nodes.items():
+        if name in known.present and known.joined[name] != view.joined_at:
+            replaced.add(name)
     if replaced:
         seen = seen.without_nodes(replaced)
+
     known.present = frozenset(seen.nodes)
     for name, view in seen.nodes.items():
         known.joined[name] = view.joined_at
@@ -249,10 +262,12 @@ def _hide_replaced_nodes(memory: JobMemory, seen: Observation) -> Observation:
 def announce(memory: JobMemory, seen: Observation) -> Effects:
     """Log each notice and each new node once; forget what is gone."""
     known = memory.nodes
-    remembered = known.announced.keys() | known.notices.keys() | memory.speeds.slowdowns.keys()
+    slowdowns = memory.speeds.slowdowns
+    remembered = known.announced.keys() | known.notices.keys() | slowdowns.keys()
     gone = remembered - seen.nodes.keys()
     # First of all, since what is forgotten next explains why a node went.
-    yield from _log_idle_deaths(memory, known.announced.keys() - seen.nodes.keys(), seen)
+    announced = known.announced.keys() - seen.nodes.keys()
+    yield from _log_idle_deaths(memory, announced, seen)
     _forget_nodes(memory, gone, seen)
     yield from _announce_notices(memory, seen)
     yield from _announce_risks(memory, seen)
@@ -355,7 +370,8 @@ def _announce_risks(memory: JobMemory, seen: Observation) -> Effects:
 def _announce_departures(memory: JobMemory, seen: Observation) -> Effects:
     """Log the departure of each announced node that is gone without a death event."""
     announced = memory.nodes.announced
-    for name in sorted(announced.keys() - seen.nodes.keys()):
+    gone = announced.keys() - seen.nodes.keys()
+    for name in sorted(gone):
         del announced[name]
         yield event("departure", memory.generation, node=name, reason=f"{name} is gone")
 
@@ -369,7 +385,8 @@ def _log_idle_deaths(memory: JobMemory, gone: Collection[str], seen: Observation
     if isinstance(memory.state, Building):
         busy |= seen.nodes_with(memory.state.participants)
     idle = set(gone) - busy
-    for name in sorted(idle - memory.nodes.notices.keys() - memory.nodes.released):
+    explained = memory.nodes.notices.keys() | memory.nodes.released
+    for name in sorted(idle - explained):
         reasons = set()
         for worker, loss in seen.losses.items():
             if seen.node_of(worker) == name:

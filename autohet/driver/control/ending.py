@@ -55,8 +55,10 @@ def stop_with_checkpoint(
 
     then_wait: reason to wait for more nodes after that; None: the job ends.
     """
-    yield RequestStop(policy.survivors(seen, memory.members), checkpoint=True)
-    deadline = seen.now + memory.timeouts.step_s + memory.timeouts.checkpoint_s
+    survivors = policy.survivors(seen, memory.members)
+    yield RequestStop(survivors, checkpoint=True)
+    limits = memory.timeouts
+    deadline = seen.now + limits.step_s + limits.checkpoint_s
     return Closing(reason, ok=False, deadline=deadline, then_wait=then_wait)
 
 
@@ -102,7 +104,8 @@ def _leave_out(
     if answer.proposal is None:
         return None
 
-    memory.nodes.left_out_until.update(dict.fromkeys(nodes, seen.now + LEFT_OUT_S))
+    for name in nodes:
+        memory.nodes.left_out_until[name] = seen.now + LEFT_OUT_S
     names = ", ".join(sorted(nodes))
     sentence = f"Deciding to leave out {names} for {LEFT_OUT_S / 60:.0f} minutes, since {reason}"
     yield event("decision", memory.generation, sentence)
@@ -116,8 +119,11 @@ def _give_up(memory: JobMemory, reason: str) -> Deciding[Ended | None]:
     """
     newest = memory.ledger.committed_steps
     safe = memory.ledger.checkpoints.step
-    if newest <= (safe or 0):
-        return (yield from fail(memory, memory.end.reason or reason, may_pass=True))
+    is_durable = newest <= (safe or 0)
+    if is_durable:
+        first_reason = memory.end.reason or reason
+        return (yield from fail(memory, first_reason, may_pass=True))
+
     if memory.end.reason is None:
         memory.end.reason = reason
         memory.end.may_pass = True

@@ -62,16 +62,22 @@ class NodeView:
 
     @property
     def preparing(self) -> bool:
-        return self.data is not None and not self.data.ready and self.data.error is None
+        """True while the agent prepares the node's data."""
+        if self.data is None:
+            return False
+        return not self.data.ready and self.data.error is None
 
     @property
     def may_work(self) -> bool:
         """True if the agent is up and the node's data is ready."""
-        return self.endpoint is not None and (self.data is None or self.data.ready)
+        has_data = self.data is None or self.data.ready
+        return self.endpoint is not None and has_data
 
     @property
     def workers(self) -> tuple[str, ...]:
-        return tuple(f"{self.node.name}/{index}" for index in range(self.node.node_type.num_gpus))
+        """Names of the workers of its GPUs."""
+        indices = range(self.node_type.num_gpus)
+        return tuple(f"{self.node.name}/{index}" for index in indices)
 
 
 @dataclass(frozen=True)

@@ -131,10 +131,13 @@ def fleet_of(
 
 def workers_to_hire(observation: Observation) -> tuple[str, ...]:
     """Return the GPUs of living, staying nodes that have no process yet, or no more."""
-    found: list[str] = []
+    found = []
     for name, view in sorted(observation.nodes.items()):
-        if view.may_work and name not in observation.notices:
-            found += [worker for worker in view.workers if _may_start(observation, worker)]
+        if not view.may_work or name in observation.notices:
+            continue
+        for worker in view.workers:
+            if _may_start(observation, worker):
+                found.append(worker)
     return tuple(found)
 
 
@@ -177,13 +180,18 @@ def find_unfit(observation: Observation) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for worker, report in observation.reports.items():
-        if report.unfit and observation.node_of(worker) in observation.nodes:
+        node = observation.node_of(worker)
+        if report.unfit and node in observation.nodes:
             found[worker] = report.error or "it does not say why"
+
     for view in observation.nodes.values():
         if view.data is not None and view.data.error is not None:
-            found |= dict.fromkeys(view.workers, view.data.error)
+            for worker in view.workers:
+                found[worker] = view.data.error
+
     for worker, loss in observation.losses.items():
-        if loss.for_good and observation.node_of(worker) in observation.nodes:
+        node = observation.node_of(worker)
+        if loss.for_good and node in observation.nodes:
             found[worker] = loss.reason
     return found
 
@@ -223,7 +231,8 @@ def survivors(observation: Observation, members: Collection[str]) -> tuple[str, 
     """
     found = []
     for worker in members:
-        if observation.answers(worker) and observation.node_of(worker) in observation.nodes:
+        node = observation.node_of(worker)
+        if observation.answers(worker) and node in observation.nodes:
             found.append(worker)
     return tuple(found)
 
@@ -413,7 +422,8 @@ def find_slow(
     profile that is wrong for the whole fleet makes no worker slow.
     """
     shares = _shares_of_plan(measured_s, planned_s)
-    if ratio == 0 or len(shares) < 2 or len(shares) < len(planned_s):
+    is_known_of_all = len(shares) >= 2 and len(shares) >= len(planned_s)
+    if ratio == 0 or not is_known_of_all:
         return {}
 
     typical = median_low(median(steps) for steps in shares.values())
@@ -421,7 +431,8 @@ def find_slow(
     for worker, steps in shares.items():
         node = node_of(worker)
         known = slowdowns.get(node, 1.0)
-        new = round(known * median(steps) / typical, 2)
+        slowdown = known * median(steps) / typical
+        new = round(slowdown, 2)
         if min(steps) >= ratio * typical:
             # A node is as slow as its slowest worker.
             found[node] = max(found.get(node, 1.0), new)
@@ -455,13 +466,14 @@ def find_rates(
     of the median over their steps, and most of its workers must be off in every step, so that
     neither odd steps nor a few slow nodes move it. Factors stay within MOST_RATE_FACTOR.
     """
-    if len(measured_s) < len(planned_s) or len(set(gpu_types.values())) < 2:
+    all_types = sorted(set(gpu_types.values()))
+    if len(measured_s) < len(planned_s) or len(all_types) < 2:
         return {}
 
     shares = _shares_of_plan(measured_s, planned_s)
     typical = median_low(median(steps) for steps in shares.values())
     found = {}
-    for gpu_type in sorted(set(gpu_types.values())):
+    for gpu_type in all_types:
         own = []
         for worker in sorted(shares):
             if gpu_types[worker] == gpu_type:

@@ -25,7 +25,9 @@ def interrupt_after_death(
     """Log the death of members, and interrupt the others."""
     yield from log_death(memory, trouble, seen)
     change = begin_change(memory, trouble, seen)
-    yield Interrupt(policy.survivors(seen, memory.members), memory.generation)
+    # Those that wait for the dead in a collective would wait until its own, longer, time limit.
+    survivors = policy.survivors(seen, memory.members)
+    yield Interrupt(survivors, memory.generation)
     deadline = seen.now + memory.timeouts.quiesce_s
     return Quiescing(change, deadline, interrupted=True, broken=memory.members)
 
@@ -89,8 +91,10 @@ def _escalate_or_wait(
 
 def _end_late(memory: JobMemory, late: list[str], why: str, seen: Observation) -> Effects:
     """End workers that are late: they count as dead."""
-    yield from log_death(memory, policy.FleetEvent("death", (), tuple(late), seen.now, why), seen)
-    yield Dismiss(tuple(late))
+    workers = tuple(late)
+    death = policy.FleetEvent("death", (), workers, seen.now, why)
+    yield from log_death(memory, death, seen)
+    yield Dismiss(workers)
 
 
 def _roll_forward(
@@ -105,9 +109,11 @@ def _roll_forward(
     vote = memory.ledger.newest_vote(memory.generation)
     if vote is None:
         return False
-    behind = policy.find_behind(seen, alive, memory.generation, vote[0])
+    step_of_vote, _ = vote
+    behind = policy.find_behind(seen, alive, memory.generation, step_of_vote)
     if not behind:
         return False
+
     new = [worker for worker in behind if worker not in state.rolling]
     if new:
         state.rolling |= frozenset(new)
@@ -115,7 +121,7 @@ def _roll_forward(
         yield RollForward(tuple(new), memory.generation, vote)
     elif state.roll_deadline is not None and seen.now > state.roll_deadline:
         names = ", ".join(behind)
-        why = f"{names} did not apply step {vote[0]} in time, which others have committed"
+        why = f"{names} did not apply step {step_of_vote} in time, which others have committed"
         yield from _end_late(memory, behind, why, seen)
     return True
 
@@ -136,14 +142,17 @@ def _is_cause_unknown(state: Quiescing, memory: JobMemory, seen: Observation) ->
 
 
 def _replan(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Adopt the plan that was made before the stop, if it still holds; else ask for one."""
     change = state.change
     proposal = state.proposal
     if state.broken:
         seen, ended = yield from judge_failure(memory, state.broken, seen)
         if ended is not None:
             return ended
+
     if proposal is None or _is_overtaken(proposal, seen):
-        proposal, why = ask_for_plan(memory, seen, policy.usable_nodes(seen), change)
+        usable = policy.usable_nodes(seen)
+        proposal, why = ask_for_plan(memory, seen, usable, change)
         if proposal is None:
             return Waiting(why, seen.now, change)
         yield plan_decision(memory, proposal, change.reason)

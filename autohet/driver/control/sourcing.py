@@ -32,11 +32,11 @@ def adopt(
     """Take over a plan, now that all workers stand, and look for the state at once."""
     change.plan_after = proposal.plan
     change.predicted_step_s = proposal.predicted_step_s
-    limits = memory.job.elastic.timeouts(proposal.predicted_step_s)
-    if not memory.plans or limits != memory.timeouts:
-        yield Remark(
-            f"Time limits under a predicted step of {proposal.predicted_step_s:.2f} s: {limits}"
-        )
+    step_s = proposal.predicted_step_s
+    limits = memory.job.elastic.timeouts(step_s)
+    is_first_plan = not memory.plans
+    if is_first_plan or limits != memory.timeouts:
+        yield Remark(f"Time limits under a predicted step of {step_s:.2f} s: {limits}")
     memory.timeouts = limits
     state = Sourcing(change, proposal, seen.now + limits.quiesce_s)
     return (yield from step(state, memory, seen))
@@ -50,7 +50,9 @@ def step(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[Stat
         state.asked = True
         yield RequestInventories()
         return state
-    if needs_more and seen.inventories is None and seen.now < state.deadline:
+    # After the deadline the state is looked for in what is known.
+    is_unanswered = seen.inventories is None and seen.now < state.deadline
+    if needs_more and is_unanswered:
         return state
 
     participants = plan.workers if state.book is None else tuple(state.book.orders)
@@ -132,7 +134,8 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
     """
     proposal = state.proposal
     fleet = proposal.cost.fleet
-    host_memory = proposal.cost.memory_of.host_memory(proposal.plan, memory.planning.inputs.kept)
+    kept = memory.planning.inputs.kept
+    host_memory = proposal.cost.memory_of.host_memory(proposal.plan, kept)
     lacks = sentences(host_memory)
     yield from _warn_of_new(lacks, memory.warnings.host_memory)
     memory.warnings.host_memory = lacks
@@ -145,6 +148,7 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
     yield from _warn_of_new(copies, memory.warnings.copies)
     memory.warnings.copies = copies
 
+    zones = [node.node_type.zone for node in fleet.nodes]
     transfers = []
     for transfer in proposal.prediction.transfers:
         transfers.append(transfer.to_document(proposal.predicted_step_s))
@@ -161,7 +165,7 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
         usd_per_hour=fleet.usd_per_hour(),
         horizon_s=round(memory.planning.horizon_s, 1),
         move_s=round(memory.planning.move_s, 2),
-        zones=list(known_zones([node.node_type.zone for node in fleet.nodes])),
+        zones=list(known_zones(zones)),
         lacks_host_memory=lacks,
         transfers=transfers,
         replication=replication,

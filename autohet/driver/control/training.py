@@ -116,7 +116,8 @@ def _release_idle_leavers(memory: JobMemory, seen: Observation) -> Effects:
         if name in used or name in memory.nodes.released or name not in seen.nodes:
             continue
         workers = seen.nodes[name].workers
-        yield Dismiss(tuple(worker for worker in workers if worker in seen.reports))
+        reporting = [worker for worker in workers if worker in seen.reports]
+        yield Dismiss(tuple(reporting))
         yield from release_leaver(memory, name, seen)
 
 
@@ -200,7 +201,8 @@ def _move(
     memory: JobMemory, change: Change, proposal: PlanProposal, seen: Observation
 ) -> Deciding[State]:
     """Stop all survivors after the current step, to continue under this plan."""
-    yield RequestStop(policy.survivors(seen, memory.members), checkpoint=False)
+    survivors = policy.survivors(seen, memory.members)
+    yield RequestStop(survivors, checkpoint=False)
     deadline = seen.now + memory.timeouts.step_s
     return Quiescing(change, deadline, interrupted=False, proposal=proposal)
 
@@ -210,7 +212,8 @@ def _move(
 
 
 def _find_arrivals(state: Training, memory: JobMemory, seen: Observation) -> tuple[str, ...]:
-    gathering_s = gather_s(memory.ledger.changes, memory.job.elastic.arrivals_debounce_s)
+    debounce_s = memory.job.elastic.arrivals_debounce_s
+    gathering_s = gather_s(memory.ledger.changes, debounce_s)
     start_s = memory.timeouts.worker_start_s
     return policy.find_arrivals(seen, memory.planned_nodes, state.declined, gathering_s, start_s)
 
@@ -218,8 +221,10 @@ def _find_arrivals(state: Training, memory: JobMemory, seen: Observation) -> tup
 def _on_arrival(
     state: Training, memory: JobMemory, arrived: tuple[str, ...], seen: Observation
 ) -> Deciding[State]:
+    # Each is considered once, whatever the answer.
     state.declined = state.declined | frozenset(arrived)
-    trouble = policy.FleetEvent("arrival", arrived, (), seen.now, f"{', '.join(arrived)} joined")
+    reason = f"{', '.join(arrived)} joined"
+    trouble = policy.FleetEvent("arrival", arrived, (), seen.now, reason)
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
@@ -300,12 +305,11 @@ def _on_slow(
         else:
             memory.speeds.slowdowns.pop(name, None)
     memory.ledger.paces.forget()
-    reason = ", ".join(_speed_sentence(name, slowed[name]) for name in sorted(slowed))
+    sentences = [_speed_sentence(name, factor) for name, factor in sorted(slowed.items())]
+    reason = ", ".join(sentences)
     nodes = tuple(sorted(slowed))
     trouble = policy.FleetEvent("slow", nodes, (), seen.now, reason)
-    yield event(
-        "slow", memory.generation, nodes=list(nodes), slowdowns=slowed, reason=trouble.reason
-    )
+    yield event("slow", memory.generation, nodes=list(nodes), slowdowns=slowed, reason=reason)
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
@@ -325,9 +329,11 @@ def _reconsider_repair(state: Training, memory: JobMemory, seen: Observation) ->
     The repair was the best one while all workers stood.
     """
     is_searched = memory.proposal is None or memory.proposal.searched
-    if is_searched or memory.ledger.open_change is not None:
+    has_taken_no_step = memory.ledger.open_change is not None
+    if is_searched or has_taken_no_step:
         return state
-    trouble = policy.FleetEvent("search", (), (), seen.now, "the plan so far is only a repair")
+    reason = "the plan so far is only a repair"
+    trouble = policy.FleetEvent("search", (), (), seen.now, reason)
     return (yield from _reconsider(state, memory, trouble, seen))
 
 

@@ -30,7 +30,8 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
         # The data takes the time that it takes: the patience is for a fleet that does not come.
         state.since = seen.now
 
-    newest_at = max((view.joined_at for view in seen.nodes.values()), default=seen.now)
+    joined_at = [view.joined_at for view in seen.nodes.values()]
+    newest_at = max(joined_at, default=seen.now)
     is_quiet = seen.now - newest_at >= elastic.arrivals_debounce_s
     is_settled = is_quiet and not starting and not preparing
     is_late = seen.now - state.since > memory.timeouts.worker_start_s
@@ -60,8 +61,10 @@ def _save_at_rest(
     for the survivors.
     """
     safe = memory.ledger.checkpoints.step or 0
-    if memory.end.reason is not None or memory.ledger.committed_steps <= safe:
+    is_durable = memory.ledger.committed_steps <= safe
+    if is_durable or memory.end.reason is not None:
         return None
+
     memory.end.reason = reason
     saving = Waiting(state.reason, state.since, state.change)
     usable = policy.usable_nodes(seen)
@@ -80,13 +83,16 @@ def _plan_from_rest(
     state.tried = policy.fleet_of(seen, usable, 0).nodes
     change = state.change
     if change is None:
-        change = Change("start", (), seen.now, seen.now, memory.ledger.steps_run, None)
+        steps_run = memory.ledger.steps_run
+        change = Change("start", (), seen.now, seen.now, steps_run, None)
+
     fleet = build_fleet(memory, seen, usable)
     answer = memory.planning.ask(fleet, None, redundant=redundant)
     if answer.proposal is None:
         state.reason = answer.why_not
         state.announced = False
         return state
+
     change.stood_at = change.stood_at or seen.now
     change.reason = change.reason or "the fleet is ready"
     return (yield from adopt(change, answer.proposal, memory, seen))
@@ -104,7 +110,8 @@ def _announce_wait(
     settle_s = memory.job.elastic.arrivals_debounce_s
     has_changed = state.reason != state.said and seen.now - state.said_at >= settle_s
     is_new = not state.announced or (short and has_changed)
-    is_due = late or state.change is not None or (short and seen.now - state.since >= settle_s)
+    has_waited = short and seen.now - state.since >= settle_s
+    is_due = late or state.change is not None or has_waited
     if is_new and is_due:
         state.announced = True
         state.said = state.reason

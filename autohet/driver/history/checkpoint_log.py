@@ -53,10 +53,11 @@ class EndedTransfers:
         self._now = seen.now
         for report in seen.reports.values():
             for transfer in report.transfers:
-                self._add(
-                    transfer,
-                    node_of(transfer.source) if transfer.tier == "peer" else transfer.source,
-                )
+                source = transfer.source
+                if transfer.tier == "peer":
+                    # A node's agent makes the copies of all its workers.
+                    source = node_of(source)
+                self._add(transfer, source)
         for transfer in seen.transfers:
             self._add(transfer, transfer.source)
 
@@ -64,27 +65,27 @@ class EndedTransfers:
         ended_at = self._now - transfer.ended_ago_s
         began_at = ended_at - transfer.seconds
         key = (transfer.tier, source, transfer.generation, transfer.step)
-        span = self._spans.setdefault(key, _Span(began_at, ended_at))
-        span.began_at, span.ended_at = min(span.began_at, began_at), max(span.ended_at, ended_at)
+        new = _Span(began_at, ended_at)
+        span = self._spans.setdefault(key, new)
+        span.began_at = min(span.began_at, began_at)
+        span.ended_at = max(span.ended_at, ended_at)
         span.num_bytes += transfer.num_bytes
 
-    def told(self) -> list[dict[str, Any]]:
+    def flush(self) -> list[dict[str, Any]]:
         """Return the spans for an event that is written now, and forget them."""
-        spans = self._spans
+        documents: list[dict[str, Any]] = []
+        for (tier, source, _, step), span in self._spans.items():
+            document = {
+                "tier": tier,
+                "source": source,
+                "step": step,
+                "bytes": span.num_bytes,
+                "seconds": round(span.ended_at - span.began_at, 4),
+                "ended_ago_s": round(self._now - span.ended_at, 4),
+            }
+            documents.append(document)
         self._spans = {}
-        told: list[dict[str, Any]] = []
-        for (tier, source, _, step), span in spans.items():
-            told.append(
-                {
-                    "tier": tier,
-                    "source": source,
-                    "step": step,
-                    "bytes": span.num_bytes,
-                    "seconds": round(span.ended_at - span.began_at, 4),
-                    "ended_ago_s": round(self._now - span.ended_at, 4),
-                }
-            )
-        return told
+        return documents
 
 
 class CheckpointLog:
@@ -146,8 +147,9 @@ class CheckpointLog:
 
         Called with each snapshot and checkpoint, and at the run's end.
         """
-        if told := self._transfers.told():
-            yield event("transfers", generation, transfers=told)
+        transfers = self._transfers.flush()
+        if transfers:
+            yield event("transfers", generation, transfers=transfers)
 
     def _take_snapshots(
         self, seen: Observation, orders: Mapping[str, GenerationOrder]
@@ -182,10 +184,10 @@ class CheckpointLog:
     def _take_checkpoint_errors(self, seen: Observation) -> Effects:
         """Note a failure of the driver's part of a checkpoint: the commit."""
         found = seen.checkpoint
-        if found.error and found.error_step is not None and found.error_generation is not None:
-            yield from self._note_failing(
-                found.error_generation, found.error_step, found.error, retried=found.is_retried
-            )
+        generation = found.error_generation
+        step = found.error_step
+        if found.error and step is not None and generation is not None:
+            yield from self._note_failing(generation, step, found.error, retried=found.is_retried)
 
     def _take_damaged(self, seen: Observation, generation: int) -> Effects:
         """Log each checkpoint that is passed over as damaged, once."""
@@ -243,26 +245,28 @@ class CheckpointLog:
         last step has nothing else to do.
         """
         generation, step, parts = receipt
-        if (generation, step) in self._complete:
+        age = (generation, step)
+        if age in self._complete:
             return
         if isinstance(parts, UploadRetried):
-            yield from self._note_failing(
-                generation, step, f"{worker}: {parts.reason}", retried=True
-            )
+            reason = f"{worker}: {parts.reason}"
+            yield from self._note_failing(generation, step, reason, retried=True)
             return
         if isinstance(parts, str):
-            self.errors[generation, step] = f"{worker}: {parts}"
-            yield from self._note_failing(generation, step, f"{worker}: {parts}", retried=False)
+            reason = f"{worker}: {parts}"
+            self.errors[age] = reason
+            yield from self._note_failing(generation, step, reason, retried=False)
             return
-        got = self._receipts.setdefault((generation, step), {})
-        got[worker] = parts
-        if not got.keys() >= set(layout.workers):
+
+        received = self._receipts.setdefault(age, {})
+        received[worker] = parts
+        if not received.keys() >= set(layout.workers):
             return
-        self._complete.add((generation, step))
+        self._complete.add(age)
         if step in self._due_at:
-            self.upload_s = max(self.upload_s or 0.0, now - self._due_at[step])
+            upload_s = now - self._due_at[step]
+            self.upload_s = max(self.upload_s or 0.0, upload_s)
+        # What is older is never committed after this one.
         self._due_at = {due: at for due, at in self._due_at.items() if due > step}
-        self._receipts = {
-            key: value for key, value in self._receipts.items() if key > (generation, step)
-        }
-        yield CommitCheckpoint(step, generation, layout, tuple(got.values()))
+        self._receipts = {other: each for other, each in self._receipts.items() if other > age}
+        yield CommitCheckpoint(step, generation, layout, tuple(received.values()))

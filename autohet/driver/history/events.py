@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from autohet.driver.control.effects import Decision, Remark
 
@@ -45,8 +45,10 @@ KINDS = (
     "finished",
     "failed",
 )
-WARNINGS = ("checkpoint_failed", "memory_shortage")  # logged as such
-FREQUENT = ("step", "snapshot", "transfers")  # written to the file, but not kept in memory
+WARNINGS = ("checkpoint_failed", "memory_shortage")
+"""Kinds whose sentence is logged as a warning."""
+FREQUENT = ("step", "snapshot", "transfers")
+"""Kinds that are written to the file, but not kept in memory."""
 
 
 class EventLog:
@@ -67,11 +69,12 @@ class EventLog:
         self._wall_clock = wall_clock
         self._listener = listener
         self._has_warned = False
+        self._file: TextIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = None if path is None else open(path, "a", encoding="utf-8")  # noqa: SIM115
-        if path is not None and _is_cut_off(path):
-            self._write("\n")
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            if _is_cut_off(path):
+                self._write("\n")
 
     def emit(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
         """Record an event that is no decision."""
@@ -80,7 +83,8 @@ class EventLog:
     def tell(self, what: Decision | Remark) -> None:
         """Record a decision or remark, and log its sentence, if it has one."""
         if what.sentence is not None:
-            logger.log(logging.WARNING if _is_warning(what) else logging.INFO, "%s", what.sentence)
+            level = logging.WARNING if _is_warning(what) else logging.INFO
+            logger.log(level, "%s", what.sentence)
         if isinstance(what, Decision):
             self._record({"time": self._wall_clock(), **what.document()})
 
@@ -126,15 +130,15 @@ def failing_note(status: Mapping[str, Any]) -> str:
 
 
 def _is_warning(what: Decision | Remark) -> bool:
-    return what.warning if isinstance(what, Remark) else what.kind in WARNINGS
+    if isinstance(what, Remark):
+        return what.warning
+    return what.kind in WARNINGS
 
 
 def _is_cut_off(path: Path) -> bool:
     """Return True if the file ends in the middle of a line, as a killed driver may leave it."""
-    with (
-        suppress(OSError),
-        open(path, "rb") as file,
-    ):  # what has no end to look at, a pipe say, has none
+    # A pipe, say, has no end to look at: seeking raises, and nothing is cut off.
+    with suppress(OSError), open(path, "rb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
@@ -150,4 +154,6 @@ def finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return value

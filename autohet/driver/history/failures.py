@@ -32,7 +32,9 @@ class Cause:
     @property
     def sentence(self) -> str:
         what = self.what or self.kind
-        return f"{self.worker}: {what}" if self.worker else what
+        if not self.worker:
+            return what
+        return f"{self.worker}: {what}"
 
 
 def find_causes(
@@ -46,6 +48,7 @@ def find_causes(
     lost = {worker: _loss(seen, worker) for worker in participants if is_lost(seen, worker)}
     if lost:
         return _by_worker(LOST, lost, joined)
+
     failed = {}
     for worker in participants:
         report = seen.reports[worker]
@@ -54,10 +57,13 @@ def find_causes(
     if not failed:
         cause = Cause("its workers lost contact, or were not ready in time")
         return {cause: frozenset(map(node_of, participants))}
+
+    # An error counts for its worker, and for all workers that have the same one.
     found = _by_worker("failed", failed, joined)
     for worker, error in failed.items():
         shared = Cause(general(error), what=error)
-        found[shared] = found.get(shared, frozenset()) | {node_of(worker)}
+        nodes = found.get(shared, frozenset())
+        found[shared] = nodes | {node_of(worker)}
     return found
 
 
@@ -67,21 +73,23 @@ def _by_worker(
     found = {}
     for worker, why in what.items():
         node = node_of(worker)
-        found[Cause(kind, worker, joined.get(node, 0.0), why)] = frozenset({node})
+        cause = Cause(kind, worker, joined.get(node, 0.0), why)
+        found[cause] = frozenset({node})
     return found
 
 
 def _loss(seen: Observation, worker: str) -> str:
-    if loss := seen.losses.get(worker):
+    loss = seen.losses.get(worker)
+    if loss is not None:
         return loss.reason
-    gone = node_of(worker) not in seen.nodes
-    return "its node is gone" if gone else "its process was ended"
+    if node_of(worker) not in seen.nodes:
+        return "its node is gone"
+    return "its process was ended"
 
 
 def is_lost(seen: Observation, worker: str) -> bool:
     """Return True if this worker cannot be counted on any more; a dismissed one counts, too."""
-    gone = seen.node_of(worker) not in seen.nodes or worker not in seen.reports
-    return gone or worker in seen.losses
+    return seen.node_of(worker) not in seen.nodes or not seen.answers(worker)
 
 
 def general(error: str) -> str:
@@ -123,15 +131,21 @@ class FailureCounts:
         """
         often = []
         for cause, times in self._times.items():
-            weight = LOSSES_PER_ERROR if final and cause.kind == LOST else 1
-            if times > limit * weight:
+            most = limit
+            if final and cause.kind == LOST:
+                most = limit * LOSSES_PER_ERROR
+            if times > most:
                 often.append(cause)
         if not often:
             return None
+
+        # A cause that several workers share tells more than any worker's own.
         first = max(often, key=lambda cause: (not cause.worker, self._times[cause]))
-        nodes = frozenset[str]().union(*(self._nodes[cause] for cause in often))
-        times = self._times[first]
-        return Repeated(f"{first.sentence}, {times} times and no step between", nodes)
+        reason = f"{first.sentence}, {self._times[first]} times and no step between"
+        nodes: set[str] = set()
+        for cause in often:
+            nodes |= self._nodes[cause]
+        return Repeated(reason, frozenset(nodes))
 
     def clear(self) -> None:
         """Reset the counts after a committed step."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from autohet.driver.checkpoints.agent_gc import any_order
 from autohet.driver.control.effects import Effects, event
 from autohet.driver.control.observation import Observation
 from autohet.driver.history.change import Change
@@ -29,7 +30,8 @@ from autohet.runtime.messages import (
     WorkerReport,
 )
 
-WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
+WARM_STEPS = 1
+"""First steps of a generation, which pay for what later ones do not."""
 
 
 class PaceLog:
@@ -59,8 +61,14 @@ class PaceLog:
             return
         self._is_new = True
         recent = self._recent.setdefault(worker, deque())
-        recent.append((record.ended_at, record.parts_s["compute"] / record.relative_work))
-        while len(recent) > self._num_steps and recent[-1][0] - recent[1][0] >= self._span_s:
+        # Steps whose rows are longer are no slower ones.
+        compute_s = record.parts_s["compute"] / record.relative_work
+        recent.append((record.ended_at, compute_s))
+        while len(recent) > self._num_steps:
+            # The first step goes if those after it span enough time without it.
+            left_s = recent[-1][0] - recent[1][0]
+            if left_s < self._span_s:
+                break
             recent.popleft()
 
     def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
@@ -74,10 +82,26 @@ class PaceLog:
         found = {}
         for worker in workers:
             recent = self._recent.get(worker, deque())
-            if len(recent) < self._num_steps or recent[-1][0] - recent[0][0] < self._span_s:
+            if len(recent) < self._num_steps:
+                return {}
+            spanned_s = recent[-1][0] - recent[0][0]
+            if spanned_s < self._span_s:
                 return {}
             found[worker] = [seconds for _, seconds in recent]
         return found
+
+
+@dataclass(frozen=True)
+class _SeenVote:
+    """Vote of a step's workers, as one of them reported it."""
+
+    generation: int
+    vote: tuple[int, Any]
+    """Step, and its result."""
+
+    @property
+    def step(self) -> int:
+        return self.vote[0]
 
 
 class Ledger:
@@ -101,7 +125,8 @@ class Ledger:
         """Snapshots, checkpoints and transfers of the run."""
         self.paces = PaceLog(job.elastic.slow_steps, job.elastic.arrivals_debounce_s)
         """Compute times of the workers' last steps."""
-        self._vote: tuple[int, tuple[int, Any]] | None = None
+        self._vote: _SeenVote | None = None
+        """Newest vote of any generation."""
         self._generation = 0
         self.failures = FailureCounts()
         """Failures that have ended a generation since the last committed step, by cause."""
@@ -122,7 +147,8 @@ class Ledger:
     @property
     def committed_steps(self) -> int:
         """Number of steps whose update is applied; also the number of the next step."""
-        return max(self._first_step, max(self.records, default=-1) + 1)
+        newest = max(self.records, default=-1)
+        return max(self._first_step, newest + 1)
 
     @property
     def steps_run(self) -> int:
@@ -136,27 +162,29 @@ class Ledger:
         checkpoint's manifest.
         """
         self.loss_scales = LossScales(loss_scales)
-        self._first_step = self.resumed_at = step
+        self._first_step = step
+        self.resumed_at = step
         self.told = told
 
     def begin_generation(self, generation: int, change: Change) -> Effects:
         """Begin a generation at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
         first = change.restore_step
-        # The first steps of this generation came with the news of readiness.
-        self.records = {
-            s: r for s, r in self.records.items() if s < first or r.generation == generation
-        }
-        self.evaluations = {
-            s: r for s, r in self.evaluations.items() if s <= first or r.generation == generation
-        }
+        # Those of this generation stay: its first steps came with the news of readiness.
+        for step, record in list(self.records.items()):
+            if step >= first and record.generation != generation:
+                del self.records[step]
+        for step, evaluation in list(self.evaluations.items()):
+            if step > first and evaluation.generation != generation:
+                del self.evaluations[step]
+
         self._first_step = first
         self._generation = generation
         self.paces.forget()
         yield from self._make_up_for(first - 1)
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
-            # overtaken by the next change before its first step
+            # The next change has overtaken it before its first step.
             yield from self._close(self.open_change, generation)
         self.open_change = change
 
@@ -166,17 +194,16 @@ class Ledger:
         Its only witness died after the driver had seen the vote and before it saw the record. The
         vote knows the loss; nobody knows the time that the step took.
         """
-        if (
-            self._vote is None
-            or self._vote[1][0] != step
-            or step in self.records
-            or step < self.resumed_at
-        ):
+        seen = self._vote
+        if seen is None or seen.step != step:
             return
-        generation, (_, vote) = self._vote
-        yield from self.keep_step(
-            StepRecord(step, vote.loss, vote.gradient_norm, vote.tokens, 0.0, generation, 0.0)
+        if step in self.records or step < self.resumed_at:
+            return
+        _, result = seen.vote
+        record = StepRecord(
+            step, result.loss, result.gradient_norm, result.tokens, 0.0, seen.generation, 0.0
         )
+        yield from self.keep_step(record)
 
     def record(self, seen: Observation, generation: int) -> Effects:
         """Record an observation that was made in the time of `generation`.
@@ -197,16 +224,18 @@ class Ledger:
                 yield from self._take_evaluation(evaluation, generation)
             for receipt in report.receipts:
                 yield from self._take_receipt(report.worker, receipt, generation, seen.now)
+        workers = self.orders.keys()
         yield from self.skipped.log_finished(
-            generation, self.records, self.committed_steps, self.orders.keys()
+            generation, self.records, self.committed_steps, workers
         )
         yield from self.checkpoints.record(seen, self.orders, generation)
 
     def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> Effects:
         """Collect one worker's part of a checkpoint of the present generation."""
-        if receipt[0] == present and self.orders:
-            layout = next(iter(self.orders.values())).layout
-            yield from self.checkpoints.take_receipt(worker, receipt, layout, now)
+        generation = receipt[0]
+        order = any_order(self.orders)
+        if generation == present and order is not None:
+            yield from self.checkpoints.take_receipt(worker, receipt, order.layout, now)
 
     def _is_warm(self, record: StepRecord) -> bool:
         """Return True if a step is none of the first ones of the present generation."""
@@ -241,8 +270,9 @@ class Ledger:
         """
         if self._num_rows:
             return
-        counts = [view.data.num_rows for view in seen.nodes.values() if view.data is not None]
-        self._num_rows = max(counts, default=0)
+        for view in seen.nodes.values():
+            if view.data is not None:
+                self._num_rows = max(self._num_rows, view.data.num_rows)
         self.training = self.training.with_rows(self._num_rows)
 
     @property
@@ -255,7 +285,9 @@ class Ledger:
 
         Votes that dead workers saw count, too.
         """
-        return self._vote[1] if self._vote is not None and self._vote[0] == generation else None
+        if self._vote is None or self._vote.generation != generation:
+            return None
+        return self._vote.vote
 
     def _take_vote(self, report: WorkerReport) -> None:
         """Keep a worker's vote if it is the newest.
@@ -265,20 +297,22 @@ class Ledger:
         """
         if report.vote is None or report.live_generation is None:
             return
-        known = (0, -1) if self._vote is None else (self._vote[0], self._vote[1][0])
-        if (report.live_generation, report.vote[0]) > known:
-            self._vote = (report.live_generation, report.vote)
+        new = _SeenVote(report.live_generation, report.vote)
+        known = (0, -1)
+        if self._vote is not None:
+            known = (self._vote.generation, self._vote.step)
+        if (new.generation, new.step) > known:
+            self._vote = new
 
     def _take_step(self, record: StepRecord, generation: int, now: float) -> Effects:
         if record.generation < self._generation:
-            return  # of a generation that has been gone back behind
-        if record.generation != generation and record.step in self.records:
-            return
-        if (
-            record.step in self.records
-            and self.records[record.step].generation >= record.generation
-        ):
-            return
+            return  # the run has gone back behind that generation
+        known = self.records.get(record.step)
+        if known is not None:
+            is_of_present = record.generation == generation
+            if not is_of_present or known.generation >= record.generation:
+                return
+
         yield from self.keep_step(record)
         self.checkpoints.note_step(record.step + 1, now)
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
@@ -294,10 +328,10 @@ class Ledger:
             self.loss_scales.take(record.loss_scale)
             fields["loss_scale"] = record.loss_scale.factor
         for parted in record.parted:
-            yield event(
-                "parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted)
-            )
-        seconds = round(record.seconds, 6) if record.seconds else None  # None: nobody measured it
+            sentence = f"Replicas had parted: {parted}"
+            yield event("parted", record.generation, sentence, **asdict(parted))
+        # No seconds: a step that was rolled forward, whose time no worker measured.
+        seconds = round(record.seconds, 6) if record.seconds else None
         yield event(
             "step",
             record.generation,
@@ -318,7 +352,8 @@ class Ledger:
         """
         if not self._num_rows:
             return None
-        return round(steps * self.job.training.global_batch_sequences / self._num_rows, 4)
+        num_sequences = steps * self.job.training.global_batch_sequences
+        return round(num_sequences / self._num_rows, 4)
 
     def _close_change(self, generation: int, now: float) -> Effects:
         """Close the open change, since its first step is done.
@@ -344,8 +379,10 @@ class Ledger:
         None where nothing was measured.
         """
         seconds = self.step_seconds.get(generation, [])
-        seconds = seconds[WARM_STEPS:] or seconds
-        return statistics.median(seconds) if seconds else None
+        if not seconds:
+            return None
+        warm = seconds[WARM_STEPS:]
+        return statistics.median(warm or seconds)
 
 
 def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:

@@ -18,31 +18,53 @@ from planner.plan import Pipeline, Plan, Stage
 
 def ledger_status(ledger: Ledger) -> dict[str, Any]:
     """Return the ledger's part of the document that `autohet status` shows."""
-    last = ledger.records.get(ledger.committed_steps - 1)
-    newest = max(ledger.evaluations, default=None)
-    evaluation = None if newest is None else ledger.evaluations[newest]
-    failing = ledger.checkpoints.failing
-    training = ledger.job.training
-    # tokens that one step computes, whether they count as targets or not
-    computed_tokens = training.global_batch_sequences * training.sequence_length
+    evaluation_step = max(ledger.evaluations, default=None)
+    evaluation_loss = None
+    if evaluation_step is not None:
+        evaluation_loss = ledger.evaluations[evaluation_step].loss
+    changes = [change for change in ledger.changes if change.cause != "start"]
     return {
         "step": ledger.committed_steps,
         "steps": ledger.last_step,
-        "loss": None if last is None else last.loss,
-        "gradient_norm": None if last is None else last.gradient_norm,
-        "learning_rate": (None if last is None else learning_rate(ledger.training, last.step)),
-        "epoch": None if last is None else ledger.epoch(last.step + 1),
-        "tokens_per_s": (None if last is None or not last.seconds else last.tokens / last.seconds),
-        "computed_tokens_per_s": (
-            None if last is None or not last.seconds else computed_tokens / last.seconds
-        ),
-        "evaluation_loss": None if evaluation is None else evaluation.loss,
-        "evaluation_step": None if evaluation is None else evaluation.step,
+        **_last_step_status(ledger),
+        "evaluation_loss": evaluation_loss,
+        "evaluation_step": evaluation_step,
         "checkpoint": ledger.checkpoints.uri,
         "checkpoint_step": ledger.checkpoints.step,
-        "checkpoint_failing": None if failing is None else asdict(failing),
-        "reconfigurations": len([c for c in ledger.changes if c.cause != "start"]),
+        "checkpoint_failing": _failing_document(ledger),
+        "reconfigurations": len(changes),
     }
+
+
+def _last_step_status(ledger: Ledger) -> dict[str, float | None]:
+    """Return the figures of the newest step; None where it has none."""
+    found: dict[str, float | None] = {
+        "loss": None,
+        "gradient_norm": None,
+        "learning_rate": None,
+        "epoch": None,
+        "tokens_per_s": None,
+        "computed_tokens_per_s": None,
+    }
+    last = ledger.records.get(ledger.committed_steps - 1)
+    if last is None:
+        return found
+    found["loss"] = last.loss
+    found["gradient_norm"] = last.gradient_norm
+    found["learning_rate"] = learning_rate(ledger.training, last.step)
+    found["epoch"] = ledger.epoch(last.step + 1)
+    if last.seconds:
+        # All tokens that a step computes, whether they count as targets or not.
+        training = ledger.job.training
+        computed = training.global_batch_sequences * training.sequence_length
+        found["tokens_per_s"] = last.tokens / last.seconds
+        found["computed_tokens_per_s"] = computed / last.seconds
+    return found
+
+
+def _failing_document(ledger: Ledger) -> dict[str, Any] | None:
+    failing = ledger.checkpoints.failing
+    return None if failing is None else asdict(failing)
 
 
 def ledger_summary(
@@ -53,26 +75,33 @@ def ledger_summary(
     events: the file that the run's events are in, if any.
     """
     first = min(ledger.records, default=ledger.resumed_at)
-    # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
-    steps = range(first, max(ledger.committed_steps, first))
-    losses = [ledger.records[step].loss if step in ledger.records else None for step in steps]
+    final_loss = None
+    losses: list[float | None] = []
+    for step in range(first, max(ledger.committed_steps, first)):
+        # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
+        loss = None
+        if step in ledger.records:
+            loss = ledger.records[step].loss
+        losses.append(loss)
+        if loss is not None:
+            final_loss = loss
+
+    evaluations = []
+    for step, record in sorted(ledger.evaluations.items()):
+        evaluations.append({"step": step, "loss": record.loss, "sequences": record.sequences})
     changes = [change for change in ledger.changes if change.is_told]
-    failing = ledger.checkpoints.failing
     return {
         "steps": len(losses),
         "first_step": first,
-        "final_loss": next((loss for loss in reversed(losses) if loss is not None), None),
+        "final_loss": final_loss,
         "losses": losses,
-        "evaluations": [
-            {"step": step, "loss": record.loss, "sequences": record.sequences}
-            for step, record in sorted(ledger.evaluations.items())
-        ],
+        "evaluations": evaluations,
         "generations": len(plans),
         "steps_lost": sum(change.steps_lost for change in changes),
         "reconfigurations": [change.to_document() for change in changes],
         "plans": [_plan_document(ledger, *each) for each in plans],
         "checkpoint": ledger.checkpoints.uri,
-        "checkpoint_failing": None if failing is None else asdict(failing),
+        "checkpoint_failing": _failing_document(ledger),
         "events": None if events is None else str(events),
     }
 
@@ -112,8 +141,10 @@ def utilisation_by_gpu_type(
     found = {}
     for gpu_type, mine in sorted(workers.items()):
         known = find_gpu_type(gpu_type)
-        compute = formats[gpu_type][0]
-        rate = None if known is None else len(mine) * known.peak_flops(compute)
+        rate = None
+        if known is not None:
+            compute = formats[gpu_type][0]
+            rate = len(mine) * known.peak_flops(compute)
         measured = [peak_bytes[worker] for worker in mine if worker in peak_bytes]
         found[gpu_type] = {
             "gpus": len(mine),
@@ -153,5 +184,5 @@ def _stage_flops(pipeline: Pipeline, stage: Stage, cost: CostModel) -> float:
         layers.append(spec.embedding)
     if stage.end_layer == spec.num_layers:
         layers.append(spec.head)
-    each = sum(layer.training_flops(cost.sequence_length) for layer in layers)
-    return each * pipeline.num_sequences
+    flops_per_sequence = sum(layer.training_flops(cost.sequence_length) for layer in layers)
+    return flops_per_sequence * pipeline.num_sequences

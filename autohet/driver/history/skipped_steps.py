@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from autohet.driver.control.effects import Decision, event
@@ -64,7 +64,8 @@ class SkippedSteps:
         """
         for step in sorted(self._waiting):
             found = self._waiting[step]
-            if found.keys() >= {*workers} or committed > step + PATIENCE_STEPS:
+            is_complete = found.keys() >= {*workers}
+            if is_complete or committed > step + PATIENCE_STEPS:
                 del self._waiting[step]
                 yield self._event(generation, step, found)
         self._count(records, committed)
@@ -83,6 +84,7 @@ class SkippedSteps:
         if first == committed:
             return
         if first - 1 not in records and self._earlier is not None:
+            # All steps of this driver are skipped ones: those before its checkpoint count, too.
             first = min(first, self._earlier)
         self.in_a_row = committed - first
         self.first = first
@@ -108,15 +110,24 @@ def _cause(found: Mapping[str, Skipped]) -> tuple[str, list[dict[str, Any]]]:
         return "training.skip_steps names it", []
     if reason.reason is SkipReason.GRADIENT_NORM:
         return f"its gradient norm {reason.detail} is above training.skip_gradient_norm_above", []
-    detail = [_detail(worker, each) for worker, each in sorted(found.items())]
-    broken = {w: each.parameters for w, each in sorted(found.items()) if each.parameters}
-    if broken:
-        return f"weights are not finite: {_named(broken)}", detail
-    gradients = {w: each.gradients for w, each in sorted(found.items()) if each.gradients}
-    what = "loss and gradients" if any(s.loss_not_finite for s in found.values()) else "gradients"
+
+    detail = []
+    parameters = []
+    gradients = []
+    for worker, skipped in sorted(found.items()):
+        detail.append(_detail(worker, skipped))
+        parameters += [f"{name} on {worker}" for name in skipped.parameters]
+        gradients += [f"{name} on {worker}" for name in skipped.gradients]
+    if parameters:
+        return f"weights are not finite: {_first_of(parameters)}", detail
+
+    what = "gradients"
+    if any(skipped.loss_not_finite for skipped in found.values()):
+        what = "loss and gradients"
+    sentence = f"{what} are not finite, all weights are"
     if gradients:
-        return f"{what} are not finite, all weights are: {_named(gradients)}", detail
-    return f"{what} are not finite, all weights are", detail
+        sentence += f": {_first_of(gradients)}"
+    return sentence, detail
 
 
 def _detail(worker: str, skipped: Skipped) -> dict[str, Any]:
@@ -128,7 +139,9 @@ def _detail(worker: str, skipped: Skipped) -> dict[str, Any]:
     }
 
 
-def _named(by_worker: Mapping[str, tuple[str, ...]]) -> str:
-    named = [f"{name} on {worker}" for worker, names in by_worker.items() for name in names]
-    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-    return ", ".join(named[:MAX_NAMED]) + more
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first few names, and the number of the others."""
+    phrase = ", ".join(names[:MAX_NAMED])
+    if len(names) > MAX_NAMED:
+        phrase += f" and {len(names) - MAX_NAMED} more"
+    return phrase

@@ -90,7 +90,8 @@ def _largest(counts: Counts, others: Counts) -> dict[str, int]:
     """Return the larger of two numbers of nodes, for each type that either names."""
     found = {}
     for name in {*counts, *others}:
-        found[name] = max(counts.get(name, 0), others.get(name, 0))
+        number = counts.get(name, 0)
+        found[name] = max(number, others.get(name, 0))
     return found
 
 

@@ -26,8 +26,13 @@ def gathers_until(notices: Sequence[Notice], patience_s: float, needs_s: float) 
     deadline. A node without a deadline may be gone at any time: then there is no wait.
     """
     last_seen_at = max(notice.seen_at for notice in notices)
-    deadlines = [-math.inf if notice.deadline is None else notice.deadline for notice in notices]
-    latest = min(deadlines) - needs_s
+    first_deadline = math.inf
+    for notice in notices:
+        if notice.deadline is None:
+            first_deadline = -math.inf
+        else:
+            first_deadline = min(first_deadline, notice.deadline)
+    latest = first_deadline - needs_s
     return min(last_seen_at + patience_s, latest)
 
 
@@ -49,7 +54,8 @@ def needed_s(
     notice leaves too few nodes to go on, a checkpoint comes in its place: `upload_s` is this run's
     longest upload; None, where there was none, stands for its time limit.
     """
-    moves = [change.seconds() for change in changes if change.is_complete_move][-REMEMBERED:]
+    moves = [change.seconds() for change in changes if change.is_complete_move]
+    moves = moves[-REMEMBERED:]
     # The start moves nothing and has no plan before it, but it builds the same groups.
     builds = moves or [change.seconds() for change in changes if change.is_complete]
 

@@ -149,7 +149,8 @@ class OrderBuilder:
             if worker in seen.losses:
                 continue
             if report.broken and report.broken.arrived:
-                found.append(self._arrived(report, seen.node_of(report.worker)))
+                node = seen.node_of(report.worker)
+                found.append(self._arrived(report, node))
         return found
 
     def _live(self, report: WorkerReport, node: str) -> Holding:
@@ -212,8 +213,10 @@ class OrderBuilder:
         live = without(self.live_holdings(seen, members), self._bad)
         # Also where nothing is live: this caches the layout for the orders.
         layout = self._layout_of_plan(plan)
-        newest = max((holding.step for holding in live), default=None)
-        return newest is None or restorable_step(layout.shards, live) != newest
+        if not live:
+            return True
+        newest = max(holding.step for holding in live)
+        return restorable_step(layout.shards, live) != newest
 
     # Orders of a generation
     # ----------------------------------------------------------------------------------
@@ -242,7 +245,8 @@ class OrderBuilder:
 
         # Before training has begun, what is live was drawn from the seed and can be drawn again.
         live = self.live_holdings(seen, members) if self._begun else []
-        parent, holdings = self._one_history(layout, [*live, *self._kept(seen)])
+        all_holdings = [*live, *self._kept(seen)]
+        parent, holdings = self._one_history(layout, all_holdings)
         step, transfers = self._schedule(layout, holdings, seen)
         descent = Descent(
             generation=generation,
@@ -321,7 +325,9 @@ class OrderBuilder:
         lines: dict[int | None, list[Holding]] = {}
         for tip in (*self.ancestry.entries, newest):
             lines[tip] = [holding for holding in holdings if self._belongs(tip, holding)]
-        steps = {tip: restorable_step(layout.shards, mine) for tip, mine in lines.items()}
+        steps = {}
+        for tip, line in lines.items():
+            steps[tip] = restorable_step(layout.shards, line)
         if steps[newest] is not None:
             return newest, lines[newest]
 
@@ -407,9 +413,10 @@ def _pure_sources(
     """Return the living workers that send state of theirs and are not in the plan, sorted."""
     if transfers is None:
         return ()
-    senders = {worker for worker, part in transfers.parts.items() if part.messages}
-    outside = senders - set(plan.workers)
-    return tuple(sorted(worker for worker in outside if worker in seen.reports))
+    senders = [worker for worker, part in transfers.parts.items() if part.messages]
+    outside = set(senders) - set(plan.workers)
+    alive = [worker for worker in outside if worker in seen.reports]
+    return tuple(sorted(alive))
 
 
 def _time_left(seen: Observation) -> float:

@@ -45,10 +45,16 @@ def build_fleet(memory: JobMemory, seen: Observation, usable: Collection[str]) -
     Also sets what the planner is to expect of these nodes: horizon and cost of a move.
     """
     horizon_s = _horizon_s(memory, seen, usable)
-    memory.planning.expect(horizon_s, move_s(memory.ledger.changes))
-    gpu_types = {name: seen.nodes[name].node_type.gpu_type for name in usable}
+    cost_s = move_s(memory.ledger.changes)
+    memory.planning.expect(horizon_s, cost_s)
+
+    gpu_types = {}
+    for name in usable:
+        node_type = seen.nodes[name].node_type
+        gpu_types[name] = node_type.gpu_type
     factors = node_factors(memory, gpu_types)
-    return policy.fleet_of(seen, usable, memory.generation + 1, factors)
+    generation = memory.generation + 1
+    return policy.fleet_of(seen, usable, generation, factors)
 
 
 def node_factors(memory: JobMemory, gpu_types: Mapping[str, str]) -> dict[str, float]:

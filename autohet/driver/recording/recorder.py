@@ -84,13 +84,16 @@ class Recorder:
 
         The line before may be cut off.
         """
-        first = {"version": VERSION, **{name: encode(fact) for name, fact in facts.items()}}
-        self._write(first, before="\n" if self._file.tell() else "")
+        encoded = {name: encode(fact) for name, fact in facts.items()}
+        has_lines = self._file.tell() > 0
+        self._write({"version": VERSION, **encoded}, before="\n" if has_lines else "")
 
     def answered(self, answer: RecordedAnswer | RecordedResult) -> None:
         """Keep an answer of the planner for the line of this tick."""
         if isinstance(answer, RecordedAnswer) and answer.proposal is not None:
-            answer = replace(answer, proposal=replace(answer.proposal, cost=None))  # type: ignore[arg-type]
+            # A replay makes the cost model anew from the job: it need not be recorded.
+            proposal = replace(answer.proposal, cost=None)  # type: ignore[arg-type]
+            answer = replace(answer, proposal=proposal)
         self._answers.append(answer)
 
     def write_tick(self, seen: Observation, decided: Round, state: State) -> None:
@@ -140,45 +143,66 @@ def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
     for name in FIELDS:
         new = getattr(seen, name)
         old = None if before is None else getattr(before, name)
-        if before is not None and (new is old or (name != "checkpoint" and new == old)):
+        if before is not None and _is_same(name, old, new):
             continue
         if name in MAPPINGS:
-            old = old or {}
-            changed = {
-                key: encode(item) for key, item in new.items() if key not in old or old[key] != item
-            }
-            found[name] = {
-                "set": changed,
-                "gone": sorted(old.keys() - new.keys()),
-                "order": list(new),
-            }
-            if found[name]["order"] == list(old):
-                del found[name]["order"]
+            found[name] = _mapping_difference(old or {}, new)
         else:
             found[name] = encode(new)
     return found
 
 
+def _is_same(field: str, old: Any, new: Any) -> bool:
+    if new is old:
+        return True
+    return field != "checkpoint" and bool(new == old)
+
+
+def _mapping_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {}
+    for key, item in new.items():
+        if key not in old or old[key] != item:
+            changed[key] = encode(item)
+    gone = old.keys() - new.keys()
+    document: dict[str, Any] = {"set": changed, "gone": sorted(gone)}
+    if list(new) != list(old):
+        # Decisions depend on the order, which a replay would not know from what has changed.
+        document["order"] = list(new)
+    return document
+
+
 def decided_document(decided: Round, state: State) -> dict[str, Any]:
     """Return a tick's events, actions and error, as they are read back from JSON."""
-    documents = [each.document() for each in decided.events if isinstance(each, Decision)]
+    documents = []
+    for each in decided.events:
+        if isinstance(each, Decision):
+            documents.append(each.document())
+    error = None
+    if decided.error is not None:
+        error = type(decided.error).__name__
     return {
+        # JSON turns tuples into lists and keys into strings.
         "decided": json.loads(json.dumps(documents)),
         "actions": [shown(action) for action in decided.actions],
         "state": type(state).__name__,
-        "error": None if decided.error is None else type(decided.error).__name__,
+        "error": error,
     }
 
 
 def shown(action: Action) -> dict[str, Any]:
     """Return an action's kind, whom it is for, and a digest of all that it says."""
-    whole = json.dumps(encode(action)).encode()
-    names = ("workers", "step", "generation", "node", "counts")
-    content = {name: getattr(action, name) for name in names if hasattr(action, name)}
-    plain = {
-        name: list(item) if isinstance(item, tuple) else item for name, item in content.items()
-    }
-    return {"do": type(action).__name__, **plain, "sha256": hashlib.sha256(whole).hexdigest()}
+    document: dict[str, Any] = {"do": type(action).__name__}
+    for name in ("workers", "step", "generation", "node", "counts"):
+        if hasattr(action, name):
+            value = getattr(action, name)
+            if isinstance(value, tuple):
+                value = list(value)
+            document[name] = value
+
+    whole = json.dumps(encode(action))
+    digest = hashlib.sha256(whole.encode())
+    document["sha256"] = digest.hexdigest()
+    return document
 
 
 class RecordedPlanning(Planning):
@@ -198,22 +222,19 @@ class RecordedPlanning(Planning):
         self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
     ) -> PlanResult:
         answer = self._inner.ask(fleet, current, redundant=redundant)
-        self._recorder.answered(
-            RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds)
-        )
+        recorded = RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds)
+        self._recorder.answered(recorded)
         return answer
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         self._searches += 1
-        return _RecordedSearch(
-            self._inner.search(fleet, current), fleet, self._searches, self._recorder
-        )
+        search = self._inner.search(fleet, current)
+        return _RecordedSearch(search, fleet, self._searches, self._recorder)
 
     def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
         self._searches += 1
-        return _RecordedPending(
-            self._inner.consider(work, question), question, self._searches, self._recorder
-        )
+        pending = self._inner.consider(work, question)
+        return _RecordedPending(pending, question, self._searches, self._recorder)
 
 
 class _RecordedPending(Generic[T]):
@@ -226,7 +247,8 @@ class _RecordedPending(Generic[T]):
     def result(self) -> T | None:
         found = self._inner.result()
         if found is not None:
-            self._recorder.answered(RecordedResult(self._question, found, self._number))
+            recorded = RecordedResult(self._question, found, self._number)
+            self._recorder.answered(recorded)
         return found
 
     def drop(self) -> None:
@@ -244,12 +266,12 @@ class _RecordedSearch:
         try:
             found = self._inner.result()
         except ConfigError as error:
-            self._recorder.answered(
-                RecordedAnswer(self._fleet, None, str(error), number=self._number)
-            )
+            recorded = RecordedAnswer(self._fleet, None, str(error), number=self._number)
+            self._recorder.answered(recorded)
             raise
         if found is not None:
-            self._recorder.answered(RecordedAnswer(self._fleet, found, "", number=self._number))
+            recorded = RecordedAnswer(self._fleet, found, "", number=self._number)
+            self._recorder.answered(recorded)
         return found
 
     def drop(self) -> None:

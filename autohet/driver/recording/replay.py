@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,16 @@ class Replayed:
     drivers: int = 1
 
     def followed_by(self, other: Replayed) -> Replayed:
-        difference = (
-            other.difference
-            and f"{f'driver {self.drivers + 1}, ' if self.drivers else ''}{other.difference}"
-        )
-        ticks = self.ticks + other.ticks
-        decisions = self.decisions + other.decisions
+        """Return the sum of this and of the next driver's replay."""
+        difference = other.difference
+        if difference and self.drivers:
+            difference = f"driver {self.drivers + 1}, {difference}"
         return Replayed(
-            ticks, decisions, self.actions + other.actions, difference, self.drivers + other.drivers
+            ticks=self.ticks + other.ticks,
+            decisions=self.decisions + other.decisions,
+            actions=self.actions + other.actions,
+            difference=difference,
+            drivers=self.drivers + other.drivers,
         )
 
 
@@ -121,10 +124,8 @@ class AnsweredPlanning(Planning):
     def _next(self, fleet: Fleet, number: int | None) -> RecordedAnswer:
         answer = self.answers.pop(0) if self.answers else None
         if not isinstance(answer, RecordedAnswer) or answer.number != number:
-            raise OtherQuestion(
-                f"the planner is asked about {[node.name for node in fleet.nodes]}, and was not"
-                " then"
-            )
+            names = [node.name for node in fleet.nodes]
+            raise OtherQuestion(f"the planner is asked about {names}, and was not then")
         if answer.fleet != fleet:
             raise OtherQuestion(
                 f"the planner is asked about {fleet}, and was asked about {answer.fleet}"
@@ -132,11 +133,11 @@ class AnsweredPlanning(Planning):
         return answer
 
     def _made(self, answer: RecordedAnswer) -> PlanProposal | None:
-        return (
-            None
-            if answer.proposal is None
-            else replace(answer.proposal, cost=self._planning.make_cost(answer.fleet))
-        )
+        """Return the recorded proposal with its cost model, which is not recorded."""
+        if answer.proposal is None:
+            return None
+        cost = self._planning.make_cost(answer.fleet)
+        return replace(answer.proposal, cost=cost)
 
 
 class _AnsweredPending:
@@ -180,6 +181,7 @@ def lives_of(path: Path) -> list[list[tuple[int, str]]]:
         raise ConfigError(f"cannot read the observations '{path}': {error.strerror}") from None
     if not lines or not lines[0].startswith(FIRST):
         raise no_record(path)
+
     lives: list[list[tuple[int, str]]] = []
     for number, line in enumerate(lines, 1):
         if line.startswith(FIRST):
@@ -209,11 +211,19 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
         if name not in MAPPINGS:
             found[name] = decode(item)
             continue
-        old = {} if before is None else dict(getattr(before, name))
-        new = {key: value for key, value in old.items() if key not in item["gone"]}
-        new |= {key: decode(value) for key, value in item["set"].items()}
-        found[name] = {key: new[key] for key in item.get("order", new)}
-    return Observation(**found) if before is None else replace(before, **found)
+        new: dict[str, Any] = {}
+        if before is not None:
+            new.update(getattr(before, name))
+        for key in item["gone"]:
+            new.pop(key, None)
+        for key, value in item["set"].items():
+            new[key] = decode(value)
+        # Without an order that was recorded, it is the one before.
+        order = item.get("order", list(new))
+        found[name] = {key: new[key] for key in order}
+    if before is None:
+        return Observation(**found)
+    return replace(before, **found)
 
 
 def replay(
@@ -260,8 +270,7 @@ def _decide(memory: JobMemory, seen: Observation) -> dict[str, Any]:
 def first_difference(then: Any, now: Any) -> str:
     """Describe the first entry in which two lists differ, or else the two values."""
     if isinstance(then, list) and isinstance(now, list):
-        for index in range(max(len(then), len(now))):
-            old, new = (items[index] if index < len(items) else None for items in (then, now))
+        for index, (old, new) in enumerate(zip_longest(then, now)):
             if old != new:
                 return f"{index}: {json.dumps(old)} then, {json.dumps(new)} now"
     return f"{json.dumps(then)} then, {json.dumps(now)} now"
@@ -300,24 +309,28 @@ def replay_run(path: Path, *, paced: bool | None = None) -> Replayed:
         ConfigError: the file is no such record, or the model or profile that the job names is not
         here any more.
     """
-    found = [Replayed(0, 0, 0, None, drivers=0)]
+    replayed = Replayed(0, 0, 0, None, drivers=0)
     for life in lives_of(path):
-        if found[-1].difference is None:
-            found.append(
-                found[-1].followed_by(_replay_driver(documents_of(life, path), path, paced))
-            )
-    return found[-1]
+        driver = _replay_driver(documents_of(life, path), path, paced)
+        replayed = replayed.followed_by(driver)
+        if replayed.difference is not None:
+            break
+    return replayed
 
 
 def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool | None) -> Replayed:
     first = next(documents, None)
     if first is None:
-        return Replayed(0, 0, 0, None)  # it was killed while it wrote that line
+        # The driver was killed while it wrote its first line.
+        return Replayed(0, 0, 0, None)
     header = header_of(first, path)
     job: Job = header["job"]
     zones = header.get("zones")
     planning = AnsweredPlanning(make_planning(job, zones=zones))
-    is_paced = job.emulation is not None if paced is None else paced
-    pace = paces_of if is_paced else None
-    orders = OrderBuilder(job, load_config(job.model), pace, header["driver"], zones=zones)
-    return replay(memory_at_start(header, planning, orders), planning, documents)
+    if paced is None:
+        paced = job.emulation is not None
+    pace = paces_of if paced else None
+    config = load_config(job.model)
+    orders = OrderBuilder(job, config, pace, header["driver"], zones=zones)
+    memory = memory_at_start(header, planning, orders)
+    return replay(memory, planning, documents)

@@ -34,21 +34,27 @@ def encode(value: Any) -> Any:
         return value
     fields = fields_of(type(value))
     if fields is not None:
-        found = {name: getattr(value, name) for name, _ in fields}
-        kept = {
-            name: item for name, item in found.items() if not _is_default(item, dict(fields)[name])
-        }
-        return {"@": _name(type(value)), **{name: encode(item) for name, item in kept.items()}}
+        document = {"@": _name(type(value))}
+        for name, default in fields:
+            item = getattr(value, name)
+            if not _is_default(item, default):
+                document[name] = encode(item)
+        return document
     if isinstance(value, tuple):
-        return {"@": "tuple", "of": [encode(item) for item in value]}
+        items = [encode(item) for item in value]
+        return {"@": "tuple", "of": items}
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, AbstractSet):
-        return {"@": "set", "of": sorted((encode(item) for item in value), key=_text)}
+        items = [encode(item) for item in value]
+        return {"@": "set", "of": sorted(items, key=_text)}
     if isinstance(value, Mapping):
-        return {"@": "map", "of": [[encode(key), encode(item)] for key, item in value.items()]}
+        # A list of pairs, since a key need not be a string, and the order counts.
+        pairs = [[encode(key), encode(item)] for key, item in value.items()]
+        return {"@": "map", "of": pairs}
     if isinstance(value, bytes):
-        return {"@": "bytes", "of": base64.b64encode(value).decode()}
+        text = base64.b64encode(value).decode()
+        return {"@": "bytes", "of": text}
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be recorded")
 
 
@@ -74,7 +80,8 @@ def decode(document: Any) -> Any:
     found = _class(kind)
     if issubclass(found, Enum):
         return found(of)
-    return found(**{name: decode(item) for name, item in document.items() if name != "@"})
+    values = {name: decode(item) for name, item in document.items() if name != "@"}
+    return found(**values)
 
 
 def _text(document: Any) -> str:
@@ -93,9 +100,13 @@ def _class(name: str) -> Any:
     if module.partition(".")[0] not in PACKAGES or "." in qualified:
         raise ValueError(f"'{name}' is no class of a recorded value")
     found = getattr(importlib.import_module(module), qualified, None)
-    if not isinstance(found, type) or not (issubclass(found, Enum) or fields_of(found) is not None):
-        raise ValueError(f"'{name}' is no class of a recorded value")
-    return found
+    if isinstance(found, type) and _is_recordable(found):
+        return found
+    raise ValueError(f"'{name}' is no class of a recorded value")
+
+
+def _is_recordable(kind: type) -> bool:
+    return issubclass(kind, Enum) or fields_of(kind) is not None
 
 
 _NONE = object()
@@ -112,20 +123,26 @@ def fields_of(kind: Any) -> Fields | None:
 
 def _read_fields(kind: Any) -> Fields | None:
     if dataclasses.is_dataclass(kind):
-        made_from = [field for field in dataclasses.fields(kind) if field.init and field.repr]
-        return tuple(
-            (f.name, _NONE if f.default is dataclasses.MISSING else f.default) for f in made_from
-        )
+        found = []
+        for field in dataclasses.fields(kind):
+            # A field that `repr` leaves out is a secret.
+            if field.init and field.repr:
+                has_default = field.default is not dataclasses.MISSING
+                found.append((field.name, field.default if has_default else _NONE))
+        return tuple(found)
     if issubclass(kind, msgspec.Struct):
-        found = msgspec.structs.fields(kind)
-        return tuple(
-            (f.name, _NONE if f.default is msgspec.NODEFAULT else f.default) for f in found
-        )
+        found = []
+        for member in msgspec.structs.fields(kind):
+            has_default = member.default is not msgspec.NODEFAULT
+            found.append((member.name, member.default if has_default else _NONE))
+        return tuple(found)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return tuple((name, kind._field_defaults.get(name, _NONE)) for name in kind._fields)
+        defaults = kind._field_defaults
+        return tuple((name, defaults.get(name, _NONE)) for name in kind._fields)
     return None
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    plain = value is None or isinstance(value, bool | int | float | str | tuple)
-    return plain and type(value) is type(default) and value == default
+    is_plain = value is None or isinstance(value, bool | int | float | str | tuple)
+    # The types, too, since 1 == 1.0 == True.
+    return is_plain and type(value) is type(default) and value == default

@@ -69,8 +69,11 @@ def chart(
     low_y = 0.0 if from_zero else min(y for _, y in points)
     high_y = max(y for _, y in points)
     rows = _around(low_y, high_y)
-    columns = [x for x in _around(low_x, low_x + span_x) if low_x <= x <= low_x + span_x]
-    scale = _Scale(low_x, span_x, rows[0], rows[-1] - rows[0])
+    span_y = rows[-1] - rows[0]
+    scale = _Scale(low_x, span_x, rows[0], span_y)
+    # The y axis grows to round values; the x axis ends where the data do.
+    end_x = low_x + span_x
+    columns = [x for x in _around(low_x, end_x) if low_x <= x <= end_x]
 
     parts = _axis(scale, columns, rows, x_unit)
     for x, word in marks:
@@ -117,10 +120,15 @@ def _around(low: float, high: float) -> list[float]:
     Their distance is 1, 2 or 5 times a power of ten.
     """
     span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / 4))
+    exponent = math.floor(math.log10(span / 4))
+    power = 10.0**exponent
     # The logarithm of a round span may be off by a rounding error: hence the tolerance.
     most = 1.001 * span / 4
-    apart = max(step for step in (power, 2 * power, 5 * power) if step <= most)
+    apart = power
+    for step in (2 * power, 5 * power):
+        if step <= most:
+            apart = step
+
     first = math.floor(low / apart)
     last = math.floor(high / apart) + 1
     return [index * apart for index in range(first, last + 1)]

@@ -75,7 +75,10 @@ def kept_steps(events: Sequence[Event]) -> list[Event]:
 
     A step that was run again has the event of its last run.
     """
-    by_step = {int(event["step"]): event for event in of_kind(events, "step")}
+    by_step = {}
+    for event in of_kind(events, "step"):
+        step = int(event["step"])
+        by_step[step] = event
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -100,8 +103,10 @@ def fleet_over_time(events: Sequence[Event], begin: float) -> FleetOverTime:
     by_type: dict[str, Points] = {}
     by_zone: dict[str, Points] = {}
     for event in of_kind(events, "arrival"):
-        by_type[event.get("gpu_type") or ""] = [(0.0, 0.0)]
-        by_zone[event.get("zone") or ""] = [(0.0, 0.0)]
+        gpu_type = event.get("gpu_type") or ""
+        zone = event.get("zone") or ""
+        by_type[gpu_type] = [(0.0, 0.0)]
+        by_zone[zone] = [(0.0, 0.0)]
 
     dollars: Points = [(0.0, 0.0)]
     for event in events:

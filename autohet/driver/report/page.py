@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from itertools import pairwise
 from textwrap import shorten
@@ -63,23 +64,26 @@ def _curves(
     yield _section("Loss by step", chart(losses, x_unit="step"))
 
     # All that follow share one time axis, so that a change is at the same place in each.
-    marks = [(event["time"] - begin, str(event["cause"])) for event in changes]
+    marks = []
+    for event in changes:
+        at = event["time"] - begin
+        marks.append((at, str(event["cause"])))
     speed = {"tokens/s": throughput(steps, begin)}
     yield _section("Tokens a second", chart(speed, marks, until=end, from_zero=True))
 
     fleet = fleet_over_time(events, begin)
-    by_type = chart(_held(fleet.gpus_by_type, end), marks, until=end, from_zero=True, stepped=True)
-    yield _section("GPUs alive, by type", by_type)
-    by_zone = chart(_held(fleet.gpus_by_zone, end), marks, until=end, from_zero=True, stepped=True)
-    yield _section("GPUs alive, by zone", by_zone)
+    draw = partial(chart, marks=marks, until=end, from_zero=True, stepped=True)
+    by_type = _held(fleet.gpus_by_type, end)
+    yield _section("GPUs alive, by type", draw(by_type))
+    by_zone = _held(fleet.gpus_by_zone, end)
+    yield _section("GPUs alive, by zone", draw(by_zone))
 
     prices = {}
     dollars = fleet.usd_per_hour
     is_priced = any(usd for _, usd in dollars)
     if is_priced:
         prices = _held({"USD an hour": dollars}, end)
-    price = chart(prices, marks, until=end, from_zero=True, stepped=True)
-    yield _section("Price of the living nodes, USD an hour", price)
+    yield _section("Price of the living nodes, USD an hour", draw(prices))
 
 
 def loss_points(steps: Sequence[Event]) -> Points:

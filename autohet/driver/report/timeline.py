@@ -73,7 +73,9 @@ def _step(event: Event, at: float) -> Span:
 
 
 def _instant(event: Event, at: float) -> Span:
-    facts = {name: value for name, value in event.items() if name not in ("time", "kind")}
+    facts = dict(event)
+    del facts["time"]
+    del facts["kind"]
     return {
         "name": event["kind"],
         "ph": "i",
@@ -127,7 +129,9 @@ def _transfers(event: Event, at: float) -> Iterator[tuple[str, Span]]:
     Transfers are restores, uploads, copies and spills.
     """
     if event["kind"] == "restore":
-        for worker, part in event.get("workers_restored", {}).items():
+        # An older version's events have no part for each worker.
+        parts = event.get("workers_restored", {})
+        for worker, part in parts.items():
             seconds = part["seconds"]
             facts = part["bytes_by_tier"]
             yield worker, _span("restore", at - seconds, seconds, RESTORES, 0, facts)
@@ -148,11 +152,17 @@ def _laid_out(transfers: Sequence[tuple[str, Span]]) -> list[Span]:
     has several rows.
     """
     lanes: dict[tuple[int, str], list[list[Span]]] = {}
-    for source, span in sorted(transfers, key=lambda transfer: transfer[1]["ts"]):
-        rows = lanes.setdefault((span["pid"], source), [])
+    by_time = sorted(transfers, key=lambda transfer: transfer[1]["ts"])
+    for source, span in by_time:
+        lane = (span["pid"], source)
+        rows = lanes.setdefault(lane, [])
         _free_row(rows, span["ts"]).append(span)
 
-    names = [(RUN, STEPS, "steps"), (RUN, CHANGES, "changes"), (RUN, NEWS, "what happened")]
+    names = [
+        (RUN, STEPS, "steps"),
+        (RUN, CHANGES, "changes"),
+        (RUN, NEWS, "what happened"),
+    ]
     number = 0
     for (process, source), rows in sorted(lanes.items()):
         for row in rows:
@@ -182,7 +192,8 @@ def _free_row(rows: list[list[Span]], at: float) -> list[Span]:
 def _names(rows: Sequence[tuple[int, int, str]]) -> list[Span]:
     """Return the events that name the rows (process, row, name) and their processes."""
     found: list[Span] = []
-    for pid in sorted({process for process, _, _ in rows}):
+    processes = {process for process, _, _ in rows}
+    for pid in sorted(processes):
         facts = {"name": PROCESSES[pid]}
         found.append({"name": "process_name", "ph": "M", "pid": pid, "args": facts})
     for pid, tid, name in rows:
