@@ -263,7 +263,13 @@ def make_callbacks(
 
     for entry in job.tracker_entries:
         known_id = known_ids.get(entry.kind)
-        run = TrackedRun(entry, job.name, directory, job.to_document(), known_id)
+        run = TrackedRun(
+            entry=entry,
+            job=job.name,
+            directory=directory,
+            config=job.to_document(),
+            known_id=known_id,
+        )
         tracker = _begin(run)
         if tracker is None:
             continue

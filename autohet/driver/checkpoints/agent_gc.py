@@ -217,7 +217,12 @@ class AgentGc:
         if all_live(self.orders, reports):
             present = order.generation
         disk_before = 0 if durable is None else durable[1]
-        return Prune(max(known), disk_before, frozenset(order.plan.workers), present)
+        return Prune(
+            memory_before=max(known),
+            disk_before=disk_before,
+            living=frozenset(order.plan.workers),
+            generation=present,
+        )
 
     def is_stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
         """Return True if no worker trains or rebuilds, and some member's live state is gone.

@@ -268,7 +268,7 @@ class Durable:
         """
         with self._lock:
             self._retry = None
-        wanted = _Commit(step, generation, layout, tuple(receipts))
+        wanted = _Commit(step=step, generation=generation, layout=layout, receipts=tuple(receipts))
         work = partial(self._commit, wanted)
         self._pool.submit(self._guard, work, wanted)
 
@@ -308,7 +308,12 @@ class Durable:
             return
 
         scalars = {**self._scalars, "step": step}
-        facts = CheckpointFacts(scalars, self._facts.model_config, self._facts.job, generation)
+        facts = CheckpointFacts(
+            scalars=scalars,
+            model_config=self._facts.model_config,
+            job=self._facts.job,
+            generation=generation,
+        )
         manifest = commit_checkpoint(
             self._storage, step, wanted.layout, wanted.receipts, facts, ancestry=ancestry
         )

@@ -61,7 +61,9 @@ def _find_trouble(state: Building, seen: Observation) -> policy.FleetEvent | Non
     if trouble is not None or seen.now <= state.deadline:
         return trouble
     why = f"{', '.join(late)} did not get ready in time"
-    return policy.FleetEvent("death", (), tuple(late), seen.now, why)
+    return policy.FleetEvent(
+        cause="death", nodes=(), workers=tuple(late), happened_at=seen.now, reason=why
+    )
 
 
 def _stop_again(

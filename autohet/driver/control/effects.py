@@ -65,7 +65,7 @@ Deciding = Generator[Effect, None, T]
 
 def event(kind: str, generation: int, sentence: str | None = None, **fields: Any) -> Decision:
     """Create an event with these fields."""
-    return Decision(kind, generation, sentence, fields)
+    return Decision(kind=kind, generation=generation, sentence=sentence, fields=fields)
 
 
 @dataclass

@@ -206,7 +206,12 @@ def find_deaths(observation: Observation, members: Collection[str]) -> FleetEven
         if worker in observation.losses:
             lost[worker] = observation.losses[worker]
         elif observation.node_of(worker) not in observation.nodes:
-            lost[worker] = Loss(worker, "its node is gone", observation.now, observation.now)
+            lost[worker] = Loss(
+                worker=worker,
+                reason="its node is gone",
+                seen_at=observation.now,
+                last_heard=observation.now,
+            )
     if not lost:
         return None
 
@@ -216,11 +221,11 @@ def find_deaths(observation: Observation, members: Collection[str]) -> FleetEven
     reasons = [f"{named(workers)}: {reason}" for reason, workers in by_reason.items()]
     nodes = observation.nodes_with(lost)
     return FleetEvent(
-        "death",
-        tuple(sorted(nodes)),
-        tuple(sorted(lost)),
-        min(loss.last_heard for loss in lost.values()),
-        f"lost {'; '.join(reasons)}",
+        cause="death",
+        nodes=tuple(sorted(nodes)),
+        workers=tuple(sorted(lost)),
+        happened_at=min(loss.last_heard for loss in lost.values()),
+        reason=f"lost {'; '.join(reasons)}",
     )
 
 
@@ -276,7 +281,9 @@ def find_failures(observation: Observation, members: Collection[str]) -> FleetEv
         reason = "; ".join(errors)
     else:
         reason = f"{named(halted)} lost contact with a peer"
-    return FleetEvent("death", (), tuple(halted), observation.now, reason)
+    return FleetEvent(
+        cause="death", nodes=(), workers=tuple(halted), happened_at=observation.now, reason=reason
+    )
 
 
 def find_behind(
@@ -354,11 +361,11 @@ def find_leavers(observation: Observation, members: Collection[str]) -> FleetEve
     names = sorted(notices)
     verb = "leaves" if len(names) == 1 else "leave"
     return FleetEvent(
-        "notice",
-        tuple(names),
-        tuple(sorted(workers)),
-        first.seen_at,
-        f"{', '.join(names)} {verb} {when} ({first.source})",
+        cause="notice",
+        nodes=tuple(names),
+        workers=tuple(sorted(workers)),
+        happened_at=first.seen_at,
+        reason=f"{', '.join(names)} {verb} {when} ({first.source})",
     )
 
 

@@ -92,7 +92,9 @@ def _escalate_or_wait(
 def _end_late(memory: JobMemory, late: list[str], why: str, seen: Observation) -> Effects:
     """End workers that are late: they count as dead."""
     workers = tuple(late)
-    death = policy.FleetEvent("death", (), workers, seen.now, why)
+    death = policy.FleetEvent(
+        cause="death", nodes=(), workers=workers, happened_at=seen.now, reason=why
+    )
     yield from log_death(memory, death, seen)
     yield Dismiss(workers)
 

@@ -73,11 +73,11 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     newest = max(memory.generation, orders.newest_generation(seen))
     generation = newest + 1
     terms = OrderTerms(
-        memory.ledger.last_step,
-        memory.timeouts.step_s,
-        memory.planning.horizon_s,
-        memory.ledger.evaluations.keys(),
-        memory.ledger.loss_scales,
+        last_step=memory.ledger.last_step,
+        step_timeout_s=memory.timeouts.step_s,
+        change_s=memory.planning.horizon_s,
+        evaluated=memory.ledger.evaluations.keys(),
+        loss_scales=memory.ledger.loss_scales,
     )
     try:
         book = orders.write(generation, state.proposal, seen, memory.members, terms)
@@ -124,7 +124,13 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
     memory.ledger.orders = orders
     memory.agent_gc.begin(orders)
     deadline = seen.now + memory.timeouts.rendezvous_s + memory.timeouts.transfer_s
-    return Building(change, state.proposal, generation, tuple(orders), deadline)
+    return Building(
+        change=change,
+        proposal=state.proposal,
+        generation=generation,
+        participants=tuple(orders),
+        deadline=deadline,
+    )
 
 
 def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:

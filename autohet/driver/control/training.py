@@ -60,7 +60,12 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     finished = [each for each in seen.reports_of(members) if each.phase is Phase.FINISHED]
     if len(finished) == len(members):
         deadline = seen.now + memory.timeouts.checkpoint_s
-        return Closing("trained to the last step", True, deadline, memory.ledger.last_step)
+        return Closing(
+            reason="trained to the last step",
+            ok=True,
+            deadline=deadline,
+            step=memory.ledger.last_step,
+        )
 
     yield from _release_idle_leavers(memory, seen)
     leaving = policy.find_leavers(seen, memory.members)
@@ -168,7 +173,14 @@ def _plan_without(
     until = gathers_until(notices, waits_s, needs_s)
     if seen.now >= until:
         return (yield from _move(memory, change, proposal, seen))
-    state.leaving = Leaving(change, proposal, usable, waits_s, needs_s, until)
+    state.leaving = Leaving(
+        change=change,
+        proposal=proposal,
+        usable=usable,
+        patience_s=waits_s,
+        needs_s=needs_s,
+        until=until,
+    )
     sentence = (
         f"Deciding to go on for {until - seen.now:.1f} s before that, since one change answers"
         " all notices that come until then"
@@ -224,7 +236,9 @@ def _on_arrival(
     # Each is considered once, whatever the answer.
     state.declined = state.declined | frozenset(arrived)
     reason = f"{', '.join(arrived)} joined"
-    trouble = policy.FleetEvent("arrival", arrived, (), seen.now, reason)
+    trouble = policy.FleetEvent(
+        cause="arrival", nodes=arrived, workers=(), happened_at=seen.now, reason=reason
+    )
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
@@ -287,7 +301,9 @@ def _on_rates(
     reason = ", ".join(phrases)
     factors = dict(memory.speeds.rate_factors)
     yield event("calibration", memory.generation, rate_factors=factors, reason=reason)
-    trouble = policy.FleetEvent("search", (), (), seen.now, reason)
+    trouble = policy.FleetEvent(
+        cause="search", nodes=(), workers=(), happened_at=seen.now, reason=reason
+    )
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
@@ -308,7 +324,9 @@ def _on_slow(
     sentences = [_speed_sentence(name, factor) for name, factor in sorted(slowed.items())]
     reason = ", ".join(sentences)
     nodes = tuple(sorted(slowed))
-    trouble = policy.FleetEvent("slow", nodes, (), seen.now, reason)
+    trouble = policy.FleetEvent(
+        cause="slow", nodes=nodes, workers=(), happened_at=seen.now, reason=reason
+    )
     yield event("slow", memory.generation, nodes=list(nodes), slowdowns=slowed, reason=reason)
     return (yield from _reconsider(state, memory, trouble, seen))
 
@@ -333,7 +351,9 @@ def _reconsider_repair(state: Training, memory: JobMemory, seen: Observation) ->
     if is_searched or has_taken_no_step:
         return state
     reason = "the plan so far is only a repair"
-    trouble = policy.FleetEvent("search", (), (), seen.now, reason)
+    trouble = policy.FleetEvent(
+        cause="search", nodes=(), workers=(), happened_at=seen.now, reason=reason
+    )
     return (yield from _reconsider(state, memory, trouble, seen))
 
 

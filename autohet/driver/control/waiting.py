@@ -84,7 +84,14 @@ def _plan_from_rest(
     change = state.change
     if change is None:
         steps_run = memory.ledger.steps_run
-        change = Change("start", (), seen.now, seen.now, steps_run, None)
+        change = Change(
+            cause="start",
+            nodes=(),
+            happened_at=seen.now,
+            detected_at=seen.now,
+            step_before=steps_run,
+            plan_before=None,
+        )
 
     fleet = build_fleet(memory, seen, usable)
     answer = memory.planning.ask(fleet, None, redundant=redundant)

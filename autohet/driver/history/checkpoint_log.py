@@ -215,7 +215,9 @@ class CheckpointLog:
 
     def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> Effects:
         """Log each failed checkpoint once, with the newest step that is safe."""
-        found = FailingCheckpoint(generation, step, reason, retried)
+        found = FailingCheckpoint(
+            generation=generation, step=step, reason=reason, is_retried=retried
+        )
         known = self.failing
         if known is not None and known.age > found.age:
             return
@@ -269,4 +271,6 @@ class CheckpointLog:
         # What is older is never committed after this one.
         self._due_at = {due: at for due, at in self._due_at.items() if due > step}
         self._receipts = {other: each for other, each in self._receipts.items() if other > age}
-        yield CommitCheckpoint(step, generation, layout, tuple(received.values()))
+        yield CommitCheckpoint(
+            step=step, generation=generation, layout=layout, receipts=tuple(received.values())
+        )

@@ -78,7 +78,7 @@ class EventLog:
 
     def emit(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
         """Record an event that is no decision."""
-        self.tell(Decision(kind, generation, sentence, fields))
+        self.tell(Decision(kind=kind, generation=generation, sentence=sentence, fields=fields))
 
     def tell(self, what: Decision | Remark) -> None:
         """Record a decision or remark, and log its sentence, if it has one."""

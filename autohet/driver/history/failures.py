@@ -73,7 +73,7 @@ def _by_worker(
     found = {}
     for worker, why in what.items():
         node = node_of(worker)
-        cause = Cause(kind, worker, joined.get(node, 0.0), why)
+        cause = Cause(kind=kind, worker=worker, joined_at=joined.get(node, 0.0), what=why)
         found[cause] = frozenset({node})
     return found
 

@@ -201,7 +201,13 @@ class Ledger:
             return
         _, result = seen.vote
         record = StepRecord(
-            step, result.loss, result.gradient_norm, result.tokens, 0.0, seen.generation, 0.0
+            step=step,
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+            tokens=result.tokens,
+            seconds=0.0,
+            generation=seen.generation,
+            ended_at=0.0,
         )
         yield from self.keep_step(record)
 

@@ -156,7 +156,9 @@ class OrderBuilder:
     def _live(self, report: WorkerReport, node: str) -> Holding:
         generation = report.live_generation
         assert generation is not None
-        source = Source("worker", node, report.worker, report.step, generation)
+        source = Source(
+            kind="worker", node=node, name=report.worker, step=report.step, generation=generation
+        )
         shards = self._layouts[generation].shards_by_worker[report.worker]
         return Holding(source, shards)
 
@@ -177,7 +179,9 @@ class OrderBuilder:
             if arrived_is_known and live_is_known:
                 generation = live
 
-        source = Source("worker", node, report.worker, broken.step, generation)
+        source = Source(
+            kind="worker", node=node, name=report.worker, step=broken.step, generation=generation
+        )
         return Holding(source, broken.arrived)
 
     def _is_of_newest_line(self, generation: int, step: int) -> bool:
@@ -191,7 +195,9 @@ class OrderBuilder:
         manifest = seen.checkpoint.manifest
         if manifest is not None:
             uri = str(seen.checkpoint.uri)
-            source = Source("s3", "", uri, manifest.step, manifest.generation)
+            source = Source(
+                kind="s3", node="", name=uri, step=manifest.step, generation=manifest.generation
+            )
             yield Holding(source, manifest.shards, manifest.checksums)
 
     def newest_generation(self, seen: Observation) -> int:
@@ -287,7 +293,13 @@ class OrderBuilder:
             loss_scale=terms.loss_scales.before(step),
         )
         orders = self._address(common, proposal, seen, targets)
-        return Book(orders, step, transfers, descent, replication)
+        return Book(
+            orders=orders,
+            start_step=step,
+            schedule=transfers,
+            descent=descent,
+            replication=replication,
+        )
 
     def _address(
         self,

@@ -293,7 +293,13 @@ class Planning:
 
     def question(self, current: PlanProposal, request: Request, thorough: bool | None) -> Question:
         """Return the question for `replanned`, to be answered here or in another process."""
-        return Question(current.plan, request, self.horizon_s, self.move_s, thorough)
+        return Question(
+            plan=current.plan,
+            request=request,
+            horizon_s=self.horizon_s,
+            move_s=self.move_s,
+            thorough=thorough,
+        )
 
     def concluded(self, decision: ReplanDecision, cost: CostModel) -> PlanProposal:
         """Turn the answer of `replanned` into a proposal for the fleet of this cost model."""
@@ -332,7 +338,9 @@ class Planning:
     def _proposal(self, answer: Answer, cost: CostModel) -> PlanProposal:
         check_plan(answer.plan, self.inputs.spec.num_layers)
         idle = [f"{', '.join(group.workers)}: {group.why}" for group in answer.idle]
-        return PlanProposal(answer.plan, answer.prediction, cost, tuple(idle))
+        return PlanProposal(
+            plan=answer.plan, prediction=answer.prediction, cost=cost, idle=tuple(idle)
+        )
 
     def read_fixed_plan(self) -> Plan | None:
         """Return the plan that the job names; None if it names none.

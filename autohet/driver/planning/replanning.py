@@ -101,13 +101,13 @@ def begin_change(memory: JobMemory, trouble: policy.FleetEvent, seen: Observatio
     if memory.proposal is not None:
         plan_before = memory.proposal.plan
     return Change(
-        trouble.cause,
-        trouble.nodes,
-        trouble.happened_at,
-        seen.now,
-        memory.ledger.committed_steps,
-        plan_before,
-        trouble.reason,
+        cause=trouble.cause,
+        nodes=trouble.nodes,
+        happened_at=trouble.happened_at,
+        detected_at=seen.now,
+        step_before=memory.ledger.committed_steps,
+        plan_before=plan_before,
+        reason=trouble.reason,
     )
 
 

@@ -113,7 +113,9 @@ class ReplicationPlanner:
         if not targets:
             if not lacking:
                 return None
-            return Replication(traffic, RoundSpacing(0), self._zones, lacking)
+            return Replication(
+                traffic=traffic, spacing=RoundSpacing(0), zones=self._zones, lacking=lacking
+            )
 
         spacing = spacing_of(
             traffic,
@@ -123,7 +125,7 @@ class ReplicationPlanner:
             bandwidth_share=wishes.replicate_bandwidth_share,
             usd_per_hour=wishes.replicate_usd_per_hour,
         )
-        return Replication(traffic, spacing, self._zones, lacking)
+        return Replication(traffic=traffic, spacing=spacing, zones=self._zones, lacking=lacking)
 
     def _lacking(self, layout: Layout, targets: Targets, seen: Observation) -> str:
         """Return a sentence if nodes alone hold uncopied shards although there are other nodes.
@@ -168,7 +170,12 @@ def _training_of(proposal: PlanProposal, seen: Observation, change_s: float) -> 
     usd = fleet.usd_per_hour()
     prediction = proposal.prediction
     if prediction is None:
-        return CopiedTraining(1.0, 0.0, usd, change_s)
+        return CopiedTraining(step_s=1.0, sync_share=0.0, fleet_usd_per_hour=usd, change_s=change_s)
     sync_s = prediction.breakdown_s.get("grad_sync", 0.0)
     sync_share = sync_s / prediction.step_time_s
-    return CopiedTraining(prediction.step_time_s, sync_share, usd, change_s)
+    return CopiedTraining(
+        step_s=prediction.step_time_s,
+        sync_share=sync_share,
+        fleet_usd_per_hour=usd,
+        change_s=change_s,
+    )

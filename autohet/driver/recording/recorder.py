@@ -222,7 +222,9 @@ class RecordedPlanning(Planning):
         self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
     ) -> PlanResult:
         answer = self._inner.ask(fleet, current, redundant=redundant)
-        recorded = RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds)
+        recorded = RecordedAnswer(
+            fleet=fleet, proposal=answer.proposal, why_not=answer.why_not, seconds=answer.seconds
+        )
         self._recorder.answered(recorded)
         return answer
 

@@ -234,7 +234,7 @@ def replay(
     The memory must be the driver's own at its start.
     """
     seen: Observation | None = None
-    so_far = Replayed(0, 0, 0, None)
+    so_far = Replayed(ticks=0, decisions=0, actions=0, difference=None)
     for line in documents:
         seen = next_observation(seen, line["seen"])
         planning.answers = [decode(answer) for answer in line["answers"]]
@@ -309,7 +309,7 @@ def replay_run(path: Path, *, paced: bool | None = None) -> Replayed:
         ConfigError: the file is no such record, or the model or profile that the job names is not
         here any more.
     """
-    replayed = Replayed(0, 0, 0, None, drivers=0)
+    replayed = Replayed(ticks=0, decisions=0, actions=0, difference=None, drivers=0)
     for life in lives_of(path):
         driver = _replay_driver(documents_of(life, path), path, paced)
         replayed = replayed.followed_by(driver)
@@ -322,7 +322,7 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
     first = next(documents, None)
     if first is None:
         # The driver was killed while it wrote its first line.
-        return Replayed(0, 0, 0, None)
+        return Replayed(ticks=0, decisions=0, actions=0, difference=None)
     header = header_of(first, path)
     job: Job = header["job"]
     zones = header.get("zones")

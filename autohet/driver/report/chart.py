@@ -70,7 +70,7 @@ def chart(
     high_y = max(y for _, y in points)
     rows = _around(low_y, high_y)
     span_y = rows[-1] - rows[0]
-    scale = _Scale(low_x, span_x, rows[0], span_y)
+    scale = _Scale(low_x=low_x, span_x=span_x, low_y=rows[0], span_y=span_y)
     # The y axis grows to round values; the x axis ends where the data do.
     end_x = low_x + span_x
     columns = [x for x in _around(low_x, end_x) if low_x <= x <= end_x]
