@@ -33,7 +33,9 @@ def _ready_reports(state: Building, seen: Observation) -> list[WorkerReport] | N
         report = seen.reports.get(worker)
         if report is None or not seen.answers(worker):
             return None
-        if report.generation != state.generation or report.live_generation != state.generation:
+        has_begun = report.generation == state.generation
+        has_state = report.live_generation == state.generation
+        if not has_begun or not has_state:
             return None
         if report.phase in (Phase.BUILDING, Phase.RESTORING):
             return None
@@ -108,7 +110,8 @@ def _begin_training(
     memory.nodes.logged_dead.clear()
     planned = frozenset(node.name for node in proposal.cost.fleet.nodes)
     memory.planned_nodes = planned & seen.nodes.keys()
-    memory.plans.append((state.generation, proposal.plan, proposal.predicted_step_s))
+    entry = (state.generation, proposal.plan, proposal.predicted_step_s)
+    memory.plans.append(entry)
     memory.orders.confirm()
     yield from memory.ledger.begin_generation(state.generation, change)
 
@@ -134,7 +137,8 @@ def _dismiss_leavers(state: Building, memory: JobMemory, seen: Observation) -> E
         is_source = worker not in state.proposal.plan.workers
         if is_source and seen.node_of(worker) in seen.notices:
             leaving.append(worker)
-    yield Dismiss(tuple(worker for worker in leaving if worker not in seen.losses))
+    alive = [worker for worker in leaving if worker not in seen.losses]
+    yield Dismiss(tuple(alive))
     for name in sorted(seen.nodes_with(leaving)):
         yield from release_leaver(memory, name, seen)
 

@@ -15,12 +15,13 @@ from autohet.runtime.messages import STANDING_PHASES
 def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State]:
     """End, or wait, once the step at which all members stand is in durable storage."""
     members = memory.members
-    trouble = policy.find_deaths(seen, members) or policy.find_failures(seen, members)
+    trouble = policy.find_deaths_or_failures(seen, members)
     if trouble is not None:
         # survivors make the last step durable in a generation of their own
         return (yield from interrupt_after_death(memory, trouble, seen))
 
-    standing = [report for report in seen.reports_of(members) if report.phase in STANDING_PHASES]
+    reports = seen.reports_of(members)
+    standing = [report for report in reports if report.phase in STANDING_PHASES]
     if state.step is None and len(standing) == len(members):
         state.step = standing[0].step
     is_durable = state.step is not None and seen.checkpoint.step == state.step
@@ -44,7 +45,8 @@ def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State
         return Waiting(state.then_wait, seen.now, memory.postponed)
 
     # A user who has stopped the job does not want it started again.
-    asked_to_stop = seen.stop_reason is not None and memory.end.failed_ticks is None
+    has_failed_ticks = memory.end.failed_ticks is not None
+    asked_to_stop = seen.stop_reason is not None and not has_failed_ticks
     reason = f"{state.reason}; {why}"
     return (yield from finish(memory, reason, ok=False, may_pass=not asked_to_stop))
 
@@ -76,7 +78,9 @@ def save(state: Saving, memory: JobMemory, seen: Observation) -> Deciding[State]
         return (yield from fail_unsaved(memory, state.reason, "not all workers are there"))
 
     step = reports[0].step
-    if all(report.phase in STANDING_PHASES and report.step == step for report in reports):
+    standing = [report for report in reports if report.phase in STANDING_PHASES]
+    at_step = [report for report in standing if report.step == step]
+    if len(at_step) == len(reports):
         found = seen.checkpoint
         if found.step == step:
             return (yield from fail(memory, state.reason, may_pass=True))

@@ -78,7 +78,8 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     yield from _announce_departures(memory, seen)
     yield from _buy(memory, seen)
     if isinstance(memory.state, Training) and memory.script.left:
-        yield from memory.script.due(memory.ledger.committed_steps, seen, memory.members)
+        step = memory.ledger.committed_steps
+        yield from memory.script.due(step, seen, memory.members)
 
 
 def fail_at_once(memory: JobMemory, reason: str) -> Effects:
@@ -263,11 +264,11 @@ def announce(memory: JobMemory, seen: Observation) -> Effects:
     """Log each notice and each new node once; forget what is gone."""
     known = memory.nodes
     slowdowns = memory.speeds.slowdowns
-    remembered = known.announced.keys() | known.notices.keys() | slowdowns.keys()
+    remembered = {*known.announced, *known.notices, *slowdowns}
     gone = remembered - seen.nodes.keys()
     # First of all, since what is forgotten next explains why a node went.
-    announced = known.announced.keys() - seen.nodes.keys()
-    yield from _log_idle_deaths(memory, announced, seen)
+    known_and_gone = known.announced.keys() - seen.nodes.keys()
+    yield from _log_idle_deaths(memory, known_and_gone, seen)
     _forget_nodes(memory, gone, seen)
     yield from _announce_notices(memory, seen)
     yield from _announce_risks(memory, seen)
@@ -287,7 +288,9 @@ def _forget_nodes(memory: JobMemory, gone: Collection[str], seen: Observation) -
     for name in gone:
         known.notices.pop(name, None)
         memory.speeds.slowdowns.pop(name, None)
-    known.logged_dead = {worker for worker in known.logged_dead if is_dead(worker, seen)}
+    for worker in list(known.logged_dead):
+        if not is_dead(worker, seen):
+            known.logged_dead.remove(worker)
 
 
 def _announce_notices(memory: JobMemory, seen: Observation) -> Effects:
@@ -357,7 +360,8 @@ def _announce_risks(memory: JobMemory, seen: Observation) -> Effects:
     next generation on.
     """
     memory.nodes.risks &= seen.risks.keys()
-    for name in sorted(seen.risks.keys() - memory.nodes.risks):
+    new = seen.risks.keys() - memory.nodes.risks
+    for name in sorted(new):
         memory.nodes.risks.add(name)
         source = seen.risks[name].source
         sentence = (
@@ -373,7 +377,8 @@ def _announce_departures(memory: JobMemory, seen: Observation) -> Effects:
     gone = announced.keys() - seen.nodes.keys()
     for name in sorted(gone):
         del announced[name]
-        yield event("departure", memory.generation, node=name, reason=f"{name} is gone")
+        reason = f"{name} is gone"
+        yield event("departure", memory.generation, node=name, reason=reason)
 
 
 def _log_idle_deaths(memory: JobMemory, gone: Collection[str], seen: Observation) -> Effects:

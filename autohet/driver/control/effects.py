@@ -87,6 +87,7 @@ class Round:
 
     @property
     def events(self) -> list[Decision | Remark]:
+        """Events and remarks, in order."""
         return [each for each in self.effects if isinstance(each, Decision | Remark)]
 
     @property

@@ -132,7 +132,9 @@ class CheckpointState:
 
     def followed_by(self, step: int, uri: str, manifest: Any) -> CheckpointState:
         """Return the state once this checkpoint is known as the newest."""
-        newer = () if step == self.step else ((step, uri),)
+        newer: tuple[tuple[int, str], ...] = ()
+        if step != self.step:
+            newer = ((step, uri),)
         return replace(
             self,
             step=step,
@@ -263,13 +265,19 @@ class Observation:
 
     def reports_of(self, workers: Iterable[str]) -> list[WorkerReport]:
         """Return the reports of those of these workers that have one."""
-        return [self.reports[worker] for worker in workers if worker in self.reports]
+        found = []
+        for worker in workers:
+            if worker in self.reports:
+                found.append(self.reports[worker])
+        return found
 
     def agents(self) -> dict[str, AgentEndpoint]:
         """Return the endpoints of the agents that are up, by node."""
-        return {
-            name: view.endpoint for name, view in self.nodes.items() if view.endpoint is not None
-        }
+        found = {}
+        for name, view in self.nodes.items():
+            if view.endpoint is not None:
+                found[name] = view.endpoint
+        return found
 
 
 def _without(known: Mapping[str, T], names: Collection[str]) -> dict[str, T]:

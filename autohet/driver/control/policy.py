@@ -76,8 +76,9 @@ class FleetEvent:
         """
         if self.cause == "search":
             return other
-        nodes = tuple(sorted({*self.nodes, *other.nodes}))
-        return replace(other, nodes=nodes, reason=f"{self.reason}, {other.reason}")
+        nodes = {*self.nodes, *other.nodes}
+        reason = f"{self.reason}, {other.reason}"
+        return replace(other, nodes=tuple(sorted(nodes)), reason=reason)
 
 
 def usable_nodes(observation: Observation) -> tuple[str, ...]:
@@ -105,7 +106,9 @@ def count_workers(observation: Observation, nodes: Collection[str]) -> int:
 
 def _can_work(observation: Observation, worker: str) -> bool:
     report = observation.reports.get(worker)
-    return report is not None and not report.unfit and worker not in observation.losses
+    if report is None or report.unfit:
+        return False
+    return worker not in observation.losses
 
 
 def fleet_of(
@@ -220,11 +223,12 @@ def find_deaths(observation: Observation, members: Collection[str]) -> FleetEven
         by_reason.setdefault(loss.reason, []).append(worker)
     reasons = [f"{named(workers)}: {reason}" for reason, workers in by_reason.items()]
     nodes = observation.nodes_with(lost)
+    last_heard = min(loss.last_heard for loss in lost.values())
     return FleetEvent(
         cause="death",
         nodes=tuple(sorted(nodes)),
         workers=tuple(sorted(lost)),
-        happened_at=min(loss.last_heard for loss in lost.values()),
+        happened_at=last_heard,
         reason=f"lost {'; '.join(reasons)}",
     )
 
@@ -284,6 +288,16 @@ def find_failures(observation: Observation, members: Collection[str]) -> FleetEv
     return FleetEvent(
         cause="death", nodes=(), workers=tuple(halted), happened_at=observation.now, reason=reason
     )
+
+
+def find_deaths_or_failures(
+    observation: Observation, members: Collection[str]
+) -> FleetEvent | None:
+    """Return the deaths of members as one event; without any, those that stopped by themselves."""
+    deaths = find_deaths(observation, members)
+    if deaths is not None:
+        return deaths
+    return find_failures(observation, members)
 
 
 def find_behind(
@@ -348,7 +362,9 @@ def find_leavers(observation: Observation, members: Collection[str]) -> FleetEve
     """
     nodes = observation.nodes_with(members) & observation.nodes.keys()
     notices = {name: notice for name, notice in observation.notices.items() if name in nodes}
-    if not notices or _more_may_come(notices.values(), observation.now):
+    if not notices:
+        return None
+    if _more_may_come(notices.values(), observation.now):
         return None
 
     workers = [worker for worker in members if observation.node_of(worker) in notices]
@@ -380,7 +396,9 @@ def _more_may_come(notices: Collection[Notice], now: float) -> bool:
         if notice.deadline is not None and notice.deadline - now < SHORT_S:
             return False
     seen_at = [notice.seen_at for notice in notices]
-    return now - max(seen_at) < QUIET_S and now - min(seen_at) < TOGETHER_S
+    is_quiet = now - max(seen_at) >= QUIET_S
+    is_late = now - min(seen_at) >= TOGETHER_S
+    return not is_quiet and not is_late
 
 
 def find_arrivals(
@@ -493,8 +511,9 @@ def find_rates(
             agreeing = [steps for steps in own if max(steps) < 1.0]
 
         known = factors.get(gpu_type, 1.0)
-        believed = min(max(known * off, 1 / MOST_RATE_FACTOR), MOST_RATE_FACTOR)
-        new = round(believed, 3)
+        factor = max(known * off, 1 / MOST_RATE_FACTOR)
+        factor = min(factor, MOST_RATE_FACTOR)
+        new = round(factor, 3)
         is_clear = max(new / known, known / new) >= MIN_RATE_CHANGE
         if is_clear and 2 * len(agreeing) > len(own):
             found[gpu_type] = new

@@ -36,7 +36,10 @@ def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[Sta
     """Replan once all survivors stand after the same step."""
     alive = policy.survivors(seen, memory.members)
     yield from _escalate(state, memory, seen, alive)
-    moving = [worker for worker in alive if seen.reports[worker].phase not in STANDING_PHASES]
+    moving = []
+    for worker in alive:
+        if seen.reports[worker].phase not in STANDING_PHASES:
+            moving.append(worker)
     if moving:
         state.quiet_since = None
         yield from _escalate_or_wait(state, memory, seen, moving)
@@ -82,7 +85,8 @@ def _escalate_or_wait(
         return
     if not state.interrupted:
         state.interrupted = True
-        yield Interrupt(policy.survivors(seen, memory.members), memory.generation)
+        survivors = policy.survivors(seen, memory.members)
+        yield Interrupt(survivors, memory.generation)
     else:
         why = f"{', '.join(moving)} did not stop in time"
         yield from _end_late(memory, moving, why, seen)

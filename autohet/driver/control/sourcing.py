@@ -55,7 +55,9 @@ def step(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[Stat
     if needs_more and is_unanswered:
         return state
 
-    participants = plan.workers if state.book is None else tuple(state.book.orders)
+    participants = plan.workers
+    if state.book is not None:
+        participants = tuple(state.book.orders)
     if not all(seen.answers(worker) for worker in participants):
         deadline = seen.now + memory.timeouts.quiesce_s
         return Quiescing(state.change, deadline, interrupted=True)
@@ -86,7 +88,8 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     except ConfigError as error:
         return (yield from fail(memory, str(error)))
     state.book = book
-    state.claimed_by = seen.now + min(CLAIM_S, memory.timeouts.quiesce_s)
+    patience_s = min(CLAIM_S, memory.timeouts.quiesce_s)
+    state.claimed_by = seen.now + patience_s
     memory.generation = generation
     yield ClaimGeneration(book.descent)
     return state
@@ -123,7 +126,8 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
     yield Begin(orders)
     memory.ledger.orders = orders
     memory.agent_gc.begin(orders)
-    deadline = seen.now + memory.timeouts.rendezvous_s + memory.timeouts.transfer_s
+    limits = memory.timeouts
+    deadline = seen.now + limits.rendezvous_s + limits.transfer_s
     return Building(
         change=change,
         proposal=state.proposal,

@@ -47,7 +47,7 @@ Each is a mapping by worker.
 def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[State]:
     """Answer the most urgent news: death, stop, end, notice, arrival, speed, finished search."""
     members = memory.members
-    trouble = policy.find_deaths(seen, members) or policy.find_failures(seen, members)
+    trouble = policy.find_deaths_or_failures(seen, members)
     if trouble is not None:
         return (yield from interrupt_after_death(memory, trouble, seen))
 
@@ -57,7 +57,8 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     memory.end.reason = memory.end.reason or _too_many_skipped_reason(memory)
     if memory.end.reason is not None:
         return (yield from stop_with_checkpoint(memory, seen, memory.end.reason))
-    finished = [each for each in seen.reports_of(members) if each.phase is Phase.FINISHED]
+    reports = seen.reports_of(members)
+    finished = [report for report in reports if report.phase is Phase.FINISHED]
     if len(finished) == len(members):
         deadline = seen.now + memory.timeouts.checkpoint_s
         return Closing(
@@ -100,8 +101,9 @@ def _too_many_skipped_reason(memory: JobMemory) -> str | None:
     skipped = memory.ledger.skipped
     limit = memory.job.training.max_skipped_steps
     is_over = memory.ledger.committed_steps == memory.ledger.last_step
-    none_ever = is_over and skipped.first == 0
-    if not none_ever and (limit is None or skipped.in_a_row < limit):
+    has_skipped_all = is_over and skipped.first == 0
+    is_too_many = limit is not None and skipped.in_a_row >= limit
+    if not has_skipped_all and not is_too_many:
         return None
     return (
         f"{skipped.in_a_row} steps in a row changed no weights (training.max_skipped_steps:"
@@ -118,7 +120,8 @@ def _release_idle_leavers(memory: JobMemory, seen: Observation) -> Effects:
     """Release each leaving node that no member is on."""
     used = seen.nodes_with(memory.members)
     for name in seen.notices:
-        if name in used or name in memory.nodes.released or name not in seen.nodes:
+        is_released = name in memory.nodes.released
+        if name in used or is_released or name not in seen.nodes:
             continue
         workers = seen.nodes[name].workers
         reporting = [worker for worker in workers if worker in seen.reports]
@@ -279,7 +282,8 @@ def _find_forgiven(memory: JobMemory, seen: Observation) -> dict[str, float]:
     past = seen.now - memory.job.elastic.slow_forgiven_s
     forgiven = {}
     for name in memory.speeds.slowdowns:
-        if name not in used and memory.speeds.slow_since[name] <= past:
+        measured_at = memory.speeds.slow_since[name]
+        if name not in used and measured_at <= past:
             forgiven[name] = 1.0
     return forgiven
 
@@ -321,8 +325,10 @@ def _on_slow(
         else:
             memory.speeds.slowdowns.pop(name, None)
     memory.ledger.paces.forget()
-    sentences = [_speed_sentence(name, factor) for name, factor in sorted(slowed.items())]
-    reason = ", ".join(sentences)
+    phrases = []
+    for name, factor in sorted(slowed.items()):
+        phrases.append(_speed_phrase(name, factor))
+    reason = ", ".join(phrases)
     nodes = tuple(sorted(slowed))
     trouble = policy.FleetEvent(
         cause="slow", nodes=nodes, workers=(), happened_at=seen.now, reason=reason
@@ -331,7 +337,7 @@ def _on_slow(
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
-def _speed_sentence(name: str, factor: float) -> str:
+def _speed_phrase(name: str, factor: float) -> str:
     if factor > 1.0:
         return f"{name} computes {factor:.2f} times as long as its type"
     return f"{name} is taken to be as fast as its type again"

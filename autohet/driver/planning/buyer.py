@@ -94,7 +94,8 @@ class Buyer:
         before = self._refused
         alive = self._count_kept(seen)
         if seen.launches is not None:
-            self._refused = self._refusals.look(seen.launches.failed, alive, seen.now)
+            failed = seen.launches.failed
+            self._refused = self._refusals.look(failed, alive, seen.now)
         new = self._refused - before
         prices_are_new = bool(seen.prices) and not self._priced
         self._priced |= prices_are_new
@@ -140,7 +141,10 @@ class Buyer:
         if is_same:
             return []
         self._base = dict(found.counts)
-        nodes = [f"{count} {name}" for name, count in sorted(self._base.items()) if count]
+        nodes = []
+        for name, count in sorted(self._base.items()):
+            if count:
+                nodes.append(f"{count} {name}")
         return [f"Deciding to ask for {', '.join(nodes)}, since {self._why}"]
 
     def _count_kept(self, seen: Observation) -> Counter[str]:

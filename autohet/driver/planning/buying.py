@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from autohet.driver.control.observation import Observation
 from autohet.driver.planning.proposals import Planning
-from planner.cluster import Cluster, Fleet, NodeType, node_of
+from planner.cluster import Cluster, Fleet, NodeType
 from planner.errors import ConfigError
 from planner.plan import Plan
 
@@ -34,7 +34,8 @@ def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     """Return the number of nodes by type that a plan of `fleet` uses."""
     type_by_node = {}
     for worker in plan.workers:
-        type_by_node[node_of(worker)] = fleet.node_of(worker).node_type.name
+        node = fleet.node_of(worker)
+        type_by_node[node.name] = node.node_type.name
     return dict(Counter(type_by_node.values()))
 
 
@@ -51,7 +52,9 @@ def capped(cluster: Cluster, most: Counts) -> Cluster:
     """Return the cluster with at most this number of nodes of these types."""
     kinds = []
     for kind in cluster.node_types:
-        max_nodes = min(kind.max_nodes, most.get(kind.name, kind.max_nodes))
+        max_nodes = kind.max_nodes
+        if kind.name in most:
+            max_nodes = min(max_nodes, most[kind.name])
         if max_nodes > 0:
             kinds.append(replace(kind, max_nodes=max_nodes))
     return replace(cluster, node_types=tuple(kinds))
@@ -203,7 +206,8 @@ def _counts_within(
         proposal = bounded.propose(fleet, None)
         counts = nodes_of(proposal.plan, fleet)
         # A type that neither has is named, too: `capped` leaves types alone that it is not given.
-        none = dict.fromkeys([kind.name for kind in cluster.node_types], 0)
+        names = [kind.name for kind in cluster.node_types]
+        none = dict.fromkeys(names, 0)
         narrower = capped(cluster, _largest(none | counts, standing))
         if narrower == among:
             break
@@ -247,7 +251,9 @@ class Refusals:
                 self._failed[name] = count
                 self._until[name] = now + REFUSED_S
         self._alive = dict(alive)
-        return frozenset(name for name, until in self._until.items() if now < until)
+
+        refused = [name for name, until in self._until.items() if now < until]
+        return frozenset(refused)
 
 
 @dataclass
@@ -308,14 +314,15 @@ def with_spares(
     """
     found = dict(counts)
     kinds = {kind.name: kind for kind in market.cluster.node_types}
-    for name in sorted(seen.risks.keys() & set(used)):
-        if name not in seen.nodes:
+    at_risk = seen.risks.keys() & set(used) & seen.nodes.keys()
+    for name in sorted(at_risk):
+        type_name = seen.nodes[name].node_type.name
+        if type_name not in kinds:
             continue
-        kind = kinds.get(seen.nodes[name].node_type.name)
-        if kind is None or found.get(kind.name, 0) >= kind.max_nodes:
-            continue
+        kind = kinds[type_name]
         more = _with_one_more(found, kind)
-        if not may_exist(more, market.cluster):
+        is_within_limits = more[type_name] <= kind.max_nodes
+        if not is_within_limits or not may_exist(more, market.cluster):
             continue
         price = usd_per_hour(market.all_that_stand(more), market.cluster)
         if price <= (bound or math.inf):
@@ -344,5 +351,6 @@ def fallback(planning: Planning, short: Shortage) -> Wanted:
         counts = best_counts(planning, left, standing)
     except ConfigError as error:
         return Wanted(None, f"the other types have no plan: {error}")
-    wanted = completed(counts, cluster, standing, planning.job.elastic.min_workers)
+    min_workers = planning.job.elastic.min_workers
+    wanted = completed(counts, cluster, standing, min_workers)
     return Wanted(wanted, "")

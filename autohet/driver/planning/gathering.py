@@ -60,11 +60,16 @@ def needed_s(
     builds = moves or [change.seconds() for change in changes if change.is_complete]
 
     if builds:
-        rebuild_s = max(parts["rebuild"] + parts["first_step"] for parts in builds)
+        times_s = [parts["rebuild"] + parts["first_step"] for parts in builds]
+        rebuild_s = max(times_s)
     else:
         rebuild_s = limits.quiesce_s + limits.rendezvous_s
-    replan_s = max((parts["replan"] for parts in moves), default=search_s)
-    restore_s = max([state_s, *(parts["restore"] for parts in moves)])
+    replan_s = search_s
+    if moves:
+        replan_s = max(parts["replan"] for parts in moves)
+    restore_s = state_s
+    for parts in moves:
+        restore_s = max(restore_s, parts["restore"])
     change_s = step_s + replan_s + rebuild_s + restore_s
 
     if upload_s is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -121,9 +121,13 @@ class OrderBuilder:
 
         A plan that is checked for inventories is the one that orders are written for next.
         """
-        if self._planned is None or self._planned[0] != plan:
-            self._planned = (plan, self._layout(plan))
-        return self._planned[1]
+        if self._planned is not None:
+            known, layout = self._planned
+            if known == plan:
+                return layout
+        layout = self._layout(plan)
+        self._planned = (plan, layout)
+        return layout
 
     # Copies of the training state that exist
     # ----------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ class OrderBuilder:
         newest = self.ancestry.newest
         return newest is not None and self.ancestry.contains(newest, generation, step)
 
-    def _kept(self, seen: Observation) -> Iterator[Holding]:
+    def _kept(self, seen: Observation) -> Iterable[Holding]:
         """Yield the snapshots that agents hold, and the newest durable checkpoint."""
         for inventory in (seen.inventories or {}).values():
             yield from inventory
@@ -216,7 +220,8 @@ class OrderBuilder:
     def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
         """Return True if live memory alone does not hold the whole of the newest state."""
         self._note_bad(seen)
-        live = without(self.live_holdings(seen, members), self._bad)
+        live = self.live_holdings(seen, members)
+        live = without(live, self._bad)
         # Also where nothing is live: this caches the layout for the orders.
         layout = self._layout_of_plan(plan)
         if not live:
@@ -272,6 +277,7 @@ class OrderBuilder:
         if every == 0:
             targets = {}
 
+        participants = (*plan.workers, *_pure_sources(plan, transfers, seen))
         assert terms.last_step is not None, "the rows of the data set are not counted"
         common = GenerationOrder(
             generation=generation,
@@ -281,7 +287,7 @@ class OrderBuilder:
             end_step=terms.last_step,
             store_host=seen.store[0],
             store_port=seen.store[1],
-            participants=(*plan.workers, *_pure_sources(plan, transfers, seen)),
+            participants=participants,
             transfers=transfers,
             agents=seen.agents(),
             checkpoint_shards=frozenset(),
@@ -309,7 +315,8 @@ class OrderBuilder:
         targets: Targets,
     ) -> dict[str, GenerationOrder]:
         """Return the order of each participant: the common one, with the worker's own part."""
-        writers = assign_writers(common.layout, seen.nodes_of(common.plan.workers))
+        node_by_worker = seen.nodes_of(common.plan.workers)
+        writers = assign_writers(common.layout, node_by_worker)
         paces: Mapping[str, Any] = {}
         if self._pace is not None:
             paces = self._pace(proposal)
@@ -374,7 +381,8 @@ class OrderBuilder:
         if is_first_start and restorable_step(layout.shards, holdings) is None:
             return 0, None
         if not holdings:
-            raise NotRestorable(None, tuple(sorted(layout.shards))[:3])
+            first_shards = sorted(layout.shards)[:3]
+            raise NotRestorable(None, tuple(first_shards))
 
         good = without(holdings, self._bad)
         if restorable_step(layout.shards, good) is not None:

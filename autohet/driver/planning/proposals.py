@@ -71,18 +71,21 @@ class PlanProposal:
         found: dict[str, float] = {}
         for pipeline in self.plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
-                microbatch_s = sum(self.cost.stages.seconds(pipeline, index, rated=True))
+                parts_s = self.cost.stages.seconds(pipeline, index, rated=True)
+                microbatch_s = sum(parts_s)
                 seconds = pipeline.num_microbatches * microbatch_s
                 # A tensor-parallel group is as fast as its slowest member.
                 slowdown = max(factors[worker] for worker in stage.workers)
-                found.update(dict.fromkeys(stage.workers, seconds * slowdown))
+                for worker in stage.workers:
+                    found[worker] = seconds * slowdown
         return found
 
     def _spmd_compute_s(self, factors: Mapping[str, float]) -> dict[str, float]:
         """Return `compute_s` of a plan of one program; factors: slowdown by worker."""
         found = {}
         passes = self.plan.pipelines[0].num_microbatches
-        for worker, (forward_s, backward_s) in work_by_worker(self.cost, self.plan).items():
+        work = work_by_worker(self.cost, self.plan)
+        for worker, (forward_s, backward_s) in work.items():
             found[worker] = passes * (forward_s + backward_s) * factors[worker]
         return found
 

@@ -51,7 +51,8 @@ class Replication:
         by_zones = []
         for pair, num_bytes in sorted(self.traffic.bytes_by_zones.items()):
             usd_per_gb = self.zones.usd_per_gb(*pair)
-            by_zones.append({"zones": list(pair), "bytes": num_bytes, "usd_per_gb": usd_per_gb})
+            entry = {"zones": list(pair), "bytes": num_bytes, "usd_per_gb": usd_per_gb}
+            by_zones.append(entry)
         return {
             "every_steps": self.spacing.every_steps,
             "bytes": self.traffic.num_bytes,
@@ -101,13 +102,10 @@ class ReplicationPlanner:
         wishes = self._wishes
         if not wishes.replication_steps:
             return None
-        traffic = traffic_of(
-            targets,
-            layout,
-            seen.nodes_of(layout.workers),
-            {name: view.node_type.zone for name, view in seen.nodes.items()},
-            {worker: self.bandwidth(seen, worker) for worker in targets},
-        )
+        zone_by_node = {name: view.node_type.zone for name, view in seen.nodes.items()}
+        bytes_per_s = {worker: self.bandwidth(seen, worker) for worker in targets}
+        node_by_worker = seen.nodes_of(layout.workers)
+        traffic = traffic_of(targets, layout, node_by_worker, zone_by_node, bytes_per_s)
 
         lacking = self._lacking(layout, targets, seen)
         if not targets:
@@ -166,8 +164,8 @@ class ReplicationPlanner:
 
 def _training_of(proposal: PlanProposal, seen: Observation, change_s: float) -> CopiedTraining:
     """Describe the training during which copies are made, as far as it is known."""
-    fleet = Fleet(0, tuple(view.node for view in seen.nodes.values()))
-    usd = fleet.usd_per_hour()
+    nodes = [view.node for view in seen.nodes.values()]
+    usd = Fleet(0, tuple(nodes)).usd_per_hour()
     prediction = proposal.prediction
     if prediction is None:
         return CopiedTraining(step_s=1.0, sync_share=0.0, fleet_usd_per_hour=usd, change_s=change_s)

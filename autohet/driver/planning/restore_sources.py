@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from autohet.driver.control.observation import Observation
@@ -14,7 +14,7 @@ BadCopy = tuple[Source, ShardId]
 """Shard of one source that failed, or was wrong, in a restore."""
 
 
-def name_as_held(bad: Iterable[BadCopy], generation: int, seen: Observation) -> Iterator[BadCopy]:
+def name_as_held(bad: Iterable[BadCopy], generation: int, seen: Observation) -> Iterable[BadCopy]:
     """Name bad copies as holdings name them.
 
     What a worker handed on in the restore of `generation` is held under that generation. If the

@@ -104,7 +104,9 @@ class AnsweredPlanning(Planning):
 
     def result(self, question: Any, number: int) -> Any:
         """Return the recorded result of that question, or None if it has none at this tick."""
-        answer = self.answers[0] if self.answers else None
+        if not self.answers:
+            return None
+        answer = self.answers[0]
         if not isinstance(answer, RecordedResult) or answer.number != number:
             return None
         if answer.question != question:
@@ -122,7 +124,9 @@ class AnsweredPlanning(Planning):
         return self._made(answer)
 
     def _next(self, fleet: Fleet, number: int | None) -> RecordedAnswer:
-        answer = self.answers.pop(0) if self.answers else None
+        answer = None
+        if self.answers:
+            answer = self.answers.pop(0)
         if not isinstance(answer, RecordedAnswer) or answer.number != number:
             names = [node.name for node in fleet.nodes]
             raise OtherQuestion(f"the planner is asked about {names}, and was not then")
@@ -261,7 +265,8 @@ def _decide(memory: JobMemory, seen: Observation) -> dict[str, Any]:
     try:
         decided.collect(decide(memory, seen))
     except OtherQuestion as failure:
-        return {**decided_document(decided, memory.state), "error": str(failure)}
+        document = decided_document(decided, memory.state)
+        return {**document, "error": str(failure)}
     except Exception:  # noqa: BLE001 (the error is compared with the recorded one)
         pass
     return decided_document(decided, memory.state)
