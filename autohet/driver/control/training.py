@@ -282,8 +282,10 @@ def _find_forgiven(memory: JobMemory, seen: Observation) -> dict[str, float]:
     past = seen.now - memory.job.elastic.slow_forgiven_s
     forgiven = {}
     for name in memory.speeds.slowdowns:
+        if name in used:
+            continue
         measured_at = memory.speeds.slow_since[name]
-        if name not in used and measured_at <= past:
+        if measured_at <= past:
             forgiven[name] = 1.0
     return forgiven
 
