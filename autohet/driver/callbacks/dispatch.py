@@ -48,6 +48,7 @@ class EventDispatch:
         if not self._callbacks:
             return
         try:
+            # A tick must not wait for a tracker's server.
             self._waiting.put_nowait(event)
         except queue.Full:
             self._dropped += 1

@@ -363,6 +363,7 @@ class Durable:
             return False
         pause_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**attempt.tries)
         self._retry_at = time.monotonic() + pause_s
+        # A later step's commit, if that has failed, too, is the one to retry.
         if self._retry is None or self._retry.step <= attempt.step:
             self._retry = replace(attempt, tries=attempt.tries + 1)
         return True
@@ -379,6 +380,7 @@ class Durable:
         for pool in (self._claims, self._pool):
             pool.shutdown(wait=not at_once, cancel_futures=at_once)
         if self._keeper is not None:
+            # The lease is released last: from then on another driver may begin.
             self._keeper.close()
             self._journal.unmark()
             self.lease.release()

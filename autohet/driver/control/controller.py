@@ -132,6 +132,7 @@ class Controller:
             self._log()
         finally:
             while self.pending_actions:
+                # It is removed only after it was executed: an action that raises is retried.
                 execute(self.pending_actions[0], self.workforce)
                 self.pending_actions.popleft()
 
@@ -260,4 +261,5 @@ class Guard:
                 f"{cause}; its newest step is not in durable storage: no decision is possible"
             )
         else:
+            # What has failed, a storage say, gets time to come back.
             self._pause(PAUSE_S * min(in_a_row, RETRIES))

@@ -451,6 +451,7 @@ def find_slow(
     if ratio == 0 or not is_known_of_all:
         return {}
 
+    # The lower one, so that of two workers the slower one is compared with the faster one.
     typical = median_low(median(steps) for steps in shares.values())
     found: dict[str, float] = {}
     for worker, steps in shares.items():

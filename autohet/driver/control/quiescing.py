@@ -51,6 +51,7 @@ def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[Sta
         return state
     if state.change.cause == "death" and _is_cause_unknown(state, memory, seen):
         return state
+    # From here on no worker takes a step: the time without one begins.
     state.change.stood_at = seen.now
     return (yield from _replan(state, memory, seen))
 
@@ -67,6 +68,7 @@ def _escalate(
     state.broken = state.broken or memory.members
     if not state.interrupted:
         state.interrupted = True
+        # The plan that was made before the stop counted on the workers that are lost.
         state.proposal = None
         yield Interrupt(alive, memory.generation)
         state.deadline = seen.now + memory.timeouts.quiesce_s
@@ -120,6 +122,7 @@ def _roll_forward(
     if not behind:
         return False
 
+    # Each gets the order once; a worker that is found later moves the deadline of all.
     new = [worker for worker in behind if worker not in state.rolling]
     if new:
         state.rolling |= frozenset(new)

@@ -38,6 +38,7 @@ def adopt(
     if is_first_plan or limits != memory.timeouts:
         yield Remark(f"Time limits under a predicted step of {step_s:.2f} s: {limits}")
     memory.timeouts = limits
+    # In the same tick, since live memory mostly holds all that is needed.
     state = Sourcing(change, proposal, seen.now + limits.quiesce_s)
     return (yield from step(state, memory, seen))
 
@@ -59,6 +60,7 @@ def step(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[Stat
     if state.book is not None:
         participants = tuple(state.book.orders)
     if not all(seen.answers(worker) for worker in participants):
+        # One died while the state was looked for: the plan counts on it.
         deadline = seen.now + memory.timeouts.quiesce_s
         return Quiescing(state.change, deadline, interrupted=True)
     if state.book is None:

@@ -145,6 +145,7 @@ def _on_notice(
     if seen.now < leaving.until:
         return state
     if leaving.usable != policy.usable_nodes(seen):
+        # The plan was made for other nodes than are there now.
         return (yield from _plan_without(state, memory, trouble, seen))
     return (yield from _move(memory, leaving.change, leaving.proposal, seen))
 
@@ -298,6 +299,7 @@ def _on_rates(
     The planner decides whether that is worth a move now.
     """
     memory.speeds.rate_factors.update(rates)
+    # They were compared with a plan of the old rates.
     memory.ledger.paces.forget()
     phrases = []
     for gpu_type, factor in sorted(rates.items()):
@@ -374,6 +376,7 @@ def _reconsider(
     search.
     """
     if state.considering is not None:
+        # One search answers both events.
         state.considering.search.drop()
         trouble = state.considering.trouble.joined(trouble)
     usable = policy.usable_nodes(seen)
@@ -411,6 +414,7 @@ def _weigh(
         return (yield from _reconsider(state, memory, trouble, seen))
 
     change = begin_change(memory, trouble, seen)
+    # The search cost no training time, but it is part of what the event's answer took.
     change.replan_s = seen.now - considering.since
     yield plan_decision(memory, proposal, trouble.reason)
     return (yield from _move(memory, change, proposal, seen))

@@ -69,6 +69,7 @@ def _save_at_rest(
     saving = Waiting(state.reason, state.since, state.change)
     usable = policy.usable_nodes(seen)
     found = yield from _plan_from_rest(saving, memory, seen, usable, redundant=False)
+    # The same state: there is no plan for the survivors.
     return None if found is saving else found
 
 
@@ -96,6 +97,7 @@ def _plan_from_rest(
     fleet = build_fleet(memory, seen, usable)
     answer = memory.planning.ask(fleet, None, redundant=redundant)
     if answer.proposal is None:
+        # The new reason is logged, however soon after the one before.
         state.reason = answer.why_not
         state.announced = False
         return state

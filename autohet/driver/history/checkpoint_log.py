@@ -175,6 +175,7 @@ class CheckpointLog:
         for step, uri in new:
             self.step = step
             self.uri = uri
+            # A later step in storage makes up for the failure.
             if self.failing is not None and step >= self.failing.step:
                 self.failing = None
             yield event("checkpoint", generation, step=step, uri=uri)
@@ -219,6 +220,7 @@ class CheckpointLog:
             generation=generation, step=step, reason=reason, is_retried=retried
         )
         known = self.failing
+        # A later checkpoint has failed since: an older one is of no interest.
         if known is not None and known.age > found.age:
             return
         self.failing = found

@@ -108,6 +108,7 @@ class EventLog:
             self._file.write(line)
             self._file.flush()
         except OSError:
+            # Once, since a full disk fails each event.
             if not self._has_warned:
                 logger.warning("Events cannot be written to %s", self._file.name, exc_info=True)
             self._has_warned = True

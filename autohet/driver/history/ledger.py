@@ -316,6 +316,7 @@ class Ledger:
         known = self.records.get(record.step)
         if known is not None:
             is_of_present = record.generation == generation
+            # All workers report the same step: the first report is kept.
             if not is_of_present or known.generation >= record.generation:
                 return
 
@@ -323,6 +324,7 @@ class Ledger:
         self.checkpoints.note_step(record.step + 1, now)
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
         if record.generation == generation:
+            # A step of the present generation shows that it works.
             self.failures.clear()
             yield from self._close_change(generation, now)
 

@@ -325,6 +325,7 @@ def with_spares(
         if not is_within_limits or not may_exist(more, market.cluster):
             continue
         price = usd_per_hour(market.all_that_stand(more), market.cluster)
+        # Another node at risk may be of a cheaper type: the others are looked at all the same.
         if price <= (bound or math.inf):
             found = more
     return found

@@ -275,6 +275,7 @@ class OrderBuilder:
         if replication is not None:
             every = replication.spacing.every_steps
         if every == 0:
+            # No rounds: then no worker waits for copies before its snapshot counts.
             targets = {}
 
         participants = (*plan.workers, *_pure_sources(plan, transfers, seen))
@@ -392,6 +393,7 @@ class OrderBuilder:
         node_by_worker = seen.nodes_of(layout.workers)
         links = links_of(seen, self._slow)
         transfers = schedule(layout, node_by_worker, holdings, step, links)
+        # A leaver's network is for what no other node has, if the time may not suffice for all.
         if transfers.makespan_s > URGENT * _time_left(seen):
             spared = spare_leavers(holdings, step, seen.notices)
             transfers = schedule(layout, node_by_worker, spared, step, links)

@@ -79,6 +79,7 @@ class ReplicationPlanner:
         peers = []
         for name, view in seen.nodes.items():
             if view.endpoint is not None:
+                # A copy there would soon be lost: others are preferred.
                 may_leave = name in seen.notices or name in seen.risks
                 peers.append(Peer(name, view.node_type.zone, may_leave))
         return replication_targets(
@@ -158,6 +159,7 @@ class ReplicationPlanner:
         network = 0.0
         if view is not None:
             network = view.node_type.inter_node_bytes_per_s
+        # The rest of the network is left to training.
         share = self._wishes.replicate_bandwidth_share * network
         return max(MIN_REPLICATION_BYTES_PER_S, share)
 
