@@ -210,7 +210,8 @@ class GenerationGroups:
         with self._lock:
             groups = list(self._groups.values())
         for group in groups:
-            if (failure := group.error()) is not None:
+            failure = group.error()
+            if failure is not None:
                 raise PeerLost(f"{group.name}: {failure}")
 
     @property

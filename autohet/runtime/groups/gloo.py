@@ -99,8 +99,12 @@ class _Waiter:
         self._works.put(None)
 
     def _run(self) -> None:
-        while (asked := self._works.get()) is not None:
+        while True:
+            asked = self._works.get()
+            if asked is None:
+                return
             work, limit = asked
+            # No reference to the work may stay while this thread waits for the next one.
             del asked
             try:
                 work.wait(limit)

@@ -179,7 +179,8 @@ class ReportSender:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
         self._nonce = b""
         while len(self._nonce) < NONCE_BYTES:
-            if not (more := connection.recv(NONCE_BYTES - len(self._nonce))):
+            more = connection.recv(NONCE_BYTES - len(self._nonce))
+            if not more:
                 raise ConnectionError("it was not taken")
             self._nonce += more
         self._send(0, self._address.name.encode())
@@ -195,14 +196,17 @@ class ReportSender:
 
     def _write(self, connection: socket.socket, data: bytes) -> None:
         left = memoryview(data)
-        while left:  # not `sendall`, which has one time-out for all of it
-            left = left[connection.send(left) :]
+        # Not `sendall`, which has one time-out for all of it.
+        while left:
+            num_sent = connection.send(left)
+            left = left[num_sent:]
         self._spoke_at = time.monotonic()
 
     def _take_answers(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         with suppress(BlockingIOError):
-            if not (answers := connection.recv(4096)):
+            answers = connection.recv(4096)
+            if not answers:
                 raise ConnectionError("it was closed")
             self._answers += answers
         connection.settimeout(PATIENCE_S)

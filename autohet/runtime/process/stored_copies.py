@@ -87,7 +87,8 @@ class StoredCopies:
             try:
                 self._copy_one(name, source())
             except (RecoveryError, OSError) as error:
-                if (text := str(error)) not in self._said:
+                text = str(error)
+                if text not in self._said:
                     self._said.add(text)
                     logger.info("%s is not copied to %s yet: %s", name, self._uri, text)
 

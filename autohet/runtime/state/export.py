@@ -113,19 +113,7 @@ def export_checkpoint(
         files = {ADAPTER_FILE: list(specs)}
     else:
         files = _plan_files(specs, dtype, options.max_shard_bytes)
-    total = sum(_export_bytes(name, spec, dtype) for name, spec in specs.items())
-    done = 0
-    for file_name, names in files.items():
-        with _atomic_file(folder / file_name) as temporary, temporary.open("wb") as output:
-            output.write(_header({name: specs[name] for name in names}, dtype))
-            for name, full in zip(names, weights.read(names), strict=True):
-                exported = full.to(TORCH_DTYPES[_export_dtype(name, dtype)])
-                output.write(tensor_bytes(exported.contiguous()))
-                done += _export_bytes(name, specs[name], dtype)
-                if progress:
-                    progress(done, total)
-            output.flush()
-            os.fsync(output.fileno())
+    total = _write_weights(folder, files, weights, dtype, progress)
 
     if is_peft:
         _write_json(folder / ADAPTER_CONFIG, peft_config(manifest))
@@ -156,6 +144,32 @@ def _index(files: Mapping[str, list[str]], total_bytes: int) -> dict[str, object
     return {"metadata": {"total_size": total_bytes}, "weight_map": file_by_name}
 
 
+def _write_weights(
+    folder: Path,
+    files: Mapping[str, list[str]],
+    weights: ExportedWeights,
+    dtype: str,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Write the files of weights; return the bytes of all tensors."""
+    specs = weights.specs
+    total = sum(_export_bytes(name, spec, dtype) for name, spec in specs.items())
+    done = 0
+    for file_name, names in files.items():
+        with _atomic_file(folder / file_name) as temporary, temporary.open("wb") as output:
+            output.write(_header({name: specs[name] for name in names}, dtype))
+            for name, full in zip(names, weights.read(names), strict=True):
+                exported = full.to(TORCH_DTYPES[_export_dtype(name, dtype)])
+                output.write(tensor_bytes(exported.contiguous()))
+                done += _export_bytes(name, specs[name], dtype)
+                if progress:
+                    progress(done, total)
+            # Durable before the rename that makes it visible.
+            output.flush()
+            os.fsync(output.fileno())
+    return total
+
+
 def _weights(
     storage: Storage,
     manifest: Manifest,
@@ -169,8 +183,9 @@ def _weights(
 
     def read(name: str, dtype: str = options.dtype) -> torch.Tensor:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
-        wanted = _export_dtype(name, dtype)
-        return _full_tensor(storage, manifest, spec, wanted)[: specs[name].shape[0]]
+        whole = _full_tensor(storage, manifest, spec, _export_dtype(name, dtype))
+        num_rows = specs[name].shape[0]
+        return whole[:num_rows]
 
     if options.merge:
         return merged_weights(manifest, lambda name: read(name, "float32"), options.base)
