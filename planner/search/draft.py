@@ -5,7 +5,6 @@ microbatches to pipelines.
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,12 +28,22 @@ class Shape:
     def starts(self) -> tuple[int, ...]:
         return (0, *self.ends[:-1])
 
+    @property
+    def stages(self) -> list[tuple[int, int, int]]:
+        """Row, first layer and end of each stage."""
+        return list(zip(self.rows, self.starts, self.ends, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Pipelines with their numbers of microbatches."""
 
     pipelines: tuple[tuple[Shape, int], ...]
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Shape of each pipeline."""
+        return [shape for shape, _ in self.pipelines]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +89,17 @@ class Estimator:
 
     def _alone(self, rows: tuple[int, ...], nodes: Sequence[tuple[int, int]]) -> list[float]:
         """Return seconds of each boundary of `transfers`, by the node of each stage."""
-        places = zip(itertools.pairwise(rows), itertools.pairwise(nodes))
-        return [self._alone_s(*pair, here != there) for pair, (here, there) in places]
-
-    def _alone_s(self, one: int, other: int, is_apart: bool) -> float:
-        apart_s = self._apart[one][other]
-        return apart_s if is_apart and math.isfinite(apart_s) else self._near[one][other]
+        seconds = []
+        for at, row in enumerate(rows[:-1]):
+            following = rows[at + 1]
+            boundary_s = self._near[row][following]
+            if nodes[at] != nodes[at + 1]:
+                apart_s = self._apart[row][following]
+                # infinite between two nodes of a type that has only one
+                if math.isfinite(apart_s):
+                    boundary_s = apart_s
+            seconds.append(boundary_s)
+        return seconds
 
     def _nodes(self, rows: tuple[int, ...], sharing: Sequence[int] = ()) -> list[tuple[int, int]]:
         """Return the node of each stage: its resource, and which of the pipeline's nodes of it.
@@ -95,12 +109,14 @@ class Estimator:
         taken: dict[int, int] = {}  # GPUs of the latest node of each resource
         latest: dict[int, int] = {}
         nodes = []
-        for row, groups in itertools.zip_longest(rows, sharing, fillvalue=1):
-            resource, gpus, degree = self._groups[row]
-            if taken.setdefault(resource, 0) + groups * degree > gpus:
-                taken[resource] = 0
+        for at, row in enumerate(rows):
+            resource, gpus_of_node, degree = self._groups[row]
+            gpus = degree * sharing[at] if sharing else degree
+            before = taken.get(resource, 0)
+            if before + gpus > gpus_of_node:
+                before = 0
                 latest[resource] = latest.get(resource, 0) + 1
-            taken[resource] += groups * degree
+            taken[resource] = before + gpus
             nodes.append((resource, latest.get(resource, 0)))
         return nodes
 
@@ -111,24 +127,33 @@ class Estimator:
         at once. Transfers of one stage follow each other.
         """
         nodes = self._nodes(rows)
-        send = self._alone(rows, nodes)
-        used: dict[tuple[int, int], float] = {}
+        alone = self._alone(rows, nodes)
+
+        of_node: dict[tuple[int, int], float] = {}
         of_stage = [0.0] * len(rows)
-        for at, both_s in enumerate(send):
-            if nodes[at] != nodes[at + 1]:
-                for stage in (at, at + 1):
-                    used[nodes[stage]] = used.get(nodes[stage], 0.0) + both_s / 2
-                    of_stage[stage] += both_s / 2
-        if all(used.get(node, 0.0) <= mine for node, mine in zip(nodes, of_stage)):
-            return send
-        out = list(send)
-        for at, both_s in enumerate(send):
+        for at, both_s in enumerate(alone):
+            if nodes[at] == nodes[at + 1]:
+                continue  # inside a node it uses no NIC
+            for stage in (at, at + 1):
+                node = nodes[stage]
+                of_node[node] = of_node.get(node, 0.0) + both_s / 2
+                of_stage[stage] += both_s / 2
+
+        if all(of_node.get(node, 0.0) <= mine for node, mine in zip(nodes, of_stage)):
+            return alone
+
+        seconds = list(alone)
+        for at, both_s in enumerate(alone):
             if nodes[at] == nodes[at + 1]:
                 continue
-            others_s = max(used[nodes[stage]] - of_stage[stage] for stage in (at, at + 1))
+            others_s = max(of_node[nodes[stage]] - of_stage[stage] for stage in (at, at + 1))
             free = 1.0 - others_s / period_s
-            out[at] = min(both_s / max(free, 1e-9), both_s + 2 * others_s)
-        return out
+            seconds[at] = min(both_s / max(free, 1e-9), both_s + 2 * others_s)
+        return seconds
+
+    def draft_s(self, draft: Draft) -> float:
+        """Return `pipeline_s` of the draft's slowest pipeline."""
+        return max(self.pipeline_s(*pipeline) for pipeline in set(draft.pipelines))
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
         """Return a lower bound of a pipeline's seconds in a step, without gradient sync.
@@ -136,12 +161,15 @@ class Estimator:
         It is the inequality of `planner.search.bound` for every stage.
         """
         way = self.way(shape)
-        k = microbatches - 1
-        stages = zip(way.busy_s, way.hidden_s, way.most_in_flight, strict=True)
-        slowest = max(
-            [k * busy - (k if k < most else most - 1) * hidden for busy, hidden, most in stages]
-        )
-        return max(way.fill_s + slowest, k * way.period_s)
+        further = microbatches - 1
+        slowest_s = -math.inf
+        # no calls of `min` and `max` here: the search asks a hundred thousand times
+        for busy_s, hidden_s, most in zip(way.busy_s, way.hidden_s, way.most_in_flight):
+            num_hidden = further if further < most else most - 1
+            stage_s = further * busy_s - num_hidden * hidden_s
+            if stage_s > slowest_s:
+                slowest_s = stage_s
+        return max(way.fill_s + slowest_s, further * way.period_s)
 
     def _numbers(self, shape: Shape, send: list[float]) -> tuple[int, ...]:
         """Return microbatches in flight at each stage.
@@ -150,38 +178,53 @@ class Estimator:
         """
         if self.tables.transfers != "none" or len(shape.rows) == 1:
             return one_each(len(shape.rows))
-        stages = zip(shape.rows, shape.starts, shape.ends)
-        return working_ahead(send, [self.tables.sums.room(*stage) for stage in stages])
+        rooms = [self.tables.sums.room(*stage) for stage in shape.stages]
+        return working_ahead(send, rooms)
 
     def way(self, shape: Shape) -> Way:
         """Return the times of a pipeline, cached."""
-        if (known := self._ways.get(shape)) is None:
-            known = self._ways[shape] = self._new_way(shape)
+        known = self._ways.get(shape)
+        if known is None:
+            known = self._new_way(shape)
+            self._ways[shape] = known
         return known
 
     def _new_way(self, shape: Shape) -> Way:
-        half = self.tables.stage_overhead_s / 2
+        half_s = self.tables.stage_overhead_s / 2
+        forward = []
+        backward = []
+        work = []
+        for row, start, end in shape.stages:
+            whole_sums = self._time_sums[row]
+            forward_sums = self._forward_sums[row]
+            forward_s = forward_sums[end] - forward_sums[start] + half_s
+            backward_s = whole_sums[end] - whole_sums[start] - forward_s + 2 * half_s
+            forward.append(forward_s)
+            backward.append(backward_s)
+            work.append(forward_s + backward_s)
+
         share = self.tables.boundary_share
-        time = self._time_sums
-        begun = self._forward_sums
-        stages = list(zip(shape.rows, shape.starts, shape.ends))
-        forward = [begun[r][e] - begun[r][s] + half for r, s, e in stages]
-        backward = [time[r][e] - time[r][s] - f + 2 * half for (r, s, e), f in zip(stages, forward)]
-        work = [f + b for f, b in zip(forward, backward)]
         send = self._transfers(shape.rows, max(work))
-        tolls = [
-            (a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])
-        ]  # half of each of its two boundaries
-        hidden = [f + share * t for f, t in zip(forward, tolls)]
-        busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
-        period = max(busy)
+        tolls = []  # half of each of a stage's two boundaries
+        hidden = []
+        busy = []
+        before_s = 0.0
+        for forward_s, backward_s, after_s in zip(forward, backward, [*send, 0.0], strict=True):
+            toll_s = (before_s + after_s) / 2
+            hidden_s = forward_s + share * toll_s
+            tolls.append(toll_s)
+            hidden.append(hidden_s)
+            busy.append(hidden_s + backward_s + share * toll_s)
+            before_s = after_s
+
         numbers = self._numbers(shape, send)
+        period = max(busy)
         if self.tables.transfers == "none":
-            cycles = period_s(work, send, numbers)
-            period = max(cycles, *tolls)  # what a stage sends, either way, follows each other
-        return Way(
-            sum(forward) + sum(backward) + sum(tolls), period, busy, hidden, backward, numbers
-        )
+            # what a stage sends, either way, follows each other
+            cycles_s = period_s(work, send, numbers)
+            period = max(cycles_s, *tolls)
+        fill_s = sum(forward) + sum(backward) + sum(tolls)
+        return Way(fill_s, period, busy, hidden, backward, numbers)
 
     def microbatch(self, shape: Shape) -> int:
         return self.tables.rows[shape.rows[0]].microbatch
@@ -207,37 +250,70 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
     """
     if len(set(shapes)) == 1:
         return _share_equally(shapes, batch, estimator.microbatch(shapes[0]))
+
+    counts = _steady_counts(estimator, shapes, batch)
+    sizes = [estimator.microbatch(shape) for shape in shapes]
+    left = batch
+    for count, size in zip(counts, sizes, strict=True):
+        left -= count * size
+
+    while left < 0:
+        reducible = [i for i, count in enumerate(counts) if count > 1]
+        if not reducible:
+            break
+        last = max(reducible, key=lambda i: estimator.pipeline_s(shapes[i], counts[i]))
+        counts[last] -= 1
+        left += sizes[last]
+
+    has_one_size = len(set(sizes)) == 1
+    met = []
+    for large_first in (False,) if has_one_size else (False, True):
+        draft = _hand_out(estimator, shapes, counts, left, large_first=large_first)
+        if draft is not None:
+            met.append(draft)
+    if len(met) == 2:
+        return min(met, key=estimator.draft_s)
+    return met[0] if met else None
+
+
+def _steady_counts(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> list[int]:
+    """Return the microbatches that each pipeline completes while all end together, at least 1."""
     seconds = steady_s(estimator, [(shape, 1) for shape in shapes], batch)
-    can = {shape: max(1, estimator.most_in(shape, seconds)) for shape in set(shapes)}
-    counts, sizes = (
-        [can[shape] for shape in shapes],
-        [estimator.microbatch(shape) for shape in shapes],
-    )
-    left = batch - sum(map(math.prod, zip(counts, sizes, strict=True)))
-    while left < 0 and (surplus := [i for i, count in enumerate(counts) if count > 1]):
-        last = max(surplus, key=lambda i: estimator.pipeline_s(shapes[i], counts[i]))
-        counts[last], left = counts[last] - 1, left + sizes[last]
-    met = list[Draft]()
-    for large in (0, 1)[: len(set(sizes))]:
-        mine = [*counts]
-        rest = left
-        ends = sorted(
-            (-large * sizes[i], estimator.pipeline_s(shape, mine[i] + 1), i)
-            for i, shape in enumerate(shapes)
-        )  # a heap
-        while rest > 0 and ends:
-            *_, i = heapq.heappop(ends)
-            if sizes[i] <= rest:
-                mine[i], rest = mine[i] + 1, rest - sizes[i]
-                heapq.heappush(
-                    ends, (-large * sizes[i], estimator.pipeline_s(shapes[i], mine[i] + 1), i)
-                )
-        met += [Draft(tuple(zip(shapes, mine, strict=True)))] if rest == 0 else []
-    return (
-        min(met, key=lambda d: max(estimator.pipeline_s(*p) for p in set(d.pipelines)))
-        if len(met) > 1
-        else next(iter(met), None)
-    )
+    count_of = {shape: max(1, estimator.most_in(shape, seconds)) for shape in set(shapes)}
+    return [count_of[shape] for shape in shapes]
+
+
+def _hand_out(
+    estimator: Estimator,
+    shapes: Sequence[Shape],
+    counts: Sequence[int],
+    left: int,
+    *,
+    large_first: bool,
+) -> Draft | None:
+    """Hand out `left` sequences beside `counts` microbatches; None if some would be left.
+
+    A microbatch goes to the pipeline that would end earliest with it.
+    """
+    sizes = [estimator.microbatch(shape) for shape in shapes]
+    counts = list(counts)
+
+    def end_with_next(i: int) -> tuple[int, float, int]:
+        rank = -sizes[i] if large_first else 0
+        return rank, estimator.pipeline_s(shapes[i], counts[i] + 1), i
+
+    ends = sorted(map(end_with_next, range(len(shapes))))  # a sorted list is a heap
+    while left > 0 and ends:
+        *_, earliest = heapq.heappop(ends)
+        # what is left only becomes less, so a size that is too large now is never asked again
+        if sizes[earliest] <= left:
+            counts[earliest] += 1
+            left -= sizes[earliest]
+            heapq.heappush(ends, end_with_next(earliest))
+
+    if left != 0:
+        return None
+    return Draft(tuple(zip(shapes, counts, strict=True)))
 
 
 def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequences: float) -> float:
@@ -245,31 +321,39 @@ def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequenc
 
     numbers: pipelines of each shape. Microbatches are not rounded.
     """
-    ways = [(n * estimator.microbatch(shape), estimator.way(shape)) for shape, n in numbers]
-    left = sequences + sum(size * (way.fill_s / way.period_s - 1) for size, way in ways)
-    return left / sum(size / way.period_s for size, way in ways)
+    # a pipeline does (t - fill) / period + 1 microbatches in t seconds; the sum over all of them,
+    # times their size, is `sequences`
+    late = 0.0
+    rate = 0.0
+    for shape, number in numbers:
+        way = estimator.way(shape)
+        size = number * estimator.microbatch(shape)
+        late += size * (way.fill_s / way.period_s - 1)
+        rate += size / way.period_s
+    return (sequences + late) / rate
 
 
 def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | None:
     """Share the batch among equal pipelines: microbatches differ by one at most."""
-    each, more = divmod(batch // size, len(shapes))
-    return (
-        None
-        if batch % size or each < 1
-        else Draft(tuple((shape, each + (i < more)) for i, shape in enumerate(shapes)))
-    )
+    if batch % size:
+        return None
+    each, num_larger = divmod(batch // size, len(shapes))
+    if each < 1:
+        return None
+    counts = [each + 1] * num_larger + [each] * (len(shapes) - num_larger)
+    return Draft(tuple(zip(shapes, counts, strict=True)))
 
 
 def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
     """Return True if each stage's memory holds what 1F1B keeps in flight there."""
     tables = estimator.tables
     depth = len(shape.rows)
-    stages = enumerate(zip(shape.rows, shape.starts, shape.ends))
-    return all(
-        tables.sums.memory_bytes(*stage, min(microbatches, depth - i))
-        <= tables.rows[stage[0]].limit_bytes
-        for i, stage in stages
-    )
+    for at, (row, start, end) in enumerate(shape.stages):
+        in_flight = min(microbatches, depth - at)
+        needed_bytes = tables.sums.memory_bytes(row, start, end, in_flight)
+        if needed_bytes > tables.rows[row].limit_bytes:
+            return False
+    return True
 
 
 def draft_fits(estimator: Estimator, draft: Draft) -> bool:

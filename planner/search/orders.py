@@ -19,11 +19,16 @@ from planner.search import limits
 from planner.search.stage_sums import Floats, Ints
 from planner.search.tables import Tables
 
+StageRows = tuple[int, ...]
+"""Table row of each stage of a pipeline, the first stage first."""
+
 
 def supply_of(tables: Tables, number: int, usable: Collection[int]) -> tuple[int, ...]:
     """Return each resource's GPUs for one of `number` equal pipelines; 0 if it is not usable."""
-    each = enumerate(tables.resources)
-    return tuple(of.num_gpus // number if index in usable else 0 for index, of in each)
+    supply = [0] * len(tables.resources)
+    for index in usable:
+        supply[index] = tables.resources[index].num_gpus // number
+    return tuple(supply)
 
 
 def rows_of(tables: Tables, supply: Sequence[int], size: int) -> list[int]:
@@ -38,40 +43,62 @@ def rows_of(tables: Tables, supply: Sequence[int], size: int) -> list[int]:
     return out
 
 
-def neighbours(
-    tables: Tables, rows: tuple[int, ...], supply: Sequence[int]
-) -> list[tuple[int, ...]]:
+def neighbours(tables: Tables, rows: StageRows, supply: Sequence[int]) -> list[StageRows]:
     """Return orders with one stage replaced, added or left out, or with two exchanged.
 
     Two stages are exchanged if they are neighbours, or one of them is an end. supply: GPUs of each
     resource that a pipeline may use.
     """
-    usable = rows_of(tables, supply, tables.rows[rows[0]].microbatch)
-    kinds = {row: tables.kind(row) for row in {*rows, *usable}}
     free = list(supply)
     for row in rows:
-        free[kinds[row].resource] -= kinds[row].tp_degree
-    out = dict[tuple[int, ...], None]()
-    deepest = min(tables.deepest, tables.num_blocks)
-    for at, row in enumerate(rows):
+        kind = tables.kind(row)
+        free[kind.resource] -= kind.tp_degree
+
+    # keys of a dictionary: each order once, in the order of the first change that leads to it
+    found = dict[StageRows, None]()
+    size = tables.rows[rows[0]].microbatch
+    usable = rows_of(tables, supply, size)
+    for at in range(len(rows)):
+        before = rows[:at]
+        after = rows[at + 1 :]
         if len(rows) > 1:
-            out[(*rows[:at], *rows[at + 1 :])] = None
+            found[(*before, *after)] = None
         for other in usable:
-            given = kinds[row].tp_degree if kinds[other].resource == kinds[row].resource else 0
-            if kinds[other].tp_degree <= free[kinds[other].resource] + given:
-                out[(*rows[:at], other, *rows[at + 1 :])] = None
-        for before in range(at):
-            is_end = before == 0 or at == len(rows) - 1
-            if rows[before] != row and (is_end or at == before + 1):
-                out[
-                    (*rows[:before], row, *rows[before + 1 : at], rows[before], *rows[at + 1 :])
-                ] = None
-    for other in usable:
-        if len(rows) < deepest and kinds[other].tp_degree <= free[kinds[other].resource]:
-            for at in range(len(rows) + 1):
-                out[(*rows[:at], other, *rows[at:])] = None
-    out.pop(rows, None)
-    return list(out)
+            if _can_replace(tables, rows[at], other, free):
+                found[(*before, other, *after)] = None
+        for exchanged in _exchanges(rows, at):
+            found[exchanged] = None
+
+    deepest = min(tables.deepest, tables.num_blocks)
+    if len(rows) < deepest:
+        for other in usable:
+            kind = tables.kind(other)
+            if kind.tp_degree <= free[kind.resource]:
+                for at in range(len(rows) + 1):
+                    found[(*rows[:at], other, *rows[at:])] = None
+
+    found.pop(rows, None)
+    return list(found)
+
+
+def _can_replace(tables: Tables, row: int, other: int, free: Sequence[int]) -> bool:
+    """Return True if a group of `other` fits in the GPUs of a group of `row` and the free ones."""
+    old = tables.kind(row)
+    new = tables.kind(other)
+    given = old.tp_degree if old.resource == new.resource else 0
+    return new.tp_degree <= free[new.resource] + given
+
+
+def _exchanges(rows: StageRows, at: int) -> Iterator[StageRows]:
+    """Yield the orders with stage `at` exchanged with an earlier one."""
+    for before in range(at):
+        is_end = before == 0 or at == len(rows) - 1
+        is_next = at == before + 1
+        if rows[before] != rows[at] and (is_end or is_next):
+            exchanged = list(rows)
+            exchanged[before] = rows[at]
+            exchanged[at] = rows[before]
+            yield tuple(exchanged)
 
 
 class Orders:
@@ -93,13 +120,17 @@ class Orders:
         self.levels = self._levels()
         self._known_starts: dict[tuple[int, int], Ints] = {}
         self._shape = (len(self.levels), *(gpus + 1 for gpus in supply))
+        # (levels, 1, ...), so that a level meets all states
+        self._level_index = np.arange(len(self.levels)).reshape(-1, *(1 for _ in supply))
+        # the last entry is that of row -1: no stage follows
+        self._type_of = np.array([*self._resource, -1])
 
     @property
     def work(self) -> int:
         """Number of array entries that `found` computes."""
         return int(np.prod(self._shape)) * len(self.rows) * self._deepest
 
-    def found(self) -> Iterator[tuple[int, ...]]:
+    def found(self) -> Iterator[StageRows]:
         """Yield the best orders for each type of the last stage and each number of stages.
 
         An order is the row of each stage, the first stage first.
@@ -114,24 +145,28 @@ class Orders:
         """Return (levels,) seconds of bottlenecks, ascending from one that nothing can beat."""
         if not self.rows:
             return np.zeros(0)
-        rate = np.zeros(len(self.supply))
-        whole_s = self.tables.sums.time_sums[self.rows, -1]
-        np.maximum.at(rate, self._resource, 1.0 / (whole_s * self._degree))
-        least_s = 1.0 / float(rate @ np.array(self.supply))
-        return np.asarray(least_s * limits.LEVEL ** np.arange(1, limits.LEVELS + 1))
+        # model copies a second of one GPU of each resource, at its best row
+        speeds = np.zeros(len(self.supply))
+        model_s = self.tables.sums.time_sums[self.rows, -1]
+        np.maximum.at(speeds, self._resource, 1.0 / (model_s * self._degree))
+        least_s = 1.0 / float(speeds @ np.array(self.supply))
+
+        steps = np.arange(1, limits.LEVELS + 1)
+        return np.asarray(least_s * limits.LEVEL**steps)
 
     def _beside_s(self, row: int) -> float:
         """Return seconds of a stage beside its layers: its overhead and two quick transfers."""
         tolls = self.tables.boundaries[row, self.rows]
-        tolls = tolls[np.isfinite(tolls)]
-        toll_s = float(tolls.min()) if len(tolls) else 0.0
-        return self.tables.stage_overhead_s + 2 * self.tables.boundary_share * toll_s
+        possible = tolls[np.isfinite(tolls)]
+        quickest_s = float(possible.min()) if len(possible) else 0.0
+        return self.tables.stage_overhead_s + 2 * self.tables.boundary_share * quickest_s
 
     def _starts(self, row: int, after: int) -> Ints:
         """Return what `_new_starts` does, cached: all types of the last stage ask for the same."""
-        if (row, after) not in self._known_starts:
-            self._known_starts[row, after] = self._new_starts(self.rows[row], after)
-        return self._known_starts[row, after]
+        key = (row, after)
+        if key not in self._known_starts:
+            self._known_starts[key] = self._new_starts(self.rows[row], after)
+        return self._known_starts[key]
 
     def _new_starts(self, row: int, after: int) -> Ints:
         """Return (levels, num_layers + 2) the earliest start of a stage that ends at each layer.
@@ -140,79 +175,111 @@ class Orders:
         holds.
         """
         layers = self.tables.num_layers
+        ends = np.arange(layers + 1)
+
         sums = self.tables.sums.time_sums[row]
         room_s = np.maximum(self.levels - self._beside_s(row), 0.0) * (1 + 1e-9)
         by_time = np.searchsorted(sums, sums[None, :] - room_s[:, None], side="left")
+
         fits = self.tables.sums.last_layer_that_fits[row, after]
-        by_memory = np.searchsorted(fits, np.arange(layers + 1), side="left")
+        by_memory = np.searchsorted(fits, ends, side="left")
         start = np.maximum(by_time, by_memory[None, :])
         if fits[0] == layers:
             start[:, layers] = by_time[:, layers]  # the whole model holds a tied tensor once
-        start[start == 1] = 2  # the first stage has a block as well
-        latest = np.arange(layers + 1) - 1
-        latest[layers] -= 1  # the last stage has a block as well
-        start[start > latest] = layers + 1
-        start[:, :2] = layers + 1
-        nothing = np.full((len(self.levels), 1), layers + 1)
-        return np.concatenate([start, nothing], axis=1)
 
-    def _ending_with(self, last: int) -> Iterator[tuple[int, ...]]:
+        none = layers + 1
+        start[start == 1] = 2  # the first stage has a block as well
+        latest = ends - 1
+        latest[layers] -= 1  # the last stage has a block as well
+        start[start > latest] = none
+        start[:, :2] = none
+        from_nowhere = np.full((len(self.levels), 1), none)
+        return np.concatenate([start, from_nowhere], axis=1)
+
+    def _ending_with(self, last: int) -> Iterator[StageRows]:
         """Yield the best orders whose last stage is on resource `last`."""
         layers = self.tables.num_layers
         start = np.full(self._shape, layers + 1, dtype=np.int64)
         start.reshape(len(self.levels), -1)[:, 0] = layers  # no GPU is used, no layer reached
-        levels = np.arange(len(self.levels)).reshape(-1, *(1 for _ in self.supply))
-        type_of = np.array([*self._resource, -1])
         chosen = [np.full(self._shape, -1, dtype=np.int64)]
-        most = dict.fromkeys(self._resource, len(self.levels))
+
+        best_level = dict.fromkeys(self._resource, len(self.levels))
+        rows = [row for row, resource in enumerate(self._resource) if resource == last]
         for after in range(self._deepest):
-            # earliest starts, of equal ones the row of the next stage, then its type
-            best = np.full(self._shape, 4 * (layers + 1), dtype=np.int64)
-            row_of = np.full(self._shape, -1, dtype=np.int64)
-            whole: dict[int, NDArray[np.bool_]] = {}
-            for row, resource in enumerate(self._resource):
-                if after == 0 and resource != last:
-                    continue
-                source, target = self._moved(row)
-                reached = self._starts(row, after)[levels, start[source]]
-                following = chosen[-1][source]
-                unlike = np.where(following == row, 0, 1 + (type_of[following] != resource))
-                value = 4 * reached + unlike
-                better = value < best[target]
-                best[target] = np.where(better, value, best[target])
-                row_of[target] = np.where(better, row, row_of[target])
-                whole[row] = np.zeros(self._shape, dtype=np.bool_)
-                whole[row][target] = reached == 0
-            start = best // 4
-            chosen.append(np.where(start <= layers, row_of, -1))
-            for row, reached_whole in whole.items():
+            start, row_of, whole = self._with_stage(rows, after, start, chosen[-1])
+            chosen.append(row_of)
+            rows = list(range(len(self.rows)))
+
+            for row, is_whole in whole.items():
                 first = self._resource[row]
-                level = _first_true(reached_whole[: most[first]])
+                level = _first_true(is_whole[: best_level[first]])
                 if level is not None:
-                    most[first] = level
-                    yield self._order(level, reached_whole[level], row, chosen)
+                    best_level[first] = level
+                    yield self._order(level, is_whole[level], row, chosen)
+
+    def _with_stage(
+        self, rows: Sequence[int], after: int, start: Ints, following: Ints
+    ) -> tuple[Ints, Ints, dict[int, NDArray[np.bool_]]]:
+        """Return the best states after one more stage before the `after` stages of each state.
+
+        rows: possible rows of the stage. start, following: earliest layer and row of the first
+        stage of each state.
+
+        Returns the new starts and rows, and for each row the states whose stages are a whole model
+        if the new stage is of this row.
+        """
+        layers = self.tables.num_layers
+        # earliest starts, of equal ones the row of the next stage, then its type: one number holds
+        # all three
+        best = np.full(self._shape, 4 * (layers + 1), dtype=np.int64)
+        row_of = np.full(self._shape, -1, dtype=np.int64)
+        whole: dict[int, NDArray[np.bool_]] = {}
+        for row in rows:
+            source, target = self._moved(row)
+            reached = self._starts(row, after)[self._level_index, start[source]]
+            next_row = following[source]
+            is_other_type = self._type_of[next_row] != self._resource[row]
+            unlike = np.where(next_row == row, 0, 1 + is_other_type)
+            value = 4 * reached + unlike
+
+            better = value < best[target]
+            best[target] = np.where(better, value, best[target])
+            row_of[target] = np.where(better, row, row_of[target])
+            is_whole = np.zeros(self._shape, dtype=np.bool_)
+            is_whole[target] = reached == 0
+            whole[row] = is_whole
+
+        new_start = best // 4
+        row_of = np.where(new_start <= layers, row_of, -1)
+        return new_start, row_of, whole
 
     def _moved(self, row: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return the states before and after a stage of this row is added."""
+        axis = 1 + self._resource[row]
+        degree = self._degree[row]
         source = [slice(None)] * len(self._shape)
         target = [slice(None)] * len(self._shape)
-        source[1 + self._resource[row]] = slice(None, -self._degree[row])
-        target[1 + self._resource[row]] = slice(self._degree[row], None)
+        source[axis] = slice(None, -degree)
+        target[axis] = slice(degree, None)
         return tuple(source), tuple(target)
 
     def _order(
         self, level: int, whole: NDArray[np.bool_], row: int, chosen: Sequence[Ints]
-    ) -> tuple[int, ...]:
+    ) -> StageRows:
         """Return the order that begins with `row` and is whole at a level of bottlenecks.
 
         Of several it has the fewest GPUs. whole: True for the states of whole pipelines. chosen:
         row of the first stage of each state, by number of stages.
         """
         states = np.argwhere(whole)
-        used = states[states.sum(axis=1).argmin()].tolist()
+        num_gpus = states.sum(axis=1)
+        used = states[num_gpus.argmin()].tolist()
+
+        # take one stage after the other away, from the first to the last but one
         rows = [row]
         for by_state in chosen[-2:0:-1]:
-            used[self._resource[rows[-1]]] -= self._degree[rows[-1]]
+            latest = rows[-1]
+            used[self._resource[latest]] -= self._degree[latest]
             rows.append(int(by_state[(level, *used)]))
         return tuple(self.rows[each] for each in rows)
 

@@ -8,6 +8,11 @@ from planner.plan import Pipeline, Plan, Stage
 from planner.search.draft import Draft, Shape
 from planner.search.tables import Tables
 
+_Workers = tuple[str, ...]
+"""Workers of one stage."""
+_StageIndex = tuple[int, int]
+"""Pipeline of a draft, and stage of the pipeline."""
+
 
 class Nodes:
     """Free GPUs of the nodes of one resource. A tensor-parallel group never leaves its node."""
@@ -31,29 +36,35 @@ class Nodes:
         which the pipeline still needs of this resource; else the emptiest, so that few nodes are
         shared.
         """
-        node = (
-            last
-            if last is not None and len(self._free[last]) >= degree
-            else self._next(degree, wanted)
-        )
+        node = last
+        if last is None or len(self._free[last]) < degree:
+            node = self._next(degree, wanted)
         if node is None:
             return None
+
         free = self._free[node]
+        taken = free[:degree]
+        left = free[degree:]
+        self._free[node] = left
         self._by_free[len(free)].remove(node)
-        taken, self._free[node] = free[:degree], free[degree:]
-        self._by_free.setdefault(len(free) - degree, []).append(node)
-        return node, tuple(f"{self._names[node]}/{gpu}" for gpu in taken)
+        self._by_free.setdefault(len(left), []).append(node)
+        name = self._names[node]
+        return node, tuple(f"{name}/{gpu}" for gpu in taken)
 
     def _next(self, degree: int, wanted: int) -> int | None:
+        """Return the node on which a pipeline continues; None if none has `degree` free GPUs."""
         sizes = sorted(size for size, nodes in self._by_free.items() if nodes and size >= degree)
         if not sizes:
             return None
-        rest = wanted % self._num_gpus
+
         # a node shared with another pipeline comes first here where it came last there, so that
         # their transfers do not meet
-        size = (
-            rest if rest in sizes else next((size for size in sizes if size >= wanted), sizes[-1])
-        )
+        rest = wanted % self._num_gpus
+        if rest in sizes:
+            return self._by_free[rest][-1]
+
+        roomy = [size for size in sizes if size >= wanted]
+        size = roomy[0] if roomy else sizes[-1]
         return self._by_free[size][-1]
 
 
@@ -63,12 +74,18 @@ def place(tables: Tables, draft: Draft) -> Plan | None:
     None if the groups cannot be packed into nodes. Pipelines with larger groups go first, so that
     powers of two leave no hole; neighbouring stages share a node if possible.
     """
-    shapes = [shape for shape, _ in draft.pipelines]
+    shapes = draft.shapes
     degrees = _degrees(tables, shapes)
-    in_order = [(i, s) for i in _largest_first(degrees) for s in range(len(degrees[i]))]
-    of_all = sorted(in_order, key=lambda at: (-degrees[at[0]][at[1]], *at))
-    placed = _filled(tables, shapes, in_order) or _filled(tables, shapes, of_all)
-    return None if placed is None else plan_on(tables, draft, placed)
+    by_pipeline = list[_StageIndex]()
+    for pipeline in _largest_first(degrees):
+        by_pipeline += [(pipeline, stage) for stage in range(len(degrees[pipeline]))]
+
+    groups = _fill(tables, shapes, by_pipeline)
+    if groups is None:
+        # small groups of one pipeline may have left holes too small for the next one's large ones
+        by_degree = sorted(by_pipeline, key=lambda at: (-degrees[at[0]][at[1]], *at))
+        groups = _fill(tables, shapes, by_degree)
+    return None if groups is None else plan_on(tables, draft, groups)
 
 
 def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool) -> Plan | None:
@@ -78,25 +95,43 @@ def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool
     sooner it is summed. The draft is divided into `parts` parts. In each part the ends come first,
     then the other stages: stage by stage, or pipeline by pipeline.
     """
-    shapes = [shape for shape, _ in draft.pipelines]
-    orders: list[list[tuple[int, int]]] = []
-    together: set[tuple[int, int]] = set()
+    shapes = draft.shapes
+    orders = []
+    together: set[_StageIndex] = set()
     for part in parted(len(shapes), parts):
-        last = {i: len(shapes[i].rows) - 1 for i in part}
-        ends = [*((i, 0) for i in part), *((i, last[i]) for i in part if last[i])]
-        inner = [(i, s) for i in part for s in range(1, last[i])]
-        together.update(ends)
+        first_stages = list[_StageIndex]()
+        last_stages = list[_StageIndex]()
+        inner = list[_StageIndex]()
+        for pipeline in part:
+            last = len(shapes[pipeline].rows) - 1
+            first_stages.append((pipeline, 0))
+            if last > 0:
+                last_stages.append((pipeline, last))
+            inner += [(pipeline, stage) for stage in range(1, last)]
+
+        together.update(first_stages)
+        together.update(last_stages)
         if by_stage:
-            inner.sort(key=lambda at: (at[1], at[0]))
+            inner.sort(key=_by_stage)
             together.update(inner)
-        orders.append([*ends, *inner])
-    placed = _parts_filled(tables, shapes, orders, together)
-    return None if placed is None else plan_on(tables, draft, placed)
+        orders.append([*first_stages, *last_stages, *inner])
+
+    groups = _fill_parts(tables, shapes, orders, together)
+    return None if groups is None else plan_on(tables, draft, groups)
+
+
+def _by_stage(at: _StageIndex) -> tuple[int, int]:
+    """Sort key: the first stages of all pipelines come first, then the second ones."""
+    pipeline, stage = at
+    return stage, pipeline
 
 
 def _degrees(tables: Tables, shapes: Sequence[Shape]) -> list[list[int]]:
     """Return the TP degree of each stage of each pipeline."""
-    return [[tables.kind(row).tp_degree for row in shape.rows] for shape in shapes]
+    degrees = []
+    for shape in shapes:
+        degrees.append([tables.kind(row).tp_degree for row in shape.rows])
+    return degrees
 
 
 def _largest_first(degrees: Sequence[Sequence[int]]) -> list[int]:
@@ -110,67 +145,87 @@ def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
     Parts are placed one after the other. The same stage of all pipelines of a part lies side by
     side.
     """
-    shapes = [shape for shape, _ in draft.pipelines]
-    several = parted(len(shapes), parts)
-    orders: list[list[tuple[int, int]]] = []
-    for part in several:
-        stages = range(len(shapes[part[0]].rows))
-        orders.append([(i, s) for s, i in itertools.product(stages, part)])
-    every = frozenset(itertools.chain.from_iterable(orders))
-    placed = _parts_filled(tables, shapes, orders, every)
-    return None if placed is None else plan_on(tables, draft, placed)
+    shapes = draft.shapes
+    orders = []
+    together: set[_StageIndex] = set()
+    for part in parted(len(shapes), parts):
+        depth = len(shapes[part[0]].rows)
+        order = [(pipeline, stage) for stage in range(depth) for pipeline in part]
+        orders.append(order)
+        together.update(order)
+
+    groups = _fill_parts(tables, shapes, orders, together)
+    return None if groups is None else plan_on(tables, draft, groups)
 
 
-def _parts_filled(
+def _fill_parts(
     tables: Tables,
     shapes: Sequence[Shape],
-    orders: Sequence[Sequence[tuple[int, int]]],
-    together: Collection[tuple[int, int]],
-) -> list[list[tuple[str, ...]]] | None:
-    """Return the workers of `_filled`, each part on nodes of its own if they are enough."""
-    order = [at for part in orders for at in part]
+    orders: Sequence[Sequence[_StageIndex]],
+    together: Collection[_StageIndex],
+) -> list[list[_Workers]] | None:
+    """Return the workers of `_fill`, each part on nodes of its own if they are enough."""
+    order = list(itertools.chain.from_iterable(orders))
     begins = {part[0] for part in orders[1:]}
-    apart = _filled(tables, shapes, order, together=together, anew=begins) if begins else None
-    return apart or _filled(tables, shapes, order, together=together)
+    if begins:
+        groups = _fill(tables, shapes, order, together=together, anew=begins)
+        if groups is not None:
+            return groups
+    return _fill(tables, shapes, order, together=together)
 
 
-def _filled(
+def _fill(
     tables: Tables,
     shapes: Sequence[Shape],
-    order: Iterable[tuple[int, int]],
+    order: Iterable[_StageIndex],
     *,
-    together: Collection[tuple[int, int]] = frozenset(),
-    anew: Collection[tuple[int, int]] = frozenset(),
-) -> list[list[tuple[str, ...]]] | None:
+    together: Collection[_StageIndex] = frozenset(),
+    anew: Collection[_StageIndex] = frozenset(),
+) -> list[list[_Workers]] | None:
     """Return the workers of each stage of each pipeline; None if nodes have no room.
 
-    order: (pipeline, stage) in the order of placement. together: stages that fill one node of their
-    type after the other; with any other stage a pipeline continues on the node of its latest one of
-    that type. anew: stages from which on no node is used that was used before.
+    order: the stages in the order of placement. together: stages that fill one node of their type
+    after the other; with any other stage a pipeline continues on the node of its latest one of that
+    type. anew: stages from which on no node is used that was used before.
     """
-    nodes = [Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
-    last = dict[tuple[int, int], int]()
-    wanted = Counter[tuple[int, int]]()
-    for i, shape in enumerate(shapes):
-        for kind in map(tables.kind, shape.rows):
-            wanted[i, kind.resource] += kind.tp_degree
-    placed: list[list[tuple[str, ...]]] = [[()] * len(shape.rows) for shape in shapes]
-    for i, s in order:
-        if (i, s) in anew:
-            last.clear()
+    nodes = [Nodes(each.node_names, each.node_type.num_gpus) for each in tables.resources]
+    wanted = _gpus_wanted(tables, shapes)
+    latest = dict[tuple[int | None, int], int]()  # by pipeline (None: together) and resource
+    groups: list[list[_Workers]] = [[()] * len(shape.rows) for shape in shapes]
+
+    for pipeline, stage in order:
+        at = (pipeline, stage)
+        if at in anew:
+            latest.clear()
             for each in nodes:
                 each.close()
-        kind = tables.kind(shapes[i].rows[s])
-        resource = kind.resource
-        degree = kind.tp_degree
-        of_all = (i, s) in together
-        key = (-1 if of_all else i, resource)
-        found = nodes[resource].take(degree, last.get(key), 0 if of_all else wanted[key])
+
+        kind = tables.kind(shapes[pipeline].rows[stage])
+        own = (pipeline, kind.resource)
+        key: tuple[int | None, int] = own
+        needed = wanted[own]
+        if at in together:
+            key = (None, kind.resource)
+            needed = 0  # the fullest node with room: stages of other pipelines follow on it
+
+        found = nodes[kind.resource].take(kind.tp_degree, latest.get(key), needed)
         if found is None:
             return None
-        wanted[i, resource] -= degree
-        last[key], placed[i][s] = found
-    return placed
+        node, workers = found
+        latest[key] = node
+        groups[pipeline][stage] = workers
+        wanted[own] -= kind.tp_degree
+    return groups
+
+
+def _gpus_wanted(tables: Tables, shapes: Sequence[Shape]) -> Counter[tuple[int, int]]:
+    """Return the GPUs that each pipeline needs of each resource."""
+    wanted = Counter[tuple[int, int]]()
+    for pipeline, shape in enumerate(shapes):
+        for row in shape.rows:
+            kind = tables.kind(row)
+            wanted[pipeline, kind.resource] += kind.tp_degree
+    return wanted
 
 
 def parted(number: int, parts: int) -> list[range]:
@@ -179,25 +234,28 @@ def parted(number: int, parts: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[tuple[str, ...]]]) -> Plan:
+def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[_Workers]]) -> Plan:
     """Return the plan of a draft on the groups of each pipeline."""
-    sizes = [tables.rows[shape.rows[0]].microbatch for shape, _ in draft.pipelines]
-    common = min(sizes, key=lambda b: (-sizes.count(b), b))
-    drafted = zip(draft.pipelines, groups, sizes, strict=True)
-    pipelines = tuple(
-        Pipeline(stages_on(tables, shape, mine), k, size) for (shape, k), mine, size in drafted
-    )
-    return Plan(tables.model, tables.batch, common, tables.sequence_length, pipelines)
+    pipelines = []
+    for (shape, num_microbatches), workers in zip(draft.pipelines, groups, strict=True):
+        stages = stages_on(tables, shape, workers)
+        size = tables.rows[shape.rows[0]].microbatch
+        pipelines.append(Pipeline(stages, num_microbatches, size))
+
+    # a plan names one size, and each pipeline that has another one
+    sizes = [pipeline.microbatch_sequences for pipeline in pipelines]
+    common = min(sizes, key=lambda size: (-sizes.count(size), size))
+    return Plan(tables.model, tables.batch, common, tables.sequence_length, tuple(pipelines))
 
 
-def stages_on(
-    tables: Tables, shape: Shape, workers: Sequence[tuple[str, ...]]
-) -> tuple[Stage, ...]:
+def stages_on(tables: Tables, shape: Shape, workers: Sequence[_Workers]) -> tuple[Stage, ...]:
     """Return the stages of a shape on these groups."""
-    out = []
-    for row, start, end, group in zip(shape.rows, shape.starts, shape.ends, workers):
+    stages = []
+    for (row, start, end), group in zip(shape.stages, workers):
+        # a plan counts blocks: layer 0 is the embedding, and the layer after the blocks the head
         first = max(start - 1, 0)
-        of = tables.kind(row).group
         last = min(end - 1, tables.num_blocks)
-        out.append(Stage(first, last - first, group, tp_shares=of.shares if of else ()))
-    return tuple(out)
+        uneven = tables.kind(row).group
+        shares = uneven.shares if uneven else ()
+        stages.append(Stage(first, last - first, group, tp_shares=shares))
+    return tuple(stages)

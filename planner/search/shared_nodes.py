@@ -1,7 +1,5 @@
 """Transfers of drafts where stages of several pipelines share a node's network card."""
 
-import itertools
-
 from planner.search.draft import Estimator
 
 
@@ -31,13 +29,25 @@ class SharedNodes:
         sharing = [self._on_one_node(number, row) for row in rows]
         if max(sharing) == 1:
             return 0.0
-        send = self._estimator.transfers(rows, () if self._parts is None else sharing)
-        shared = [both_s * max(pair) for both_s, pair in zip(send, itertools.pairwise(sharing))]
-        return max(a + b for a, b in itertools.pairwise([0.0, *shared, 0.0])) / 2
+
+        on_nodes_of_many = () if self._parts is None else sharing
+        alone = self._estimator.transfers(rows, on_nodes_of_many)
+        most_s = 0.0
+        before_s = 0.0
+        for at, both_s in enumerate(alone):
+            after_s = both_s * max(sharing[at], sharing[at + 1])
+            most_s = max(most_s, before_s + after_s)
+            before_s = after_s
+        most_s = max(most_s, before_s)  # the last stage has one boundary
+        # over each boundary a stage sends one way only: half of the seconds of both ways
+        return most_s / 2
 
     def _on_one_node(self, number: int, row: int) -> int:
         """Return the pipelines whose stages of a row share a node."""
         tables = self._estimator.tables
-        nodes = len(tables.resources[tables.kind(row).resource].node_names)
-        several = -(-number // (nodes if self._parts is None else self._parts))
+        places = self._parts
+        if places is None:
+            resource = tables.resources[tables.kind(row).resource]
+            places = len(resource.node_names)
+        several = -(-number // places)
         return min(several, int(tables.groups_a_node[row]))

@@ -17,6 +17,11 @@ from planner.search.problem import Request
 from planner.search.stage_sums import Floats, Ints
 from planner.search.tables import Tables
 
+_Rate = tuple[float, float, int]
+"""Seconds of latency, seconds a byte, and stages of one pipeline on a node."""
+_Node = tuple[int, int]
+"""Resource, and which of its nodes."""
+
 
 class Sync(Protocol):
     """Seconds after the pipelines of a draft: gradient sync and update."""
@@ -52,14 +57,14 @@ class SideBySide:
         self._cost = request.cost
         self._tables = tables
         self._parts = parts
-        self._rates: dict[tuple[int, int], tuple[float, float, int]] = {}
         self._holders = request.min_node_disjoint_holders
+        self._rates: dict[tuple[int, int], _Rate] = {}
         self._tied_rates: dict[tuple[int, int, int], tuple[float, float]] = {}
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
-        _, first, kind = np.unique(
-            [row.kind for row in tables.rows], return_index=True, return_inverse=True
-        )
-        self._like: list[int] = first[kind].tolist()
+        first_of_kind: dict[int, int] = {}
+        for index, row in enumerate(tables.rows):
+            first_of_kind.setdefault(row.kind, index)
+        self._like = [first_of_kind[row.kind] for row in tables.rows]
         self._update = [row.update_s_a_byte for row in tables.rows]
 
     def after_kinds_s(
@@ -72,24 +77,32 @@ class SideBySide:
         back_s: Floats,
     ) -> Floats:
         """Return (n,) seconds from the pipelines' end to the last gradient sum and update."""
-        latency, byte_s, stages = self._rates_of(number, rows)
-        summed = byte_s * held_bytes
-        further = np.maximum(np.minimum(stages, counts) - 1, 0)
-        carried = latency + summed + further * np.maximum(summed - back_s, 0.0)
-        late = np.where(rows >= 0, carried - early_s, 0.0).max(axis=1, initial=0.0)
-        updates = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0)
-        return np.asarray(late + updates.max(axis=1, initial=0.0))
+        latency_s, byte_s, stages = self._rates_of(number, rows)
+        is_used = rows >= 0
+        summed_s = byte_s * held_bytes
+        # the next stage on the node begins its sums while the NIC still carries those before it
+        num_further = np.maximum(np.minimum(stages, counts) - 1, 0)
+        waiting_s = num_further * np.maximum(summed_s - back_s, 0.0)
+        carried_s = latency_s + summed_s + waiting_s
+        late_s = np.where(is_used, carried_s - early_s, 0.0).max(axis=1, initial=0.0)
+
+        update_s_a_byte = np.array(self._update)[rows]
+        updates_s = np.where(is_used, update_s_a_byte * held_bytes, 0.0)
+        return np.asarray(late_s + updates_s.max(axis=1, initial=0.0))
 
     def _rates_of(self, number: Ints, rows: Ints) -> tuple[Floats, Floats, Floats]:
         """Return `_rate` for arrays: (n, P) each of latency, seconds a byte, and stages."""
-        width = len(self._tables.rows) + 1
         alike = np.where(rows >= 0, np.array(self._like)[rows], -1)
-        keys, at = np.unique(number[:, None] * width + alike + 1, return_inverse=True)
-        rates = np.array(
-            [self._rate(int(key) // width, int(key) % width - 1) for key in keys]
-        ).reshape(-1, 3)
-        latency, byte_s, stages = np.moveaxis(rates[at.reshape(rows.shape)], -1, 0)
-        return latency, byte_s, stages
+        # one whole number for each pair of a number of pipelines and a row
+        width = len(self._tables.rows) + 1
+        pairs = number[:, None] * width + alike + 1
+        keys, index = np.unique(pairs, return_inverse=True)
+
+        rates = np.zeros((len(keys), 3))
+        for at, key in enumerate(keys.tolist()):
+            rates[at] = self._rate(key // width, key % width - 1)
+        latency_s, byte_s, stages = np.moveaxis(rates[index.reshape(rows.shape)], -1, 0)
+        return latency_s, byte_s, stages
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """Return the seconds of `after_kinds_s` for `number` pipelines of one shape.
@@ -98,43 +111,50 @@ class SideBySide:
         gradients are; other nodes go on beside it.
         """
         tables = self._tables
-        before = [0.0, *itertools.accumulate(timing.way(shape).backward_s)]
         tied_s = self._tied_s(number, shape)
-        updated = 0.0
-        carried: dict[tuple[int, int], float] = {}
-        stages = list(zip(shape.rows, shape.starts, shape.ends, self._nodes(number, shape)))
+        stages = shape.stages
+        nodes = self._nodes(number, shape)
+        backward_s = timing.way(shape).backward_s
+        # seconds from the end of a stage's last backward to the end of the first stage's
+        early = list(itertools.accumulate(backward_s, initial=0.0))
+
+        updated_s = 0.0
+        carried: dict[_Node, float] = {}  # when each node's NIC has carried what is summed so far
         for at in range(len(stages) - 1, -1, -1):
-            row, start, end, node = stages[at]
+            row, start, end = stages[at]
             num_bytes = tables.sums.stage_sync_bytes(row, start, end)
-            updated = max(updated, self._update[row] * num_bytes)
+            updated_s = max(updated_s, self._update[row] * num_bytes)
             if tied_s and (start == 0 or end == tables.num_layers):
                 num_bytes -= tables.rows[row].tied_sync_bytes
-            latency, byte_s, _ = self._rate(number, self._like[row])
-            begin = max(carried.get(node, -math.inf), -before[at])
-            carried[node] = begin + latency + byte_s * num_bytes
-        latest = max(0.0, *carried.values())
-        if tied_s:
-            begin = max(0.0, carried[stages[0][3]], carried[stages[-1][3]])
-            latest = max(latest, begin + tied_s)
-        return latest + updated
 
-    def _nodes(self, number: int, shape: Shape) -> list[tuple[int, int]]:
+            latency_s, byte_s, _ = self._rate(number, self._like[row])
+            begin_s = max(carried.get(nodes[at], -math.inf), -early[at])
+            carried[nodes[at]] = begin_s + latency_s + byte_s * num_bytes
+
+        latest_s = max(0.0, *carried.values())
+        if tied_s:
+            begin_s = max(0.0, carried[nodes[0]], carried[nodes[-1]])
+            latest_s = max(latest_s, begin_s + tied_s)
+        return latest_s + updated_s
+
+    def _nodes(self, number: int, shape: Shape) -> list[_Node]:
         """Return a number for the node of each stage: its resource, and which of them.
 
         The stages of a resource fill one node after the other. A stage whose sums stay inside its
         nodes shares no NIC, and counts as a node of its own.
         """
-        filled: dict[int, float] = {}
-        out = []
+        filled: dict[int, float] = {}  # nodes of each resource, the last one in part
+        nodes = []
         for row in shape.rows:
             resource = self._tables.kind(row).resource
-            share = 1.0 / max(1, self._rate(number, self._like[row])[2])
+            _, _, stages_a_node = self._rate(number, self._like[row])
+            share = 1.0 / max(1, stages_a_node)
             before = filled.get(resource, 0.0)
             if before % 1.0 + share > 1.0 + 1e-9:
                 before = float(math.ceil(before))
             filled[resource] = before + share
-            out.append((resource, int(before + 1e-9)))
-        return out
+            nodes.append((resource, int(before + 1e-9)))
+        return nodes
 
     def _tied_s(self, number: int, shape: Shape) -> float:
         """Return the seconds of the sum of a tied embedding; 0 if the stages sum none."""
@@ -142,9 +162,9 @@ class SideBySide:
             return 0.0
         first = self._like[shape.rows[0]]
         last = self._like[shape.rows[-1]]
-        latency, byte_s = self._tied_rate(number, first, last)
-        held = min(self._tables.rows[row].tied_sync_bytes for row in (first, last))
-        return latency + byte_s * held
+        latency_s, byte_s = self._tied_rate(number, first, last)
+        held_bytes = min(self._tables.rows[row].tied_sync_bytes for row in (first, last))
+        return latency_s + byte_s * held_bytes
 
     def _tied_rate(self, number: int, first: int, last: int) -> tuple[float, float]:
         """Return latency and seconds a byte of the rings over both ends of `number` pipelines.
@@ -152,23 +172,28 @@ class SideBySide:
         The ends fill one node after the other, as `place_ends_first` lets them. Each ring sums what
         a worker of the end with more workers holds.
         """
-        if (number, first, last) not in self._tied_rates:
-            members: list[tuple[str, NodeType]] = []
-            kinds = [self._tables.kind(row) for row in (first, last)]
-            for part, mine in enumerate(parted(number, min(number, self._holders))):
-                filled: dict[int, float] = {}
-                for row, kind in zip((first, last), kinds, strict=True):
-                    node_type = self._tables.resources[kind.resource].node_type
-                    for _ in mine:
-                        at = filled.get(kind.resource, 0.0)
-                        filled[kind.resource] = at + 1.0 / int(self._tables.groups_a_node[row])
-                        name = f"{part}-{kind.resource}-{int(at + 1e-9)}"
-                        members.append((name, node_type))
-            rings = float(max(kind.tp_degree for kind in kinds))
-            self._tied_rates[number, first, last] = ring_rate(self._cost, members, rings)
-        return self._tied_rates[number, first, last]
+        key = (number, first, last)
+        if key not in self._tied_rates:
+            self._tied_rates[key] = self._new_tied_rate(number, first, last)
+        return self._tied_rates[key]
 
-    def _rate(self, number: int, row: int) -> tuple[float, float, int]:
+    def _new_tied_rate(self, number: int, first: int, last: int) -> tuple[float, float]:
+        members: list[tuple[str, NodeType]] = []
+        for part, pipelines in enumerate(parted(number, min(number, self._holders))):
+            filled: dict[int, float] = {}
+            for row in (first, last):
+                resource = self._tables.kind(row).resource
+                node_type = self._tables.resources[resource].node_type
+                share = 1.0 / int(self._tables.groups_a_node[row])
+                for _ in pipelines:
+                    before = filled.get(resource, 0.0)
+                    filled[resource] = before + share
+                    members.append((f"{part}-{resource}-{int(before + 1e-9)}", node_type))
+
+        degrees = [self._tables.kind(row).tp_degree for row in (first, last)]
+        return ring_rate(self._cost, members, float(max(degrees)))
+
+    def _rate(self, number: int, row: int) -> _Rate:
         """Return latency, seconds a byte, and stages a node for stages of one row.
 
         The rate is that of a ring over `number` stages of the row while the NIC carries nothing
@@ -177,23 +202,30 @@ class SideBySide:
         """
         if row < 0:
             return 0.0, 0.0, 0
-        if (number, row) not in self._rates:
-            kind = self._tables.kinds[self._tables.rows[row].kind]
-            node = self._tables.resources[kind.resource].node_type
-            held = int(self._tables.groups_a_node[row])
-            sizes = [len(part) for part in parted(number, min(number, self._parts))]
-            members: list[tuple[str, NodeType]] = []
-            for part, size in enumerate(sizes):
-                members += [(f"{part}-{i // held}", node) for i in range(size)]
-            if held % max(sizes):
-                members[-1] = ("last", node)
-            side = max(sizes)
-            whole = held % side == 0 or side % held == 0  # else stages begin anywhere in a node
-            stages = max(1, held // side) if whole else 1 + math.ceil((held - 1) / side)
-            if len(dict(members)) == 1:
-                stages = 1  # no NIC carries them
-            self._rates[number, row] = (
-                *ring_rate(self._cost, members, float(kind.tp_degree)),
-                stages,
-            )
-        return self._rates[number, row]
+        key = (number, row)
+        if key not in self._rates:
+            self._rates[key] = self._new_rate(number, row)
+        return self._rates[key]
+
+    def _new_rate(self, number: int, row: int) -> _Rate:
+        kind = self._tables.kind(row)
+        node_type = self._tables.resources[kind.resource].node_type
+        held = int(self._tables.groups_a_node[row])
+
+        members: list[tuple[str, NodeType]] = []
+        pipelines = parted(number, min(number, self._parts))
+        for part, mine in enumerate(pipelines):
+            members += [(f"{part}-{i // held}", node_type) for i in range(len(mine))]
+        largest = max(len(part) for part in pipelines)
+        if held % largest:
+            members[-1] = ("last", node_type)
+
+        fills_nodes = held % largest == 0 or largest % held == 0
+        if len(dict(members)) == 1:
+            stages = 1  # no NIC carries them
+        elif fills_nodes:
+            stages = max(1, held // largest)
+        else:
+            stages = 1 + math.ceil((held - 1) / largest)  # stages begin anywhere in a node
+        latency_s, byte_s = ring_rate(self._cost, members, float(kind.tp_degree))
+        return latency_s, byte_s, stages

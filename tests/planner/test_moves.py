@@ -14,10 +14,11 @@ from planner.search.autohet import placements
 from planner.search.closed_form import families
 from planner.search.cost_tables import tables_of
 from planner.search.draft import Estimator, Shape, assign_microbatches
-from planner.search.families import Drafter, _shares, proposals_for
+from planner.search.families import Drafter, proposals_for
 from planner.search.improve import Improver, Judge
 from planner.search.moves import Moves
 from planner.search.side_by_side import SideBySide
+from planner.search.uncut import share_groups
 from tests.planner.cases import fleet, model, request
 
 SOME = settings(
@@ -76,8 +77,8 @@ def test_a_walk_ends_no_worse_than_it_began_and_the_same_each_time() -> None:
 
 @given(number=st.integers(1, 20), groups=st.lists(st.integers(0, 50), min_size=1, max_size=4))
 def test_shares_hand_out_every_group(number: int, groups: list[int]) -> None:
-    speeds = {r: 1.0 + r for r in range(len(groups))}
-    shares = _shares(number, dict(enumerate(groups)), speeds)
+    speeds = [1.0 + r for r in range(len(groups))]
+    shares = share_groups(number, groups, speeds)
     assert [sum(column) for column in zip(*shares, strict=True)] == groups
     assert len(shares) == number
 
