@@ -5,7 +5,6 @@ microbatches are shared again by the tables. Equal pipelines often move together
 would never leave their shape.
 """
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +20,8 @@ from planner.search.tables import Tables
 
 GpuGroup = tuple[str, ...]
 Pipelines = list[Pipeline]
+_Move = Callable[[Pipelines, list[int]], Pipelines | None]
+"""Move of a plan's pipelines that begins with the chosen ones; None if it cannot be made."""
 
 
 class Moves:
@@ -33,14 +34,14 @@ class Moves:
         self.tables = tables
         self.rng = rng
         self.mixed_sizes = mixed_sizes
-        self.estimator, self.balancer = Estimator(tables), Balancer(tables)
+        self.estimator = Estimator(tables)
+        self.balancer = Balancer(tables)
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
-        self._fleet = Fleet(
-            0, tuple(Node(name, node_type) for name, node_type in tables.node_types.items())
-        )
+        nodes = [Node(name, node_type) for name, node_type in tables.node_types.items()]
+        self._fleet = Fleet(0, tuple(nodes))
         self._uneven = any(kind.group for kind in tables.kinds)
         self._share = 0.0  # sequences of a pipeline, on average
-        self._ways: tuple[Callable[[Pipelines, list[int]], Pipelines | None], ...] = (
+        self._ways: tuple[_Move, ...] = (
             self._move_blocks,
             self._reorder,
             self._exchange,
@@ -56,11 +57,15 @@ class Moves:
         broken: pipelines with which a move begins (None: any).
         """
         self._share = plan.global_batch_sequences / len(plan.pipelines)
-        made = list(plan.pipelines)
-        alike = self._alike(made, range(len(made)) if broken is None else broken)
-        changed = self.rng.choice(self._ways)(
-            made, alike if self.rng.random() < 0.5 else [self.rng.choice(alike)]
-        )
+        pipelines = list(plan.pipelines)
+        among = range(len(pipelines)) if broken is None else broken
+        alike = self._alike(pipelines, among)
+        move = self.rng.choice(self._ways)
+        chosen = alike
+        if self.rng.random() >= 0.5:
+            chosen = [self.rng.choice(alike)]
+
+        changed = move(pipelines, chosen)
         return self.shared(plan, changed) if changed else None
 
     def shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
@@ -68,57 +73,73 @@ class Moves:
 
         The tables give the times. None if sizes cannot meet the batch.
         """
-        shapes = [self.shape(pipeline) for pipeline in pipelines]
-        known = [shape for shape in shapes if shape is not None]
-        if len(known) < len(shapes):
+        shapes = []
+        for pipeline in pipelines:
+            shape = self.shape(pipeline)
+            if shape is None:
+                return None
+            shapes.append(shape)
+
+        draft = assign_microbatches(self.estimator, shapes, plan.global_batch_sequences)
+        if draft is None:
             return None
-        if (
-            draft := assign_microbatches(self.estimator, known, plan.global_batch_sequences)
-        ) is None:
-            return None
-        counted = [
-            replace(p, num_microbatches=k)
-            for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)
-        ]
+        counted = []
+        for pipeline, (_, num_microbatches) in zip(pipelines, draft.pipelines, strict=True):
+            counted.append(replace(pipeline, num_microbatches=num_microbatches))
         return replace(plan, pipelines=tuple(counted))
 
     def shape(self, pipeline: Pipeline) -> Shape | None:
         """Return a pipeline's shape; None if the tables lack its groups or its microbatch size."""
         rows = self.rows(groups_of(pipeline), pipeline.microbatch_sequences)
+        if rows is None:
+            return None
+        # tables count the embedding as layer 0, and the head after the blocks
         ends = [stage.end_layer + 1 for stage in pipeline.stages]
-        return None if rows is None else Shape(rows, (*ends[:-1], ends[-1] + 1))
+        ends[-1] += 1
+        return Shape(rows, tuple(ends))
 
     def rows(self, groups: Sequence[GpuGroup], microbatch: int) -> tuple[int, ...] | None:
         """Return the table row of each group; None if a group has none."""
-        rows = [self.tables.row_of(group, microbatch) for group in groups]
-        found = tuple(row for row in rows if row is not None)
-        return found if len(found) == len(rows) else None
+        rows = []
+        for group in groups:
+            row = self.tables.row_of(group, microbatch)
+            if row is None:
+                return None
+            rows.append(row)
+        return tuple(rows)
 
     def is_uneven(self, group: GpuGroup) -> bool:
         """Return True if the tables have the group with uneven shares."""
-        row = self.tables.row_of(group, self.tables.sizes[0]) if group else None
+        if not group:
+            return False
+        row = self.tables.row_of(group, self.tables.sizes[0])
         return row is not None and self.tables.kind(row).group is not None
 
     def cut(self, groups: Sequence[GpuGroup], size: int) -> Pipeline | None:
         """Return a pipeline of these groups in this order; None if it cannot hold the model."""
-        rows = self.rows(groups, size) if 0 < len(groups) <= self.tables.deepest else None
+        if not 0 < len(groups) <= self.tables.deepest:
+            return None
+        rows = self.rows(groups, size)
         if rows is None:
             return None
-        sloped = self.tables.begun_ahead > 1 and self.rng.random() < 0.5
-        (cut,) = self.balancer.cut_each(
-            [rows], [float(max(1, round(self._share / size)))] if sloped else ()
-        )
-        return (
-            Pipeline(stages_on(self.tables, cut.shape, groups), 1, size)
-            if math.isfinite(cut.bottleneck_s)
-            else None
-        )
+
+        # half of the cuts let early stages work ahead, the others have the least bottleneck
+        microbatches = list[float]()
+        if self.tables.begun_ahead > 1 and self.rng.random() < 0.5:
+            microbatches.append(float(max(1, round(self._share / size))))
+        (cut,) = self.balancer.cut_each([rows], microbatches)
+        if not math.isfinite(cut.bottleneck_s):
+            return None
+        return Pipeline(stages_on(self.tables, cut.shape, groups), 1, size)
 
     def _alike(self, pipelines: Pipelines, among: Collection[int]) -> list[int]:
         """Draw one of these pipelines, and return all of them with its cut and node types."""
-        looks = {i: kind_of(self._fleet, pipelines[i]) for i in among or range(len(pipelines))}
-        wanted = self.rng.choice(list(dict.fromkeys(looks.values())))
-        return [i for i, look in looks.items() if look == wanted]
+        kinds = {}
+        for i in among or range(len(pipelines)):
+            kinds[i] = kind_of(self._fleet, pipelines[i])
+        distinct = list(dict.fromkeys(kinds.values()))
+        wanted = self.rng.choice(distinct)
+        return [i for i, kind in kinds.items() if kind == wanted]
 
     def _type_of(self, group: GpuGroup) -> NodeType:
         return self.tables.node_types[node_of(group[0])]
@@ -128,26 +149,33 @@ class Moves:
 
         It keeps its cut if the number of stages is the same, or it is cut again.
         """
-        uneven = any(stage.tp_shares for stage in pipeline.stages)
-        if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5 or uneven:
+        is_as_deep = len(groups) == len(pipeline.stages)
+        keeps_cut = is_as_deep and self.rng.random() >= 0.5
+        # shares of one group mean nothing on another
+        is_uneven = any(stage.tp_shares for stage in pipeline.stages)
+        if is_uneven or not keeps_cut:
             return self.cut(groups, pipeline.microbatch_sequences)
-        stages = [
-            replace(stage, workers=group, compute=None)
-            for stage, group in zip(pipeline.stages, groups, strict=True)
-        ]
+
+        stages = []
+        for stage, group in zip(pipeline.stages, groups, strict=True):
+            stages.append(replace(stage, workers=group, compute=None))
         return replace(pipeline, stages=tuple(stages))
 
     def _regrouped(
         self, pipelines: Pipelines, groups: dict[int, list[GpuGroup]]
     ) -> Pipelines | None:
         """Return the pipelines with these groups; a pipeline without groups is removed."""
-        made = {
-            i: self._with_groups(pipelines[i], mine) if mine else None for i, mine in groups.items()
-        }
-        if any(made[i] is None for i, mine in groups.items() if mine):
+        # each pipeline draws random numbers, so none is skipped after another has failed
+        changed = {i: self._with_groups(pipelines[i], mine) for i, mine in groups.items() if mine}
+        if None in changed.values():
             return None
-        changed = (made.get(i, pipeline) for i, pipeline in enumerate(pipelines))
-        return [pipeline for pipeline in changed if pipeline is not None]
+
+        made = []
+        for i, pipeline in enumerate(pipelines):
+            is_removed = i in groups and not groups[i]
+            if not is_removed:
+                made.append(changed.get(i) or pipeline)
+        return made
 
     def _each(
         self,
@@ -156,12 +184,15 @@ class Moves:
         change: Callable[[list[GpuGroup]], list[GpuGroup] | None],
     ) -> Pipelines | None:
         """Make the same change to the groups of each chosen pipeline."""
-        changed = {i: change(groups_of(pipelines[i])) for i in chosen}
-        found = {i: groups for i, groups in changed.items() if groups is not None}
-        return self._regrouped(pipelines, found) if len(found) == len(chosen) else None
+        changed = {}
+        for i in chosen:
+            groups = change(groups_of(pipelines[i]))
+            if groups is None:
+                return None
+            changed[i] = groups
+        return self._regrouped(pipelines, changed)
 
-    # -- one pipeline or equal ones
-    # ------------------------------------------------------------------------------
+    # ---- moves of one pipeline, or of equal ones ----
 
     def _move_blocks(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Move one or two blocks from one stage to another; stages between pass as many on."""
@@ -178,33 +209,32 @@ class Moves:
                 return None
             sizes[giver] -= many
             sizes[taker] += many
-            cut = zip(itertools.accumulate(sizes, initial=0), sizes, pipelines[i].stages)
-            stages = (
-                Stage(start, size, stage.workers, tp_shares=stage.tp_shares)
-                for start, size, stage in cut
-            )
+
+            stages = []
+            start = 0
+            for size, stage in zip(sizes, pipelines[i].stages, strict=True):
+                stages.append(Stage(start, size, stage.workers, tp_shares=stage.tp_shares))
+                start += size
             pipelines[i] = replace(pipelines[i], stages=tuple(stages))
         return pipelines
 
     def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Reorder groups: move a few neighbours, reverse all, or reorder the node types."""
         depth = len(pipelines[chosen[0]].stages)
-        way = self.rng.choice("mmmrs")
-        start, many, place = (
-            self.rng.randrange(depth),
-            self.rng.choice((1, 1, 2, 3, 4)),
-            self.rng.randrange(depth),
-        )
+        way = self.rng.choice(("move", "move", "move", "reverse", "sort"))
+        start = self.rng.randrange(depth)
+        end = start + self.rng.choice((1, 1, 2, 3, 4))
+        place = self.rng.randrange(depth)
         types = [resource.node_type for resource in self.tables.resources]
         self.rng.shuffle(types)
 
         def change(groups: list[GpuGroup]) -> list[GpuGroup]:
-            if way == "s":
+            if way == "sort":
                 return sorted(groups, key=lambda group: types.index(self._type_of(group)))
-            if way == "r":
+            if way == "reverse":
                 return groups[::-1]
-            moved = groups[start : start + many]
-            rest = groups[:start] + groups[start + many :]
+            moved = groups[start:end]
+            rest = groups[:start] + groups[end:]
             return [*rest[:place], *moved, *rest[place:]]
 
         return self._each(pipelines, chosen, change)
@@ -215,50 +245,64 @@ class Moves:
         In some moves, all groups of a node type in a pipeline do so.
         """
         groups = groups_of(pipelines[chosen[0]])
-        at, split, whole = (
-            self.rng.randrange(len(groups)),
-            self.rng.random() < 0.5,
-            self.rng.random() < 0.3,
-        )
-        kind = (self._type_of(groups[at]), len(groups[at]))
+        at = self.rng.randrange(len(groups))
+        split = self.rng.random() < 0.5
+        whole_type = self.rng.random() < 0.3
+        wanted_type = self._type_of(groups[at])
+        wanted_size = len(groups[at])
+
+        def is_chosen(i: int, group: GpuGroup) -> bool:
+            if i == at:
+                return True
+            if not whole_type or len(group) != wanted_size:
+                return False
+            return self._type_of(group) == wanted_type
 
         def change(groups: list[GpuGroup]) -> list[GpuGroup] | None:
-            out = list[GpuGroup]()
+            changed = list[GpuGroup]()
             i = 0
             while i < len(groups):
-                mine = groups[i]
-                two = groups[i : i + 2]
-                if i == at or (whole and (self._type_of(mine), len(mine)) == kind):
-                    if split:
-                        out += [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
-                    elif len(two) == 2 and (len(two[0]) == len(two[1]) or self._uneven):
-                        out.append(two[0] + two[1])
-                        i += 1
-                    else:
-                        return None
+                group = groups[i]
+                if not is_chosen(i, group):
+                    changed.append(group)
+                elif split:
+                    half = len(group) // 2
+                    changed += [group[:half], group[half:]]
                 else:
-                    out.append(mine)
+                    merged = self._merged(groups[i : i + 2])
+                    if merged is None:
+                        return None
+                    changed.append(merged)
+                    i += 1  # the neighbour is in the merged group
                 i += 1
-            return out if all(out) else None
+            # half of one worker is no group
+            return changed if all(changed) else None
 
         return self._each(pipelines, chosen, change)
+
+    def _merged(self, neighbors: list[GpuGroup]) -> GpuGroup | None:
+        """Return two groups as one; None if there is no second, or if it is of another size."""
+        if len(neighbors) < 2:
+            return None
+        first, second = neighbors
+        if len(first) != len(second) and not self._uneven:
+            return None
+        return first + second
 
     def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Change the size of microbatches, with the cut as it is or cut again."""
         size = self.rng.choice(self.tables.sizes)
-        keep = self.rng.random() < 0.5
+        keeps_cut = self.rng.random() < 0.5
         made = list(pipelines)
         for i in chosen if self.mixed_sizes else range(len(pipelines)):
             groups = groups_of(pipelines[i])
-            known = self.rows(groups, size) is not None
-            new = (
-                replace(pipelines[i], microbatch_sequences=size)
-                if keep and known
-                else self.cut(groups, size)
-            )
-            if new is None:
+            if keeps_cut and self.rows(groups, size) is not None:
+                made[i] = replace(pipelines[i], microbatch_sequences=size)
+                continue
+            cut = self.cut(groups, size)
+            if cut is None:
                 return None
-            made[i] = new
+            made[i] = cut
         return made
 
     def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
@@ -266,32 +310,45 @@ class Moves:
 
         In other moves, a group becomes idle.
         """
-        used = {worker for pipeline in pipelines for worker in pipeline.workers}
+        first = pipelines[chosen[0]]
+        idle = self._idle_workers(pipelines)
+        place = self.rng.randrange(len(first.stages) + 1)
+        way = self.rng.random()
+        if not idle or way >= 0.8:
+            # a place after the last stage leaves all groups as they are
+            return self._each(
+                pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :]
+            )
+
+        free = self.rng.choice(idle)
+        possible = [degree for degree in self.degrees if degree <= len(free)]
+        degree = self.rng.choice(possible or [1])
+        if way >= 0.2:
+            group = free[:degree]
+            return self._each(
+                pipelines, chosen[:1], lambda groups: [*groups[:place], group, *groups[place:]]
+            )
+
+        groups = list[GpuGroup]()
+        for workers in idle:
+            groups += _split(workers, degree)
+        pipeline = self.cut(groups[: self.tables.deepest], first.microbatch_sequences)
+        return None if pipeline is None else [*pipelines, pipeline]
+
+    def _idle_workers(self, pipelines: Pipelines) -> list[GpuGroup]:
+        """Return the idle workers of each node that has some."""
+        used = set[str]()
+        for pipeline in pipelines:
+            used.update(pipeline.workers)
+
         idle = []
         for node in self._fleet.nodes:
             free = tuple(worker for worker in node.workers if worker not in used)
             if free:
                 idle.append(free)
-        depth = len(pipelines[chosen[0]].stages)
-        place, way = self.rng.randrange(depth + 1), self.rng.random()
-        if not idle or way >= 0.8:
-            return self._each(
-                pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :]
-            )
-        free = self.rng.choice(idle)
-        degree = self.rng.choice([d for d in self.degrees if d <= len(free)] or [1])
-        if way < 0.2:
-            several = list(itertools.chain.from_iterable(_split(of, degree) for of in idle))
-            new = self.cut(
-                several[: self.tables.deepest], pipelines[chosen[0]].microbatch_sequences
-            )
-            return None if new is None else [*pipelines, new]
-        return self._each(
-            pipelines, chosen[:1], lambda groups: [*groups[:place], free[:degree], *groups[place:]]
-        )
+        return idle
 
-    # -- two pipelines
-    # ------------------------------------------------------------------------------
+    # ---- moves of two pipelines ----
 
     def _exchange(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Exchange the workers of two stages, in one pipeline or two."""
@@ -302,7 +359,10 @@ class Moves:
         other = self.rng.randrange(len(groups[q]))
         if len(groups[p][one]) != len(groups[q][other]) or (p, one) == (q, other):
             return None
-        groups[p][one], groups[q][other] = groups[q][other], groups[p][one]
+
+        mine = groups[p][one]
+        groups[p][one] = groups[q][other]
+        groups[q][other] = mine
         return self._regrouped(pipelines, groups)
 
     def _hand_over(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
@@ -310,19 +370,17 @@ class Moves:
         if len(pipelines) < 2:
             return None
         giver = self.rng.choice(chosen)
-        taker = self.rng.choice([i for i in range(len(pipelines)) if i != giver])
-        left = groups_of(pipelines[giver])
+        others = [i for i in range(len(pipelines)) if i != giver]
+        taker = self.rng.choice(others)
+        given = groups_of(pipelines[giver])
         taken = groups_of(pipelines[taker])
-        start, many, place = (
-            self.rng.randrange(len(left)),
-            self.rng.choice((1, 1, 2, 4)),
-            self.rng.randrange(len(taken) + 1),
-        )
-        moved = left[start : start + many]
-        left = left[:start] + left[start + many :]
-        return self._regrouped(
-            pipelines, {giver: left, taker: [*taken[:place], *moved, *taken[place:]]}
-        )
+
+        start = self.rng.randrange(len(given))
+        end = start + self.rng.choice((1, 1, 2, 4))
+        place = self.rng.randrange(len(taken) + 1)
+        left = given[:start] + given[end:]
+        joined = [*taken[:place], *given[start:end], *taken[place:]]
+        return self._regrouped(pipelines, {giver: left, taker: joined})
 
 
 def groups_of(pipeline: Pipeline) -> list[GpuGroup]:
@@ -332,4 +390,5 @@ def groups_of(pipeline: Pipeline) -> list[GpuGroup]:
 
 def _split(workers: GpuGroup, degree: int) -> list[GpuGroup]:
     """Split workers into groups of `degree`, and drop the rest."""
-    return [workers[i : i + degree] for i in range(0, len(workers) - degree + 1, degree)]
+    begins = range(0, len(workers) - degree + 1, degree)
+    return [workers[begin : begin + degree] for begin in begins]

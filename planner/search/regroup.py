@@ -8,7 +8,7 @@ from planner.search.orders import StageRows
 from planner.search.tables import Tables
 from planner.search.uncut import UncutPipelines
 
-Place = Literal["first", "inside", "last"]
+_Place = Literal["first", "inside", "last"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _Change:
     row: int
     other: int
     many: int
-    place: Place
+    place: _Place
 
 
 def regroup(tables: Tables, uncut: UncutPipelines) -> Iterator[list[UncutPipelines]]:
@@ -54,7 +54,7 @@ def _other_degrees(tables: Tables, row: int) -> list[int]:
 
 def _variants(tables: Tables, uncut: UncutPipelines, row: int, other: int) -> list[UncutPipelines]:
     """Return the variants with groups of `row` replaced by groups of `other`."""
-    places: tuple[Place, ...] = ("first", "inside", "last")
+    places: tuple[_Place, ...] = ("first", "inside", "last")
     variants = []
     for many in _steps(uncut.depth):
         for place in places:
