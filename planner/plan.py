@@ -208,6 +208,21 @@ class Plan:
         return max((stage.num_parts for stage in self.stages), default=1)
 
     @property
+    def depths(self) -> list[int]:
+        """Numbers of stages that its pipelines have, ascending."""
+        return sorted({len(pipeline.stages) for pipeline in self.pipelines})
+
+    @property
+    def tp_degrees(self) -> list[int]:
+        """TP degrees of its stages, ascending."""
+        return sorted({stage.tp_degree for stage in self.stages})
+
+    @property
+    def microbatch_sizes(self) -> list[int]:
+        """Sequences that its pipelines have in a microbatch, ascending."""
+        return sorted({pipeline.microbatch_sequences for pipeline in self.pipelines})
+
+    @property
     def offloads(self) -> bool:
         """True if masters and moments are in host memory."""
         return any(stage.offload_optimizer for stage in self.stages)

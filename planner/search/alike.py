@@ -8,7 +8,9 @@ from planner.cluster import NodeType, node_of
 from planner.plan import Plan, Stage
 
 _Seen = dict[str, tuple[int, int]]
-_REST = attrgetter(*(each.name for each in fields(Stage) if each.name != "workers"))
+_STAGE_FIELDS = [each.name for each in fields(Stage)]
+_STAGE_FIELDS.remove("workers")
+_REST = attrgetter(*_STAGE_FIELDS)
 
 
 class Likeness:
@@ -19,8 +21,9 @@ class Likeness:
     """
 
     def __init__(self, node_types: Mapping[str, NodeType], *, in_flight: bool):
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(node_types.values()))}
-        self._kinds = {name: kinds[kind] for name, kind in node_types.items()}
+        distinct = list(dict.fromkeys(node_types.values()))
+        self._kinds = {name: distinct.index(kind) for name, kind in node_types.items()}
+        self._num_kinds = len(distinct)
         self._in_flight = in_flight
 
     def key(self, plan: Plan) -> Hashable:
@@ -29,13 +32,14 @@ class Likeness:
         Plans of one key have equal predictions, up to rounding and the names of workers.
         """
         seen: _Seen = {}
-        used = [0] * (1 + max(self._kinds.values()))
-        pipelines = []
+        used = [0] * self._num_kinds
+        pipelines: list[Hashable] = []
         for pipeline in plan.pipelines:
             stages = [self._stage_key(stage, seen, used) for stage in pipeline.stages]
+            count = pipeline.num_microbatches
             most = pipeline.most_in_flight if self._in_flight else ()
             size = pipeline.microbatch_sequences
-            pipelines.append((pipeline.num_microbatches, size, most, *stages))
+            pipelines.append((count, size, most, *stages))
         return tuple(pipelines)
 
     def _stage_key(self, stage: Stage, seen: _Seen, used: list[int]) -> Hashable:
@@ -44,7 +48,8 @@ class Likeness:
             name = node_of(worker)
             if name not in seen:
                 kind = self._kinds[name]
-                seen[name] = kind, used[kind]
+                seen[name] = (kind, used[kind])
                 used[kind] += 1
             nodes.append(seen[name])
+        # a stage's workers count by their nodes alone: GPUs of one node are equal
         return (tuple(nodes), *_REST(stage))

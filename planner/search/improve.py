@@ -56,10 +56,11 @@ class Improver:
 
         Half the tries are walked from all starts, the rest from the best plan met.
         """
-        some = max(1, tries // 2 // max(1, len(starts)))
-        self.walked = [self.walk(plan, some) for plan in starts]
+        each = max(1, tries // 2 // max(1, len(starts)))
+        self.walked = [self.walk(plan, each) for plan in starts]
         best = min(self.walked, key=self.judge.score)
-        return self.walk(best, max(1, tries - some * len(starts)))
+        left = max(1, tries - each * len(starts))
+        return self.walk(best, left)
 
     def walk(
         self, plan: Plan, tries: int, broken: Callable[[Plan], Collection[int]] | None = None
@@ -74,10 +75,11 @@ class Improver:
             if self.is_late():
                 break
             self.num_tried += 1
-            most_s = now_s * (
-                1 - limits.HOT * (1 - number / tries) ** 2 * math.log(1 - self.moves.rng.random())
-            )
-            drawn = self.moves.draw(now, None if broken is None else broken(now))
+            # simulated annealing: the temperature falls with the square of the tries that are left
+            heat = limits.HOT * (1 - number / tries) ** 2
+            most_s = now_s * (1 - heat * math.log(1 - self.moves.rng.random()))
+            begins = None if broken is None else broken(now)
+            drawn = self.moves.draw(now, begins)
             if drawn is None:
                 continue
             moved_s = self._score(drawn, most_s)
@@ -108,10 +110,13 @@ class Improver:
             self._bounds[key] = self.judge.at_least(plan)
         if self._bounds[key] > most_s:
             return math.inf
-        self._scores[key] = self.timed[plan] = self.judge.score(plan)
-        return self._scores[key]
+        score = self.judge.score(plan)
+        self._scores[key] = score
+        self.timed[plan] = score
+        return score
 
 
 def tries_for(gpus: int) -> int:
     """Return the number of tries for a fleet of `gpus` GPUs."""
-    return min(limits.MOST_TRIES, max(limits.FEWEST_TRIES, limits.TRIES_GPUS // gpus))
+    tries = max(limits.FEWEST_TRIES, limits.TRIES_GPUS // gpus)
+    return min(limits.MOST_TRIES, tries)

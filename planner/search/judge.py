@@ -16,7 +16,7 @@ from planner.plan import Pipeline, Plan, check_plan
 from planner.redundancy import fewest_holders
 from planner.search import limits
 from planner.search.problem import TIME_IS_OVER, Answer, Idle, Rejected, Request, SearchReport
-from planner.search.tables import Tables
+from planner.search.tables import Resource, Tables
 from planner.zones import known_zones, refusal_of
 
 
@@ -37,9 +37,11 @@ def fewest_in_flight(cost: CostModel, plan: Plan) -> Costed:
 
     A plan that is very nearly as fast counts too.
     """
-    ways = [Costed(way, cost.predict(way)) for way in cost.stage_choices.ways_ahead(plan)]
-    fastest_s = min(way.step_time_s for way in ways)
-    return next(way for way in ways if way.step_time_s <= fastest_s * (1 + limits.FINE))
+    ways = cost.stage_choices.ways_ahead(plan)
+    costed = [Costed(way, cost.predict(way)) for way in ways]
+    fastest_s = min(each.step_time_s for each in costed)
+    # the ways come in ascending order of what they keep in flight
+    return next(each for each in costed if each.step_time_s <= fastest_s * (1 + limits.FINE))
 
 
 def seconds_of(request: Request, plan: Plan) -> float:
@@ -47,7 +49,9 @@ def seconds_of(request: Request, plan: Plan) -> float:
     if _too_few_holders(request, plan):  # known without a prediction
         return math.inf
     prediction = request.cost.predict(plan)
-    return math.inf if unacceptable(request, plan, prediction) else prediction.step_time_s
+    if unacceptable(request, plan, prediction):
+        return math.inf
+    return prediction.step_time_s
 
 
 def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Rejected]]:
@@ -72,12 +76,9 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
         why = unacceptable(request, plan, each.prediction)
         if why is None:
             found.append(each)
-        else:
-            rejected.append(
-                Rejected(
-                    describe(plan), why, math.inf if each.prediction.fits else each.step_time_s
-                )
-            )
+            continue
+        lacks_memory_s = math.inf if each.prediction.fits else each.step_time_s
+        rejected.append(Rejected(describe(plan), why, lacks_memory_s))
     return sorted(found, key=lambda each: each.step_time_s), rejected
 
 
@@ -98,10 +99,11 @@ def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:
 
     It has the microbatch size, cut, TP degrees and node types.
     """
-    stages = (
-        (s.num_layers, s.tp_shares or s.tp_degree, fleet.node_of(s.workers[0]).node_type.name)
-        for s in pipeline.stages
-    )
+    stages = []
+    for stage in pipeline.stages:
+        node_type = fleet.node_of(stage.workers[0]).node_type
+        parts = stage.tp_shares or stage.tp_degree
+        stages.append((stage.num_layers, parts, node_type.name))
     return (pipeline.microbatch_sequences, *stages)
 
 
@@ -116,26 +118,24 @@ def simplest_near_fastest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Pl
     timed: plans with their seconds. The second value says in words which of the two it is.
     """
     fastest = min(timed, key=timed.__getitem__)
-    near = [plan for plan, seconds in timed.items() if seconds <= limits.PLAIN * timed[fastest]]
+    most_s = limits.PLAIN * timed[fastest]
+    near = [plan for plan, seconds in timed.items() if seconds <= most_s]
     plain = min(near, key=lambda plan: (kinds_in(fleet, plan), timed[plan]))
+
     few = kinds_in(fleet, plain)
     many = kinds_in(fleet, fastest)
     if few == many:
-        return (
-            fastest,
-            (
-                f"the fastest plan found: no other within {limits.PLAIN - 1:.1%} has fewer than its"
-                f" {_pipelines(many)}"
-            ),
+        why = (
+            f"the fastest plan found: no other within {limits.PLAIN - 1:.1%} has fewer than its"
+            f" {_pipelines(many)}"
         )
+        return fastest, why
     slower_by = timed[plain] / timed[fastest] - 1
-    return (
-        plain,
-        (
-            f"{_pipelines(few)}: with {_pipelines(many)} the step would be {slower_by:.2%}"
-            " shorter, less than the model's error"
-        ),
+    why = (
+        f"{_pipelines(few)}: with {_pipelines(many)} the step would be {slower_by:.2%}"
+        " shorter, less than the model's error"
     )
+    return plain, why
 
 
 def _pipelines(kinds: int) -> str:
@@ -177,10 +177,11 @@ def answer_of(
 
 def slower(others: Sequence[Costed]) -> list[Rejected]:
     """Return rejections that say how slow the other plans are."""
-    return [
-        Rejected(describe(o.plan), f"{o.step_time_s:.4g} s a step, slower than the chosen plan")
-        for o in others
-    ]
+    rejected = []
+    for each in others:
+        why = f"{each.step_time_s:.4g} s a step, slower than the chosen plan"
+        rejected.append(Rejected(describe(each.plan), why))
+    return rejected
 
 
 def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | None:
@@ -200,16 +201,24 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
         why = _crosses_zones(request, plan, prediction)
         if why is not None:
             return why
-    deepest = max(len(pipeline.stages) for pipeline in plan.pipelines)
+    why = _unlike_request(request, plan)
+    if why is not None:
+        return why
+    return _too_few_holders(request, plan)
+
+
+def _unlike_request(request: Request, plan: Plan) -> str | None:
+    """Return which wish for the plan's form it does not meet, or None."""
+    deepest = plan.depths[-1]
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
-    degrees = {stage.tp_degree for stage in plan.stages}
+    degrees = plan.tp_degrees
     if not request.mixed_tp and len(degrees) > 1:
-        return f"TP {_either(sorted(degrees))}, one degree is asked for"
-    sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
+        return f"TP {_either(degrees)}, one degree is asked for"
+    sizes = plan.microbatch_sizes
     if not request.mixed_microbatch and len(sizes) > 1:
-        return f"microbatches of {_either(sorted(sizes))} sequences, one size is asked for"
-    return _too_few_holders(request, plan)
+        return f"microbatches of {_either(sizes)} sequences, one size is asked for"
+    return None
 
 
 def zones_of(fleet: Fleet, plan: Plan) -> tuple[str, ...]:
@@ -246,21 +255,16 @@ def _too_few_holders(request: Request, plan: Plan) -> str | None:
     if wanted < 2:
         return None
     weakest = fewest_holders(plan, request.fleet, request.spec.num_layers)
-    return (
-        f"some layer lies on {weakest} node only, {wanted} are asked for"
-        if weakest < wanted
-        else None
-    )
+    if weakest >= wanted:
+        return None
+    return f"some layer lies on {weakest} node only, {wanted} are asked for"
 
 
 def describe(plan: Plan) -> str:
     """Describe a plan in a few words."""
-    depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
-    degrees = sorted({stage.tp_degree for stage in plan.stages})
-    sizes = sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines})
     return (
-        f"{len(plan.pipelines)} pipelines, {_either(depths)} stages, TP {_either(degrees)},"
-        f" microbatch {_either(sizes)}"
+        f"{len(plan.pipelines)} pipelines, {_either(plan.depths)} stages,"
+        f" TP {_either(plan.tp_degrees)}, microbatch {_either(plan.microbatch_sizes)}"
     )
 
 
@@ -271,32 +275,33 @@ def _either(numbers: list[int]) -> str:
 def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ...]:
     """Return the workers that the plan leaves unused, by node type, with the reason."""
     used = set(plan.workers)
-    usable = {tables.kinds[row.kind].resource for row in tables.rows}
+    usable = {tables.kind(row).resource for row in range(len(tables.rows))}
     out = []
     for index, resource in enumerate(tables.resources):
-        numbers = range(resource.node_type.num_gpus)
-        every = (f"{name}/{number}" for name in resource.node_names for number in numbers)
-        workers = tuple(worker for worker in every if worker not in used)
-        if not workers:
-            continue
-        gpu = resource.node_type.gpu_type
-        if index not in usable:
-            why = (
-                f"{resource.node_type.gpu_memory_bytes / GIB:.0f} GiB of a {gpu} hold no layer of"
-                " this model at any allowed TP degree"
-            )
-        elif not any(node_of(worker) in resource.node_names for worker in used):
-            why = (
-                f"a stage on {gpu} would slow its pipeline or the gradient sync more than it"
-                " would add"
-            )
-        else:
-            why = (
-                f"{len(workers)} {gpu} left over: neither one more pipeline nor one more stage with"
-                " them shortens the step"
-            )
-        out.append(Idle(workers, why))
+        workers = tuple(worker for worker in resource.workers if worker not in used)
+        if workers:
+            is_used = any(node_of(worker) in resource.node_names for worker in used)
+            why = _why_idle(resource, len(workers), is_usable=index in usable, is_used=is_used)
+            out.append(Idle(workers, why))
     return tuple(out)
+
+
+def _why_idle(resource: Resource, number: int, *, is_usable: bool, is_used: bool) -> str:
+    """Return why `number` workers of a resource are idle. is_used: others of it are not."""
+    gpu = resource.node_type.gpu_type
+    if not is_usable:
+        return (
+            f"{resource.node_type.gpu_memory_bytes / GIB:.0f} GiB of a {gpu} hold no layer of"
+            " this model at any allowed TP degree"
+        )
+    if not is_used:
+        return (
+            f"a stage on {gpu} would slow its pipeline or the gradient sync more than it would add"
+        )
+    return (
+        f"{number} {gpu} left over: neither one more pipeline nor one more stage with"
+        " them shortens the step"
+    )
 
 
 def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected] = ()) -> str:
@@ -305,20 +310,23 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
     If plans were found but refused, say why the first of them was.
     """
     wanted = request.min_node_disjoint_holders
-    if wanted > len(request.fleet.nodes):
-        count = len(request.fleet.nodes)
+    count = len(request.fleet.nodes)
+    if wanted > count:
         return (
             f"every layer is asked for on {wanted} nodes (min_pipelines or redundancy), but the"
             f" fleet has {count}, {wanted - count} too few"
         )
-    if request.max_usd_per_hour is not None:
+
+    limit = request.max_usd_per_hour
+    if limit is not None:
         rates = [resource.node_type.usd_per_hour for resource in tables.resources]
-        prices = [rate for rate in rates if rate is not None]
-        if prices and min(prices) > request.max_usd_per_hour:
-            over = min(prices) - request.max_usd_per_hour
+        cheapest = min((rate for rate in rates if rate is not None), default=limit)
+        if cheapest > limit:
             return (
-                f"the cheapest node costs {min(prices):.2f} $/h, {over:.2f} above max_usd_per_hour"
+                f"the cheapest node costs {cheapest:.2f} $/h,"
+                f" {cheapest - limit:.2f} above max_usd_per_hour"
             )
+
     if rejected:
         return (
             f"every plan found is refused, the first ({rejected[0].what}) since {rejected[0].why}"
@@ -328,37 +336,62 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
 
 def _lack_of_memory(request: Request, tables: Tables) -> str:
     """Say by how much one copy of the model exceeds the fleet's memory, and what may help."""
-    usable: dict[int, float] = {}
-    need = []
-    for row in tables.rows:
-        kind = tables.kinds[row.kind]
-        usable[kind.resource] = max(usable.get(kind.resource, 0.0), row.limit_bytes)
-        room = (row.limit_bytes - row.fixed_bytes) / row.limit_bytes
-        # a row's embedding and head are less a border each, which may be more than they are
-        blocks = float(row.state_bytes[1:-1].sum() + row.activation_bytes.sum())
-        whole = max(blocks, blocks + float(row.state_bytes[[0, -1]].sum()) - row.tied_bytes)
-        if room > 0:
-            need.append((whole * kind.tp_degree / room, kind.tp_degree, row.microbatch))
     remedies = "Add GPUs, or use a shorter sequence or a smaller microbatch"
-    if remedy := request.cost.choices.remedy:
+    remedy = request.cost.choices.remedy
+    if remedy:
         remedies = f"Add GPUs, or use {remedy} or a shorter sequence"
-    if not need:
+
+    needs = _needs_of_one_copy(tables)
+    if not needs:
         row = min(tables.rows, key=lambda row: row.fixed_bytes - row.limit_bytes)
         return (
             f"the model does not fit: with microbatch {row.microbatch} a stage holds"
             f" {row.fixed_bytes / GIB:.1f} GiB beside its layers (logits, buffers, workspace), a"
             f" GPU has {row.limit_bytes / GIB:.1f} GiB. {remedies}"
         )
-    have = sum(r.num_gpus * usable.get(i, 0.0) for i, r in enumerate(tables.resources))
-    least, tp, size = min(need)
-    lack = (
-        f"{(least - have) / GIB:.1f} GiB too little"
-        if least > have
-        else "enough in sum, but no cut of the layers fits each GPU"
-    )
-    gpus = sum(resource.num_gpus for resource in tables.resources)
+
+    least_bytes, degree, size = min(needs)
+    gpus, have_bytes = _gpus_and_their_bytes(tables)
+    lack = "enough in sum, but no cut of the layers fits each GPU"
+    if least_bytes > have_bytes:
+        lack = f"{(least_bytes - have_bytes) / GIB:.1f} GiB too little"
     return (
-        f"the model does not fit: with TP {tp} and microbatch {size} one copy needs"
-        f" {least / GIB:.1f} GiB of GPU memory, the fleet's {gpus} GPUs have {have / GIB:.1f} GiB"
-        f" to use: {lack}. {remedies}"
+        f"the model does not fit: with TP {degree} and microbatch {size} one copy needs"
+        f" {least_bytes / GIB:.1f} GiB of GPU memory, the fleet's {gpus} GPUs have"
+        f" {have_bytes / GIB:.1f} GiB to use: {lack}. {remedies}"
     )
+
+
+def _needs_of_one_copy(tables: Tables) -> list[tuple[float, int, int]]:
+    """Return the bytes of one copy of the model, TP degree and microbatch size of each row.
+
+    A row whose GPUs have no room beside what each stage holds is left out.
+    """
+    needs = []
+    for row in tables.rows:
+        room = (row.limit_bytes - row.fixed_bytes) / row.limit_bytes
+        if room <= 0:
+            continue
+
+        # a row's embedding and head are less a border each, which may be more than they are
+        blocks_bytes = float(row.state_bytes[1:-1].sum() + row.activation_bytes.sum())
+        ends_bytes = float(row.state_bytes[[0, -1]].sum())
+        whole_bytes = max(blocks_bytes, blocks_bytes + ends_bytes - row.tied_bytes)
+        degree = tables.kinds[row.kind].tp_degree
+        needs.append((whole_bytes * degree / room, degree, row.microbatch))
+    return needs
+
+
+def _gpus_and_their_bytes(tables: Tables) -> tuple[int, float]:
+    """Return the fleet's GPUs, and the bytes that the model may use on all of them."""
+    most_bytes = [0.0] * len(tables.resources)
+    for row in tables.rows:
+        index = tables.kinds[row.kind].resource
+        most_bytes[index] = max(most_bytes[index], row.limit_bytes)
+
+    gpus = 0
+    all_bytes = 0.0
+    for resource, each_bytes in zip(tables.resources, most_bytes, strict=True):
+        gpus += resource.num_gpus
+        all_bytes += resource.num_gpus * each_bytes
+    return gpus, all_bytes

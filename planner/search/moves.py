@@ -269,7 +269,7 @@ class Moves:
                     half = len(group) // 2
                     changed += [group[:half], group[half:]]
                 else:
-                    merged = self._merged(groups[i : i + 2])
+                    merged = _merged(groups[i : i + 2], any_sizes=self._uneven)
                     if merged is None:
                         return None
                     changed.append(merged)
@@ -279,15 +279,6 @@ class Moves:
             return changed if all(changed) else None
 
         return self._each(pipelines, chosen, change)
-
-    def _merged(self, neighbors: list[GpuGroup]) -> GpuGroup | None:
-        """Return two groups as one; None if there is no second, or if it is of another size."""
-        if len(neighbors) < 2:
-            return None
-        first, second = neighbors
-        if len(first) != len(second) and not self._uneven:
-            return None
-        return first + second
 
     def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Change the size of microbatches, with the cut as it is or cut again."""
@@ -311,7 +302,7 @@ class Moves:
         In other moves, a group becomes idle.
         """
         first = pipelines[chosen[0]]
-        idle = self._idle_workers(pipelines)
+        idle = _idle_workers(self._fleet, pipelines)
         place = self.rng.randrange(len(first.stages) + 1)
         way = self.rng.random()
         if not idle or way >= 0.8:
@@ -334,19 +325,6 @@ class Moves:
             groups += _split(workers, degree)
         pipeline = self.cut(groups[: self.tables.deepest], first.microbatch_sequences)
         return None if pipeline is None else [*pipelines, pipeline]
-
-    def _idle_workers(self, pipelines: Pipelines) -> list[GpuGroup]:
-        """Return the idle workers of each node that has some."""
-        used = set[str]()
-        for pipeline in pipelines:
-            used.update(pipeline.workers)
-
-        idle = []
-        for node in self._fleet.nodes:
-            free = tuple(worker for worker in node.workers if worker not in used)
-            if free:
-                idle.append(free)
-        return idle
 
     # ---- moves of two pipelines ----
 
@@ -386,6 +364,30 @@ class Moves:
 def groups_of(pipeline: Pipeline) -> list[GpuGroup]:
     """Return the workers of each stage."""
     return [stage.workers for stage in pipeline.stages]
+
+
+def _idle_workers(fleet: Fleet, pipelines: Pipelines) -> list[GpuGroup]:
+    """Return the idle workers of each node that has some."""
+    used = set[str]()
+    for pipeline in pipelines:
+        used.update(pipeline.workers)
+
+    idle = []
+    for node in fleet.nodes:
+        free = tuple(worker for worker in node.workers if worker not in used)
+        if free:
+            idle.append(free)
+    return idle
+
+
+def _merged(neighbors: list[GpuGroup], *, any_sizes: bool) -> GpuGroup | None:
+    """Return two groups as one; None if there is no second, or if it is of another size."""
+    if len(neighbors) < 2:
+        return None
+    first, second = neighbors
+    if len(first) != len(second) and not any_sizes:
+        return None
+    return first + second
 
 
 def _split(workers: GpuGroup, degree: int) -> list[GpuGroup]:

@@ -30,6 +30,14 @@ class Resource:
     def num_gpus(self) -> int:
         return len(self.node_names) * self.node_type.num_gpus
 
+    @property
+    def workers(self) -> list[str]:
+        """Workers of its nodes, node by node."""
+        workers = []
+        for name in self.node_names:
+            workers += [f"{name}/{gpu}" for gpu in range(self.node_type.num_gpus)]
+        return workers
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
