@@ -32,7 +32,9 @@ def climb(
                 changed.append(uncut)
 
             best = ranking.fastest([changed], limits.CLIMBED)
-            faster += [each for each in best if each.seconds < cut.seconds]
+            for each in best:
+                if each.seconds < cut.seconds:
+                    faster.append(each)
         found += faster
         now = faster
     return found
@@ -42,5 +44,7 @@ def _best_of_each_number(cuts: Sequence[CutPipelines]) -> list[CutPipelines]:
     """Return the cuts with the least seconds, one of each number of pipelines and depth."""
     best = dict[tuple[int, int], CutPipelines]()
     for cut in sorted(cuts, key=lambda cut: cut.seconds):
-        best.setdefault((cut.uncut.number, cut.uncut.depth), cut)
-    return list(best.values())[: limits.CLIMBS]
+        uncut = cut.uncut
+        best.setdefault((uncut.number, uncut.depth), cut)
+    fastest_first = list(best.values())
+    return fastest_first[: limits.CLIMBS]

@@ -12,6 +12,8 @@ import numpy as np
 from planner.search import limits
 from planner.search.closed_form import Families, ranked
 from planner.search.cut_ranking import CutRanking
+from planner.search.draft import Shape
+from planner.search.orders import StageRows
 from planner.search.regroup import regroup
 from planner.search.stage_sums import Floats
 from planner.search.tables import Tables
@@ -28,7 +30,7 @@ def cut_combined_families(ranking: CutRanking, every: Families) -> list[CutPipel
     for num_types in range(1, len(resources)):
         for used in itertools.combinations(resources, num_types):
             some = _families_on(every, used)
-            # as if all node types were in use, each family with as much work as it is fast
+            # each family gets as much of the batch as its GPUs are fast
             share = float(speeds[list(used)].sum() / speeds.sum())
             sequences = tables.batch * share
             for family in _fastest_of_each_size(ranking, some, sequences):
@@ -42,7 +44,8 @@ def cut_combined_families(ranking: CutRanking, every: Families) -> list[CutPipel
 def _speed_of_each_resource(tables: Tables) -> Floats:
     """Return (R,) model copies a second that all groups of a resource do at their best row."""
     speeds = np.zeros(len(tables.resources))
-    for row, model_s in zip(tables.rows, tables.sums.time_sums[:, -1], strict=True):
+    whole_model_s = tables.sums.time_sums[:, -1]
+    for row, model_s in zip(tables.rows, whole_model_s, strict=True):
         kind = tables.kinds[row.kind]
         speed = kind.count * row.microbatch / model_s
         speeds[kind.resource] = max(speeds[kind.resource], speed)
@@ -63,11 +66,14 @@ def _fastest_of_each_size(ranking: CutRanking, some: Families, sequences: float)
 
     Few and many pipelines are both kept, since it is not known yet what lies beside them.
     """
-    classes = {size_class(number) for number in some.number.tolist()}
+    numbers = some.number.tolist()
+    classes = {size_class(number) for number in numbers}
     wanted = min(len(classes), limits.SHORTLIST)
+
     best: dict[int, int] = {}
-    for family, _ in ranked(ranking.tables, sequences, some, ranking.sync):
-        best.setdefault(size_class(int(some.number[family])), family)
+    fastest_first = ranked(ranking.tables, sequences, some, ranking.sync)
+    for family, _ in fastest_first:
+        best.setdefault(size_class(numbers[family]), family)
         if len(best) == wanted:
             break
     return best.values()
@@ -87,7 +93,8 @@ def _best_of_each_use(ranking: CutRanking, cuts: Sequence[CutPipelines]) -> list
     every = [*cuts, *ranking.fastest(alternatives)]
     best = dict[tuple[frozenset[int], int], CutPipelines]()
     for cut in sorted(every, key=lambda cut: cut.seconds):
-        best.setdefault((cut.resources(tables), size_class(cut.uncut.number)), cut)
+        key = (cut.resources(tables), size_class(cut.uncut.number))
+        best.setdefault(key, cut)
     return list(best.values())
 
 
@@ -102,7 +109,8 @@ def _combine(ranking: CutRanking, cuts: Sequence[CutPipelines]) -> list[CutPipel
         if len(chosen) > 1:
             is_full = len(fastest) == most
             most_s = fastest[-1].seconds if is_full else np.inf
-            merged = _merge(ranking, [cuts[index] for index in chosen], most_s)
+            together = [cuts[index] for index in chosen]
+            merged = _merge(ranking, together, most_s)
             bisect.insort(fastest, merged, key=lambda cut: cut.seconds)
             del fastest[most:]
 
@@ -117,8 +125,14 @@ def _combine(ranking: CutRanking, cuts: Sequence[CutPipelines]) -> list[CutPipel
 
 def _merge(ranking: CutRanking, cuts: Sequence[CutPipelines], most_s: float) -> CutPipelines:
     """Merge cuts of several families into one cut of the whole batch."""
-    pipelines = tuple(itertools.chain.from_iterable(cut.uncut.pipelines for cut in cuts))
-    shapes = tuple(itertools.chain.from_iterable(cut.shapes for cut in cuts))
-    number = sum(cut.uncut.number for cut in cuts)
-    uncut = UncutPipelines(number, pipelines, ranking.tables.batch)
-    return CutPipelines(ranking.about_s(uncut, shapes, most_s), uncut, shapes)
+    pipelines = list[tuple[StageRows, int]]()
+    shapes = list[Shape]()
+    number = 0
+    for cut in cuts:
+        pipelines += cut.uncut.pipelines
+        shapes += cut.shapes
+        number += cut.uncut.number
+
+    uncut = UncutPipelines(number, tuple(pipelines), ranking.tables.batch)
+    seconds = ranking.about_s(uncut, shapes, most_s)
+    return CutPipelines(seconds, uncut, tuple(shapes))

@@ -45,8 +45,10 @@ class CutRanking:
         if not every:
             return []
 
-        best: dict[int, CutPipelines] = {}
-        ways = (True, False) if self.tables.begun_ahead > 1 else (False,)
+        best: dict[int, CutPipelines] = {}  # by list of alternatives
+        ways = [False]
+        if self.tables.begun_ahead > 1:
+            ways = [True, False]
         for ahead in ways:
             cut_s, cuts = self._cut(every, ahead)
             fastest_first = np.argsort(cut_s, kind="stable").tolist()
@@ -72,8 +74,9 @@ class CutRanking:
 
         The sync is left out if the steady state alone takes `most_s`.
         """
-        kinds = zip(shapes, uncut.pipelines, strict=True)
-        numbers = [(shape, number) for shape, (_, number) in kinds]
+        numbers = []
+        for shape, (_, number) in zip(shapes, uncut.pipelines, strict=True):
+            numbers.append((shape, number))
         seconds = steady_s(self.estimator, numbers, uncut.sequences)
 
         sequences = uncut.sequences_each
@@ -115,7 +118,8 @@ class CutRanking:
 
         sizes = [self.tables.rows[rows[0]].microbatch for rows in pipelines]
         microbatches = np.maximum(np.array(sequences) / sizes, 1.0)
-        cuts = self.balancer.cut_each(pipelines, microbatches.tolist() if ahead else ())
+        counts = microbatches.tolist() if ahead else []
+        cuts = self.balancer.cut_each(pipelines, counts)
 
         fill_s = np.array([cut.fill_s for cut in cuts])
         bottleneck_s = np.array([cut.bottleneck_s for cut in cuts])
@@ -124,5 +128,8 @@ class CutRanking:
         pipeline_s = fill_s + (microbatches - 1) * finite_s
         slowest_s = np.maximum.reduceat(pipeline_s, begins)
 
-        ends = [*begins[1:], len(cuts)]
-        return slowest_s, [cuts[i:j] for i, j in zip(begins, ends, strict=True)]
+        cuts_of_each = []
+        for begin, uncut in zip(begins, every, strict=True):
+            end = begin + len(uncut.pipelines)
+            cuts_of_each.append(cuts[begin:end])
+        return slowest_s, cuts_of_each

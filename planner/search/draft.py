@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from planner.in_flight import one_each, period_s, working_ahead
 from planner.search.tables import Tables
 
+_FloatLists = list[list[float]]
+_NodeIndex = tuple[int, int]
+"""Resource, and which of a pipeline's nodes of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -31,7 +35,8 @@ class Shape:
     @property
     def stages(self) -> list[tuple[int, int, int]]:
         """Row, first layer and end of each stage."""
-        return list(zip(self.rows, self.starts, self.ends, strict=True))
+        layers = zip(self.rows, self.starts, self.ends, strict=True)
+        return list(layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +73,16 @@ class Estimator:
 
     def __init__(self, tables: Tables):
         self.tables = tables
-        # plain floats: single entries of arrays cost ten times as much to read
-        self._time_sums: list[list[float]] = tables.sums.time_sums.tolist()
-        self._forward_sums: list[list[float]] = tables.sums.forward_sums.tolist()
-        self._near: list[list[float]] = tables.boundaries.tolist()
-        self._apart: list[list[float]] = tables.apart_s.tolist()
+        # plain floats: single entries of arrays take ten times as long to read
+        self._time_sums: _FloatLists = tables.sums.time_sums.tolist()
+        self._forward_sums: _FloatLists = tables.sums.forward_sums.tolist()
+        self._near: _FloatLists = tables.boundaries.tolist()
+        self._apart: _FloatLists = tables.apart_s.tolist()
         self._groups: list[tuple[int, int, int]] = []
         for row in range(len(tables.rows)):
             kind = tables.kind(row)
-            gpus = tables.resources[kind.resource].node_type.num_gpus
-            self._groups.append((kind.resource, gpus, kind.tp_degree))
+            node_type = tables.resources[kind.resource].node_type
+            self._groups.append((kind.resource, node_type.num_gpus, kind.tp_degree))
         self._ways: dict[Shape, Way] = {}
 
     def transfers(self, rows: tuple[int, ...], sharing: Sequence[int] = ()) -> list[float]:
@@ -87,7 +92,7 @@ class Estimator:
         """
         return self._alone(rows, self._nodes(rows, sharing))
 
-    def _alone(self, rows: tuple[int, ...], nodes: Sequence[tuple[int, int]]) -> list[float]:
+    def _alone(self, rows: tuple[int, ...], nodes: Sequence[_NodeIndex]) -> list[float]:
         """Return seconds of each boundary of `transfers`, by the node of each stage."""
         seconds = []
         for at, row in enumerate(rows[:-1]):
@@ -101,7 +106,7 @@ class Estimator:
             seconds.append(boundary_s)
         return seconds
 
-    def _nodes(self, rows: tuple[int, ...], sharing: Sequence[int] = ()) -> list[tuple[int, int]]:
+    def _nodes(self, rows: tuple[int, ...], sharing: Sequence[int] = ()) -> list[_NodeIndex]:
         """Return the node of each stage: its resource, and which of the pipeline's nodes of it.
 
         Stages of a node type fill one node after the other, as `place` does.
@@ -129,31 +134,36 @@ class Estimator:
         nodes = self._nodes(rows)
         alone = self._alone(rows, nodes)
 
-        of_node: dict[tuple[int, int], float] = {}
+        of_node: dict[_NodeIndex, float] = dict.fromkeys(nodes, 0.0)
         of_stage = [0.0] * len(rows)
         for at, both_s in enumerate(alone):
             if nodes[at] == nodes[at + 1]:
                 continue  # inside a node it uses no NIC
             for stage in (at, at + 1):
-                node = nodes[stage]
-                of_node[node] = of_node.get(node, 0.0) + both_s / 2
+                of_node[nodes[stage]] += both_s / 2
                 of_stage[stage] += both_s / 2
 
-        if all(of_node.get(node, 0.0) <= mine for node, mine in zip(nodes, of_stage)):
+        of_others = []
+        for node, mine_s in zip(nodes, of_stage, strict=True):
+            of_others.append(of_node[node] - mine_s)
+        if max(of_others) <= 0:
             return alone
 
-        seconds = list(alone)
+        seconds = []
         for at, both_s in enumerate(alone):
             if nodes[at] == nodes[at + 1]:
+                seconds.append(both_s)
                 continue
-            others_s = max(of_node[nodes[stage]] - of_stage[stage] for stage in (at, at + 1))
-            free = 1.0 - others_s / period_s
-            seconds[at] = min(both_s / max(free, 1e-9), both_s + 2 * others_s)
+            others_s = max(of_others[at], of_others[at + 1])
+            free = max(1.0 - others_s / period_s, 1e-9)
+            all_at_once_s = both_s + 2 * others_s
+            seconds.append(min(both_s / free, all_at_once_s))
         return seconds
 
     def draft_s(self, draft: Draft) -> float:
         """Return `pipeline_s` of the draft's slowest pipeline."""
-        return max(self.pipeline_s(*pipeline) for pipeline in set(draft.pipelines))
+        kinds = set(draft.pipelines)
+        return max(self.pipeline_s(*pipeline) for pipeline in kinds)
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
         """Return a lower bound of a pipeline's seconds in a step, without gradient sync.
@@ -164,7 +174,8 @@ class Estimator:
         further = microbatches - 1
         slowest_s = -math.inf
         # no calls of `min` and `max` here: the search asks a hundred thousand times
-        for busy_s, hidden_s, most in zip(way.busy_s, way.hidden_s, way.most_in_flight):
+        stages = zip(way.busy_s, way.hidden_s, way.most_in_flight)
+        for busy_s, hidden_s, most in stages:
             num_hidden = further if further < most else most - 1
             stage_s = further * busy_s - num_hidden * hidden_s
             if stage_s > slowest_s:
@@ -178,7 +189,8 @@ class Estimator:
         """
         if self.tables.transfers != "none" or len(shape.rows) == 1:
             return one_each(len(shape.rows))
-        rooms = [self.tables.sums.room(*stage) for stage in shape.stages]
+        sums = self.tables.sums
+        rooms = [sums.room(*stage) for stage in shape.stages]
         return working_ahead(send, rooms)
 
     def way(self, shape: Shape) -> Way:
@@ -209,7 +221,8 @@ class Estimator:
         hidden = []
         busy = []
         before_s = 0.0
-        for forward_s, backward_s, after_s in zip(forward, backward, [*send, 0.0], strict=True):
+        after = [*send, 0.0]
+        for forward_s, backward_s, after_s in zip(forward, backward, after, strict=True):
             toll_s = (before_s + after_s) / 2
             hidden_s = forward_s + share * toll_s
             tolls.append(toll_s)
@@ -232,7 +245,8 @@ class Estimator:
     def most_in(self, shape: Shape, seconds: float) -> int:
         """Return the most microbatches that the pipeline completes in `seconds`."""
         way = self.way(shape)
-        guess = max(0, int((seconds - way.fill_s) / way.period_s) + 1)
+        in_steady_state = (seconds - way.fill_s) / way.period_s
+        guess = max(0, int(in_steady_state) + 1)
         while self.pipeline_s(shape, guess + 1) <= seconds:
             guess += 1
         while guess > 0 and self.pipeline_s(shape, guess) > seconds:
@@ -261,7 +275,8 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
         reducible = [i for i, count in enumerate(counts) if count > 1]
         if not reducible:
             break
-        last = max(reducible, key=lambda i: estimator.pipeline_s(shapes[i], counts[i]))
+        ends = {i: estimator.pipeline_s(shapes[i], counts[i]) for i in reducible}
+        last = max(reducible, key=ends.__getitem__)
         counts[last] -= 1
         left += sizes[last]
 
@@ -278,8 +293,12 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
 
 def _steady_counts(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> list[int]:
     """Return the microbatches that each pipeline completes while all end together, at least 1."""
-    seconds = steady_s(estimator, [(shape, 1) for shape in shapes], batch)
-    count_of = {shape: max(1, estimator.most_in(shape, seconds)) for shape in set(shapes)}
+    one_of_each = [(shape, 1) for shape in shapes]
+    seconds = steady_s(estimator, one_of_each, batch)
+    count_of = {}
+    for shape in set(shapes):
+        count = estimator.most_in(shape, seconds)
+        count_of[shape] = max(1, count)
     return [count_of[shape] for shape in shapes]
 
 
@@ -300,9 +319,11 @@ def _hand_out(
 
     def end_with_next(i: int) -> tuple[int, float, int]:
         rank = -sizes[i] if large_first else 0
-        return rank, estimator.pipeline_s(shapes[i], counts[i] + 1), i
+        end_s = estimator.pipeline_s(shapes[i], counts[i] + 1)
+        return rank, end_s, i
 
-    ends = sorted(map(end_with_next, range(len(shapes))))  # a sorted list is a heap
+    ends = [end_with_next(i) for i in range(len(shapes))]
+    heapq.heapify(ends)
     while left > 0 and ends:
         *_, earliest = heapq.heappop(ends)
         # what is left only becomes less, so a size that is too large now is never asked again
@@ -340,7 +361,9 @@ def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | No
     each, num_larger = divmod(batch // size, len(shapes))
     if each < 1:
         return None
-    counts = [each + 1] * num_larger + [each] * (len(shapes) - num_larger)
+    counts = [each] * len(shapes)
+    for i in range(num_larger):
+        counts[i] += 1
     return Draft(tuple(zip(shapes, counts, strict=True)))
 
 
@@ -358,4 +381,5 @@ def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
 
 def draft_fits(estimator: Estimator, draft: Draft) -> bool:
     """Return True if each pipeline of the draft fits in memory."""
-    return all(fits(estimator, shape, microbatches) for shape, microbatches in set(draft.pipelines))
+    kinds = set(draft.pipelines)
+    return all(fits(estimator, shape, microbatches) for shape, microbatches in kinds)

@@ -63,15 +63,20 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     on_several_nodes = ~_on_one_node(tables, every)
     apart = every.take(np.flatnonzero(on_several_nodes))
     found = _proposals_of(request, tables, apart, every, known)
-    if request.brief or on_several_nodes.all() or (found and request.is_late):
+    if request.brief or on_several_nodes.all():
+        return found
+    if found and request.is_late:
         return found
 
-    out = list(found)
-    seen = {(proposal.draft, proposal.side_by_side) for proposal in found}
+    # a proposal counts as known if pipelines and placement are equal
+    known_drafts = set()
+    for proposal in found:
+        known_drafts.add((proposal.draft, proposal.side_by_side))
+    others = []
     for proposal in _proposals_of(request, tables, every, every, known):
-        if (proposal.draft, proposal.side_by_side) not in seen:
-            out.append(proposal)
-    return out
+        if (proposal.draft, proposal.side_by_side) not in known_drafts:
+            others.append(proposal)
+    return [*found, *others]
 
 
 def _proposals_of(
@@ -88,7 +93,9 @@ def _proposals_of(
     usable = _resources_in(tables, near_equal)
     orders = tuple(uncut_in_best_orders(tables, numbers, usable))
     # the prediction refuses some of the drafts if each layer must lie on several nodes
-    keep = limits.DRAFTS * (4 if holders > 1 else 1)
+    keep = limits.DRAFTS
+    if holders > 1:
+        keep *= 4
 
     found = list[Proposal]()
     for side_by_side in (True, False):
@@ -97,7 +104,7 @@ def _proposals_of(
 
         # one pipeline alone has no other at its side
         fewest = max(holders, 2 if side_by_side else 1)
-        some = near_equal.take(np.flatnonzero(near_equal.number >= fewest))
+        enough = np.flatnonzero(near_equal.number >= fewest)
         parts = holders if side_by_side else max(1, most_pipelines)
         options = DraftOptions(
             side_by_side,
@@ -108,7 +115,7 @@ def _proposals_of(
             orders=orders,
         )
         sync = SideBySide(request, tables, parts)
-        drafter = Drafter(tables, some, sync, known, options)
+        drafter = Drafter(tables, near_equal.take(enough), sync, known, options)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
@@ -124,8 +131,8 @@ def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
 
     Their near-equal pipelines have the same layers on that node: it alone holds some of them.
     """
-    is_alone = np.array([len(resource.node_names) == 1 for resource in tables.resources])
-    uses_alone = (some.rows >= 0) & is_alone
+    num_nodes = np.array([len(resource.node_names) for resource in tables.resources])
+    uses_alone = (some.rows >= 0) & (num_nodes == 1)
     return np.asarray(uses_alone.any(axis=1))
 
 
@@ -173,7 +180,9 @@ class Drafter:
         self._orders = options.orders
         self._usable = _resources_in(tables, every)
 
-        self.estimator, balancer = known or (Estimator(tables), Balancer(tables))
+        if known is None:
+            known = (Estimator(tables), Balancer(tables))
+        self.estimator, balancer = known
         parts = options.parts if self.together else None
         self._shared = SharedNodes(self.estimator, parts)
         self._ranking = CutRanking(self.estimator, balancer, sync, self._shared)
@@ -182,13 +191,16 @@ class Drafter:
         """Return the best proposals, fastest first; `is_late` ends the search for more."""
         found = list[Proposal]()
         in_pattern = list[CutPipelines]()
-        quickest = ranked(self.tables, self.tables.batch, self.families, self._ranking.sync)
+        batch = self.tables.batch
+        quickest = ranked(self.tables, batch, self.families, self._ranking.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
             if found and is_late():
                 break
 
-            fastest_s = min((proposal.seconds for proposal in found), default=np.inf)
-            most_s = limits.MAX_SLOWDOWN * fastest_s
+            most_s = np.inf
+            if found:
+                fastest_s = min(proposal.seconds for proposal in found)
+                most_s = limits.MAX_SLOWDOWN * fastest_s
             next_ones = itertools.islice(quickest, limits.FAMILIES)
             promising = [family for family, seconds in next_ones if seconds <= most_s]
             if not promising:
@@ -211,17 +223,22 @@ class Drafter:
 
     def _cuts_of_families(self, chosen: Sequence[int]) -> list[CutPipelines]:
         """Return the best cut of each family, and of its regroupings, once and twice regrouped."""
-        best = self._ranking.fastest([self._uncut(family) for family in chosen])
+        alternatives = [self._uncut(family) for family in chosen]
+        best = self._ranking.fastest(alternatives)
         once = self._best_regrouped(best)
         twice = self._best_regrouped(once)
         return [*best, *once, *twice]
 
     def _uncut(self, family: int) -> list[UncutPipelines]:
         """Return the pipelines of a family, once for each of several orders of its node types."""
-        # side by side, all pipelines must have the same stages
-        share_all = not self.together
-        batch = self.tables.batch
-        return list(uncut_family(self.tables, self.families, family, batch, share_all=share_all))
+        orders = uncut_family(
+            self.tables,
+            self.families,
+            family,
+            self.tables.batch,
+            share_all=not self.together,  # side by side, all pipelines have the same stages
+        )
+        return list(orders)
 
     def _best_regrouped(self, cuts: list[CutPipelines]) -> list[CutPipelines]:
         """Return the best cut of each kind of regrouping of the first cuts, fastest first."""
@@ -238,9 +255,13 @@ class Drafter:
         numbers = set(self.families.number.tolist())
         ordered = [[uncut] for uncut in self._orders if uncut.number in numbers]
         orders = self._ranking.fastest(ordered)
-        equal = [cut for cut in in_pattern if len(cut.uncut.pipelines) == 1]
-        found = [*orders, *climb(self._ranking, [*orders, *equal], self._usable)]
-        return sorted(found, key=lambda cut: cut.seconds)
+
+        starts = list(orders)
+        for cut in in_pattern:
+            if len(cut.uncut.pipelines) == 1:
+                starts.append(cut)
+        climbed = climb(self._ranking, starts, self._usable)
+        return sorted([*orders, *climbed], key=lambda cut: cut.seconds)
 
     def _propose(self, cuts: Sequence[CutPipelines]) -> list[Proposal]:
         """Return the proposals of the fastest cuts, as far as memory and batch allow."""
@@ -280,15 +301,21 @@ class Drafter:
         if tables.batch % size == 0:
             return shapes
 
-        smaller = [b for b in tables.sizes if b < size and tables.batch % b == 0]
+        smaller = []
+        for possible in tables.sizes:
+            if possible < size and tables.batch % possible == 0:
+                smaller.append(possible)
         if not smaller or not self.mixed_sizes or len(shapes) == 1:
             return []
 
-        row_of = {(row.kind, row.microbatch): index for index, row in enumerate(tables.rows)}
+        row_of = {}
+        for index, row in enumerate(tables.rows):
+            row_of[row.kind, row.microbatch] = index
         *others, last = shapes
         rows = list[int]()
-        for row in last.rows:
-            smaller_row = row_of.get((tables.rows[row].kind, smaller[-1]))
+        for row_index in last.rows:
+            kind = tables.rows[row_index].kind
+            smaller_row = row_of.get((kind, smaller[-1]))
             if smaller_row is None:
                 return shapes
             rows.append(smaller_row)

@@ -56,7 +56,8 @@ class Improver:
 
         Half the tries are walked from all starts, the rest from the best plan met.
         """
-        each = max(1, tries // 2 // max(1, len(starts)))
+        num_starts = max(1, len(starts))
+        each = max(1, tries // 2 // num_starts)
         self.walked = [self.walk(plan, each) for plan in starts]
         best = min(self.walked, key=self.judge.score)
         left = max(1, tries - each * len(starts))
@@ -77,7 +78,8 @@ class Improver:
             self.num_tried += 1
             # simulated annealing: the temperature falls with the square of the tries that are left
             heat = limits.HOT * (1 - number / tries) ** 2
-            most_s = now_s * (1 - heat * math.log(1 - self.moves.rng.random()))
+            allowance = -heat * math.log(1 - self.moves.rng.random())
+            most_s = now_s * (1 + allowance)
             begins = None if broken is None else broken(now)
             drawn = self.moves.draw(now, begins)
             if drawn is None:

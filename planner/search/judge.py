@@ -40,8 +40,9 @@ def fewest_in_flight(cost: CostModel, plan: Plan) -> Costed:
     ways = cost.stage_choices.ways_ahead(plan)
     costed = [Costed(way, cost.predict(way)) for way in ways]
     fastest_s = min(each.step_time_s for each in costed)
-    # the ways come in ascending order of what they keep in flight
-    return next(each for each in costed if each.step_time_s <= fastest_s * (1 + limits.FINE))
+    most_s = fastest_s * (1 + limits.FINE)
+    # the fewest in flight come first
+    return next(each for each in costed if each.step_time_s <= most_s)
 
 
 def seconds_of(request: Request, plan: Plan) -> float:
@@ -61,7 +62,8 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
     """
     found = list[Costed]()
     rejected = list[Rejected]()
-    distinct = dict.fromkeys(map(request.cost.stage_choices.working_ahead, plans))
+    working_ahead = request.cost.stage_choices.working_ahead
+    distinct = dict.fromkeys(map(working_ahead, plans))
     for number, plan in enumerate(distinct):
         if found and request.is_late:
             what = f"{len(distinct) - number} of {len(distinct)} drafts"
@@ -168,7 +170,8 @@ def answer_of(
         raise InfeasibleError(
             f"{strategy} finds no plan that fits: {why_infeasible(request, tables, rejected)}"
         )
-    report = SearchReport(request.clock() - effort.begin_s, effort.num_tried, None, None)
+    taken_s = request.clock() - effort.begin_s
+    report = SearchReport(taken_s, effort.num_tried, None, None)
     idle = idle_workers(request, tables, best.plan)
     if effort.cut:
         rejected.append(Rejected(effort.cut, TIME_IS_OVER))
@@ -223,7 +226,8 @@ def _unlike_request(request: Request, plan: Plan) -> str | None:
 
 def zones_of(fleet: Fleet, plan: Plan) -> tuple[str, ...]:
     """Names of the zones that a plan lies in, as far as they are known."""
-    return known_zones({fleet.node_of(worker).node_type.zone for worker in plan.workers})
+    zones = {fleet.node_of(worker).node_type.zone for worker in plan.workers}
+    return known_zones(zones)
 
 
 def _crosses_zones(request: Request, plan: Plan, prediction: Prediction) -> str | None:
@@ -275,13 +279,18 @@ def _either(numbers: list[int]) -> str:
 def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ...]:
     """Return the workers that the plan leaves unused, by node type, with the reason."""
     used = set(plan.workers)
-    usable = {tables.kind(row).resource for row in range(len(tables.rows))}
+    used_nodes = {node_of(worker) for worker in used}
+    usable = {tables.kinds[row.kind].resource for row in tables.rows}
     out = []
     for index, resource in enumerate(tables.resources):
         workers = tuple(worker for worker in resource.workers if worker not in used)
         if workers:
-            is_used = any(node_of(worker) in resource.node_names for worker in used)
-            why = _why_idle(resource, len(workers), is_usable=index in usable, is_used=is_used)
+            why = _why_idle(
+                resource,
+                len(workers),
+                is_usable=index in usable,
+                is_used=not used_nodes.isdisjoint(resource.node_names),
+            )
             out.append(Idle(workers, why))
     return tuple(out)
 
@@ -343,6 +352,7 @@ def _lack_of_memory(request: Request, tables: Tables) -> str:
 
     needs = _needs_of_one_copy(tables)
     if not needs:
+        # the row of which the least is lacking
         row = min(tables.rows, key=lambda row: row.fixed_bytes - row.limit_bytes)
         return (
             f"the model does not fit: with microbatch {row.microbatch} a stage holds"

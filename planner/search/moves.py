@@ -37,7 +37,9 @@ class Moves:
         self.estimator = Estimator(tables)
         self.balancer = Balancer(tables)
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
-        nodes = [Node(name, node_type) for name, node_type in tables.node_types.items()]
+        nodes = []
+        for name, node_type in tables.node_types.items():
+            nodes.append(Node(name, node_type))
         self._fleet = Fleet(0, tuple(nodes))
         self._uneven = any(kind.group for kind in tables.kinds)
         self._share = 0.0  # sequences of a pipeline, on average
@@ -84,7 +86,8 @@ class Moves:
         if draft is None:
             return None
         counted = []
-        for pipeline, (_, num_microbatches) in zip(pipelines, draft.pipelines, strict=True):
+        drafted = zip(pipelines, draft.pipelines, strict=True)
+        for pipeline, (_, num_microbatches) in drafted:
             counted.append(replace(pipeline, num_microbatches=num_microbatches))
         return replace(plan, pipelines=tuple(counted))
 
@@ -112,8 +115,11 @@ class Moves:
         """Return True if the tables have the group with uneven shares."""
         if not group:
             return False
-        row = self.tables.row_of(group, self.tables.sizes[0])
-        return row is not None and self.tables.kind(row).group is not None
+        size = self.tables.sizes[0]
+        row = self.tables.row_of(group, size)
+        if row is None:
+            return False
+        return self.tables.kind(row).group is not None
 
     def cut(self, groups: Sequence[GpuGroup], size: int) -> Pipeline | None:
         """Return a pipeline of these groups in this order; None if it cannot hold the model."""
@@ -126,11 +132,13 @@ class Moves:
         # half of the cuts let early stages work ahead, the others have the least bottleneck
         microbatches = list[float]()
         if self.tables.begun_ahead > 1 and self.rng.random() < 0.5:
-            microbatches.append(float(max(1, round(self._share / size))))
+            count = round(self._share / size)
+            microbatches.append(float(max(1, count)))
         (cut,) = self.balancer.cut_each([rows], microbatches)
         if not math.isfinite(cut.bottleneck_s):
             return None
-        return Pipeline(stages_on(self.tables, cut.shape, groups), 1, size)
+        stages = stages_on(self.tables, cut.shape, groups)
+        return Pipeline(stages, 1, size)
 
     def _alike(self, pipelines: Pipelines, among: Collection[int]) -> list[int]:
         """Draw one of these pipelines, and return all of them with its cut and node types."""
@@ -166,7 +174,10 @@ class Moves:
     ) -> Pipelines | None:
         """Return the pipelines with these groups; a pipeline without groups is removed."""
         # each pipeline draws random numbers, so none is skipped after another has failed
-        changed = {i: self._with_groups(pipelines[i], mine) for i, mine in groups.items() if mine}
+        changed = {}
+        for i, mine in groups.items():
+            if mine:
+                changed[i] = self._with_groups(pipelines[i], mine)
         if None in changed.values():
             return None
 
@@ -212,8 +223,9 @@ class Moves:
 
             stages = []
             start = 0
-            for size, stage in zip(sizes, pipelines[i].stages, strict=True):
-                stages.append(Stage(start, size, stage.workers, tp_shares=stage.tp_shares))
+            for size, old in zip(sizes, pipelines[i].stages, strict=True):
+                stage = Stage(start, size, old.workers, tp_shares=old.tp_shares)
+                stages.append(stage)
                 start += size
             pipelines[i] = replace(pipelines[i], stages=tuple(stages))
         return pipelines
@@ -332,10 +344,13 @@ class Moves:
         """Exchange the workers of two stages, in one pipeline or two."""
         p = self.rng.choice(chosen)
         q = self.rng.randrange(len(pipelines))
-        groups = {i: groups_of(pipelines[i]) for i in (p, q)}
+        groups = {p: groups_of(pipelines[p])}
+        if q != p:
+            groups[q] = groups_of(pipelines[q])
         one = self.rng.randrange(len(groups[p]))
         other = self.rng.randrange(len(groups[q]))
-        if len(groups[p][one]) != len(groups[q][other]) or (p, one) == (q, other):
+        is_same = (p, one) == (q, other)
+        if is_same or len(groups[p][one]) != len(groups[q][other]):
             return None
 
         mine = groups[p][one]

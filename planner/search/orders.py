@@ -116,19 +116,24 @@ class Orders:
         kinds = [tables.kind(row) for row in self.rows]
         self._resource = [kind.resource for kind in kinds]
         self._degree = [kind.tp_degree for kind in kinds]
-        self._deepest = min(tables.deepest, tables.num_blocks, sum(supply))
+        num_gpus = sum(supply)
+        self._deepest = min(tables.deepest, tables.num_blocks, num_gpus)
         self.levels = self._levels()
         self._known_starts: dict[tuple[int, int], Ints] = {}
-        self._shape = (len(self.levels), *(gpus + 1 for gpus in supply))
+        num_levels = len(self.levels)
+        states = [gpus + 1 for gpus in supply]
+        self._shape = (num_levels, *states)
         # (levels, 1, ...), so that a level meets all states
-        self._level_index = np.arange(len(self.levels)).reshape(-1, *(1 for _ in supply))
+        ones = [1] * len(supply)
+        self._level_index = np.arange(num_levels).reshape(num_levels, *ones)
         # the last entry is that of row -1: no stage follows
         self._type_of = np.array([*self._resource, -1])
 
     @property
     def work(self) -> int:
         """Number of array entries that `found` computes."""
-        return int(np.prod(self._shape)) * len(self.rows) * self._deepest
+        num_states = int(np.prod(self._shape))
+        return num_states * len(self.rows) * self._deepest
 
     def found(self) -> Iterator[StageRows]:
         """Yield the best orders for each type of the last stage and each number of stages.
@@ -148,7 +153,8 @@ class Orders:
         # model copies a second of one GPU of each resource, at its best row
         speeds = np.zeros(len(self.supply))
         model_s = self.tables.sums.time_sums[self.rows, -1]
-        np.maximum.at(speeds, self._resource, 1.0 / (model_s * self._degree))
+        speeds_of_rows = 1.0 / (model_s * self._degree)
+        np.maximum.at(speeds, self._resource, speeds_of_rows)
         least_s = 1.0 / float(speeds @ np.array(self.supply))
 
         steps = np.arange(1, limits.LEVELS + 1)
@@ -178,8 +184,10 @@ class Orders:
         ends = np.arange(layers + 1)
 
         sums = self.tables.sums.time_sums[row]
-        room_s = np.maximum(self.levels - self._beside_s(row), 0.0) * (1 + 1e-9)
-        by_time = np.searchsorted(sums, sums[None, :] - room_s[:, None], side="left")
+        layers_s = np.maximum(self.levels - self._beside_s(row), 0.0)
+        room_s = layers_s * (1 + 1e-9)
+        begin_s = sums[None, :] - room_s[:, None]
+        by_time = np.searchsorted(sums, begin_s, side="left")
 
         fits = self.tables.sums.last_layer_that_fits[row, after]
         by_memory = np.searchsorted(fits, ends, side="left")
@@ -199,12 +207,18 @@ class Orders:
     def _ending_with(self, last: int) -> Iterator[StageRows]:
         """Yield the best orders whose last stage is on resource `last`."""
         layers = self.tables.num_layers
-        start = np.full(self._shape, layers + 1, dtype=np.int64)
-        start.reshape(len(self.levels), -1)[:, 0] = layers  # no GPU is used, no layer reached
-        chosen = [np.full(self._shape, -1, dtype=np.int64)]
+        none = layers + 1
+        start = np.full(self._shape, none, dtype=np.int64)
+        by_level = start.reshape(len(self.levels), -1)
+        by_level[:, 0] = layers  # no GPU is used, no layer reached
+        no_rows = np.full(self._shape, -1, dtype=np.int64)
+        chosen = [no_rows]
 
         best_level = dict.fromkeys(self._resource, len(self.levels))
-        rows = [row for row, resource in enumerate(self._resource) if resource == last]
+        rows = []
+        for row, resource in enumerate(self._resource):
+            if resource == last:
+                rows.append(row)
         for after in range(self._deepest):
             start, row_of, whole = self._with_stage(rows, after, start, chosen[-1])
             chosen.append(row_of)
@@ -231,12 +245,14 @@ class Orders:
         layers = self.tables.num_layers
         # earliest starts, of equal ones the row of the next stage, then its type: one number holds
         # all three
-        best = np.full(self._shape, 4 * (layers + 1), dtype=np.int64)
+        none = 4 * (layers + 1)
+        best = np.full(self._shape, none, dtype=np.int64)
         row_of = np.full(self._shape, -1, dtype=np.int64)
         whole: dict[int, NDArray[np.bool_]] = {}
         for row in rows:
             source, target = self._moved(row)
-            reached = self._starts(row, after)[self._level_index, start[source]]
+            starts = self._starts(row, after)
+            reached = starts[self._level_index, start[source]]
             next_row = following[source]
             is_other_type = self._type_of[next_row] != self._resource[row]
             unlike = np.where(next_row == row, 0, 1 + is_other_type)
@@ -286,5 +302,6 @@ class Orders:
 
 def _first_true(several: NDArray[np.bool_]) -> int | None:
     """Return the first index at which an array of (n, ...) has a True; None if it has none."""
-    found = np.flatnonzero(several.any(axis=tuple(range(1, several.ndim))))
+    axes = tuple(range(1, several.ndim))
+    found = np.flatnonzero(several.any(axis=axes))
     return int(found[0]) if len(found) else None

@@ -21,11 +21,14 @@ class Nodes:
         self._names = names
         self._num_gpus = num_gpus
         self._free = [list(range(num_gpus)) for _ in names]
-        self._by_free = {num_gpus: list(range(len(names) - 1, -1, -1))}
+        # nodes by their number of free GPUs; the last of a list is taken first
+        untouched = list(reversed(range(len(names))))
+        self._by_free = {num_gpus: untouched}
 
     def close(self) -> None:
         """Take no more workers of the nodes that are partly taken."""
-        self._by_free = {self._num_gpus: self._by_free.get(self._num_gpus, [])}
+        untouched = self._by_free.get(self._num_gpus, [])
+        self._by_free = {self._num_gpus: untouched}
 
     def take(
         self, degree: int, last: int | None, wanted: int
@@ -53,7 +56,10 @@ class Nodes:
 
     def _next(self, degree: int, wanted: int) -> int | None:
         """Return the node on which a pipeline continues; None if none has `degree` free GPUs."""
-        sizes = sorted(size for size, nodes in self._by_free.items() if nodes and size >= degree)
+        sizes = []
+        for size, nodes in sorted(self._by_free.items()):
+            if nodes and size >= degree:
+                sizes.append(size)
         if not sizes:
             return None
 
@@ -63,9 +69,10 @@ class Nodes:
         if rest in sizes:
             return self._by_free[rest][-1]
 
-        roomy = [size for size in sizes if size >= wanted]
-        size = roomy[0] if roomy else sizes[-1]
-        return self._by_free[size][-1]
+        for size in sizes:
+            if size >= wanted:
+                return self._by_free[size][-1]
+        return self._by_free[sizes[-1]][-1]
 
 
 def place(tables: Tables, draft: Draft) -> Plan | None:
@@ -75,17 +82,24 @@ def place(tables: Tables, draft: Draft) -> Plan | None:
     powers of two leave no hole; neighbouring stages share a node if possible.
     """
     shapes = draft.shapes
-    degrees = _degrees(tables, shapes)
-    by_pipeline = list[_StageIndex]()
-    for pipeline in _largest_first(degrees):
-        by_pipeline += [(pipeline, stage) for stage in range(len(degrees[pipeline]))]
+    by_pipeline = []
+    for pipeline in _largest_first(tables, shapes):
+        stages = range(len(shapes[pipeline].rows))
+        by_pipeline += [(pipeline, stage) for stage in stages]
 
     groups = _fill(tables, shapes, by_pipeline)
     if groups is None:
         # small groups of one pipeline may have left holes too small for the next one's large ones
-        by_degree = sorted(by_pipeline, key=lambda at: (-degrees[at[0]][at[1]], *at))
+        by_degree = sorted(by_pipeline)
+        by_degree.sort(key=lambda at: _tp_degree(tables, shapes, at), reverse=True)
         groups = _fill(tables, shapes, by_degree)
     return None if groups is None else plan_on(tables, draft, groups)
+
+
+def _tp_degree(tables: Tables, shapes: Sequence[Shape], at: _StageIndex) -> int:
+    pipeline, stage = at
+    row = shapes[pipeline].rows[stage]
+    return tables.kind(row).tp_degree
 
 
 def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool) -> Plan | None:
@@ -126,17 +140,13 @@ def _by_stage(at: _StageIndex) -> tuple[int, int]:
     return stage, pipeline
 
 
-def _degrees(tables: Tables, shapes: Sequence[Shape]) -> list[list[int]]:
-    """Return the TP degree of each stage of each pipeline."""
-    degrees = []
-    for shape in shapes:
-        degrees.append([tables.kind(row).tp_degree for row in shape.rows])
-    return degrees
-
-
-def _largest_first(degrees: Sequence[Sequence[int]]) -> list[int]:
+def _largest_first(tables: Tables, shapes: Sequence[Shape]) -> list[int]:
     """Return the pipelines in the order of placement: those with larger groups, then more GPUs."""
-    return sorted(range(len(degrees)), key=lambda i: (-max(degrees[i]), -sum(degrees[i]), i))
+    sizes = []
+    for pipeline, shape in enumerate(shapes):
+        degrees = [tables.kind(row).tp_degree for row in shape.rows]
+        sizes.append((-max(degrees), -sum(degrees), pipeline))
+    return [pipeline for *_, pipeline in sorted(sizes)]
 
 
 def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
@@ -188,10 +198,13 @@ def _fill(
     after the other; with any other stage a pipeline continues on the node of its latest one of that
     type. anew: stages from which on no node is used that was used before.
     """
-    nodes = [Nodes(each.node_names, each.node_type.num_gpus) for each in tables.resources]
+    nodes = []
+    for resource in tables.resources:
+        nodes.append(Nodes(resource.node_names, resource.node_type.num_gpus))
     wanted = _gpus_wanted(tables, shapes)
     latest = dict[tuple[int | None, int], int]()  # by pipeline (None: together) and resource
-    groups: list[list[_Workers]] = [[()] * len(shape.rows) for shape in shapes]
+    nobody: _Workers = ()
+    groups = [[nobody] * len(shape.rows) for shape in shapes]
 
     for pipeline, stage in order:
         at = (pipeline, stage)
@@ -208,7 +221,8 @@ def _fill(
             key = (None, kind.resource)
             needed = 0  # the fullest node with room: stages of other pipelines follow on it
 
-        found = nodes[kind.resource].take(kind.tp_degree, latest.get(key), needed)
+        last = latest.get(key)
+        found = nodes[kind.resource].take(kind.tp_degree, last, needed)
         if found is None:
             return None
         node, workers = found
@@ -231,18 +245,20 @@ def _gpus_wanted(tables: Tables, shapes: Sequence[Shape]) -> Counter[tuple[int, 
 def parted(number: int, parts: int) -> list[range]:
     """Divide `number` pipelines into parts as equal as possible."""
     ends = [number * part // parts for part in range(parts + 1)]
-    return [range(begin, end) for begin, end in itertools.pairwise(ends)]
+    bounds = itertools.pairwise(ends)
+    return [range(begin, end) for begin, end in bounds]
 
 
 def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[_Workers]]) -> Plan:
     """Return the plan of a draft on the groups of each pipeline."""
     pipelines = []
-    for (shape, num_microbatches), workers in zip(draft.pipelines, groups, strict=True):
+    drafted = zip(draft.pipelines, groups, strict=True)
+    for (shape, num_microbatches), workers in drafted:
         stages = stages_on(tables, shape, workers)
         size = tables.rows[shape.rows[0]].microbatch
         pipelines.append(Pipeline(stages, num_microbatches, size))
 
-    # a plan names one size, and each pipeline that has another one
+    # a plan names the size that most pipelines have, and each pipeline that has another one
     sizes = [pipeline.microbatch_sequences for pipeline in pipelines]
     common = min(sizes, key=lambda size: (-sizes.count(size), size))
     return Plan(tables.model, tables.batch, common, tables.sequence_length, tuple(pipelines))

@@ -41,11 +41,17 @@ def regroup(tables: Tables, uncut: UncutPipelines) -> Iterator[list[UncutPipelin
 
 def _other_degrees(tables: Tables, row: int) -> list[int]:
     """Return the rows of the same node type and microbatch size at other TP degrees."""
-    node_type = tables.resources[tables.kind(row).resource].node_type
+    resource = tables.resources[tables.kind(row).resource]
+    node_type = resource.node_type
     size = tables.rows[row].microbatch
 
+    degrees = set()
+    for kind in tables.kinds:
+        if kind.group is None:
+            degrees.add(kind.tp_degree)
+
     found = []
-    for degree in sorted({kind.tp_degree for kind in tables.kinds if kind.group is None}):
+    for degree in sorted(degrees):
         other = tables.row_by_use.get((node_type, degree, size))
         if other is not None and other != row:
             found.append(other)
@@ -58,7 +64,8 @@ def _variants(tables: Tables, uncut: UncutPipelines, row: int, other: int) -> li
     variants = []
     for many in _steps(uncut.depth):
         for place in places:
-            variant = _with_change(tables, uncut, _Change(row, other, many, place))
+            change = _Change(row, other, many, place)
+            variant = _with_change(tables, uncut, change)
             if variant is not None:
                 variants.append(variant)
     return variants
@@ -93,10 +100,13 @@ def _with_groups(tables: Tables, rows: StageRows, change: _Change) -> StageRows 
     if num_left < 0:
         return None
 
-    num_before = {"first": 0, "inside": num_left // 2, "last": num_left}[change.place]
-    is_at_an_end = num_before in (0, num_left)
-    if change.place == "inside" and is_at_an_end:
-        return None
+    num_before = 0
+    if change.place == "last":
+        num_before = num_left
+    if change.place == "inside":
+        num_before = num_left // 2
+        if num_before == 0:
+            return None  # it would be at an end
 
     first = rows.index(change.row)
     run = [change.row] * num_left
@@ -109,5 +119,6 @@ def _steps(most: int) -> list[int]:
     """Return 1, 2, and on in steps of about a half, up to the first number of at least `most`."""
     steps = [1]
     while steps[-1] < most:
-        steps.append(steps[-1] + max(1, steps[-1] // 2))
+        half = steps[-1] // 2
+        steps.append(steps[-1] + max(1, half))
     return steps

@@ -19,6 +19,8 @@ from planner.search.tables import Tables
 
 _Rate = tuple[float, float, int]
 """Seconds of latency, seconds a byte, and stages of one pipeline on a node."""
+_TiedRate = tuple[float, float]
+"""Seconds of latency, and seconds a byte."""
 _Node = tuple[int, int]
 """Resource, and which of its nodes."""
 
@@ -59,7 +61,7 @@ class SideBySide:
         self._parts = parts
         self._holders = request.min_node_disjoint_holders
         self._rates: dict[tuple[int, int], _Rate] = {}
-        self._tied_rates: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._tied_rates: dict[tuple[int, int, int], _TiedRate] = {}
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
         first_of_kind: dict[int, int] = {}
         for index, row in enumerate(tables.rows):
@@ -81,18 +83,21 @@ class SideBySide:
         is_used = rows >= 0
         summed_s = byte_s * held_bytes
         # the next stage on the node begins its sums while the NIC still carries those before it
-        num_further = np.maximum(np.minimum(stages, counts) - 1, 0)
+        num_on_node = np.minimum(stages, counts)
+        num_further = np.maximum(num_on_node - 1, 0)
         waiting_s = num_further * np.maximum(summed_s - back_s, 0.0)
         carried_s = latency_s + summed_s + waiting_s
-        late_s = np.where(is_used, carried_s - early_s, 0.0).max(axis=1, initial=0.0)
+        late_s = np.where(is_used, carried_s - early_s, 0.0)
 
         update_s_a_byte = np.array(self._update)[rows]
         updates_s = np.where(is_used, update_s_a_byte * held_bytes, 0.0)
-        return np.asarray(late_s + updates_s.max(axis=1, initial=0.0))
+        latest_s = late_s.max(axis=1, initial=0.0)
+        return np.asarray(latest_s + updates_s.max(axis=1, initial=0.0))
 
     def _rates_of(self, number: Ints, rows: Ints) -> tuple[Floats, Floats, Floats]:
         """Return `_rate` for arrays: (n, P) each of latency, seconds a byte, and stages."""
-        alike = np.where(rows >= 0, np.array(self._like)[rows], -1)
+        like = np.array(self._like)
+        alike = np.where(rows >= 0, like[rows], -1)
         # one whole number for each pair of a number of pipelines and a row
         width = len(self._tables.rows) + 1
         pairs = number[:, None] * width + alike + 1
@@ -101,7 +106,8 @@ class SideBySide:
         rates = np.zeros((len(keys), 3))
         for at, key in enumerate(keys.tolist()):
             rates[at] = self._rate(key // width, key % width - 1)
-        latency_s, byte_s, stages = np.moveaxis(rates[index.reshape(rows.shape)], -1, 0)
+        of_rows = rates[index.reshape(rows.shape)]
+        latency_s, byte_s, stages = np.moveaxis(of_rows, -1, 0)
         return latency_s, byte_s, stages
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
@@ -120,20 +126,24 @@ class SideBySide:
 
         updated_s = 0.0
         carried: dict[_Node, float] = {}  # when each node's NIC has carried what is summed so far
-        for at in range(len(stages) - 1, -1, -1):
+        for at in reversed(range(len(stages))):
             row, start, end = stages[at]
+            node = nodes[at]
             num_bytes = tables.sums.stage_sync_bytes(row, start, end)
             updated_s = max(updated_s, self._update[row] * num_bytes)
             if tied_s and (start == 0 or end == tables.num_layers):
                 num_bytes -= tables.rows[row].tied_sync_bytes
 
             latency_s, byte_s, _ = self._rate(number, self._like[row])
-            begin_s = max(carried.get(nodes[at], -math.inf), -early[at])
-            carried[nodes[at]] = begin_s + latency_s + byte_s * num_bytes
+            free_s = carried.get(node, -math.inf)
+            begin_s = max(free_s, -early[at])
+            carried[node] = begin_s + latency_s + byte_s * num_bytes
 
         latest_s = max(0.0, *carried.values())
         if tied_s:
-            begin_s = max(0.0, carried[nodes[0]], carried[nodes[-1]])
+            first_s = carried[nodes[0]]
+            last_s = carried[nodes[-1]]
+            begin_s = max(0.0, first_s, last_s)
             latest_s = max(latest_s, begin_s + tied_s)
         return latest_s + updated_s
 
@@ -163,10 +173,11 @@ class SideBySide:
         first = self._like[shape.rows[0]]
         last = self._like[shape.rows[-1]]
         latency_s, byte_s = self._tied_rate(number, first, last)
-        held_bytes = min(self._tables.rows[row].tied_sync_bytes for row in (first, last))
+        rows = self._tables.rows
+        held_bytes = min(rows[first].tied_sync_bytes, rows[last].tied_sync_bytes)
         return latency_s + byte_s * held_bytes
 
-    def _tied_rate(self, number: int, first: int, last: int) -> tuple[float, float]:
+    def _tied_rate(self, number: int, first: int, last: int) -> _TiedRate:
         """Return latency and seconds a byte of the rings over both ends of `number` pipelines.
 
         The ends fill one node after the other, as `place_ends_first` lets them. Each ring sums what
@@ -177,9 +188,10 @@ class SideBySide:
             self._tied_rates[key] = self._new_tied_rate(number, first, last)
         return self._tied_rates[key]
 
-    def _new_tied_rate(self, number: int, first: int, last: int) -> tuple[float, float]:
+    def _new_tied_rate(self, number: int, first: int, last: int) -> _TiedRate:
         members: list[tuple[str, NodeType]] = []
-        for part, pipelines in enumerate(parted(number, min(number, self._holders))):
+        num_parts = min(number, self._holders)
+        for part, pipelines in enumerate(parted(number, num_parts)):
             filled: dict[int, float] = {}
             for row in (first, last):
                 resource = self._tables.kind(row).resource
@@ -188,10 +200,13 @@ class SideBySide:
                 for _ in pipelines:
                     before = filled.get(resource, 0.0)
                     filled[resource] = before + share
-                    members.append((f"{part}-{resource}-{int(before + 1e-9)}", node_type))
+                    node = int(before + 1e-9)
+                    members.append((f"{part}-{resource}-{node}", node_type))
 
-        degrees = [self._tables.kind(row).tp_degree for row in (first, last)]
-        return ring_rate(self._cost, members, float(max(degrees)))
+        first_degree = self._tables.kind(first).tp_degree
+        last_degree = self._tables.kind(last).tp_degree
+        num_rings = max(first_degree, last_degree)
+        return ring_rate(self._cost, members, float(num_rings))
 
     def _rate(self, number: int, row: int) -> _Rate:
         """Return latency, seconds a byte, and stages a node for stages of one row.
@@ -215,7 +230,8 @@ class SideBySide:
         members: list[tuple[str, NodeType]] = []
         pipelines = parted(number, min(number, self._parts))
         for part, mine in enumerate(pipelines):
-            members += [(f"{part}-{i // held}", node_type) for i in range(len(mine))]
+            for index in range(len(mine)):
+                members.append((f"{part}-{index // held}", node_type))
         largest = max(len(part) for part in pipelines)
         if held % largest:
             members[-1] = ("last", node_type)
@@ -227,5 +243,6 @@ class SideBySide:
             stages = max(1, held // largest)
         else:
             stages = 1 + math.ceil((held - 1) / largest)  # stages begin anywhere in a node
-        latency_s, byte_s = ring_rate(self._cost, members, float(kind.tp_degree))
+        num_rings = float(kind.tp_degree)
+        latency_s, byte_s = ring_rate(self._cost, members, num_rings)
         return latency_s, byte_s, stages

@@ -63,7 +63,8 @@ class CutPipelines:
     def shape_of_each(self) -> list[Shape]:
         """Return the shape of each pipeline."""
         shapes = list[Shape]()
-        for shape, (_, number) in zip(self.shapes, self.uncut.pipelines, strict=True):
+        kinds = zip(self.shapes, self.uncut.pipelines, strict=True)
+        for shape, (_, number) in kinds:
             shapes += [shape] * number
         return shapes
 
@@ -71,7 +72,8 @@ class CutPipelines:
         """Return the resources that the pipelines use."""
         used = set[int]()
         for shape in self.shapes:
-            used.update(tables.kind(row).resource for row in shape.rows)
+            for row in shape.rows:
+                used.add(tables.kind(row).resource)
         return frozenset(used)
 
 
@@ -97,9 +99,12 @@ def uncut_family(
 
     speeds = list[float]()
     if share_all:
-        speeds = [1.0 / float(tables.sums.time_sums[row, -1]) for row in rows]
+        model_s = tables.sums.time_sums[rows, -1].tolist()
+        speeds = [1.0 / seconds for seconds in model_s]
+    # pipelines of one share are equal
     shares = Counter(share_groups(number, groups, speeds))
-    if any(not 0 < sum(share) <= tables.deepest for share in shares):
+    depths = [sum(share) for share in shares]
+    if min(depths) == 0 or max(depths) > tables.deepest:
         return
 
     orders = itertools.permutations(range(len(used)))
@@ -109,7 +114,8 @@ def uncut_family(
         for share, num_pipelines in shares.items():
             stages = _stages_in_order(rows, share, order)
             straight.append((stages, num_pipelines))
-            turned.append(((*stages[1:], stages[0]), num_pipelines))
+            first_at_end = (*stages[1:], stages[0])
+            turned.append((first_at_end, num_pipelines))
 
         yield UncutPipelines(number, tuple(straight), sequences)
         if len(order) > 1:
@@ -137,12 +143,14 @@ def share_groups(
     even = [count // number for count in groups]
     shares = [list(even) for _ in range(number)]
     if speeds:
-        speed = sum(n * each for n, each in zip(even, speeds, strict=True))
-        # pipelines of equal speed by their number: a sorted list is a heap
+        speed = 0.0
+        for num_groups, speed_of_group in zip(even, speeds, strict=True):
+            speed += num_groups * speed_of_group
+        # in the order of the pipelines, since their speeds are equal: a sorted list is a heap
         slowest = [(speed, pipeline) for pipeline in range(number)]
 
-        fastest_first = sorted(range(len(groups)), key=lambda node_type: -speeds[node_type])
-        for node_type in fastest_first:
+        node_types = range(len(groups))
+        for node_type in sorted(node_types, key=lambda node_type: -speeds[node_type]):
             num_left = groups[node_type] % number
             for _ in range(num_left):
                 speed, pipeline = heapq.heappop(slowest)
