@@ -93,7 +93,7 @@ def all_instance_types() -> dict[str, InstanceType]:
 
 
 def find_instance_type(name: str) -> InstanceType | None:
-    """The machine type of that name, SageMaker's `ml.` before EC2's allowed; or None."""
+    """Return the machine type of that name, or None; EC2's may have SageMaker's `ml.` before it."""
     return all_instance_types().get(name.removeprefix("ml."))
 
 
@@ -114,8 +114,14 @@ def _read_instance_types(name: str) -> dict[str, InstanceType]:
     return {row["instance_type"]: _parse_row(row) for row in read_rows(name)}
 
 
+def _scaled(text: str, unit: float) -> float | None:
+    """Return a number of a table in units of `unit`; None for an empty field."""
+    return float(text) * unit if text else None
+
+
 def _parse_row(row: Mapping[str, str]) -> InstanceType:
     burst_gbps = row["inter_node_burst_gbps"]
+    usd_per_hour = row["usd_per_hour"]
     return InstanceType(
         name=row["instance_type"],
         gpu_type=row["gpu_type"],
@@ -125,7 +131,7 @@ def _parse_row(row: Mapping[str, str]) -> InstanceType:
         intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
         inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
         inter_node_burst_bytes_per_s=float(burst_gbps) * 1e9 / 8 if burst_gbps else None,
-        usd_per_hour=float(row["usd_per_hour"]) if row["usd_per_hour"] else None,
+        usd_per_hour=float(usd_per_hour) if usd_per_hour else None,
     )
 
 
@@ -136,15 +142,16 @@ def _gpu_types_by_alias() -> dict[str, GpuType]:
         gpu = GpuType(
             name=row["gpu_type"],
             memory_bytes=int(row["memory_mib"]) * MIB,
-            fp8_flops=float(row["fp8_tflops"]) * 1e12 if row["fp8_tflops"] else None,
+            fp8_flops=_scaled(row["fp8_tflops"], 1e12),
             fp16_flops=float(row["fp16_tflops"]) * 1e12,
-            bf16_flops=float(row["bf16_tflops"]) * 1e12 if row["bf16_tflops"] else None,
-            tf32_flops=float(row["tf32_tflops"]) * 1e12 if row["tf32_tflops"] else None,
+            bf16_flops=_scaled(row["bf16_tflops"], 1e12),
+            tf32_flops=_scaled(row["tf32_tflops"], 1e12),
             fp32_flops=float(row["fp32_tflops"]) * 1e12,
             memory_bytes_per_s=float(row["memory_gb_per_s"]) * 1e9,
         )
-        for alias in (gpu.name, *filter(None, row["aliases"].split("|"))):
-            found[alias.upper()] = gpu
+        for alias in (gpu.name, *row["aliases"].split("|")):
+            if alias:
+                found[alias.upper()] = gpu
     return found
 
 

@@ -6,14 +6,12 @@ A cluster is a Ray cluster-launcher YAML. A fleet is a value with its generation
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from planner.catalogue import (
     InstanceType,
-    all_instance_types,
     canonical_gpu_type,
     find_gpu_type,
     find_instance_type,
@@ -26,26 +24,28 @@ from planner.cluster_documents import (
     accelerator_count,
     derived_labels,
     instance_type_of,
+    provider_type,
     read_cluster_yaml,
     refuse_other_documents,
     with_legacy_types,
 )
 from planner.documents import check_keys, read_mapping
 from planner.errors import ConfigError
+from planner.node_labels import (
+    RAY_ACCELERATOR_LABEL,
+    check_label_names,
+    is_spot,
+    label_number,
+    label_text,
+    read_labels,
+    read_num_gpus,
+    refuse_missing_facts,
+    unknown_instance_note,
+    why_gpus_are_unknown,
+)
 from planner.zones import EC2_ZONES, ZoneTable, read_zone_table
 
 GIB = 2**30
-LABEL_PREFIX = "autohet.io/"
-_NUMBERS = (
-    "gpu-memory-gib",
-    "host-memory-gib",
-    "intra-node-gbps",
-    "inter-node-gbps",
-    "usd-per-hour",
-)
-LABELS = frozenset(LABEL_PREFIX + name for name in ("gpu-type", *_NUMBERS, "spot", "zone"))
-RAY_ACCELERATOR_LABEL = "ray.io/accelerator-type"
-RAY_MARKET_LABEL = "ray.io/market-type"
 MOST_NODES = 100_000
 """Nodes of a cluster, at most; a larger number is a missing bound."""
 
@@ -113,15 +113,13 @@ class Fleet:
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
         if len(set(names)) != len(names):
-            raise ConfigError(
-                "two nodes of the fleet have the same name:"
-                f" {sorted(n for n in names if names.count(n) > 1)[0]}"
-            )
-        object.__setattr__(
-            self,
-            "_node_by_worker",
-            {worker: node for node in self.nodes for worker in node.workers},
-        )
+            repeated = min(name for name, count in Counter(names).items() if count > 1)
+            raise ConfigError(f"two nodes of the fleet have the same name: {repeated}")
+        node_by_worker = {}
+        for node in self.nodes:
+            for worker in node.workers:
+                node_by_worker[worker] = node
+        object.__setattr__(self, "_node_by_worker", node_by_worker)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -165,18 +163,20 @@ class Fleet:
 
     def usd_per_hour(self) -> float | None:
         """Price of all nodes; None where one has no price."""
-        prices = [node.node_type.usd_per_hour for node in self.nodes]
-        return (
-            None
-            if any(price is None for price in prices)
-            else sum(price for price in prices if price is not None)
-        )
+        prices = []
+        for node in self.nodes:
+            price = node.node_type.usd_per_hour
+            if price is None:
+                return None
+            prices.append(price)
+        return sum(prices)
 
 
 def _examples(names: tuple[str, ...]) -> str:
     if not names:
         return "no GPUs"
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    shown = ", ".join(names[:4])
+    return f"{shown}, ..." if len(names) > 4 else shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,10 @@ class NodeBound:
     def allows(self, counts: Mapping[str, int]) -> bool:
         """Return True if `counts` nodes by type can exist together with the standing nodes."""
         least = dict(self.standing)
-        names = {*counts, *least}
-        return sum(max(counts.get(name, 0), least.get(name, 0)) for name in names) <= self.most
+        total = 0
+        for name in {*counts, *least}:
+            total += max(counts.get(name, 0), least.get(name, 0))
+        return total <= self.most
 
     def allows_fleet(self, fleet: Fleet) -> bool:
         return self.allows(Counter(node.node_type.name for node in fleet.nodes))
@@ -218,6 +220,7 @@ class Cluster:
 
     def most_gpus(self) -> int:
         """GPUs of the largest fleet that can exist at one time."""
+        # The types with the most GPUs fill the bound first.
         by_size = sorted(self.node_types, key=lambda kind: -kind.num_gpus)
         counts = dict(self.bound.standing) if self.bound else {}
         for kind in by_size:
@@ -253,41 +256,40 @@ def node_type_from_labels(
     machine's GPUs (a pod) has that part of its price, network and memory. ConfigError names every
     label that would supply a missing fact.
     """
-    for key in labels:
-        if key.startswith(LABEL_PREFIX) and key not in LABELS:
-            raise ConfigError(
-                f"unknown label '{key}' on node type '{name}'; known: {', '.join(sorted(LABELS))}"
-            )
+    check_label_names(labels, name)
     row = find_instance_type(instance_type or "")
-    if num_gpus is None:
-        num_gpus = row.num_gpus if row else None
+    if num_gpus is None and row:
+        num_gpus = row.num_gpus
     part = _part_of(row, num_gpus, name) if shares_machine else 1.0
-    gpu_type = _text(labels, "gpu-type") or labels.get(RAY_ACCELERATOR_LABEL)
-    gpu_type = gpu_type or (row.gpu_type if row else None)
-    if row and gpu_type and canonical_gpu_type(gpu_type) == canonical_gpu_type(row.gpu_type):
-        gpu_type = row.gpu_type
-    device = find_gpu_type(gpu_type or "")
-    memory = _number(labels, "gpu-memory-gib", name)
-    host_memory = _number(labels, "host-memory-gib", name)
-    intra = _number(labels, "intra-node-gbps", name)
-    inter = _number(labels, "inter-node-gbps", name)
-    price = _number(labels, "usd-per-hour", name, zero=True)
+    gpu_type = _gpu_type(labels, row)
+    memory_gib = label_number(labels, "gpu-memory-gib", name)
+    host_memory_gib = label_number(labels, "host-memory-gib", name)
+    intra_gbps = label_number(labels, "intra-node-gbps", name)
+    inter_gbps = label_number(labels, "inter-node-gbps", name)
+    usd_per_hour = label_number(labels, "usd-per-hour", name, zero=True)
+
     known_memory = None
+    known_intra = None
+    known_inter = None
+    device = find_gpu_type(gpu_type or "")
     if row:
         known_memory = row.gpu_memory_bytes
+        known_intra = row.intra_node_bytes_per_s
+        known_inter = row.inter_node_bytes_per_s * part
+        if usd_per_hour is None and row.usd_per_hour is not None:
+            usd_per_hour = row.usd_per_hour * part
+        if host_memory_gib is None:
+            host_memory_gib = row.host_memory_bytes * part / GIB
     elif device:
         known_memory = device.memory_bytes
+
     facts: dict[str, Any] = {
         "gpu-type": gpu_type,
-        "gpu-memory-gib": memory * GIB if memory else known_memory,
-        "intra-node-gbps": _rate(intra, row.intra_node_bytes_per_s if row else None),
-        "inter-node-gbps": _rate(inter, row.inter_node_bytes_per_s * part if row else None),
+        "gpu-memory-gib": memory_gib * GIB if memory_gib else known_memory,
+        "intra-node-gbps": intra_gbps * 1e9 / 8 if intra_gbps else known_intra,
+        "inter-node-gbps": inter_gbps * 1e9 / 8 if inter_gbps else known_inter,
     }
-    _refuse_missing(name, facts, num_gpus, instance_type)
-    if price is None and row and row.usd_per_hour is not None:
-        price = row.usd_per_hour * part
-    if host_memory is None and row:
-        host_memory = row.host_memory_bytes * part / GIB
+    refuse_missing_facts(name, facts, num_gpus, instance_type)
     return NodeType(
         name=name,
         gpu_type=canonical_gpu_type(facts["gpu-type"]),
@@ -295,12 +297,25 @@ def node_type_from_labels(
         gpu_memory_bytes=int(facts["gpu-memory-gib"]),
         intra_node_bytes_per_s=facts["intra-node-gbps"],
         inter_node_bytes_per_s=facts["inter-node-gbps"],
-        usd_per_hour=price,
-        spot=_is_spot(labels, name),
-        zone=_text(labels, "zone") or "",
+        usd_per_hour=usd_per_hour,
+        spot=is_spot(labels, name),
+        zone=label_text(labels, "zone") or "",
         max_nodes=max_nodes,
-        host_memory_bytes=int(host_memory * GIB) if host_memory else None,
+        host_memory_bytes=int(host_memory_gib * GIB) if host_memory_gib else None,
     )
+
+
+def _gpu_type(labels: Mapping[str, str], row: InstanceType | None) -> str | None:
+    """Return the GPU type of the labels, else of the instance type.
+
+    It is spelled as the instance type's row has it, if they mean the same device.
+    """
+    named = label_text(labels, "gpu-type") or labels.get(RAY_ACCELERATOR_LABEL)
+    if row is None:
+        return named or None
+    if not named or canonical_gpu_type(named) == canonical_gpu_type(row.gpu_type):
+        return row.gpu_type
+    return named
 
 
 def _part_of(row: InstanceType | None, num_gpus: int | None, name: str) -> float:
@@ -313,74 +328,6 @@ def _part_of(row: InstanceType | None, num_gpus: int | None, name: str) -> float
             " such node can start; ask for fewer"
         )
     return num_gpus / row.num_gpus
-
-
-def _rate(gbps: float | None, known: float | None) -> float | None:
-    """Bytes a second by a label in Gbit/s, else what is known."""
-    return gbps * 1e9 / 8 if gbps else known
-
-
-def _is_spot(labels: Mapping[str, str], name: str) -> bool:
-    """Return the spot flag of our own label, else of Ray's market label."""
-    if _text(labels, "spot") is not None:
-        return _flag(labels, "spot", name)
-    return labels.get(RAY_MARKET_LABEL) == "spot"
-
-
-def _refuse_missing(
-    name: str, facts: Mapping[str, object], num_gpus: int | None, instance_type: str | None
-) -> None:
-    """ConfigError that names all labels which are missing."""
-    missing = [label for label, value in facts.items() if value is None]
-    words = [label.replace("-", " ") for label in missing]
-    remedies = [f"'{LABEL_PREFIX}{label}'" for label in missing]
-    if num_gpus is None:
-        words.append("number of GPUs")
-        remedies.append("GPU under resources")
-    if not words:
-        return
-    source = (
-        f"instance type '{instance_type}' is not in the catalogue"
-        if instance_type
-        else "it names no instance type"
-    )
-    label = "label" if len(missing) == 1 else "labels"
-    raise ConfigError(
-        f"node type '{name}' has no {' and no '.join(words)}: {source}; set the {label}"
-        f" {', '.join(remedies)}"
-    )
-
-
-def _text(labels: Mapping[str, str], label: str) -> str | None:
-    return labels.get(LABEL_PREFIX + label) or None
-
-
-def _number(
-    labels: Mapping[str, str], label: str, name: str, *, zero: bool = False
-) -> float | None:
-    text = _text(labels, label)
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (0.0 < value < float("inf") or (zero and value == 0.0)):
-        raise ConfigError(
-            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be a positive"
-            f" number{' or 0' * zero}, not '{text}'"
-        )
-    return value
-
-
-def _flag(labels: Mapping[str, str], label: str, name: str) -> bool:
-    text = _text(labels, label)
-    if text not in (None, "true", "false"):
-        raise ConfigError(
-            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be \"true\" or \"false\","
-            f" not '{text}'"
-        )
-    return text == "true"
 
 
 def cluster_from_yaml(path: str | Path) -> Cluster:
@@ -412,17 +359,9 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
     if errors:
         raise ConfigError("; ".join(errors))
     if not found:
-        unknown = [_unknown_type(name, types[name]) for name in types]
-        raise ConfigError(
-            "; ".join(
-                [
-                    f"no node type of {where} has GPUs and max_workers above 0",
-                    *dict.fromkeys([*notes, *filter(None, unknown)]),
-                ]
-            )
-        )
+        raise ConfigError(_why_no_types(types, where, notes))
     # nodes of an emulated fleet are started by its script, whatever an autoscaler would allow
-    emulated = (top.get("provider") or {}).get("type") == "fake_multinode"
+    emulated = provider_type(top) == "fake_multinode"
     return Cluster(
         name=str(top["cluster_name"]),
         node_types=tuple(found),
@@ -430,6 +369,17 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
         notes=tuple(notes),
         zones=read_zone_table(top, where),
     )
+
+
+def _why_no_types(types: Mapping[str, Any], where: str, notes: Sequence[str]) -> str:
+    """Return the message for a file without node types to plan on."""
+    reasons = list(notes)
+    for name, entry in types.items():
+        unknown = why_gpus_are_unknown(name, entry)
+        if unknown:
+            reasons.append(unknown)
+    what = f"no node type of {where} has GPUs and max_workers above 0"
+    return "; ".join([what, *dict.fromkeys(reasons)])
 
 
 @dataclass(frozen=True)
@@ -453,55 +403,68 @@ class NodeCounts:
 
         See fill_node_type_min_max_workers and validate_config in `ray/autoscaler/_private/util.py`.
         """
-        head = top.get("head_node_type", DEFAULT_HEAD if DEFAULT_HEAD in types else None)
+        default_head = DEFAULT_HEAD if DEFAULT_HEAD in types else None
+        head = top.get("head_node_type", default_head)
         if head is not None and head not in types:
             raise ConfigError(
                 f"head_node_type of {where} is '{head}', which is not one of its node types"
                 f" ({', '.join(types)})"
             )
-        default = MOST_NODES if head is None else _default_max_workers(top)
-        limit = _count(top, "max_workers", where, default)
-        own_limit = min(limit, _default_max_workers(top)) if head is None else limit
+        if head is None:
+            limit = _count(top, "max_workers", where, MOST_NODES)
+            own_limit = min(limit, _default_max_workers(top))
+        else:
+            limit = _count(top, "max_workers", where, _default_max_workers(top))
+            own_limit = limit
+
         least: dict[str, int] = {}
         most: dict[str, int] = {}
         for name in types:
-            entry = read_mapping(types[name], f"node type '{name}'")
             what = f"node type '{name}'"
+            entry = read_mapping(types[name], what)
+            # Ray starts no workers of the head's type unless the file says so.
+            default = 0 if name == head else own_limit
             least[name] = _count(entry, "min_workers", what, 0)
-            most[name] = _count(entry, "max_workers", what, 0 if name == head else own_limit)
+            most[name] = _count(entry, "max_workers", what, default)
             if least[name] > most[name]:
                 raise ConfigError(
                     f"min_workers of {what} is {least[name]}, above its max_workers {most[name]}"
                 )
-        if sum(least.values()) > limit:
+
+        num_least = sum(least.values())
+        if num_least > limit:
             raise ConfigError(
                 f"max_workers of {where} is {limit}, below the sum of min_workers"
-                f" {sum(least.values())}: Ray refuses that; raise it"
+                f" {num_least}: Ray refuses that; raise it"
             )
         if head is None and "max_workers" not in top:
             limit = sum(most.values())
-        at_head = {name: count + (name == head) for name, count in most.items()}
-        return NodeCounts(head, least, at_head, limit)
+        if head is not None:
+            most[head] += 1
+        return NodeCounts(head, least, most, limit)
 
     def of_planned(self, kinds: Sequence[NodeType]) -> "NodeBound | None":
         """The bound on nodes that are planned on; None where no more can exist anyway."""
         planned = {kind.name for kind in kinds}
-        others = sum(count for name, count in self.least.items() if name not in planned)
-        most = self.max_workers - others + (self.head in planned)
+        num_others = sum(count for name, count in self.least.items() if name not in planned)
+        most = self.max_workers - num_others
+        if self.head in planned:
+            most += 1
+        num_possible = sum(min(kind.max_nodes, most) for kind in kinds)
+        if num_possible <= most:
+            return None
+
         standing = {}
         for kind in kinds:
             number = self.least[kind.name] + (kind.name == self.head)
             if number:
                 standing[kind.name] = number
-        if sum(min(kind.max_nodes, most) for kind in kinds) <= most:
-            return None
         return NodeBound(most, tuple(sorted(standing.items())))
 
 
 def _default_max_workers(top: Mapping[str, Any]) -> int:
     """Return Ray's default for a file without max_workers (`ray/autoscaler/*/defaults.yaml`)."""
-    provider = (top.get("provider") or {}).get("type")
-    return {"spark": 8, "vsphere": 5}.get(str(provider), 2)
+    return {"spark": 8, "vsphere": 5}.get(str(provider_type(top)), 2)
 
 
 def _count(document: Mapping[str, Any], key: str, what: str, default: int) -> int:
@@ -517,69 +480,31 @@ def _count(document: Mapping[str, Any], key: str, what: str, default: int) -> in
 def _node_type(
     name: str, entry: Mapping[str, Any], top: Mapping[str, Any], most: int, notes: list[str]
 ) -> NodeType | None:
-    """A node type with GPUs, None where it has none or may not exist; `notes` says why where GPUs
-    are left out.
+    """Return a node type with GPUs; None if it has none or may not exist.
+
+    `notes` gets the reason if it may have GPUs that are left out.
     """
     check_keys(entry, f"node type '{name}'", NODE_TYPE_KEYS)
-    labels = _labels(entry, name)
+    labels = read_labels(entry, name)
     config = read_mapping(entry.get("node_config") or {}, f"node_config of '{name}'")
     derived = derived_labels(config, top)
     instance = instance_type_of(config)
-    gpus = read_mapping(entry.get("resources") or {}, f"resources of '{name}'").get("GPU")
-    row = find_instance_type(instance or "")
+    resources = read_mapping(entry.get("resources") or {}, f"resources of '{name}'")
+    gpus = resources.get("GPU")
     if gpus is None:
         gpus = accelerator_count(config)
-    if gpus is None and row is None:
+    if gpus is None and find_instance_type(instance or "") is None:
         if instance is None or may_have_gpus(instance):
-            notes.append(_unknown_instance(name, instance))
+            notes.append(unknown_instance_note(name, instance))
         return None
     if gpus == 0 or most == 0:
         return None
-    shares_machine = (top.get("provider") or {}).get("type") == "kuberay"
     return node_type_from_labels(
         name,
         {**derived, **labels},
-        None if gpus is None else _num_gpus(gpus, name),
+        None if gpus is None else read_num_gpus(gpus, name),
         instance,
         most,
-        shares_machine=shares_machine,
-    )
-
-
-def _labels(entry: Mapping[str, Any], name: str) -> dict[str, str]:
-    labels = {
-        str(k): v for k, v in read_mapping(entry.get("labels") or {}, f"labels of '{name}'").items()
-    }
-    for key, value in labels.items():
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"label '{key}' of node type '{name}' must be a string (quote it), not {value!r}"
-            )
-    return labels
-
-
-def _num_gpus(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise ConfigError(f"GPU of node type '{name}' must be a whole number, not {value!r}")
-    return int(value)
-
-
-def _unknown_type(name: str, entry: Mapping[str, Any]) -> str:
-    """Why nothing is known of a node type's GPUs; empty where the file or the catalogue says."""
-    instance = instance_type_of(entry.get("node_config") or {})
-    if "GPU" in (entry.get("resources") or {}) or find_instance_type(instance or ""):
-        return ""
-    return _unknown_instance(name, instance)
-
-
-def _unknown_instance(name: str, instance: str | None) -> str:
-    """Why a node type may have GPUs that are not planned on."""
-    if instance is None:
-        return f"'{name}' names no instance type; GPUs that it has must be said under resources"
-    close = get_close_matches(instance, sorted(all_instance_types()), n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return (
-        f"instance type '{instance}' of '{name}' is not in the catalogue of GPU instances{hint}, so"
-        " it is not planned on: say its GPUs under resources and its facts by labels"
-        f" ({', '.join(sorted(LABELS))})"
+        # KubeRay's nodes are pods, several of which may be on one machine.
+        shares_machine=provider_type(top) == "kuberay",
     )

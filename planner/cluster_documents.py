@@ -99,14 +99,19 @@ def read_cluster_yaml(path: str | Path) -> object:
             ) from None
         raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
     document = _the_cluster(documents, f"cluster '{path}'")
-    return as_launcher_document(document, f"cluster '{path}'") if is_kuberay(document) else document
+    if is_kuberay(document):
+        return as_launcher_document(document, f"cluster '{path}'")
+    return document
 
 
 def _the_cluster(documents: list[object], where: str) -> object:
-    """The one document that describes a cluster: files for kubectl hold services, accounts and
-    volumes beside it.
+    """Return the one document that describes a cluster.
+
+    Files for kubectl also hold services, accounts and volumes.
     """
-    flat = [item for document in documents for item in _items(document)]
+    flat = list[object]()
+    for document in documents:
+        flat += _items(document)
     if len(flat) <= 1:
         return flat[0] if flat else None
     clusters = [document for document in flat if is_kuberay(document) and _brings(document)]
@@ -118,7 +123,10 @@ def _the_cluster(documents: list[object], where: str) -> object:
             f"{where} holds {len(flat)} documents ({', '.join(kinds)}), none of which is a"
             " RayCluster or brings one"
         )
-    names = [f"{found['kind']} {(found.get('metadata') or {}).get('name')}" for found in clusters]
+    names = []
+    for cluster in clusters:
+        metadata = cluster.get("metadata") or {}
+        names.append(f"{cluster['kind']} {metadata.get('name')}")
     raise ConfigError(
         f"{where} holds {len(clusters)} clusters ({', '.join(names)}); give a file with one"
     )
@@ -182,6 +190,12 @@ def with_legacy_types(top: Json) -> Json:
     for name, key in ((LEGACY_HEAD, "head_node"), (LEGACY_WORKER, "worker_nodes")):
         types[name]["resources"] = top[key].get("resources") or {}
     return {**top, "available_node_types": types, "head_node_type": LEGACY_HEAD}
+
+
+def provider_type(top: Json) -> object:
+    """Return the `type` of a file's provider; None if it names none."""
+    provider = top.get("provider") or {}
+    return provider.get("type")
 
 
 def instance_type_of(config: Json) -> str | None:

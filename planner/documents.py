@@ -28,9 +28,9 @@ def check_keys(
     for key in document:
         if key not in known:
             close = get_close_matches(key, sorted(known), n=1)
-            hint = (
-                f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(known))}"
-            )
+            hint = f"; known: {', '.join(sorted(known))}"
+            if close:
+                hint = f"; did you mean '{close[0]}'?"
             raise ConfigError(f"unknown key '{key}' in {what}{hint}")
     missing = sorted(required - set(document))
     if missing:

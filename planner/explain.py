@@ -8,7 +8,7 @@ the search's own reasons.
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from planner.cluster import Fleet, Node, NodeType
@@ -122,29 +122,38 @@ class Explanation:
 
     def to_document(self) -> dict[str, Any]:
         return {
-            "places": [
-                {name: getattr(place, name) for name in NodeTypeUse.__dataclass_fields__}
-                for place in self.places
-            ],
-            "one_more_node": [
-                {name: getattr(more, name) for name in OneMore.__dataclass_fields__}
-                for more in self.one_more
-            ],
+            "places": [_fields_of(place) for place in self.places],
+            "one_more_node": [_fields_of(more) for more in self.one_more],
             "sentences": self.sentences(),
         }
 
 
+def _fields_of(part: NodeTypeUse | OneMore) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
 def explain(request: Request, answer: Answer) -> Explanation:
     """Explain a search's answer to the request. Runs two searches per node type."""
-    used = {request.fleet.node_of(worker).node_type for worker in answer.plan.workers}
-    kinds = [kind for kind in request.cost.fleet.node_types if kind.num_gpus]
+    used = set(request.fleet.node_types_of(answer.plan.workers))
+    places = []
+    for kind in request.cost.fleet.gpu_node_types:
+        if kind in used:
+            places.append(_place(request, answer, kind))
+    additions = []
+    for kind in request.cost.fleet.gpu_node_types:
+        one_more = _one_more(request, answer, kind)
+        if one_more is not None:
+            additions.append(one_more)
+
+    uneven = (f"{answer.choice}.",) if uneven_stages(answer.plan) else ()
     dispatch = dispatch_reason(request.cost, answer.plan)
+    experts = (f"{dispatch[0].upper()}{dispatch[1:]}.",) if dispatch else ()
     return Explanation(
-        tuple(_place(request, answer, kind) for kind in kinds if kind in used),
-        tuple(more for kind in kinds if (more := _one_more(request, answer, kind)) is not None),
-        (f"{answer.choice}.",) if uneven_stages(answer.plan) else (),
+        tuple(places),
+        tuple(additions),
+        uneven,
         tuple(_between_zones(answer.prediction)),
-        (f"{dispatch[0].upper()}{dispatch[1:]}.",) if dispatch else (),
+        experts,
     )
 
 
@@ -158,16 +167,23 @@ def _between_zones(prediction: Prediction) -> Iterator[str]:
 
 
 def _place(request: Request, answer: Answer, kind: NodeType) -> NodeTypeUse:
-    gains, best = _gains(request, answer, kind), _next_best(request, answer.plan, kind)
+    gains = _gains(request, answer, kind)
     most = max(gains, key=lambda name: gains[name])
+    limit = most if gains[most] > BINDS else "none"
+    words = None
+    slower = None
+    next_best = _next_best(request, answer.plan, kind)
+    if next_best is not None:
+        words, step_s = next_best
+        slower = step_s / answer.prediction.step_time_s - 1
     return NodeTypeUse(
         kind.name,
-        sum(request.fleet.node_of(worker).node_type == kind for worker in answer.plan.workers),
+        request.fleet.node_types_of(answer.plan.workers).count(kind),
         _where(request.fleet, answer.plan, kind),
         gains,
-        most if gains[most] > BINDS else "none",
-        None if best is None else best[0],
-        None if best is None else best[1] / answer.prediction.step_time_s - 1,
+        limit,
+        words,
+        slower,
     )
 
 
@@ -175,33 +191,41 @@ def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
     """Describe the type's stages: number, blocks, pipelines and place (first, middle, last)."""
     blocks = list[int]()
     ends = set[str]()
-    pipelines = 0
-    alone = 0
+    num_pipelines = 0
+    num_alone = 0
     for pipeline in plan.pipelines:
-        types = [
-            {fleet.node_of(worker).node_type for worker in stage.workers}
-            for stage in pipeline.stages
-        ]
-        mine = [i for i, found in enumerate(types) if kind in found]
-        pipelines = pipelines + bool(mine)
-        alone = alone + (len(mine) == len(pipeline.stages))
-        blocks += [pipeline.stages[i].num_layers for i in mine]
-        for i in mine if len(mine) < len(pipeline.stages) else ():
-            if i == 0:
+        last = len(pipeline.stages) - 1
+        mine = []
+        for index, stage in enumerate(pipeline.stages):
+            if kind in fleet.node_types_of(stage.workers):
+                mine.append(index)
+                blocks.append(stage.num_layers)
+        if mine:
+            num_pipelines += 1
+        if len(mine) == len(pipeline.stages):
+            num_alone += 1
+            continue
+        for index in mine:
+            if index == 0:
                 ends.add("first")
-            elif i == len(pipeline.stages) - 1:
+            elif index == last:
                 ends.add("last")
             else:
                 ends.add("middle")
-    held = f"{min(blocks)} to {max(blocks)}" if min(blocks) < max(blocks) else f"{blocks[0]}"
-    text = (
-        f"{len(blocks)} stages of {held} blocks in {pipelines} of {len(plan.pipelines)} pipelines"
+
+    held = f"{blocks[0]}"
+    if min(blocks) < max(blocks):
+        held = f"{min(blocks)} to {max(blocks)}"
+    parts = []
+    if num_alone:
+        parts.append(f"{num_alone} of them its own")
+    if ends:
+        order = " and ".join(end for end in ("first", "middle", "last") if end in ends)
+        parts.append(f"{order} in the others" if num_alone else order)
+    return (
+        f"{len(blocks)} stages of {held} blocks in {num_pipelines} of"
+        f" {len(plan.pipelines)} pipelines ({', '.join(parts)})"
     )
-    order = " and ".join(end for end in ("first", "middle", "last") if end in ends)
-    parts = [f"{alone} of them its own"] if alone else []
-    if order:
-        parts.append(f"{order} in the others" if alone else order)
-    return f"{text} ({', '.join(parts)})"
 
 
 def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]:
@@ -210,7 +234,6 @@ def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]
     Speed and links: the same plan, predicted again. Memory may change the best plan, so its gain
     comes from a search.
     """
-    step_s = answer.prediction.step_time_s
     cost = request.cost
     quick = replace(kind, slowdown=kind.slowdown / FASTER)
     linked = replace(
@@ -218,15 +241,20 @@ def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]
         intra_node_bytes_per_s=WIDER * kind.intra_node_bytes_per_s,
         inter_node_bytes_per_s=WIDER * kind.inter_node_bytes_per_s,
     )
-    found = {
-        name: step_s / cost.varied({kind: other}).predict(answer.plan).step_time_s - 1
-        for name, other in (("speed", quick), ("link", linked))
-    }
-    large = cost.varied({kind: replace(kind, gpu_memory_bytes=int(WIDER * kind.gpu_memory_bytes))})
-    better = _searched(replace(request, fleet=large.fleet, cost=large), answer.plan)
-    return found | {
-        "memory": 0.0 if better is None else max(0.0, step_s / better.prediction.step_time_s - 1)
-    }
+    large = replace(kind, gpu_memory_bytes=int(WIDER * kind.gpu_memory_bytes))
+
+    step_s = answer.prediction.step_time_s
+    gains = {}
+    for name, other in (("speed", quick), ("link", linked)):
+        varied = cost.varied({kind: other})
+        gains[name] = step_s / varied.predict(answer.plan).step_time_s - 1
+
+    roomy = cost.varied({kind: large})
+    better = _searched(replace(request, fleet=roomy.fleet, cost=roomy), answer.plan)
+    gains["memory"] = 0.0
+    if better is not None:
+        gains["memory"] = max(0.0, step_s / better.prediction.step_time_s - 1)
+    return gains
 
 
 def _searched(request: Request, seed: Plan) -> Answer | None:
@@ -254,20 +282,36 @@ def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float
 def _changes(
     fleet: Fleet, kind: NodeType
 ) -> Iterator[tuple[str, Callable[[list[GpuGroup]], list[GpuGroup]]]]:
+    """Yield each other place for a type's groups: in words, and as a change of a pipeline."""
+
     def parted(groups: list[GpuGroup]) -> tuple[list[GpuGroup], list[GpuGroup]]:
         mine = [group for group in groups if fleet.node_of(group[0]).node_type == kind]
-        return mine, [group for group in groups if group not in mine]
+        others = [group for group in groups if group not in mine]
+        return mine, others
 
-    yield "at the beginning of its pipelines", lambda groups: parted(groups)[0] + parted(groups)[1]
-    yield "at the end of its pipelines", lambda groups: parted(groups)[1] + parted(groups)[0]
-    yield "left idle", lambda groups: parted(groups)[1]
+    def to_front(groups: list[GpuGroup]) -> list[GpuGroup]:
+        mine, others = parted(groups)
+        return mine + others
+
+    def to_end(groups: list[GpuGroup]) -> list[GpuGroup]:
+        mine, others = parted(groups)
+        return others + mine
+
+    def without(groups: list[GpuGroup]) -> list[GpuGroup]:
+        _, others = parted(groups)
+        return others
+
+    yield "at the beginning of its pipelines", to_front
+    yield "at the end of its pipelines", to_end
+    yield "left idle", without
 
 
 def _changed_s(
     request: Request, plan: Plan, moves: Moves, change: Callable[[list[GpuGroup]], list[GpuGroup]]
 ) -> float | None:
-    """Step time of the plan with each pipeline's groups changed; None where that is the plan itself
-    or may not be.
+    """Return the step time of the plan with each pipeline's groups changed.
+
+    None if the change has no effect, or if the plan may not be chosen.
     """
     made = []
     for pipeline in plan.pipelines:
@@ -286,14 +330,15 @@ def _changed_s(
         return None
     ready = cost_like(request.cost, plan).stage_choices.working_ahead(shared)
     prediction = request.cost.predict(ready)
-    return None if unacceptable(request, ready, prediction) else prediction.step_time_s
+    if unacceptable(request, ready, prediction):
+        return None
+    return prediction.step_time_s
 
 
 def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | None:
     """Search the fleet with one more node of a type, beginning with the current plan."""
-    names = {node.name for node in request.fleet.nodes}
-    name = next(name for i in range(len(names) + 1) if (name := f"{kind.name}-{i}") not in names)
-    fleet = replace(request.fleet, nodes=(*request.fleet.nodes, Node(name, kind)))
+    added = Node(_free_name(request.fleet, kind), kind)
+    fleet = replace(request.fleet, nodes=(*request.fleet.nodes, added))
     cost: CostModel = request.cost.on(fleet)
     better = _searched(replace(request, fleet=fleet, cost=cost), answer.plan)
     if better is None:
@@ -301,11 +346,22 @@ def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | Non
     before = answer.prediction
     after = better.prediction
     usd = after.usd_per_million_tokens
-    was = before.usd_per_million_tokens
+    usd_before = before.usd_per_million_tokens
+    more_usd = None
+    if usd is not None and usd_before is not None:
+        more_usd = usd - usd_before
     return OneMore(
         kind.name,
         after.tokens_per_s,
         after.tokens_per_s - before.tokens_per_s,
         usd,
-        None if usd is None or was is None else usd - was,
+        more_usd,
     )
+
+
+def _free_name(fleet: Fleet, kind: NodeType) -> str:
+    names = {node.name for node in fleet.nodes}
+    number = 0
+    while f"{kind.name}-{number}" in names:
+        number += 1
+    return f"{kind.name}-{number}"

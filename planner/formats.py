@@ -91,13 +91,16 @@ def check_formats(plan: Plan, fleet: Fleet, precision: str | None) -> None:
     """
     for number, pipeline in enumerate(plan.pipelines):
         for index, stage in enumerate(pipeline.stages):
-            types = {worker: fleet.gpu_type(worker) for worker in stage.workers}
+            types = [fleet.gpu_type(worker) for worker in stage.workers]
             compute = stage.compute or precision
-            unable = [w for w in types if compute and not can_compute(types[w], compute)]
-            if unable:
-                able = common_formats(types.values())
+            if not compute:
+                continue
+            for worker, gpu_type in zip(stage.workers, types, strict=True):
+                if can_compute(gpu_type, compute):
+                    continue
+                able = common_formats(types)
                 raise ConfigError(
                     f"stage {index} of pipeline {number} computes {compute}, for which its worker"
-                    f" {unable[0]} ({types[unable[0]]}) has no units; set the stage's 'compute' to"
+                    f" {worker} ({gpu_type}) has no units; set the stage's 'compute' to"
                     f" {' or '.join(able)}"
                 )

@@ -38,9 +38,10 @@ def _rows() -> tuple[_Row, ...]:
 
 
 def _parse_row(row: Mapping[str, str]) -> _Row:
+    memory_gib = row["memory_gib"]
     return _Row(
         re.compile(row["pattern"], re.IGNORECASE),
-        float(row["memory_gib"]) if row["memory_gib"] else None,
+        float(memory_gib) if memory_gib else None,
         int(row["multiprocessors"]),
         row["gpu_type"],
     )
@@ -53,10 +54,17 @@ def identify_gpu(name: str, memory_bytes: int, multiprocessors: int | None = Non
     A device that the catalogue does not know keeps all words that tell it from others.
     """
     profile = _MIG.search(name)
-    whole_name = name[: profile.start()] if profile else name
+    if profile:
+        whole_name = name[: profile.start()]
+        # a slice's memory does not tell which card it is of
+        memory_gib = None
+    else:
+        whole_name = name
+        memory_gib = memory_bytes / 2**30
     model = _without_maker(whole_name)
-    row = _row_of(model, None if profile else memory_bytes / 2**30, whole_name)
+    row = _row_of(model, memory_gib, whole_name)
     gpu_type = canonical_gpu_type(row.gpu_type if row else _joined(model))
+
     if profile:
         return f"{gpu_type}-MIG-{profile['profile'].lower()}"
     if row is None or multiprocessors is None:
@@ -66,15 +74,23 @@ def identify_gpu(name: str, memory_bytes: int, multiprocessors: int | None = Non
 
 
 def _row_of(model: str, memory_gib: float | None, name: str) -> _Row | None:
-    """The matching row whose memory is nearest; a slice's card is known by its name alone."""
-    matching = [row for row in _rows() if row.pattern.fullmatch(model)]
-    matching = [row for row in matching if row.pattern == matching[0].pattern]
+    """Return the matching row whose memory is nearest.
+
+    memory_gib: None for a slice, whose card is known by its name alone.
+    """
+    matching: list[_Row] = []
+    for row in _rows():
+        # the first pattern that matches; its rows differ in memory
+        is_same_pattern = not matching or row.pattern == matching[0].pattern
+        if is_same_pattern and row.pattern.fullmatch(model):
+            matching.append(row)
     if not matching:
         return None
     if memory_gib is None:
         said = re.search(r"(\d+)\s*GB?\b", name)
         memory_gib = float(said[1]) if said else matching[-1].memory_gib
-    return min(matching, key=lambda row: abs((row.memory_gib or 0.0) - (memory_gib or 0.0)))
+    wanted = memory_gib or 0.0
+    return min(matching, key=lambda row: abs((row.memory_gib or 0.0) - wanted))
 
 
 def _without_maker(name: str) -> str:
@@ -86,6 +102,9 @@ def _without_maker(name: str) -> str:
 
 def _joined(model: str) -> str:
     """Join the distinguishing words of a model's name by hyphens."""
-    words = [word.strip("()") for word in re.split(r"[\s/]+", model)]
-    kept = [word for word in words if word and word.upper() not in _WORDS_LEFT_OUT]
+    kept = []
+    for word in re.split(r"[\s/]+", model):
+        bare = word.strip("()")
+        if bare and bare.upper() not in _WORDS_LEFT_OUT:
+            kept.append(bare)
     return "-".join(kept)

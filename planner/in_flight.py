@@ -43,15 +43,19 @@ def working_ahead(
     fit. A stage that holds less than 1F1B's number still gets 1F1B's.
     """
     depth = len(room)
-    if all(have > most * (depth - 1 - stage) for stage, have in enumerate(room)):
+    has_room_for_most = all(have > most * (depth - 1 - i) for i, have in enumerate(room))
+    if has_room_for_most:
         return tuple(range(most * (depth - 1) + 1, 0, -most))
+
     numbers = list(one_each(depth))
     spare = [have - need for have, need in zip(room, numbers, strict=True)]
-    longest = sorted(range(depth - 1), key=lambda b: (-transfer_s[b], -b))[
-        : (depth - 1) * (most > 1)
-    ]
-    latest = list(range(depth - 2, -1, -1)) * (most - 2)
-    for boundary in [*longest, *latest]:
+    order: list[int] = []
+    if most > 1:
+        order += sorted(range(depth - 1), key=lambda b: (-transfer_s[b], -b))
+    for _ in range(most - 2):
+        order += range(depth - 2, -1, -1)
+    for boundary in order:
+        # earlier stages get one more too, so that only the lead across this boundary grows
         if min(spare[: boundary + 1]) > 0:
             for stage in range(boundary + 1):
                 numbers[stage] += 1
@@ -67,6 +71,7 @@ def period_s(work_s: Sequence[float], transfer_s: Sequence[float], numbers: Sequ
     slowest = max(work_s)
     way = 0.0
     for stage in range(len(work_s) - 1, -1, -1):
-        way += work_s[stage] + (transfer_s[stage] if stage < len(transfer_s) else 0.0)
+        to_next_s = transfer_s[stage] if stage < len(transfer_s) else 0.0
+        way += work_s[stage] + to_next_s
         slowest = max(slowest, way / numbers[stage])
     return slowest

@@ -53,14 +53,17 @@ Json = Mapping[str, Any]
 
 
 def is_kuberay(document: object) -> TypeGuard[Json]:
-    return isinstance(document, Mapping) and str(document.get("apiVersion", "")).startswith(
-        "ray.io/"
-    )
+    if not isinstance(document, Mapping):
+        return False
+    version = str(document.get("apiVersion", ""))
+    return version.startswith("ray.io/")
 
 
 def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
-    """The same cluster as `ray up` would have it: name, node types with resources, labels and
-    bounds. `notes` says what of the document has no effect.
+    """Return the same cluster as `ray up` would have it.
+
+    It has a name, and node types with resources, labels and bounds. `notes` says what of the
+    document has no effect.
 
     Raises:
         ConfigError: it is another kind of document, or groups lack what their nodes are known by;
@@ -73,7 +76,11 @@ def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
     notes: list[str] = []
     errors: list[str] = []
     types: dict[str, Any] = {}
-    _collect(errors, lambda: types.update({HEAD: _node_type(head, HEAD, (0, 0), notes)}))
+
+    def add_head() -> None:
+        types[HEAD] = _node_type(head, HEAD, (0, 0), notes)
+
+    _collect(errors, add_head)
     for group in spec.get("workerGroupSpecs") or []:
         _collect(errors, partial(_add_group, types, group, where, scales, notes))
     if errors:
@@ -151,8 +158,9 @@ def _add_group(
 
 
 def _num_nodes(group: Json, name: str, scales: bool) -> tuple[int, int]:
-    """(least, most) nodes of a worker group: what the autoscaler keeps between, or, without one,
-    the replicas that KubeRay makes.
+    """Return the minimum and maximum number of nodes of a worker group.
+
+    They are the autoscaler's bounds. Without one, both are the replicas that KubeRay makes.
     """
     if group.get("suspend"):
         return 0, 0
@@ -162,7 +170,9 @@ def _num_nodes(group: Json, name: str, scales: bool) -> tuple[int, int]:
     if least > most:
         raise ConfigError(f"worker group '{name}' has minReplicas {least} above maxReplicas {most}")
     if not scales:
-        least = most = min(max(_count(group, "replicas", name, 0), least), most)
+        replicas = max(_count(group, "replicas", name, 0), least)
+        least = min(replicas, most)
+        most = least
     if most * hosts >= UNBOUNDED:
         raise ConfigError(
             f"worker group '{name}' has no bound: maxReplicas is {most}, the API's default; set"
@@ -202,21 +212,25 @@ def _node_type(
 
 
 def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[str, Any]:
-    """Ray's resources of a pod: the group's own `resources`, else its start parameters, else the
-    first container's limits and requests.
+    """Return Ray's resources of a pod.
+
+    They are the group's own `resources`, else its start parameters, else the first container's
+    limits and requests.
     """
     own = group.get("resources") or {}
     start = group.get("rayStartParams") or {}
     limits = resources.get("limits") or {}
     requests = resources.get("requests") or {}
-    shape = {"GPU": _num_gpus(own, start, {**requests, **limits}, name, notes)}
+    # Where both are given, Ray's autoscaler reads the limit.
+    given = {**requests, **limits}
+    shape = {"GPU": _num_gpus(own, start, given, name, notes)}
     cpus = None
     if "CPU" in own:
         cpus = _rounded_up(own["CPU"], f"CPU of group '{name}'")
     elif "num-cpus" in start:
         cpus = _whole(start["num-cpus"], f"num-cpus of group '{name}'")
-    elif "cpu" in limits or "cpu" in requests:
-        cpus = _rounded_up(limits.get("cpu", requests.get("cpu")), f"cpu of group '{name}'")
+    elif "cpu" in given:
+        cpus = _rounded_up(given["cpu"], f"cpu of group '{name}'")
     if cpus is not None:
         shape["CPU"] = cpus
     standard = {"CPU", "GPU", "TPU", "memory"}
@@ -254,7 +268,9 @@ def quantity(value: object) -> float | None:
         return float(number)
     if unit in _SMALL:
         return None if binary else float(number) * _SMALL[unit]
-    return float(number) * (1024.0 if binary else 1000.0) ** (" KMGTPE".index(unit.upper()))
+    base = 1024.0 if binary else 1000.0
+    power = " KMGTPE".index(unit.upper())
+    return float(number) * base**power
 
 
 def _rounded_up(value: object, what: str) -> int:
@@ -274,8 +290,10 @@ def _whole(value: object, what: str) -> int:
 
 
 def _required(pod: Json) -> dict[str, tuple[str, ...]]:
-    """Values that each node label may have: by the node selector, and by the node affinity that is
-    required. Terms of an affinity are alternatives; only what all of them name counts.
+    """Return the values that each node label may have.
+
+    The node selector and the required node affinity say them. Terms of an affinity are
+    alternatives; only labels that all of them name count.
     """
     found: dict[str, tuple[str, ...]] = {}
     for key, value in (pod.get("nodeSelector") or {}).items():
@@ -283,16 +301,23 @@ def _required(pod: Json) -> dict[str, tuple[str, ...]]:
     affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
     needed = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     terms = [dict(_named_values(term)) for term in needed.get("nodeSelectorTerms") or []]
-    for key in set.intersection(*(set(term) for term in terms)) if terms else ():
-        values = tuple(dict.fromkeys(value for term in terms for value in term[key]))
-        found.setdefault(key, values)
+    if not terms:
+        return found
+
+    named_by_all = set.intersection(*map(set, terms))
+    for key in named_by_all:
+        values = dict[str, None]()
+        for term in terms:
+            values.update(dict.fromkeys(term[key]))
+        found.setdefault(key, tuple(values))
     return found
 
 
 def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
     for expression in term.get("matchExpressions") or []:
         if expression.get("operator") == "In":
-            yield str(expression["key"]), tuple(map(str, expression.get("values") or ()))
+            values = expression.get("values") or ()
+            yield str(expression["key"]), tuple(map(str, values))
 
 
 def _placement(pod: Json, group: Json, resources: Json) -> dict[str, Any]:
@@ -307,33 +332,53 @@ def _placement(pod: Json, group: Json, resources: Json) -> dict[str, Any]:
         found["Placement"] = {"AvailabilityZone": zones[0]}
     if any(needed.get(label) == (value,) for label, value in SPOT.items()):
         found["InstanceMarketOptions"] = {"MarketType": "spot"}
-    derived = {
-        **_gpu_type(needed),
-        **_memory({**(resources.get("limits") or {}), **(group.get("resources") or {})}),
-    }
-    return {**found, DERIVED: derived} if derived else found
+    limits = {**(resources.get("limits") or {}), **(group.get("resources") or {})}
+    derived = {**_gpu_type(needed), **_memory(limits)}
+    if derived:
+        found[DERIVED] = derived
+    return found
 
 
 def _first(needed: Mapping[str, tuple[str, ...]], labels: tuple[str, ...]) -> tuple[str, ...]:
-    return next((needed[label] for label in labels if label in needed), ())
+    """Return the values of the first of these labels that is needed; empty if none is."""
+    for label in labels:
+        if label in needed:
+            return needed[label]
+    return ()
 
 
 def _gpu_type(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     names = _first(needed, GPU_LABELS)
-    return {"autohet.io/gpu-type": device_name(names[0])} if len(names) == 1 else {}
+    if len(names) != 1:
+        return {}
+    return {"autohet.io/gpu-type": device_name(names[0])}
+
+
+_MAKERS = ("NVIDIA", "TESLA", "GEFORCE", "QUADRO")
+"""Words of a product's name that tell no device from another."""
 
 
 def device_name(product: str) -> str:
-    """A device by the name that NVIDIA, GKE, Karpenter or AWS gives it: NVIDIA-A100-SXM4-80GB,
-    nvidia-tesla-t4, nvidia-h100-mega-80gb; the name itself where no device is known by a part.
+    """Return the catalogue's name of a device by a product name.
+
+    Such names are NVIDIA's, GKE's, Karpenter's and AWS's: NVIDIA-A100-SXM4-80GB, nvidia-tesla-t4,
+    nvidia-h100-mega-80gb. The name itself is returned if no device is known by a part of it.
     """
-    words = [word for word in re.split(r"[-_ ]", product.upper()) if word]
-    words = [word for word in words if word not in ("NVIDIA", "TESLA", "GEFORCE", "QUADRO")]
-    gib = next((word for word in words if re.fullmatch(r"\d+GB", word)), "")
-    plain = [word for word in words if not re.fullmatch(r"SXM\d?|\d+GB|MEGA|HBM\d\w?", word)]
+    gib = ""
+    plain = []
+    for word in re.split(r"[-_ ]", product.upper()):
+        is_size = re.fullmatch(r"\d+GB", word) is not None
+        if is_size and not gib:
+            gib = word.removesuffix("GB")
+        is_variant = is_size or re.fullmatch(r"SXM\d?|MEGA|HBM\d\w?", word)
+        if word and word not in _MAKERS and not is_variant:
+            plain.append(word)
+
+    # the longest known part wins, and of two devices of one name the one with that memory
     for end in range(len(plain), 0, -1):
         name = "-".join(plain[:end])
-        for candidate in (f"{name}-{gib[:-2]}", name) if gib else (name,):
+        candidates = [f"{name}-{gib}", name] if gib else [name]
+        for candidate in candidates:
             if find_gpu_type(candidate) is not None:
                 return candidate
     return product

@@ -80,11 +80,14 @@ class Experts:
 
     def of_share(self, share: TensorShare) -> int:
         """Return the experts on a rank with this share."""
-        return share.end * self.number // share.of - share.first * self.number // share.of
+        first = share.first * self.number // share.of
+        end = share.end * self.number // share.of
+        return end - first
 
     def excess(self, tp_degree: float) -> float:
         """Return the weights on the fullest rank beyond a `tp_degree`-th part of all."""
-        return self.parameters * (self.on_rank(tp_degree) / self.number - 1.0 / tp_degree)
+        share_on_rank = self.on_rank(tp_degree) / self.number
+        return self.parameters * (share_on_rank - 1.0 / tp_degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,8 @@ class LayerSpec:
         for begin in range(chunk, sequence_length, chunk):
             queries = min(chunk, sequence_length - begin)
             pairs += queries * (min(begin, self.window) + queries)
-        return max(keys, min(2.0 * pairs / sequence_length, sequence_length * self.score_share))
+        most = sequence_length * self.score_share
+        return max(keys, min(2.0 * pairs / sequence_length, most))
 
     def score_flops(self, sequence_length: int) -> float:
         """Return FLOPs of the attention's two products in one sequence's forward pass.
@@ -279,14 +283,16 @@ class ModelSpec:
     @property
     def experts(self) -> Experts | None:
         """Routed experts of the first block that has any; None: all blocks are dense."""
-        return next((block.experts for block in self.blocks if block.experts), None)
+        for block in self.blocks:
+            if block.experts:
+                return block.experts
+        return None
 
     def at_length(self, sequence_length: int) -> "ModelSpec":
         """Return the spec without windows that hold sequences of this length."""
-        blocks = [
-            block if block.slides(sequence_length) else replace(block, window=0)
-            for block in self.blocks
-        ]
+        blocks = []
+        for block in self.blocks:
+            blocks.append(block if block.slides(sequence_length) else replace(block, window=0))
         return replace(self, blocks=tuple(blocks))
 
     @property
@@ -296,14 +302,19 @@ class ModelSpec:
 
     def with_forward_passes(self, count: int) -> "ModelSpec":
         """Return the spec with `count` forward passes of a sequence in one step."""
-        embedding, *blocks, head = (replace(each, forward_passes=count) for each in self.layers)
-        return replace(self, embedding=embedding, blocks=tuple(blocks), head=head)
+        blocks = [replace(block, forward_passes=count) for block in self.blocks]
+        return replace(
+            self,
+            embedding=replace(self.embedding, forward_passes=count),
+            blocks=tuple(blocks),
+            head=replace(self.head, forward_passes=count),
+        )
 
     @property
     def limit_of_parts(self) -> str:
         """What limits the number of parts (`max_tp_degree`), as a noun: `6 experts` or `heads`."""
-        fewest = min((b.experts.number for b in self.blocks if b.experts), default=0)
-        return limit_of_parts(self.num_heads, fewest, self.max_tp_degree)
+        numbers = [block.experts.number for block in self.blocks if block.experts]
+        return limit_of_parts(self.num_heads, min(numbers, default=0), self.max_tp_degree)
 
     @property
     def key_value_units(self) -> int:
@@ -333,17 +344,11 @@ class ModelSpec:
     @property
     def parameters(self) -> int:
         """Scalars of the whole model, tied tensors once."""
-        return (
-            self.embedding.parameters
-            + sum(block.parameters for block in self.blocks)
-            + self.head.parameters
-        )
+        return sum(layer.parameters for layer in self.layers)
 
     @property
     def tied_parameters(self) -> int:
-        """Scalars of the trained tensor that first and last stage share; 0 where head and embedding
-        are apart, or frozen.
-        """
+        """Scalars of the tensor that first and last stage share, if it is trained; else 0."""
         return 0 if self.embedding.frozen_parameters else self._tied_scalars
 
     @property

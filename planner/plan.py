@@ -131,9 +131,7 @@ class Stage:
 
     @property
     def num_parts(self) -> int:
-        """Equal parts into which its tensors are cut: its TP degree, or more where some worker has
-        several.
-        """
+        """Equal parts into which its tensors are cut: its TP degree, or the sum of its shares."""
         return sum(self.tp_shares) or len(self.workers)
 
     def share(self, rank: int) -> TensorShare:
@@ -176,6 +174,7 @@ class Pipeline:
     def in_flight(self, stage: int) -> int:
         """Return the maximum number of microbatches whose activations a stage keeps at once."""
         most = self.most_in_flight[stage] if self.most_in_flight else len(self.stages) - stage
+        # a step of few microbatches cannot fill the pipeline
         return min(most, self.num_microbatches)
 
 
@@ -273,17 +272,14 @@ class Plan:
                 f"plan has version {plan['version']!r}; this program reads version {VERSION}"
             )
         microbatch = read_int(plan, "microbatch_sequences", "plan", 1)
-        pipelines = read_list(plan, "pipelines", "plan")
-        return cls(
-            model=read_str(plan, "model", "plan"),
-            global_batch_sequences=read_int(plan, "global_batch_sequences", "plan", 1),
-            microbatch_sequences=microbatch,
-            sequence_length=read_int(plan, "sequence_length", "plan", 1),
-            pipelines=tuple(
-                _read_pipeline(item, f"pipeline {i}", microbatch)
-                for i, item in enumerate(pipelines)
-            ),
-        )
+        documents = read_list(plan, "pipelines", "plan")
+        model = read_str(plan, "model", "plan")
+        global_batch = read_int(plan, "global_batch_sequences", "plan", 1)
+        sequence_length = read_int(plan, "sequence_length", "plan", 1)
+        pipelines = []
+        for index, item in enumerate(documents):
+            pipelines.append(_read_pipeline(item, f"pipeline {index}", microbatch))
+        return cls(model, global_batch, microbatch, sequence_length, tuple(pipelines))
 
     def to_json(self) -> str:
         """The document as text, one key order for one plan."""
@@ -326,25 +322,29 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
 def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pipeline:
     pipeline = read_mapping(document, what)
     check_keys(pipeline, what, _PIPELINE_KEYS, frozenset({"num_microbatches", "stages"}))
-    own = (
-        read_int(pipeline, "microbatch_sequences", what, 1)
-        if "microbatch_sequences" in pipeline
-        else microbatch_sequences
-    )
-    stages = read_list(pipeline, "stages", what)
+    if "microbatch_sequences" in pipeline:
+        microbatch_sequences = read_int(pipeline, "microbatch_sequences", what, 1)
+    stages = []
+    for index, item in enumerate(read_list(pipeline, "stages", what)):
+        stages.append(_read_stage(item, f"stage {index} of {what}"))
     return Pipeline(
-        stages=tuple(_read_stage(item, f"stage {i} of {what}") for i, item in enumerate(stages)),
+        stages=tuple(stages),
         num_microbatches=read_int(pipeline, "num_microbatches", what, 1),
-        microbatch_sequences=own,
+        microbatch_sequences=microbatch_sequences,
         most_in_flight=_read_in_flight(pipeline, what) if "in_flight" in pipeline else (),
     )
 
 
 def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
     numbers = read_list(pipeline, "in_flight", what)
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+    if not all(map(_is_integer, numbers)):
         raise ConfigError(f"'in_flight' of {what} must be whole numbers, one for each stage")
     return tuple(numbers)
+
+
+def _is_integer(value: object) -> bool:
+    """Return True for an integer; True and False are none in a document."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_stage(document: object, what: str) -> Stage:
@@ -359,20 +359,26 @@ def _read_stage(document: object, what: str) -> Stage:
         num_layers=read_int(stage, "num_layers", what, 0),
         workers=tuple(workers),
         recompute=_read_recompute(stage, what),
-        shard_optimizer=(
-            read_bool(stage, "shard_optimizer", what) if "shard_optimizer" in stage else False
-        ),
-        spmd=(
-            StageProgram.from_document(stage["spmd"], f"'spmd' of {what}")
-            if "spmd" in stage
-            else None
-        ),
+        shard_optimizer=_read_shard_optimizer(stage, what),
+        spmd=_read_spmd(stage, what),
         tp_shares=_read_tp_shares(stage, len(workers), what) if "tp_shares" in stage else (),
         sequence_parallel=_read_sequence_parallel(stage, len(workers), what),
         offload_optimizer=_read_offload(stage, what),
         compute=_read_compute(stage, what),
         expert_dispatch=expert_dispatch,
     )
+
+
+def _read_shard_optimizer(stage: Mapping[str, Any], what: str) -> bool:
+    if "shard_optimizer" not in stage:
+        return False
+    return read_bool(stage, "shard_optimizer", what)
+
+
+def _read_spmd(stage: Mapping[str, Any], what: str) -> StageProgram | None:
+    if "spmd" not in stage:
+        return None
+    return StageProgram.from_document(stage["spmd"], f"'spmd' of {what}")
 
 
 def _read_offload(stage: Mapping[str, Any], what: str) -> bool:
@@ -397,10 +403,8 @@ def _read_sequence_parallel(stage: Mapping[str, Any], num_workers: int, what: st
 
 def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tuple[int, ...]:
     shares = read_list(stage, "tp_shares", what)
-    whole = all(
-        isinstance(share, int) and not isinstance(share, bool) and share > 0 for share in shares
-    )
-    if not whole or len(shares) != num_workers or FINEST_TP_DEGREE % sum(shares):
+    are_counts = all(_is_integer(share) and share > 0 for share in shares)
+    if not are_counts or len(shares) != num_workers or FINEST_TP_DEGREE % sum(shares):
         raise ConfigError(
             f"'tp_shares' of {what} is {shares}; it must be a positive whole number for each of its"
             f" {num_workers} workers, which add up to a power of two of at most {FINEST_TP_DEGREE},"
@@ -411,7 +415,8 @@ def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tu
             f"{what} has both 'tp_shares' and 'spmd'; a program has shares of its own: drop"
             " 'tp_shares'"
         )
-    return tuple(shares) if len(set(shares)) > 1 else ()
+    are_equal = len(set(shares)) == 1
+    return () if are_equal else tuple(shares)
 
 
 def _read_choice(stage: Mapping[str, Any], key: str, choices: Sequence[S], what: str) -> S:

@@ -78,9 +78,9 @@ class ProfileTable:
                 row.sequence_length,
                 row.tp_degree,
             )
-            self._groups.setdefault(key, {}).setdefault(row.layer, {})[row.microbatch_sequences] = (
-                row
-            )
+            layers = self._groups.setdefault(key, {})
+            by_microbatch = layers.setdefault(row.layer, {})
+            by_microbatch[row.microbatch_sequences] = row
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -96,37 +96,45 @@ class ProfileTable:
 
 
 def read_profile(path: str | Path) -> ProfileTable:
-    """Reads CSV or Parquet by the file's suffix; ConfigError names the row and column that is
-    wrong.
+    """Read CSV or Parquet by the file's suffix.
+
+    Raises:
+        ConfigError: a row is wrong; it names the row and the column.
     """
-    rows = read_table(path, "profile")
-    return ProfileTable(
-        _measurement(row, f"row {i + 1} of profile '{path}'") for i, row in enumerate(rows)
-    )
+    measurements = []
+    for number, row in enumerate(read_table(path, "profile"), 1):
+        measurements.append(_measurement(row, f"row {number} of profile '{path}'"))
+    return ProfileTable(measurements)
 
 
 def read_table(path: str | Path, what: str) -> list[dict[str, Any]]:
     """Rows of a CSV or Parquet file, values as they lie there; comment lines start with '#'."""
     path = Path(path)
     try:
-        if path.suffix == ".parquet":
-            from pyarrow import ArrowInvalid
-            from pyarrow.parquet import read_table as read_parquet
-
-            try:
-                rows: list[dict[str, Any]] = read_parquet(path).to_pylist()
-            except ArrowInvalid as error:
-                raise ConfigError(f"{what} '{path}' is not a Parquet file: {error}") from None
-        else:
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+        rows = _read_parquet(path, what) if path.suffix == ".parquet" else _read_csv(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read {what} '{path}': {getattr(error, 'strerror', None) or error}"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {what} '{path}': {reason}") from None
     if not rows:
         raise ConfigError(f"{what} '{path}' has no rows")
     return rows
+
+
+def _read_parquet(path: Path, what: str) -> list[dict[str, Any]]:
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import read_table as read_parquet
+
+    try:
+        rows: list[dict[str, Any]] = read_parquet(path).to_pylist()
+    except ArrowInvalid as error:
+        raise ConfigError(f"{what} '{path}' is not a Parquet file: {error}") from None
+    return rows
+
+
+def _read_csv(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="") as file:
+        lines = (line for line in file if not line.startswith("#"))
+        return list(csv.DictReader(lines))
 
 
 def write_profile(path: str | Path, table: ProfileTable) -> None:
@@ -144,22 +152,22 @@ def write_profile(path: str | Path, table: ProfileTable) -> None:
     with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=names)
         writer.writeheader()
-        for values in rows:
-            writer.writerow({k: "" if value is None else value for k, value in values.items()})
+        # `csv` writes None as an empty field, which is how a missing measurement is read back
+        writer.writerows(rows)
 
 
 def _measurement(row: Mapping[str, Any], what: str) -> Measurement:
     unknown = [key for key in row if key not in REQUIRED + OPTIONAL]
     missing = [key for key in REQUIRED if key not in row]
     if unknown or missing:
-        problem = (
-            f"has unknown column '{unknown[0]}'" if unknown else f"lacks column '{missing[0]}'"
-        )
+        if unknown:
+            problem = f"has unknown column '{unknown[0]}'"
+        else:
+            problem = f"lacks column '{missing[0]}'"
         raise ConfigError(f"{what} {problem}; columns are {', '.join(REQUIRED + OPTIONAL)}")
     layer = _text(row, "layer", what)
-    if layer not in ("embedding", "block", "head") and not (
-        layer.startswith("block:") and layer[6:].isdigit()
-    ):
+    is_one_block = layer.startswith("block:") and layer.removeprefix("block:").isdigit()
+    if layer not in ("embedding", "block", "head") and not is_one_block:
         raise ConfigError(
             f"'layer' of {what} is '{layer}'; it must be embedding, block, head or block:<index>"
         )

@@ -68,8 +68,11 @@ refused (`planner.search.judge.unacceptable`).
 @cache
 def region_of(zone: str) -> str:
     """Region of a zone by its name (us-east-1 of us-east-1a); empty for other names."""
-    found = (pattern.fullmatch(zone) for pattern in _REGIONS)
-    return next((match.group(1) for match in found if match), "")
+    for pattern in _REGIONS:
+        match = pattern.fullmatch(zone)
+        if match:
+            return match.group(1)
+    return ""
 
 
 def are_apart(one: str, other: str) -> bool:
@@ -93,8 +96,9 @@ class ZoneTable:
     ignored: bool = False
 
     def link(self, one: str, other: str) -> ZoneLink | None:
-        """The link between two zones: None within one zone, where a zone is not known, and where
-        there is none (`connects`).
+        """Return the link between two zones; None if there is none (`connects`).
+
+        None too within one zone, and if a zone is not known.
         """
         if self.ignored or not are_apart(one, other):
             return None
@@ -119,11 +123,11 @@ class ZoneTable:
         return self.unconnected(zones) is None
 
     def unconnected(self, zones: Iterable[str]) -> ZonePair | None:
-        """The first two of these zones between which there is no link; None where there are no
-        such.
-        """
-        pairs = itertools.combinations(sorted(set(zones)), 2)
-        return next((pair for pair in pairs if not self.connects(*pair)), None)
+        """Return the first two of these zones without a link between them; None if all have one."""
+        for one, other in itertools.combinations(sorted(set(zones)), 2):
+            if not self.connects(one, other):
+                return one, other
+        return None
 
     def usd_per_gb(self, one: str, other: str) -> float:
         """Price of a gigabyte from one zone to another; infinite where there is no link."""
@@ -137,8 +141,9 @@ class ZoneTable:
         return num_bytes / GB * self.usd_per_gb(one, other)
 
     def _named(self, one: str, other: str) -> ZoneLink | None:
-        """The file's link: of the zones, else of a zone and the other's region, else of both
-        regions.
+        """Return the file's link, by the most specific names.
+
+        These are both zones, else a zone and the other's region, else both regions.
         """
         table = dict(self.links)
         for first in (one, region_of(one)):
@@ -164,8 +169,10 @@ def refusal_of(pair: ZonePair) -> str:
 
 def read_zone_table(top: Mapping[str, Any], where: str) -> ZoneTable:
     """The table of a cluster file; ConfigError names the entry that is wrong."""
+    entries = None
     metadata = top.get("metadata")
-    entries = metadata.get(ZONE_LINKS) if isinstance(metadata, Mapping) else None
+    if isinstance(metadata, Mapping):
+        entries = metadata.get(ZONE_LINKS)
     if entries is None:
         return ZoneTable()
     if not isinstance(entries, list):
@@ -181,11 +188,11 @@ def _read_link(entry: object, what: str) -> tuple[ZonePair, ZoneLink]:
     fields = read_mapping(entry, what)
     check_keys(fields, what, _KEYS, frozenset({"between"}))
     names = fields["between"]
-    if not (isinstance(names, list) and len(names) == 2 and all(map(_is_name, names))):
+    is_pair = isinstance(names, list) and len(names) == 2
+    if not is_pair or not all(map(_is_name, names)):
         raise ConfigError(f"'between' of {what} must name two zones or regions, not {names!r}")
-    near = _may_be_near(*names)
     missing = sorted(_KEYS - set(fields))
-    if missing and not near:
+    if missing and not _may_be_near(*names):
         raise ConfigError(
             f"{what} lacks {', '.join(missing)}: between regions nothing is known of speed and"
             " price; say them"
@@ -211,7 +218,8 @@ def _number(
 ) -> float:
     value = fields.get(key, default)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0.0 < value < math.inf or (zero and value == 0.0)):
+    is_allowed_zero = zero and value == 0.0
+    if not is_number or not (0.0 < value < math.inf or is_allowed_zero):
         raise ConfigError(
             f"'{key}' of {what} must be a positive number{' or 0' * zero}, not {value!r}"
         )
