@@ -65,7 +65,8 @@ class SpmdCluster:
             "all_reduce",
             "all_to_all",
         }
-        if missing := names - set(self.collectives):
+        missing = names - set(self.collectives)
+        if missing:
             raise ConfigError(
                 f"collectives without a bandwidth: {', '.join(sorted(missing))}; measure or"
                 " estimate them, none is free"
@@ -145,24 +146,28 @@ class Shares:
         self._lengths: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def segment(self, axis: str) -> int:
-        return 0 if len(self.ratios) == 1 or self._axes[axis].is_batch else 1
+        """Return the segment of an axis: the row of ratios that cuts it."""
+        if len(self.ratios) == 1 or self._axes[axis].is_batch:
+            return 0
+        return 1
 
     def lengths(self, axis: str) -> tuple[int, ...]:
         """Units of each device; they sum to the axis' units."""
         key = self.key(axis)
         if key not in self._lengths:
-            self._lengths[key] = round_to_units(self.ratios[key[0]], key[1])
+            segment, units = key
+            self._lengths[key] = round_to_units(self.ratios[segment], units)
         return self._lengths[key]
 
     def of(self, axis: str) -> Floats:
         """Share of each device."""
         key = self.key(axis)
         if key not in self._of:
-            self._of[key] = (
-                np.array(self.lengths(axis)) / key[1]
-                if self.whole
-                else np.array(self.ratios[key[0]])
-            )
+            segment, units = key
+            if self.whole:
+                self._of[key] = np.array(self.lengths(axis)) / units
+            else:
+                self._of[key] = np.array(self.ratios[segment])
         return self._of[key]
 
     def key(self, axis: str) -> tuple[int, int]:
@@ -171,14 +176,17 @@ class Shares:
 
 
 def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
-    """Whole units in these ratios: the floors, and one more to the largest deficits (the first of
-    equals).
+    """Return whole units in these ratios.
+
+    They are the floors, and one more for the largest deficits (the first of equals).
     """
     exact = np.asarray(tuple(ratios), dtype=np.float64)
     exact = exact / exact.sum() * units
+    # a ratio that is a whole number of units but for rounding must not lose one
     floors = np.floor(exact + 1e-9).astype(int)
-    order = sorted(range(len(floors)), key=lambda j: (-(exact[j] - floors[j]), j))
-    for j in order[: units - int(floors.sum())]:
+    largest_deficits = sorted(range(len(floors)), key=lambda j: (-(exact[j] - floors[j]), j))
+    num_left = units - int(floors.sum())
+    for j in largest_deficits[:num_left]:
         floors[j] += 1
     return tuple(int(length) for length in floors)
 
@@ -209,19 +217,15 @@ class CostTable:
     def terms(self, instruction: Instruction) -> tuple[Term, ...]:
         """Return the cost terms of one execution of an instruction and its gradient dual."""
         node = self.graph.by_name[instruction.tensor]
-        if instruction.op == "load":
-            if (
-                node.kind == "parameter"
-                and node.needs_gradient
-                and instruction.output.kind == "replicated"
-            ):
-                return (self._wire("all_reduce", node, (), latency=False),)
-            return ()
-        return (
-            self._compute(node, instruction)
-            if instruction.op == "compute"
-            else self._conversion(node, instruction)
-        )
+        if instruction.op == "compute":
+            return self._compute(node, instruction)
+        if instruction.op != "load":
+            return self._conversion(node, instruction)
+        is_trained = node.kind == "parameter" and node.needs_gradient
+        if is_trained and instruction.output.kind == "replicated":
+            # all such gradients are summed at once: `final_terms` has the latency
+            return (self._wire("all_reduce", node, (), latency=False),)
+        return ()
 
     def times(self, instruction: Instruction) -> int:
         """Count how often a step pays for an instruction: once per pass.
@@ -231,47 +235,46 @@ class CostTable:
         return 1 if instruction.op == "load" else self.passes
 
     def final_terms(self, program: Program) -> tuple[Term, ...]:
-        """Replicated parameters' gradients are summed in one all-reduce: its latency, once."""
-        summed = any(self.terms(i) for i in program.instructions if i.op == "load")
-        return (
-            (Wire(self.cluster.collectives["all_reduce"].latency_s),)
-            if summed and self.num_devices > 1
-            else ()
-        )
+        """Return the latency of the one all-reduce that sums replicated parameters' gradients."""
+        sums_gradients = any(self.terms(load) for load in program.loads)
+        if not sums_gradients or self.num_devices == 1:
+            return ()
+        return (Wire(self.cluster.collectives["all_reduce"].latency_s),)
 
     def _compute(self, node: GraphNode, instruction: Instruction) -> tuple[Term, ...]:
-        axis = axis_of(self.graph, node, instruction.letter) if instruction.letter else None
+        axis = None
+        if instruction.letter:
+            axis = axis_of(self.graph, node, instruction.letter)
         inputs = [self.graph.by_name[name] for name in node.inputs]
-        passes = 3.0 if node.needs_gradient else 1.0
-        traffic = (
-            0.0
-            if node.is_alias
-            else passes
-            * (node.num_bytes + sum(i.num_bytes for i in inputs if i.kind != "parameter"))
-        )
-        launches = 0.0 if node.is_alias else 1.0
+        traffic = 0.0
+        launches = 0.0
+        if not node.is_alias:
+            launches = 1.0
+            # backward reads and writes twice what forward does
+            passes = 3.0 if node.needs_gradient else 1.0
+            activation_bytes = sum(each.num_bytes for each in inputs if each.kind != "parameter")
+            traffic = passes * (node.num_bytes + activation_bytes)
+
         backward = node.backward_flops if node.needs_gradient else 0.0
         found: list[Term] = []
         if any(layout.kind == "factored" for _, layout in instruction.inputs):
-            found += [
-                Work(None, backward / 2, 0.0, 0.0),
-                *(self._wire("all_gather_padded", n, (axis,)) for n in (inputs[0], node)),
-            ]
+            # Half of the backward is the weight's gradient: every rank computes all of it, from
+            # the gathered input and output gradient.
             backward /= 2
+            found.append(Work(None, backward, 0.0, 0.0))
+            for gathered in (inputs[0], node):
+                found.append(self._wire("all_gather_padded", gathered, (axis,)))
         found.append(Work(axis, node.flops + backward, traffic, launches))
-        if (
-            instruction.letter
-            and node.signature is not None
-            and (size := node.signature.reduced_bytes.get(instruction.letter))
-        ):
-            collective = self.cluster.collectives["all_reduce"]
-            found.append(
-                Wire(
-                    2 * collective.latency_s + size / collective.bytes_per_s
-                    if self.num_devices > 1
-                    else 0.0
-                )
-            )
+
+        reduced_bytes = 0.0
+        if instruction.letter and node.signature is not None:
+            reduced_bytes = node.signature.reduced_bytes.get(instruction.letter, 0.0)
+        if reduced_bytes:
+            seconds = 0.0
+            if self.num_devices > 1:
+                collective = self.cluster.collectives["all_reduce"]
+                seconds = 2 * collective.latency_s + reduced_bytes / collective.bytes_per_s
+            found.append(Wire(seconds))
         return tuple(found)
 
     def _conversion(self, node: GraphNode, instruction: Instruction) -> tuple[Term, ...]:
@@ -283,9 +286,12 @@ class CostTable:
         for layout in (source, target):
             if layout.kind == "sharded":
                 axes.append(self.graph.axes[node.name, layout.dim].name)
-        sent = (instruction.op, *([dual_of(source, target)] if node.needs_gradient else []))
         suffix = f"_{instruction.variant}" if instruction.variant else ""
-        return tuple(self._wire(f"{name}{suffix}", node, tuple(axes)) for name in sent)
+        found = [self._wire(f"{instruction.op}{suffix}", node, tuple(axes))]
+        if node.needs_gradient:
+            dual = dual_of(source, target)
+            found.append(self._wire(f"{dual}{suffix}", node, tuple(axes)))
+        return tuple(found)
 
     def _wire(
         self, name: str, node: GraphNode, axes: tuple[str | None, ...], latency: bool = True
@@ -297,9 +303,8 @@ class CostTable:
         wait_s = collective.latency_s if latency else 0.0
         if name == "all_reduce" or name.endswith("grouped"):
             return Wire(wait_s + whole_s)
-        return Wire(
-            wait_s, whole_s * self.num_devices, tuple(axis for axis in axes if axis is not None)
-        )
+        cut_along = tuple(axis for axis in axes if axis is not None)
+        return Wire(wait_s, whole_s * self.num_devices, cut_along)
 
     def seconds(self, terms: Iterable[Term], shares: Shares) -> float:
         """The sum over the terms."""
@@ -312,9 +317,8 @@ class CostTable:
         if isinstance(term, Wire):
             if not term.axes:
                 return term.constant_s
-            return term.constant_s + term.scaled_s * max(
-                float(shares.of(axis).max()) for axis in term.axes
-            )
+            largest = max(float(shares.of(axis).max()) for axis in term.axes)
+            return term.constant_s + term.scaled_s * largest
         key = (term.axis and shares.key(term.axis), term.flops, term.traffic, term.launches)
         if key not in self._seconds:
             self._seconds[key] = float(self.work_s(term, shares).max())
@@ -323,17 +327,20 @@ class CostTable:
     def work_s(self, term: Work, shares: Shares) -> Floats:
         """Return the seconds of each device, for its share of the work."""
         fixed, whole = self.line(term)
-        return fixed + (whole if term.axis is None else shares.of(term.axis) * whole)
+        if term.axis is None:
+            return fixed + whole
+        return fixed + shares.of(term.axis) * whole
 
     def line(self, term: Work) -> tuple[Floats, Floats]:
         """Return the fixed seconds of each device, and its seconds for the whole work."""
-        return term.launches * self._launch, term.flops / self.speeds + term.traffic / self._traffic
+        fixed = term.launches * self._launch
+        whole = term.flops / self.speeds + term.traffic / self._traffic
+        return fixed, whole
 
     def program_s(self, program: Program, shares: Shares) -> float:
         """Seconds of a whole step."""
-        return sum(
-            count * self.seconds((term,), shares) for term, count in self.counted(program).items()
-        )
+        counted = self.counted(program)
+        return sum(count * self.seconds((term,), shares) for term, count in counted.items())
 
     def counted(self, program: Program) -> Counter[Term]:
         """The terms of a whole step and how often each occurs: equal layers have equal terms."""
@@ -348,11 +355,14 @@ class CostTable:
     @property
     def least_bytes(self) -> float:
         """Minimum bytes that all devices hold together in any program: every byte once."""
-        nodes = [node for node in self.graph.nodes if node.kind == "op" and not node.is_alias]
-        kept = sum(node.num_bytes for node in nodes if node.needs_gradient)
-        return kept + sum(
+        activations = 0
+        for node in self.graph.nodes:
+            if node.is_launched and node.needs_gradient:
+                activations += node.num_bytes
+        state = sum(
             node.num_bytes / node.item_bytes * self.state_bytes for node in self.graph.parameters
         )
+        return activations + state
 
     def bytes_of(self, instruction: Instruction) -> tuple[str | None, float]:
         """Return the axis and bytes that an instruction keeps on the devices for the step.
@@ -361,16 +371,19 @@ class CostTable:
         the whole if the axis is None.
         """
         node = self.graph.by_name[instruction.tensor]
-        if instruction.op == "load":
-            values = node.num_bytes / node.item_bytes
-            size = values * self.state_bytes if node.kind == "parameter" else float(node.num_bytes)
+        size = 0.0
+        if instruction.op != "load":
+            is_view = instruction.op == "compute" and node.is_alias
+            if node.needs_gradient and not is_view:
+                size = float(node.num_bytes)
+        elif node.kind == "parameter":
+            size = node.num_bytes / node.item_bytes * self.state_bytes
         else:
-            aliased = instruction.op == "compute" and node.is_alias
-            size = float(node.num_bytes) if node.needs_gradient and not aliased else 0.0
+            size = float(node.num_bytes)
         layout = instruction.output
-        return (
-            self.graph.axes[node.name, layout.dim].name if layout.kind == "sharded" else None
-        ), size
+        if layout.kind != "sharded":
+            return None, size
+        return self.graph.axes[node.name, layout.dim].name, size
 
     def program_bytes(self, program: Program, shares: Shares) -> Floats:
         """Return the bytes of each device: training state and what forward keeps for backward."""

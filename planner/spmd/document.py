@@ -11,7 +11,7 @@ from planner.documents import check_keys, read_list, read_mapping
 from planner.errors import ConfigError
 from planner.spmd.costs import Shares, round_to_units
 from planner.spmd.graph import Graph
-from planner.spmd.layouts import CONVERSIONS, TensorLayout
+from planner.spmd.layouts import CONVERSIONS, TensorLayout, sharded
 from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Program
 from planner.spmd.ratios import check_ratios, check_rounded
@@ -36,24 +36,28 @@ class StageProgram:
 
     @classmethod
     def of(cls, placed: PlacedProgram) -> "StageProgram":
-        units = tuple((axis.name, row) for axis, row in placed.units.items())
-        return cls(
-            placed.shares.ratios, units, tuple(_line(i) for i in placed.program.instructions)
-        )
+        units = [(axis.name, row) for axis, row in placed.units.items()]
+        lines = [_line(instruction) for instruction in placed.program.instructions]
+        return cls(placed.shares.ratios, tuple(units), tuple(lines))
 
     @property
     def storage(self) -> dict[str, TensorLayout]:
         """Layout of each leaf as a worker holds it."""
-        loads = (line for line in self.instructions if line.startswith("load "))
-        parsed = [_parsed(line, "the plan") for line in loads]
-        return {instruction.tensor: instruction.output for instruction in parsed}
+        found = {}
+        for line in self.instructions:
+            if line.startswith("load "):
+                load = _parsed(line, "the plan")
+                found[load.tensor] = load.output
+        return found
 
     @property
     def is_whole(self) -> bool:
         """True if every worker holds the whole training state."""
-        return all(
-            layout.kind != "sharded" for name, layout in self.storage.items() if "." in name
-        )  # inputs and constants have none
+        for name, layout in self.storage.items():
+            is_parameter = "." in name  # inputs and constants have none
+            if is_parameter and layout.kind == "sharded":
+                return False
+        return True
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -69,7 +73,8 @@ class StageProgram:
         check_keys(spmd, what, _KEYS, _KEYS)
         rows = []
         for row in read_list(spmd, "ratios", what):
-            rows.append(tuple(map(float, _numbers(row, f"'ratios' of {what}", float))))
+            shares = _numbers(row, f"'ratios' of {what}", float)
+            rows.append(tuple(map(float, shares)))
         units = read_mapping(spmd["units"], f"'units' of {what}")
         lines = read_list(spmd, "program", what)
         for line in lines:
@@ -81,14 +86,15 @@ class StageProgram:
         return cls(tuple(rows), tuple(lengths), tuple(lines))
 
     def check(self, workers: Sequence[str], what: str) -> None:
-        """ConfigError unless there is a share for each worker, and the units are those that the
-        ratios round to.
+        """Check that there is a share for each worker, and that the ratios round to the units.
+
+        Raises:
+            ConfigError: that is not so.
         """
         check_ratios(self.ratios, len(workers), what)
         for axis, lengths in self.units:
-            if len(lengths) != len(workers) or all(
-                lengths != round_to_units(row, sum(lengths)) for row in self.ratios
-            ):
+            rounded = [round_to_units(row, sum(lengths)) for row in self.ratios]
+            if lengths not in rounded:
                 raise ConfigError(
                     f"axis '{axis}' of {what} has units {list(lengths)}, which is not what its"
                     " ratios round to"
@@ -96,18 +102,23 @@ class StageProgram:
         check_rounded(self.ratios, [lengths for _, lengths in self.units], workers)
 
     def placed(self, graph: Graph) -> PlacedProgram:
-        """The program on a model's graph; ConfigError where it is none of it."""
-        program = Program(tuple(_parsed(line, "the plan") for line in self.instructions))
+        """Return the program on a model's graph.
+
+        Raises:
+            ConfigError: it is no program of this graph.
+        """
+        instructions = [_parsed(line, "the plan") for line in self.instructions]
+        program = Program(tuple(instructions))
         shares = Shares(graph, self.ratios)
         try:
             program.check(graph)
             placed = PlacedProgram(graph, program, shares)
-            same = {axis.name: row for axis, row in placed.units.items()} == dict(self.units)
+            units = {axis.name: row for axis, row in placed.units.items()}
         except (AssertionError, KeyError) as error:
             raise ConfigError(
                 f"the plan's program is none of this model at this microbatch: {error}"
             ) from None
-        if not same:
+        if units != dict(self.units):
             raise ConfigError("the plan's units are not those of this model's axes")
         return placed
 
@@ -115,8 +126,11 @@ class StageProgram:
 def _line(instruction: Instruction) -> str:
     note = instruction.letter or instruction.variant
     head = f"{instruction.op}[{note}]" if note else instruction.op
+    line = f"{head} {instruction.tensor}:{instruction.output}"
+    if not instruction.inputs:
+        return line
     inputs = " ".join(f"{name}:{layout}" for name, layout in instruction.inputs)
-    return f"{head} {instruction.tensor}:{instruction.output}" + (f" <- {inputs}" if inputs else "")
+    return f"{line} <- {inputs}"
 
 
 def _parsed(line: object, what: str) -> Instruction:
@@ -130,15 +144,14 @@ def _parsed(line: object, what: str) -> Instruction:
     if op not in ("load", "compute", *CONVERSIONS):
         raise ConfigError(f"'program' of {what} has the unknown instruction '{op}' in '{line}'")
     tensor, output = _property(result, what)
-    letter, variant = (note or "", "") if op == "compute" else ("", note or "")
-    return Instruction(
-        op,
-        tensor,
-        tuple(_property(text, what) for text in (inputs or "").split()),
-        output,
-        letter,
-        variant,
-    )
+    letter = ""
+    variant = ""
+    if op == "compute":
+        letter = note or ""
+    else:
+        variant = note or ""
+    properties = [_property(text, what) for text in (inputs or "").split()]
+    return Instruction(op, tensor, tuple(properties), output, letter, variant)
 
 
 def _property(text: str, what: str) -> tuple[str, TensorLayout]:
@@ -148,19 +161,23 @@ def _property(text: str, what: str) -> tuple[str, TensorLayout]:
             f"'{text}' in 'program' of {what} must be a tensor and its layout such as"
             " 'x:sharded(0)'"
         )
+    name: str = found[1]
     kind: Any = found[2]
-    return found[1], TensorLayout(kind) if kind else TensorLayout("sharded", int(found[3]))
+    if kind:
+        return name, TensorLayout(kind)
+    return name, sharded(int(found[3]))
 
 
 def _numbers(row: object, what: str, kind: type[int] | type[float]) -> list[float]:
+    numbers = "whole numbers" if kind is int else "numbers"
     allowed = (int,) if kind is int else (int, float)
-    if (
-        not isinstance(row, list)
-        or not row
-        or not all(isinstance(x, allowed) and not isinstance(x, bool) and x >= 0 for x in row)
-    ):
-        raise ConfigError(
-            f"{what} must be a list of {'whole ' if kind is int else ''}numbers, none below 0, not"
-            f" {row!r}"
-        )
-    return row
+    if isinstance(row, list) and row and all(_is_count(value, allowed) for value in row):
+        return row
+    raise ConfigError(f"{what} must be a list of {numbers}, none below 0, not {row!r}")
+
+
+def _is_count(value: object, allowed: tuple[type[int] | type[float], ...]) -> bool:
+    """Return True for a number of at least 0 of these types; True and NaN are none."""
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        return False
+    return value >= 0

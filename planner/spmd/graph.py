@@ -7,12 +7,13 @@ axis, whose smallest unit is a head.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from planner.errors import ConfigError
+from planner.spmd.layouts import TensorLayout, sharded
 
 MOST_UNITS = 256
 NodeKind = Literal["input", "parameter", "constant", "op"]
@@ -42,9 +43,15 @@ class Signature:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys(c for text in (*self.inputs, self.output) for c in text if c != ".")
-        )
+        """Each letter once, in order of appearance."""
+        found = dict.fromkeys("".join((*self.inputs, self.output)))
+        found.pop(".", None)
+        return tuple(found)
+
+    def letters_by_tensor(self, node: "GraphNode") -> Iterator[tuple[str, str]]:
+        """Yield the name and the characters of each input of a node, then of its output."""
+        yield from zip(node.inputs, self.inputs, strict=True)
+        yield node.name, self.output
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,11 @@ class GraphNode:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def is_launched(self) -> bool:
+        """True if the node runs kernels."""
+        return self.kind == "op" and not self.is_alias
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,10 @@ class Graph:
         node = self.by_name[name]
         return tuple(dim for dim in range(len(node.shape)) if (name, dim) in self.axes)
 
+    def sharded_layouts(self, name: str) -> list[TensorLayout]:
+        """Return the layouts of a tensor that cut a dimension."""
+        return [sharded(dim) for dim in self.dims(name)]
+
     def cuts(self, name: str, dim: int) -> tuple[int, ...]:
         """Unit boundaries along a dimension, from 0 to its size."""
         size = self.by_name[name].shape[dim]
@@ -151,44 +167,61 @@ def _leaves_late(nodes: Sequence[GraphNode]) -> tuple[GraphNode, ...]:
 
 
 def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
-    """Dimensions with one letter anywhere are cut alike, so that whole groups of them are
-    joined.
+    """Return the axis of each dimension that may be cut.
+
+    Dimensions with one letter in any signature are cut alike, so whole groups of them are joined.
     """
     alike: dict[tuple[str, int], set[tuple[str, int]]] = {}
     for node in graph.nodes:
         if node.signature is None:
             continue
         first: dict[str, tuple[str, int]] = {}
-        texts = zip(
-            (*node.inputs, node.name), (*node.signature.inputs, node.signature.output), strict=True
-        )
-        for name, letters in texts:
+        for name, letters in node.signature.letters_by_tensor(node):
             for dim, letter in enumerate(letters):
                 if letter != ".":
-                    key = name, dim
-                    own = alike.setdefault(key, {key})
-                    few, many = sorted((own, alike[first.setdefault(letter, key)]), key=len)
-                    many |= few
-                    alike.update(dict.fromkeys(few, many))
+                    key = (name, dim)
+                    alike.setdefault(key, {key})
+                    _join(alike, key, first.setdefault(letter, key))
+
     axes: dict[tuple[str, int], Axis] = {}
-    for keys in {id(keys): keys for keys in alike.values()}.values():
+    groups = {id(keys): keys for keys in alike.values()}
+    for keys in groups.values():
         axis = _axis(graph, keys, most_units)
         if axis.units > 1:
             axes.update(dict.fromkeys(keys, axis))
     return axes
 
 
+def _join(
+    alike: dict[tuple[str, int], set[tuple[str, int]]], one: tuple[str, int], other: tuple[str, int]
+) -> None:
+    """Make the groups of two dimensions one; all their members then share one set."""
+    few, many = sorted((alike[one], alike[other]), key=len)
+    many |= few
+    alike.update(dict.fromkeys(few, many))
+
+
 def _axis(graph: Graph, keys: Collection[tuple[str, int]], most_units: int) -> Axis:
-    """Units: of one size only, any number; else a divisor of all sizes, so that a cut falls on
-    whole elements of each. At most `most_units` where training state is cut; data keeps none.
+    """Return the axis of these (tensor, dimension) with its number of units.
+
+    Dimensions of one size may have any number of units. Those of several sizes have a divisor of
+    all, so that a cut falls on whole elements of each. There are at most `most_units` if training
+    state is cut; data has no such limit.
     """
-    kinds = {graph.by_name[name].kind for name, _ in keys}
+    kinds = set[NodeKind]()
+    sizes = set[int]()
+    for name, dim in keys:
+        node = graph.by_name[name]
+        kinds.add(node.kind)
+        sizes.add(node.shape[dim])
     is_batch = "input" in kinds and "parameter" not in kinds
-    sizes = {graph.by_name[name].shape[dim] for name, dim in keys}
-    limit = min(sizes) if is_batch else min(*sizes, most_units)
-    units = limit
+    units = min(sizes)
+    if not is_batch:
+        units = min(units, most_units)
     if len(sizes) > 1:
         common = math.gcd(*sizes)
-        units = max(d for d in range(1, min(common, limit) + 1) if common % d == 0)
+        units = min(units, common)
+        while common % units:
+            units -= 1
     name, dim = min(keys)
     return Axis(f"{name}.{dim}", units, is_batch)

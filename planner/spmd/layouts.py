@@ -26,9 +26,11 @@ class TensorLayout(NamedTuple):
     @property
     def dual(self) -> "TensorLayout":
         """Layout of the gradient, as backward passes it on."""
-        return {"replicated": PARTIAL, "partial": REPLICATED, "factored": REPLICATED}.get(
-            self.kind, self
-        )
+        if self.kind == "replicated":
+            return PARTIAL
+        if self.kind == "sharded":
+            return self
+        return REPLICATED
 
     def __str__(self) -> str:
         return f"sharded({self.dim})" if self.kind == "sharded" else self.kind
@@ -66,10 +68,13 @@ _BY_KINDS: Mapping[tuple[LayoutKind, LayoutKind], str] = {
 
 
 def conversion_between(source: TensorLayout, target: TensorLayout) -> str | None:
-    """The one instruction from `source` to `target`; None where there is none, or they are the
-    same.
+    """Return the one instruction from `source` to `target`.
+
+    None if there is none, or if they are the same.
     """
-    return None if source == target else _BY_KINDS.get((source.kind, target.kind))
+    if source == target:
+        return None
+    return _BY_KINDS.get((source.kind, target.kind))
 
 
 def dual_of(source: TensorLayout, target: TensorLayout) -> str | None:

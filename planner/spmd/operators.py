@@ -1,5 +1,6 @@
-"""Signatures of aten operators by name: which dimensions may be sharded, and what follows for the
-output. Data for `rules`.
+"""Signatures of aten operators by name: dimensions that may be sharded, and their output's.
+
+They are data for `rules`.
 """
 
 import math
@@ -17,16 +18,16 @@ ONE = (frozenset({0}),)
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands in a call's arguments for one of its tensor inputs."""
+    """Placeholder in a call's arguments for one of its tensor inputs."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A call as capture saw it. name: without overload. shapes: of the inputs. args, kwargs:
+    """Call of an operator, as captured.
 
-    Ref where a tensor stood.
+    name: without overload. shapes: of the inputs. args, kwargs: with a Ref for each tensor.
     """
 
     name: str
@@ -36,7 +37,9 @@ class Operation:
     kwargs: Mapping[str, Any]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
 
 
 def _letters(shape: Sequence[int]) -> str:
@@ -44,51 +47,64 @@ def _letters(shape: Sequence[int]) -> str:
 
 
 def _blocked(shape: Sequence[int], *dims: int) -> str:
-    """Letters with the given dimensions not shardable."""
+    """Return letters with the given dimensions not shardable."""
     blocked = {dim % len(shape) for dim in dims}
-    return "".join("." if at in blocked else letter for at, letter in enumerate(_letters(shape)))
+    letters = list(_letters(shape))
+    for dim in blocked:
+        letters[dim] = "."
+    return "".join(letters)
 
 
 def _broadcast(letters: str, shape: TensorShape, whole: TensorShape) -> str:
-    """Letters of a tensor of this shape where it meets one of the whole shape: none where it is
-    stretched.
+    """Return the letters of a tensor of this shape that meets one of the whole shape.
+
+    A dimension that is stretched has none.
     """
     first = len(letters) - len(shape)
-    return "".join(
-        "." if own == 1 != size else c
-        for c, own, size in zip(letters[first:], shape, whole[first:], strict=True)
-    )
+    found = []
+    for letter, own, size in zip(letters[first:], shape, whole[first:], strict=True):
+        is_stretched = own == 1 and size != 1
+        found.append("." if is_stretched else letter)
+    return "".join(found)
+
+
+def _each_alone(count: int) -> tuple[frozenset[int], ...]:
+    """Return `Signature.linear` of a product: it is linear in each of `count` factors."""
+    return tuple(frozenset({index}) for index in range(count))
 
 
 def _elementwise(operation: Operation) -> Signature:
-    """Linear: in the terms of a sum together (where both are tensors), in each factor of a product,
-    in what is scaled.
+    """Return the signature of an operator on equal elements.
+
+    It is linear in both terms of a sum together, in each factor of a product, and in what it
+    scales.
     """
     letters = _letters(operation.output)
     count = len(operation.shapes)
     linear: tuple[frozenset[int], ...] = ONE if operation.name in _SCALED else ()
     if operation.name == "mul":
-        linear = tuple(frozenset({at}) for at in range(count))
+        linear = _each_alone(count)
     elif operation.name in ("add", "sub") and count == 2:
+        # with a number for one term, a sum of parts would add the number more than once
         linear = (frozenset({0, 1}),)
-    return Signature(
-        tuple(_broadcast(letters, shape, operation.output) for shape in operation.shapes),
-        letters,
-        linear=linear,
-    )
+    inputs = [_broadcast(letters, shape, operation.output) for shape in operation.shapes]
+    return Signature(tuple(inputs), letters, linear=linear)
 
 
 def _weighted(
     operation: Operation, x: str, weight: str, output: str, factored: bool = False
 ) -> Signature:
-    """A product summed over the weight's second letter, and perhaps a bias along its first, which
-    is added once.
+    """Return the signature of a product that is summed over the weight's second letter.
+
+    It may have a bias along the weight's first letter, which is added once.
     """
-    additive = frozenset({2} if len(operation.shapes) == 3 else ())
-    inputs = (x, weight, *(weight[0] for _ in additive))
-    return Signature(
-        inputs, output, weight[1], additive, (frozenset({0}) | additive,), factored=factored
-    )
+    inputs: tuple[str, ...] = (x, weight)
+    additive = frozenset[int]()
+    if len(operation.shapes) == 3:
+        inputs = (x, weight, weight[0])
+        additive = frozenset({2})
+    linear = (frozenset({0}) | additive,)
+    return Signature(inputs, output, weight[1], additive, linear, factored=factored)
 
 
 def _linear(operation: Operation) -> Signature:
@@ -101,9 +117,8 @@ def _matmul(operation: Operation) -> Signature | None:
     if len(left) != len(right) or left[:-2] != right[:-2]:
         return None
     batch = ascii_letters[: len(left) - 2]
-    return Signature(
-        (batch + "XY", batch + "YZ"), batch + "XZ", "Y", linear=(frozenset({0}), frozenset({1}))
-    )
+    inputs = (batch + "XY", batch + "YZ")
+    return Signature(inputs, batch + "XZ", "Y", linear=_each_alone(2))
 
 
 def _equation(operation: Operation) -> tuple[tuple[str, ...], str]:
@@ -115,12 +130,14 @@ def _equation(operation: Operation) -> tuple[tuple[str, ...], str]:
 def _einsum(operation: Operation) -> Signature | None:
     texts, output = _equation(operation)
     letters = "".join(texts)
-    if "." in letters or not output or any(len(set(text)) < len(text) for text in texts):
+    if "." in letters or not output:
         return None
+    for text in texts:
+        has_diagonal = len(set(text)) < len(text)
+        if has_diagonal:
+            return None
     contracted = "".join(sorted(set(letters) - set(output)))
-    return Signature(
-        texts, output, contracted, linear=tuple(frozenset({at}) for at in range(len(texts)))
-    )
+    return Signature(texts, output, contracted, linear=_each_alone(len(texts)))
 
 
 def _embedding(operation: Operation) -> Signature:
@@ -130,21 +147,21 @@ def _embedding(operation: Operation) -> Signature:
     and has no gradient.
     """
     ids = _letters(operation.shapes[1])
-    padded = operation.argument(2, "padding_idx", -1) >= 0
-    return Signature((".Z" if padded else "YZ", ids), ids + "Z", "" if padded else "Y")
+    is_padded = operation.argument(2, "padding_idx", -1) >= 0
+    if is_padded:
+        return Signature((".Z", ids), ids + "Z")
+    return Signature(("YZ", ids), ids + "Z", "Y")
 
 
 def _attention(operation: Operation) -> Signature:
-    """Batch and heads; a mask's only where it has them.
+    """Return the signature of an attention, which may be cut by batch and heads.
 
-    Key and value heads may be fewer (grouped queries).
+    A mask is cut only along those that it has. Key and value heads may be fewer (grouped queries).
     """
     query = operation.shapes[0]
     letters = "bh.." if len(query) == 4 else "b.."
-    return Signature(
-        (letters,) * 3 + tuple(_broadcast(letters, mask, query) for mask in operation.shapes[3:]),
-        letters,
-    )
+    masks = [_broadcast(letters, mask, query) for mask in operation.shapes[3:]]
+    return Signature((letters, letters, letters, *masks), letters)
 
 
 def _last_dims_whole(operation: Operation) -> Signature:
@@ -152,7 +169,8 @@ def _last_dims_whole(operation: Operation) -> Signature:
     shape = operation.shapes[0]
     count = len(operation.args[1])
     x = _blocked(shape, *range(len(shape) - count, len(shape)))
-    return Signature((x, *("." * count for _ in operation.shapes[1:])), x)
+    weights = ("." * count,) * (len(operation.shapes) - 1)
+    return Signature((x, *weights), x)
 
 
 def _dim_whole(operation: Operation) -> Signature:
@@ -163,8 +181,10 @@ def _dim_whole(operation: Operation) -> Signature:
 
 
 def _reduced(operation: Operation, contracted: bool = True) -> Signature:
-    """sum and mean (over the whole's size), and argmax and the like, which need whole
-    dimensions.
+    """Return the signature of a reduction over some dimensions.
+
+    contracted: True for sum and mean (over the whole's size), False for argmax and the like, which
+    need whole dimensions.
     """
     shape = operation.shapes[0]
     dims = operation.argument(1, "dim", None)
@@ -174,15 +194,17 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
         dims = [dims]
     gone = {dim % len(shape) for dim in dims} if shape else set()
     text = _letters(shape) if contracted else _blocked(shape, *gone)
-    keep = len(operation.output) == len(shape)
-    mark = "." if keep else ""
-    output = "".join(mark if at in gone else letter for at, letter in enumerate(text))
-    return Signature(
-        (text,),
-        output,
-        "".join(text[at] for at in gone) if contracted else "",
-        linear=ONE if contracted else (),
-    )
+
+    keeps_dims = len(operation.output) == len(shape)
+    output = ""
+    for dim, letter in enumerate(text):
+        if dim not in gone:
+            output += letter
+        elif keeps_dims:
+            output += "."
+    if not contracted:
+        return Signature((text,), output)
+    return Signature((text,), output, "".join(text[dim] for dim in gone), linear=ONE)
 
 
 def _permuted(operation: Operation) -> Signature:
@@ -190,23 +212,31 @@ def _permuted(operation: Operation) -> Signature:
     if operation.name == "permute":
         order = [dim % len(text) for dim in operation.args[1]]
     else:
-        first, second = (0, 1) if operation.name == "t" else (operation.args[1], operation.args[2])
+        first = 0
+        second = 1
+        if operation.name == "transpose":
+            first, second = operation.args[1:3]
         order = list(range(len(text)))
         order[first], order[second] = order[second], order[first]
-    return Signature(("".join(text),), "".join(text[at] for at in order), linear=ONE)
+    output = "".join(text[dim] for dim in order)
+    return Signature(("".join(text),), output, linear=ONE)
 
 
 def _reshaped(operation: Operation) -> Signature:
-    """Groups of dimensions with equal products map onto each other; the outermost of each group may
-    be sharded.
+    """Return the signature of a reshape.
+
+    Groups of dimensions with equal products map onto each other. The outermost of each group may be
+    sharded.
     """
     source = operation.shapes[0]
     target = operation.output
     before = ["."] * len(source)
     after = ["."] * len(target)
     letters = iter(ascii_letters)
-    i = j = 0
+    i = 0
+    j = 0
     while i < len(source) and j < len(target):
+        # grow a group on either side until their products are equal
         first = i
         second = j
         left = source[i]
@@ -218,14 +248,17 @@ def _reshaped(operation: Operation) -> Signature:
             else:
                 j += 1
                 right *= target[j]
+        # dimensions of one element cannot be cut: the outermost is the first larger one
         while first < i and source[first] == 1:
             first += 1
         while second < j and target[second] == 1:
             second += 1
         if source[first] > 1 and target[second] > 1:
-            before[first] = after[second] = next(letters)
-        i = i + 1
-        j = j + 1
+            letter = next(letters)
+            before[first] = letter
+            after[second] = letter
+        i += 1
+        j += 1
     return Signature(("".join(before),), "".join(after), linear=ONE)
 
 
@@ -235,9 +268,10 @@ def _cut(operation: Operation) -> Signature:
     position = 2 if operation.name in ("split", "split_with_sizes", "chunk") else 1
     dim = operation.argument(position, "dim", 0) % len(shape)
     text = _blocked(shape, dim)
-    return Signature(
-        (text,), text[:dim] + text[dim + 1 :] if operation.name == "select" else text, linear=ONE
-    )
+    output = text
+    if operation.name == "select":
+        output = text[:dim] + text[dim + 1 :]
+    return Signature((text,), output, linear=ONE)
 
 
 def _concatenated(operation: Operation) -> Signature:
@@ -254,10 +288,21 @@ def _convolution(operation: Operation) -> Signature | None:
 
 
 def _loss_sum(operation: Operation) -> Signature:
-    """Sum of cross entropies of rows; over a sharded vocabulary it all-reduces each row's maximum,
-    normalizer and gathered logit.
+    """Return the signature of the sum of cross entropies of rows.
+
+    Over a sharded vocabulary it all-reduces each row's maximum, normalizer and gathered logit.
     """
-    return Signature(("aY", "a"), "", "aY", reduced_bytes={"Y": 4.0 * 2 * operation.shapes[0][0]})
+    num_rows = operation.shapes[0][0]
+    return Signature(("aY", "a"), "", "aY", reduced_bytes={"Y": 4.0 * 2 * num_rows})
+
+
+def _one_hot(operation: Operation) -> Signature:
+    ids = _letters(operation.output[:-1])
+    return Signature((ids,), ids + ".")
+
+
+def _whole_reduced(operation: Operation) -> Signature:
+    return _reduced(operation, contracted=False)
 
 
 Handler = Callable[[Operation], Signature | None]
@@ -289,8 +334,7 @@ HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _last_dims_whole),
     **dict.fromkeys(("sum", "mean"), _reduced),
     **dict.fromkeys(
-        ("argmax", "argmin", "amax", "amin", "max", "min", "any", "all"),
-        lambda operation: _reduced(operation, False),
+        ("argmax", "argmin", "amax", "amin", "max", "min", "any", "all"), _whole_reduced
     ),
     **dict.fromkeys(("transpose", "permute", "t"), _permuted),
     **dict.fromkeys((*SHAPED, "unsqueeze"), _reshaped),
@@ -307,9 +351,7 @@ HANDLERS: Mapping[str, Handler] = {
     # [batch, heads, length, size] turned by tables of cosines and sines; each rank has all
     # positions of its batch or heads
     "rotary": lambda _: Signature(("bh..", "....", "...."), "bh..", linear=ONE),
-    "one_hot": lambda operation: Signature(
-        (_letters(operation.output[:-1]),), _letters(operation.output[:-1]) + "."
-    ),
+    "one_hot": _one_hot,
     "cat": _concatenated,
     "cross_entropy_sum": _loss_sum,
     "count_targets": lambda _: Signature(("a",), "", "a"),
@@ -330,11 +372,13 @@ def forward_flops(operation: Operation) -> float:
         case "scaled_dot_product_attention":
             return 4.0 * math.prod(shapes[0]) * shapes[1][-2]
         case "einsum":
-            texts = _equation(operation)[0]
+            if len(shapes) == 1:
+                return 0.0
+            texts, _ = _equation(operation)
             sizes: dict[str, int] = {}
             for text, shape in zip(texts, shapes, strict=True):
                 sizes.update(zip(text, shape, strict=True))
-            return 2.0 * math.prod(sizes.values()) if len(shapes) > 1 else 0.0
+            return 2.0 * math.prod(sizes.values())
     return 0.0
 
 
@@ -345,36 +389,39 @@ def operator_node(
     item_bytes: int,
     is_floating: bool = True,
 ) -> GraphNode:
-    """A graph's node for an operator on these nodes; without a signature where no rule is known for
-    it.
+    """Return a graph's node for an operator on these nodes.
+
+    It has no signature if no rule is known for the operator.
     """
     op = operation.name
     handler = HANDLERS.get(op)
     flops = forward_flops(operation)
-    backward = 2 * flops if op == "scaled_dot_product_attention" else 0.0
+    backward = 0.0
+    if op == "scaled_dot_product_attention":
+        backward = 2 * flops
     if not backward:
-        backward = flops * sum(node.needs_gradient for node in inputs[: 3 if op == "einsum" else 2])
-    needs = is_floating and op != "detach" and any(node.needs_gradient for node in inputs)
-    names = tuple(node.name for node in inputs)
-    signature = handler(operation) if handler else None
+        # one product more for each factor that has a gradient
+        num_factors = 3 if op == "einsum" else 2
+        backward = flops * sum(node.needs_gradient for node in inputs[:num_factors])
     return GraphNode(
-        name,
-        "op",
-        op,
-        names,
-        operation.output,
-        item_bytes,
-        needs,
-        signature,
-        flops,
-        backward,
-        op in ALIASES,
+        name=name,
+        kind="op",
+        op=op,
+        inputs=tuple(node.name for node in inputs),
+        shape=operation.output,
+        item_bytes=item_bytes,
+        needs_gradient=(
+            is_floating and op != "detach" and any(node.needs_gradient for node in inputs)
+        ),
+        signature=handler(operation) if handler else None,
+        flops=flops,
+        backward_flops=backward,
+        is_alias=op in ALIASES,
     )
 
 
 def numbered(op: str, counts: Counter[str]) -> str:
-    """A node's name, by its operator and how many of that came before, whoever makes the graph;
-    counts it.
-    """
+    """Return the name of an operator's next node, and count it in `counts`."""
+    number = counts[op]
     counts[op] += 1
-    return f"{op}_{counts[op] - 1}" if counts[op] > 1 else op
+    return f"{op}_{number}" if number else op

@@ -30,20 +30,22 @@ from planner.spmd.search import ProgramSearch
 
 Ratios = tuple[tuple[float, ...], ...]
 
-# speeds from the slowest to the fastest at which a program's ratios begin: the joint optimum lies
-# near one of them
+# Speeds from the slowest to the fastest at which a program's ratios begin. The joint optimum lies
+# near one of them.
 STARTS = 4
-ROUNDS = 6  # of search and linear program in turn; most end after two
-# for bytes, each four times the one before, from a hundredth of a step for all memory: the last
-# outweighs any time
+# Rounds of search and linear program in turn; most end after two.
+ROUNDS = 6
+# Charges for bytes, each four times the one before, from a hundredth of a step for all memory. The
+# last outweighs any time.
 CHARGES = 8
-CHARGED_ROUNDS = 2  # under each charge
-# the first above a step for all memory: where it and those before bring nothing nearer to fitting,
-# higher ones do not
+# Rounds under each charge.
+CHARGED_ROUNDS = 2
+# Index of the first charge above a step for all memory. If it and those before bring no program
+# nearer to fitting, higher ones do not either.
 TELLING_CHARGE = 4
-MOST_MOVED = (
-    16  # devices between which single samples are moved: rounds of as many pairs of them, squared
-)
+# Devices up to which single samples are moved between pairs of them: the number of pairs grows with
+# the square.
+MOST_MOVED = 16
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,17 @@ class PlacedProgram:
         """Return each rank's length along a sharded dimension."""
         cuts = self.graph.cuts(name, dim)
         ends = np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
-        return tuple(cuts[high] - cuts[low] for low, high in itertools.pairwise(ends))
+        lengths = [cuts[high] - cuts[low] for low, high in itertools.pairwise(ends)]
+        return tuple(lengths)
 
     @cached_property
     def units(self) -> dict[Axis, tuple[int, ...]]:
         """Units of each rank, for each axis along which the program shards a tensor."""
-        sharded = [i for i in self.program.instructions if i.output.kind == "sharded"]
-        used = {self.graph.axes[i.tensor, i.output.dim] for i in sharded}
+        used = set[Axis]()
+        for instruction in self.program.instructions:
+            layout = instruction.output
+            if layout.kind == "sharded":
+                used.add(self.graph.axes[instruction.tensor, layout.dim])
         ordered = sorted(used, key=lambda axis: axis.name)
         return {axis: self.shares.lengths(axis.name) for axis in ordered}
 
@@ -90,7 +96,9 @@ class _Pairs:
     """Pairs of program and ratios under one charge for memory, and the best of those that fit."""
 
     def __init__(self, table: CostTable, pinned: Mapping[str, int], whole: bool) -> None:
-        self.table, self.pinned, self.whole = table, dict(pinned), whole
+        self.table = table
+        self.pinned = dict(pinned)
+        self.whole = whole
         self.best: tuple[float, Program, Shares] | None = None
         self.has_refused = False
         self.tightest: tuple[float, int, float] = (float("inf"), 0, 0.0)
@@ -99,24 +107,24 @@ class _Pairs:
         return Shares(self.table.graph, ratios, self.whole)
 
     def search(self, ratios: Ratios, charge: Sequence[float]) -> Program:
-        return ProgramSearch(
-            self.table, self.shares(ratios), self.pinned, tuple(charge)
-        ).dynamic_program()[1]
+        search = ProgramSearch(self.table, self.shares(ratios), self.pinned, tuple(charge))
+        _, program = search.dynamic_program()
+        return program
 
     def judge(self, program: Program, ratios: Ratios) -> float:
-        """Seconds of a pair, infinite where it does not fit; the best is kept."""
+        """Return the seconds of a pair, infinite if it does not fit; keep the best pair."""
         shares = self.shares(ratios)
         used = self.table.program_bytes(program, shares)
-        over = used / self.table.limits
-        worst = int(over.argmax())
-        if over[worst] < self.tightest[0]:
-            self.tightest = float(over[worst]), worst, float(used[worst])
-        if over[worst] > 1 + 1e-9:
+        filled = used / self.table.limits
+        worst = int(filled.argmax())
+        if filled[worst] < self.tightest[0]:
+            self.tightest = (float(filled[worst]), worst, float(used[worst]))
+        if filled[worst] > 1 + 1e-9:
             self.has_refused = True
             return float("inf")
         seconds = self.table.program_s(program, shares)
         if self.best is None or seconds < self.best[0] * (1 - 1e-12):
-            self.best = seconds, program, shares
+            self.best = (seconds, program, shares)
         return seconds
 
     def alternate(self, start: Ratios, charge: Sequence[float], rounds: int = ROUNDS) -> None:
@@ -161,44 +169,47 @@ def synthesize(
             f"every program of it needs {table.least_bytes / GIB:.2f} GiB in all, they have",
             table.limits.sum(),
         )
-    if ratios is not None:
+    if ratios is None:
+        starts = _starts(table, segments)
+    else:
         check_ratios(ratios, table.num_devices, "the cluster")
+        starts = [ratios]
     pairs = _Pairs(table, pinned or {}, whole)
-    starts = _starts(table, segments) if ratios is None else [ratios]
     for start in starts:
         pairs.judge(pairs.search(start, ()), start)
     if ratios is None and pairs.best is not None:
         pairs.alternate(pairs.best[2].ratios, ())
     if pairs.has_refused:
-        _heed_memory(pairs, starts, ratios is None, is_late)
+        _search_with_charges(pairs, starts, ratios is None, is_late)
     if pairs.best is None:
         _, worst, need = pairs.tightest
         name = table.cluster.devices[worst].name
-        told = (
+        reason = (
             f"in the program that comes nearest, device '{name}' needs {need / GIB:.2f} GiB, it has"
         )
-        raise _fits_no_mix(table, told, table.limits[worst])
+        raise _fits_no_mix(table, reason, table.limits[worst])
     if ratios is None and whole and table.num_devices <= MOST_MOVED:
         _move_units(pairs)
     seconds, program, shares = pairs.best
-    used = tuple(float(x) for x in table.program_bytes(program, shares))
+    used = table.program_bytes(program, shares)
     shares = _cleared(PlacedProgram(table.graph, program, shares))
-    plan = SpmdPlan(table.graph, program, shares, seconds, used, pairs.has_refused)
+    bytes_by_device = tuple(map(float, used))
+    plan = SpmdPlan(table.graph, program, shares, seconds, bytes_by_device, pairs.has_refused)
     if ratios is not None:
-        check_rounded(
-            ratios, [*plan.units.values()], [device.name for device in table.cluster.devices]
-        )
+        names = [device.name for device in table.cluster.devices]
+        check_rounded(ratios, list(plan.units.values()), names)
     return plan
 
 
-def _heed_memory(
+def _search_with_charges(
     pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_late: Callable[[], bool]
 ) -> None:
-    """Searches with charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher
-    one finds nothing better. They rise by four, from a hundredth of a step for all of a device's
-    memory.
+    """Search with charges for bytes until a higher charge finds nothing better.
+
+    This is a Lagrangian relaxation, so nothing is proved. Charges rise by a factor of four, from a
+    hundredth of a step for all of a device's memory.
     """
-    idle = 0
+    num_idle = 0
     table = pairs.table
     step_s = table.program_s(pairs.search(starts[-1], ()), pairs.shares(starts[-1]))
     for number in range(CHARGES):
@@ -210,22 +221,31 @@ def _heed_memory(
                 pairs.alternate(start, charge, CHARGED_ROUNDS)
             else:
                 pairs.judge(pairs.search(start, charge), start)
-        idle = idle + 1 if pairs.best is None and pairs.tightest[0] > 0.99 * nearest else 0
-        if (pairs.best is not None and (pairs.best is before or is_late())) or (
-            idle >= 2 and number >= TELLING_CHARGE
-        ):
+        if pairs.best is not None:
+            if pairs.best is before or is_late():
+                return
+            continue
+        comes_nearer = pairs.tightest[0] <= 0.99 * nearest
+        num_idle = 0 if comes_nearer else num_idle + 1
+        if num_idle >= 2 and number >= TELLING_CHARGE:
             return
 
 
 def _starts(table: CostTable, segments: int) -> list[Ratios]:
-    """Ratios to begin at: those that can be optimal, evenly chosen where they are many, and
-    memory's proportions.
+    """Return the ratios to begin at: those that can be optimal, and memory's proportions.
+
+    If many can be optimal, they are evenly chosen from them.
     """
-    found = closed_form([float(speed) for speed in table.speeds])
-    if len(found) > STARTS:
-        found = [found[round(at * (len(found) - 1) / (STARTS - 1))] for at in range(STARTS)]
+    optimal = closed_form([float(speed) for speed in table.speeds])
+    found = optimal
+    if len(optimal) > STARTS:
+        found = []
+        for number in range(STARTS):
+            index = round(number * (len(optimal) - 1) / (STARTS - 1))
+            found.append(optimal[index])
     if np.isfinite(table.limits).all():
-        found.append(tuple(float(x) for x in table.limits / table.limits.sum()))
+        by_memory = table.limits / table.limits.sum()
+        found.append(tuple(map(float, by_memory)))
     return [(row,) * segments for row in dict.fromkeys(found)]
 
 
@@ -237,20 +257,26 @@ def _move_units(pairs: _Pairs) -> None:
     assert pairs.best is not None
     used = PlacedProgram(pairs.table.graph, *pairs.best[1:]).units
     units = max((axis.units for axis in used if axis.is_batch), default=0)
-    for _ in range(units and 2 * pairs.table.num_devices):
+    if units == 0:
+        return
+    for _ in range(2 * pairs.table.num_devices):
         before, program, shares = pairs.best
         counts = round_to_units(shares.ratios[0], units)
         for source, target in itertools.permutations(range(len(counts)), 2):
             if counts[source]:
-                moved = [c - (j == source) + (j == target) for j, c in enumerate(counts)]
-                pairs.judge(program, (tuple(c / units for c in moved), *shares.ratios[1:]))
+                moved = list(counts)
+                moved[source] -= 1
+                moved[target] += 1
+                row = tuple(count / units for count in moved)
+                pairs.judge(program, (row, *shares.ratios[1:]))
         if pairs.best[0] >= before * (1 - 1e-9):
             return
 
 
 def _cleared(placed: PlacedProgram) -> Shares:
-    """Shares of 0 for devices that round to nothing; as they were where the others' units would not
-    stay.
+    """Return the shares with 0 for devices that round to nothing.
+
+    They stay as they were if the others' units would change.
     """
     idle = [placed.idle(rank) for rank in range(len(placed.shares.ratios[0]))]
     if not any(idle):
@@ -258,11 +284,13 @@ def _cleared(placed: PlacedProgram) -> Shares:
     rows = np.where(idle, 0.0, np.array(placed.shares.ratios))
     shares = Shares(placed.graph, normalised_rows(rows), placed.shares.whole)
     other = PlacedProgram(placed.graph, placed.program, shares)
-    return other.shares if other.units == placed.units else placed.shares
+    if other.units != placed.units:
+        return placed.shares
+    return shares
 
 
-def _fits_no_mix(table: CostTable, told: str, has: float) -> InfeasibleError:
+def _fits_no_mix(table: CostTable, reason: str, has: float) -> InfeasibleError:
     return InfeasibleError(
-        f"the model fits no mix of these {table.num_devices} devices: {told} {has / GIB:.2f} GiB;"
+        f"the model fits no mix of these {table.num_devices} devices: {reason} {has / GIB:.2f} GiB;"
         " add devices, or lower the batch or the sequence length"
     )

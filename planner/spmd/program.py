@@ -47,13 +47,20 @@ class Program:
     instructions: tuple[Instruction, ...]
 
     @cached_property
+    def loads(self) -> tuple[Instruction, ...]:
+        """Instructions that load a leaf."""
+        return tuple(each for each in self.instructions if each.op == "load")
+
+    @cached_property
     def storage(self) -> dict[str, TensorLayout]:
         """Layout of each leaf as a rank holds it; for a parameter, that of its training state."""
-        return {i.tensor: i.output for i in self.instructions if i.op == "load"}
+        return {load.tensor: load.output for load in self.loads}
 
     def check(self, graph: Graph) -> None:
-        """AssertionError unless every instruction is derivable from those before it and the loss
-        ends partial.
+        """Check that every instruction is derivable from those before it.
+
+        Raises:
+            AssertionError: one is not, or the loss does not end partial.
         """
         known: set[Property] = set()
         for instruction in self.instructions:
@@ -71,18 +78,21 @@ def _is_sound(graph: Graph, instruction: Instruction) -> bool:
     if instruction.op == "load":
         return node.kind != "op" and instruction.output in leaf_layouts(graph, node)
     if instruction.op == "compute":
-        rules = [rule for rule in rules_of(graph, node) if rule.inputs == layouts]
-        if all(rule.output != instruction.output for rule in rules):
+        names = tuple(name for name, _ in instruction.inputs)
+        if names != node.inputs:
             return False
-        return tuple(name for name, _ in instruction.inputs) == node.inputs
-    return (
-        len(layouts) == 1 and conversion_between(layouts[0], instruction.output) == instruction.op
-    )
+        for rule in rules_of(graph, node):
+            if rule.inputs == layouts and rule.output == instruction.output:
+                return True
+        return False
+    if len(layouts) != 1:
+        return False
+    return conversion_between(layouts[0], instruction.output) == instruction.op
 
 
 def layouts_of(graph: Graph, name: str) -> tuple[TensorLayout, ...]:
     """Return the layouts that a tensor can be converted to."""
-    return (REPLICATED, PARTIAL, *(TensorLayout("sharded", dim) for dim in graph.dims(name)))
+    return (REPLICATED, PARTIAL, *graph.sharded_layouts(name))
 
 
 def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
@@ -92,8 +102,8 @@ def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
     for source, target in itertools.product(layouts, repeat=2):
         op = conversion_between(source, target)
         if op is not None:
-            inputs = ((name, source),)
-            found += [Instruction(op, name, inputs, target, "", each) for each in CONVERSIONS[op]]
+            for variant in CONVERSIONS[op]:
+                found.append(Instruction(op, name, ((name, source),), target, "", variant))
     return tuple(found)
 
 
@@ -111,5 +121,6 @@ def explain_tensors(graph: Graph, program: Program) -> list[dict[str, Any]]:
             "shape": list(node.shape),
             "instructions": [],
         }
-        entries.setdefault(node.name, head)["instructions"].append(str(instruction))
+        entry = entries.setdefault(node.name, head)
+        entry["instructions"].append(str(instruction))
     return list(entries.values())

@@ -25,10 +25,16 @@ def closed_form(speeds: Sequence[float]) -> list[tuple[float, ...]]:
 
 
 def check_ratios(ratios: Sequence[Sequence[float]], workers: int, what: str) -> None:
-    """ConfigError unless they are one or two rows of shares."""
-    if len(ratios) not in (1, 2) or any(
-        len(row) != workers or min(row) < 0 or not np.isclose(sum(row), 1.0) for row in ratios
-    ):
+    """Check that ratios are one or two rows of shares.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    is_valid = len(ratios) in (1, 2)
+    for row in ratios:
+        if len(row) != workers or min(row) < 0 or not np.isclose(sum(row), 1.0):
+            is_valid = False
+    if not is_valid:
         raise ConfigError(
             f"ratios of {what} must be one or two rows of {workers} shares, one a worker, none"
             " below 0, with the sum 1"
@@ -38,12 +44,19 @@ def check_ratios(ratios: Sequence[Sequence[float]], workers: int, what: str) -> 
 def check_rounded(
     ratios: Sequence[Sequence[float]], units: Sequence[Sequence[int]], names: Sequence[str]
 ) -> None:
-    """ConfigError where the ratio of a worker (by name) is not 0, but gives it none of the units
-    that are divided (a row an axis).
+    """Check that each worker whose ratio is not 0 gets some units.
+
+    units: those of each worker, a row for each axis that is cut. names: the workers.
+
+    Raises:
+        ConfigError: a worker gets none.
     """
+    if not units:
+        return
     for rank, name in enumerate(names):
         share = max(row[rank] for row in ratios)
-        if units and share > 0 and not any(row[rank] for row in units):
+        has_units = any(row[rank] for row in units)
+        if share > 0 and not has_units:
             most = max(map(sum, units))
             raise ConfigError(
                 f"the ratio {share:g} of '{name}' rounds to nothing: what is divided has at most"
@@ -54,15 +67,15 @@ def check_rounded(
 def linear_program(
     table: CostTable, program: Program, shares: Shares
 ) -> tuple[tuple[float, ...], ...]:
-    """The ratios, a tuple for each segment of `shares`, with the least seconds of a program; memory
-    of each device kept (HiGHS).
+    """Return the ratios with the least seconds of a program, a tuple for each segment of `shares`.
 
-    Variables: the ratios, one for each segment and device, and the seconds of each sort of term.
-    InfeasibleError where the program fits no ratios.
+    The memory limit of each device is kept. The solver is HiGHS.
+
+    Raises:
+        InfeasibleError: the program fits no ratios.
     """
-    from scipy.optimize import (
-        linprog,
-    )  # a fifth of a second, which other strategies need not wait for
+    # Other strategies do not use scipy's solvers, whose import takes a fifth of a second.
+    from scipy.optimize import linprog
     from scipy.sparse import csr_array
 
     grouped = _grouped(table, program, shares)
@@ -70,31 +83,49 @@ def linear_program(
         return shares.ratios
     n = table.num_devices
     segments = len(shares.ratios)
+
+    # Variables: the ratios by segment and device, then the seconds of each group of terms.
+    num_variables = segments * n + len(grouped)
     blocks = list[Floats]()
     bounds = list[Floats]()
     for number, (work, used) in enumerate(grouped):
-        fixed, whole = (np.zeros(n), np.ones(n)) if work is None else table.line(work)
+        if work is None:
+            fixed = np.zeros(n)
+            whole = np.ones(n)
+        else:
+            fixed, whole = table.line(work)
+        # fixed + ratio * whole <= the group's seconds, on each device
         for segment in used:
-            blocks.append(np.zeros((n, segments * n + len(grouped))))
-            blocks[-1][:, segment * n : (segment + 1) * n] = np.diag(whole)
-            blocks[-1][:, segments * n + number] = -1.0
+            block = np.zeros((n, num_variables))
+            block[:, segment * n : (segment + 1) * n] = np.diag(whole)
+            block[:, segments * n + number] = -1.0
+            blocks.append(block)
             bounds.append(-fixed)
+
     kept, shared = _memory(table, program, shares)
-    finite = np.isfinite(table.limits)
-    blocks.append(
-        np.hstack([np.eye(n) * size / GIB for size in shared] + [np.zeros((n, len(grouped)))])[
-            finite
-        ]
-    )
-    bounds.append(((table.limits - kept) / GIB)[finite])
+    is_limited = np.isfinite(table.limits)
+    block = np.zeros((n, num_variables))
+    for segment, size in enumerate(shared):
+        block[:, segment * n : (segment + 1) * n] = np.eye(n) * size / GIB
+    blocks.append(block[is_limited])
+    bounds.append(((table.limits - kept) / GIB)[is_limited])
+
     objective = np.concatenate([np.zeros(segments * n), list(grouped.values())])
-    sums = np.hstack([np.kron(np.eye(segments), np.ones(n)), np.zeros((segments, len(grouped)))])
-    limits = csr_array(np.vstack(blocks)), np.concatenate(bounds)
-    answer = linprog(objective, *limits, csr_array(sums), np.ones(segments), method="highs")
+    sums = np.zeros((segments, num_variables))
+    sums[:, : segments * n] = np.kron(np.eye(segments), np.ones(n))
+    answer = linprog(
+        objective,
+        A_ub=csr_array(np.vstack(blocks)),
+        b_ub=np.concatenate(bounds),
+        A_eq=csr_array(sums),
+        b_eq=np.ones(segments),
+        method="highs",
+    )
     if answer.status != 0:
         raise InfeasibleError(
             f"no ratios let this program fit the devices' memory ({answer.message.splitlines()[0]})"
         )
+    # the solver may return a ratio slightly below 0
     ratios = np.maximum(answer.x[: segments * n].reshape(segments, n), 0.0)
     return normalised_rows(ratios)
 
@@ -110,19 +141,27 @@ def normalised_rows(rows: Floats) -> tuple[tuple[float, ...], ...]:
 def _grouped(
     table: CostTable, program: Program, shares: Shares
 ) -> dict[tuple[Work | None, tuple[int, ...]], float]:
-    """Terms that depend on the ratios, alike ones together:
+    """Group the terms that depend on the ratios.
 
-    (work, or None for wires; segments) -> how often, or wires' seconds.
+    Keys are the work, or None for communication, and the segments of its axes. Values are how often
+    the work occurs, or the seconds of a whole tensor's communication.
     """
     found: dict[tuple[Work | None, tuple[int, ...]], float] = {}
     for term, count in table.counted(program).items():
-        axes = term.axes if isinstance(term, Wire) else (term.axis,)
-        used = tuple(sorted({shares.segment(axis) for axis in axes if axis is not None}))
-        if used:
-            key = (None if isinstance(term, Wire) else term), used
-            found[key] = found.get(key, 0.0) + count * (
-                term.scaled_s if isinstance(term, Wire) else 1.0
-            )
+        work: Work | None
+        axes: tuple[str | None, ...]
+        if isinstance(term, Wire):
+            work = None
+            axes = term.axes
+            weight = term.scaled_s
+        else:
+            work = term
+            axes = (term.axis,)
+            weight = 1.0
+        segments = {shares.segment(axis) for axis in axes if axis is not None}
+        if segments:
+            key = (work, tuple(sorted(segments)))
+            found[key] = found.get(key, 0.0) + count * weight
     return found
 
 

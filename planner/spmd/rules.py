@@ -29,52 +29,58 @@ class Rule:
 def rules_of(graph: Graph, node: GraphNode) -> tuple[Rule, ...]:
     """Return the rules of a node; first the replicated one, which every operator has."""
     rules = [Rule((REPLICATED,) * len(node.inputs), REPLICATED)]
-    if node.signature is not None:
-        rules += _sharded(graph, node, node.signature)
-        for together in node.signature.linear:
-            inputs = [PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))]
-            rules.append(Rule(tuple(inputs), PARTIAL))
+    if node.signature is None:
+        return tuple(rules)
+    rules += _sharded(graph, node, node.signature)
+    for together in node.signature.linear:
+        inputs = []
+        for index in range(len(node.inputs)):
+            inputs.append(PARTIAL if index in together else REPLICATED)
+        rules.append(Rule(tuple(inputs), PARTIAL))
     return tuple(dict.fromkeys(rules))
 
 
 def _sharded(graph: Graph, node: GraphNode, signature: Signature) -> Iterator[Rule]:
     for letter in signature.letters:
-        contracted = letter in signature.contracted
-        if _dimension(node, signature, letter) not in graph.axes or not (
-            contracted or letter in signature.output
-        ):
+        is_cut = _dimension(node, signature, letter) in graph.axes
+        is_contracted = letter in signature.contracted
+        is_in_output = letter in signature.output
+        if not is_cut or not (is_contracted or is_in_output):
             continue
+
         inputs: list[TensorLayout] = []
-        for at, text in enumerate(signature.inputs):
+        for index, text in enumerate(signature.inputs):
             if letter in text:
                 inputs.append(sharded(text.index(letter)))
-            elif contracted and at in signature.additive:
+            elif is_contracted and index in signature.additive:
+                # a bias is added once, so its parts must sum up to it
                 inputs.append(PARTIAL)
             else:
                 inputs.append(REPLICATED)
-        output = PARTIAL if contracted else sharded(signature.output.index(letter))
+        output = PARTIAL if is_contracted else sharded(signature.output.index(letter))
         yield Rule(tuple(inputs), output, letter)
-        if (
-            signature.factored
-            and letter in signature.inputs[0]
-            and not contracted
-            and _owns_weights(graph, node)
-        ):
-            yield Rule((inputs[0], *(FACTORED for _ in inputs[1:])), output, letter)
+
+        cuts_data = letter in signature.inputs[0] and not is_contracted
+        if signature.factored and cuts_data and _owns_weights(graph, node):
+            weights = (FACTORED,) * (len(inputs) - 1)
+            yield Rule((inputs[0], *weights), output, letter)
 
 
 def _owns_weights(graph: Graph, node: GraphNode) -> bool:
     """Return True if all inputs but the first are parameters that no other node reads."""
-    others = [graph.by_name[name] for name in node.inputs[1:]]
-    return all(
-        other.kind == "parameter" and len(graph.consumers[other.name]) == 1 for other in others
-    )
+    for name in node.inputs[1:]:
+        is_parameter = graph.by_name[name].kind == "parameter"
+        if not is_parameter or len(graph.consumers[name]) > 1:
+            return False
+    return True
 
 
 def _dimension(node: GraphNode, signature: Signature, letter: str) -> tuple[str, int]:
     """The first (tensor, dimension) that a letter of a signature stands for."""
-    texts = zip((*node.inputs, node.name), (*signature.inputs, signature.output), strict=True)
-    return next((name, text.index(letter)) for name, text in texts if letter in text)
+    for name, text in signature.letters_by_tensor(node):
+        if letter in text:
+            return name, text.index(letter)
+    raise AssertionError(f"the signature of {node.name} has no letter {letter}")
 
 
 def axis_of(graph: Graph, node: GraphNode, letter: str) -> str:
@@ -88,5 +94,5 @@ def leaf_layouts(graph: Graph, node: GraphNode) -> tuple[TensorLayout, ...]:
 
     A leaf is an input, a constant or a parameter.
     """
-    whole = (REPLICATED,) if node.kind != "parameter" else (REPLICATED, FACTORED)
-    return (*whole, *(sharded(dim) for dim in graph.dims(node.name)))
+    whole = (REPLICATED, FACTORED) if node.kind == "parameter" else (REPLICATED,)
+    return (*whole, *graph.sharded_layouts(node.name))

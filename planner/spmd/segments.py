@@ -41,21 +41,25 @@ class Segments:
 
         Before each of them no more tensors are live than at least in the model's middle.
         """
-        live = [len(place.live) for place in self._places]
+        num_live = [len(place.live) for place in self._places]
         count = len(self._places)
-        fewest = min(live[count // 4 : 3 * count // 4 + 1])
-        return [0, *(step for step in range(1, count) if live[step] == fewest), count]
+        # the ends of a model are no layers, so they may have fewer live tensors than any layer
+        fewest = min(num_live[count // 4 : 3 * count // 4 + 1])
+        inner = [step for step in range(1, count) if num_live[step] == fewest]
+        return [0, *inner, count]
 
     def names(self, first: int, last: int) -> list[str]:
         """Return the tensors that live before a segment and those that it makes.
 
         Their order is the same in equal segments.
         """
-        low = self._places[first - 1].position + 1 if first else 0
-        return [
-            *self._places[first].live,
-            *(node.name for node in self._graph.nodes[low : self._places[last - 1].position + 1]),
-        ]
+        low = 0
+        if first:
+            low = self._places[first - 1].position + 1
+        high = self._places[last - 1].position + 1
+        names = list(self._places[first].live)
+        names += [node.name for node in self._graph.nodes[low:high]]
+        return names
 
     def key(self, first: int, last: int) -> object:
         """Return a key that is equal for segments that differ in names alone."""
@@ -63,25 +67,31 @@ class Segments:
         return tuple(self._node_key(self._graph.by_name[name], number) for name in number)
 
     def _node_key(self, node: GraphNode, number: dict[str, int]) -> object:
-        cuts = tuple(
-            (dim, self._shares.key(self._graph.axes[node.name, dim].name))
-            for dim in self._graph.dims(node.name)
-        )
+        cuts = []
+        for dim in self._graph.dims(node.name):
+            axis = self._graph.axes[node.name, dim].name
+            cuts.append((dim, self._shares.key(axis)))
+
         readers = [self._graph.nodes[reader].name for reader in self._graph.consumers[node.name]]
-        inside = (
-            tuple(number[name] for name in readers if name in number),
-            not readers or readers[-1] in number,
+        readers_inside = [number[name] for name in readers if name in number]
+        ends_inside = not readers or readers[-1] in number
+        inputs = [number.get(name, -1) for name in node.inputs]
+        costs = (
+            node.item_bytes,
+            node.needs_gradient,
+            node.flops,
+            node.backward_flops,
+            node.is_alias,
         )
-        inputs = tuple(number.get(name, -1) for name in node.inputs)
-        costs = node.item_bytes, node.needs_gradient, node.flops, node.backward_flops, node.is_alias
         return (
             node.kind,
             node.op,
-            inputs,
+            tuple(inputs),
             node.shape,
             costs,
             repr(node.signature),
-            cuts,
-            inside,
+            tuple(cuts),
+            tuple(readers_inside),
+            ends_inside,
             self._pinned.get(node.name),
         )
