@@ -128,13 +128,17 @@ class ReplicaCheck:
 
     def _checksums(self) -> list[int]:
         """Return the 64-bit checksum of each shard of `_mine`, in its order."""
-        views = [self._view(self._shared[index].shard) for index in self._mine]
-        return checksums([_bytes_of(view) for view in views])
+        contents = []
+        for index in self._mine:
+            view = self._view(self._shared[index].shard)
+            contents.append(_bytes_of(view))
+        return checksums(contents)
 
     def _view(self, shard: ShardId) -> Tensor:
         spec = self._layout.tensors[shard.tensor]
         units = self._units[shard.tensor]
-        return unit_views(spec, units, self._state[shard.tensor])[shard.unit]
+        by_unit = unit_views(spec, units, self._state[shard.tensor])
+        return by_unit[shard.unit]
 
     def repair(self, step: int) -> tuple[ReplicaMismatch, ...]:
         """Give every holder that differs the owner's bits.
@@ -186,8 +190,10 @@ class ReplicaCheck:
                     differing.add(index)
         if not differing:
             return table
-        mine = differing.intersection(self._mine)
-        self._reload({parameter_name(self._shared[index].shard.tensor) for index in mine})
+        parameters = set()
+        for index in differing.intersection(self._mine):
+            parameters.add(parameter_name(self._shared[index].shard.tensor))
+        self._reload(parameters)
         return self._exchange()
 
     def _exchange(self) -> Tensor:
@@ -219,7 +225,8 @@ class ReplicaCheck:
                 self._world.wait_on_host(work)
             elif self._me == other:
                 view = self._view(shard)
-                arrived = torch.empty(view.nbytes, dtype=torch.uint8, device=self._world.device)
+                device = self._world.device
+                arrived = torch.empty(view.nbytes, dtype=torch.uint8, device=device)
                 work = self._world.recv(arrived, owner, tag)
                 self._world.wait_on_host(work)
                 right_bits = arrived.view(view.dtype)
@@ -244,4 +251,5 @@ def judge(held: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8)

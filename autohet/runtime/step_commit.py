@@ -307,7 +307,8 @@ class Trainer(ABC):
             self.groups.check()
             self._enter("evaluate")
             self._before_evaluation()
-            seen = Vote(0.0, 0.0, tokens=0, stops=0, checkpoints=0, members=self.voter.world.size)
+            members = self.voter.world.size
+            seen = Vote(0.0, 0.0, tokens=0, stops=0, checkpoints=0, members=members)
             for index in range(rows.num_batches):
                 loss, num_targets = self._evaluate_batch(rows, index)
                 batch = self.voter.count_evaluation(loss, num_targets)
@@ -387,7 +388,9 @@ class Trainer(ABC):
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """Cast this worker's vote: one all-reduce over all workers, which decides the step."""
-        parted = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
+        parted = 0.0
+        if self.replicas is not None:
+            parted = self.replicas.contribution(self.step)
         mine = self.voter.contribution(squares, loss, num_targets, parted, self._overflows())
         # Before the vote is sent: a peer that sees its result may count on this worker's gradients.
         self.prepared = self.step

@@ -79,7 +79,9 @@ class StageGroups:
         stage = place.stage
         tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
         # Unless some stage has borders on both sides, all borders share the even ones' groups.
-        borders = ("even", "odd") if num_border_groups(plan) > 2 else ("even", "even")
+        borders = ("even", "even")
+        if num_border_groups(plan) > 2:
+            borders = ("even", "odd")
         forward = [groups.group(plan.workers, f"forward/{border}") for border in borders]
         backward = [groups.group(plan.workers, f"backward/{border}") for border in borders]
         return cls(tensor, forward, backward)
@@ -194,7 +196,8 @@ class StageTrainer(Trainer):
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
         squares = self._sync.finish()
-        return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
+        marks = (begin, passes_done, self._clock.mark())
+        return squares, loss, num_targets, marks
 
     def _begin_scaled(self) -> None:
         """Let this stage compute gradients with the step's scale; no-op unless it is in fp16."""

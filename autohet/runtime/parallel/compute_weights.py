@@ -34,7 +34,9 @@ class _Parcel:
 
     @property
     def num_elements(self) -> int:
-        return self.pieces[-1].end - self.pieces[0].offset
+        first = self.pieces[0]
+        last = self.pieces[-1]
+        return last.end - first.offset
 
     def views(self, flat: Tensor) -> Iterator[tuple[ParameterPiece, Tensor]]:
         """Yield each piece with its view in the parcel's flat tensor."""
@@ -92,7 +94,10 @@ class ComputeWeights:
         self._parcels: list[tuple[_Parcel, Group]] = []
         for index, buffer in enumerate(local.buffers):
             members = local.group_of(index)
-            if buffer.owner is not None and members is not None and local.me in members:
+            # A buffer without an owner is not sent: each holder keeps its masters.
+            if buffer.owner is None or members is None:
+                continue
+            if local.me in members:
                 parcels = _parcels(index, buffer.pieces, BUCKET_BYTES)
                 self._parcels += [(parcel, built[members]) for parcel in parcels]
         self.refresh()

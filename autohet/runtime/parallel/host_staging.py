@@ -119,8 +119,9 @@ def use_cores(plan: Plan, me: str) -> None:
     """
     own_node = node_of(me)
     beside = [worker for worker in plan.workers if node_of(worker) == own_node]
-    cores = len(os.sched_getaffinity(0)) // max(1, len(beside))
-    torch.set_num_threads(max(torch.get_num_threads(), cores))
+    num_cores = len(os.sched_getaffinity(0))
+    own_cores = num_cores // max(1, len(beside))
+    torch.set_num_threads(max(torch.get_num_threads(), own_cores))
 
 
 __all__ = ["HostStaging", "state_device", "use_cores"]

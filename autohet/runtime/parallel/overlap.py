@@ -38,7 +38,9 @@ def sums_have_one_order(plan: Plan, config: PreTrainedConfig, most: int | None =
         # Ranks of unlike shapes run unlike graphs.
         if stage.tp_shares:
             return False
-    if len(first.stages) > 1 and family_of(config).tied_head(config):
+    # A tied embedding joins the first and the last stage.
+    is_tied = family_of(config).tied_head(config)
+    if is_tied and len(first.stages) > 1:
         return False
 
     stages = [stage for stage in first.stages if stage.tp_degree > 1]

@@ -91,7 +91,11 @@ class Place:
         return self.pipeline.stages[self.stage_index + offset]
 
     def _given(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-        return tuple(transfer for transfer in transfers if transfer.source == self.worker)
+        given = []
+        for transfer in transfers:
+            if transfer.source == self.worker:
+                given.append(transfer)
+        return tuple(given)
 
 
 def place_of(plan: Plan, worker: str) -> Place | None:

@@ -56,8 +56,9 @@ class PreferenceLoss:
         margins = rewards[:, 0] - rewards[:, 1]
         counted = pairs_of(targets)
         known = margins.detach() * counted
+        num_pairs = counted.sum()
         num_preferred = (known > 0).sum()
-        self.sums += torch.stack([counted.sum(), num_preferred, known.sum()])
+        self.sums += torch.stack([num_pairs, num_preferred, known.sum()])
         agreement = F.logsigmoid(margins) * counted
         return -agreement.sum()
 

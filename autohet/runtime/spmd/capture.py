@@ -343,7 +343,10 @@ class _Reader:
 
     def _output(self, node: fx.Node) -> None:
         leaves = pytree.tree_leaves(node.args[0])
-        results = [self.values[leaf] for leaf in leaves if isinstance(leaf, fx.Node)]
+        results = []
+        for leaf in leaves:
+            if isinstance(leaf, fx.Node):
+                results.append(self.values[leaf])
         if len(results) != 1 or not isinstance(results[0], str):
             raise ConfigError(
                 f"the model returns {len(results)} tensors; it must return its loss alone"
@@ -418,7 +421,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     It acts on halves, as the library does.
     """
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    turned = torch.cat((-second, first), dim=-1)
+    return x * cos + turned * sin
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -147,7 +147,8 @@ def convert(
     lengths: returns each rank's length along a dimension of the tensor.
     """
     if conversion_between(source, target) == "slice":
-        parts: Sequence[Tensor] = tensor.split(list(lengths(target.dim)), target.dim)
+        sizes = list(lengths(target.dim))
+        parts: Sequence[Tensor] = tensor.split(sizes, target.dim)
         return parts[group.rank]
 
     def moved(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
@@ -210,8 +211,10 @@ class FactoredLinear(torch.autograd.Function):
         (gradient,) = gradients
         (x, weight) = ctx.saved_tensors
         group, dim, lengths = ctx.place
-        every_x = gathered(group, x, dim, lengths, "padded").flatten(0, -2)
-        every_gradient = gathered(group, gradient, dim, lengths, "padded").flatten(0, -2)
+        every_x = gathered(group, x, dim, lengths, "padded")
+        every_x = every_x.flatten(0, -2)
+        every_gradient = gathered(group, gradient, dim, lengths, "padded")
+        every_gradient = every_gradient.flatten(0, -2)
         x_gradient = gradient @ weight
         weight_gradient = every_gradient.mT @ every_x
         bias_gradient = every_gradient.sum(0)
@@ -250,7 +253,8 @@ class VocabularyLoss(torch.autograd.Function):
         mine = counts & (local >= 0) & (local < num_classes)
         rows = mine.nonzero().flatten()
         columns = local[rows]
-        probabilities = shifted.exp() / total[:, None] * counts[:, None]
+        probabilities = shifted.exp() / total[:, None]
+        probabilities = probabilities * counts[:, None]
         ctx.save_for_backward(probabilities, rows, columns)
         loss = -shifted[rows, columns].sum()
         if group.rank == 0:

@@ -51,7 +51,9 @@ def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, Placed
         setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype
     )
     placed = plan.spmd.placed(captured.graph)
-    constants = {name: value.to(setup.device) for name, value in captured.constants.items()}
+    constants: dict[str, Tensor] = {}
+    for name, value in captured.constants.items():
+        constants[name] = value.to(setup.device)
     return replace(captured, constants=constants), placed
 
 
