@@ -15,7 +15,7 @@ from autohet.driver.checkpoints.replication_price import (
 )
 from autohet.driver.control.observation import Observation
 from autohet.driver.planning.proposals import PlanProposal
-from autohet.runtime.job.sections import CheckpointSection
+from autohet.runtime.job.checkpoint import CheckpointSection
 from planner.cluster import Fleet
 from planner.zones import ZoneTable
 from recovery.peers.replication_targets import Peer, ReplicationTarget, replication_targets
