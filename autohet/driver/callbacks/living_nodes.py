@@ -68,5 +68,8 @@ class LivingNodes:
     @property
     def usd_per_hour(self) -> float:
         """Total price of the living nodes whose price is known."""
-        prices = [event.get("usd_per_hour") or 0.0 for event in self._arrivals.values()]
+        prices = []
+        for event in self._arrivals.values():
+            price = event.get("usd_per_hour")
+            prices.append(price or 0.0)
         return float(sum(prices))

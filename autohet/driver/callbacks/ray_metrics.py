@@ -63,10 +63,12 @@ class RayMetrics:
         self._tags = {"job": job}
         self._gauges = {}
         for name, (description, keys) in GAUGES.items():
-            self._gauges[name] = Gauge(name, description, ("job", *keys))
+            tag_keys = ("job", *keys)
+            self._gauges[name] = Gauge(name, description, tag_keys)
         self._counters = {}
         for name, (description, keys) in COUNTERS.items():
-            self._counters[name] = Counter(name, description, ("job", *keys))
+            tag_keys = ("job", *keys)
+            self._counters[name] = Counter(name, description, tag_keys)
         self._living = LivingNodes()
         self._zones = ZoneBill()
         self._types: set[str] = set()
@@ -86,8 +88,9 @@ class RayMetrics:
                 self._take_step(event)
             case "reconfigure":
                 cause = event["cause"]
+                seconds = event["seconds"]["total"]
                 self._count("autohet_changes", 1, cause=cause)
-                self._count("autohet_lost_seconds", event["seconds"]["total"], cause=cause)
+                self._count("autohet_lost_seconds", seconds, cause=cause)
                 self._count("autohet_lost_steps", event["steps_lost"], cause=cause)
             case "restore":
                 for tier, num_bytes in event["bytes_by_tier"].items():

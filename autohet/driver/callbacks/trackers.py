@@ -54,7 +54,8 @@ class Scalars:
             return self._step, _present(_step_values(event))
         if kind == "evaluation":
             # The state after n updates is that of step n - 1, which has been logged.
-            step = max(0, int(event["step"]) - 1)
+            num_updates = int(event["step"])
+            step = max(0, num_updates - 1)
             values = {"evaluation_loss": event["evaluation_loss"]}
             for name in REWARDS:
                 values[f"evaluation_{name}"] = event.get(name)
@@ -182,9 +183,12 @@ class WeightsAndBiases:
 
     def __init__(self, run: TrackedRun) -> None:
         entry = run.entry
-        self._run = importlib.import_module("wandb").init(
-            project=run.choose(entry.project, ("WANDB_PROJECT",), "autohet"),
-            name=run.choose(entry.name, ("WANDB_NAME",), run.job),
+        project = run.choose(entry.project, ("WANDB_PROJECT",), "autohet")
+        name = run.choose(entry.name, ("WANDB_NAME",), run.job)
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=project,
+            name=name,
             group=entry.group,
             tags=list(entry.tags) or None,
             config=dict(run.config),
@@ -225,8 +229,10 @@ class MLflow:
 
     def _newest_logged_step(self, run_id: str) -> int:
         """Return the newest step whose loss a run has; MLflow would keep a step twice."""
-        history = self._mlflow.MlflowClient().get_metric_history(run_id, "loss")
-        return max((int(each.step) for each in history), default=-1)
+        client = self._mlflow.MlflowClient()
+        history = client.get_metric_history(run_id, "loss")
+        steps = [int(entry.step) for entry in history]
+        return max(steps, default=-1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         metrics = {name.replace("/", "."): value for name, value in values.items()}
@@ -323,7 +329,8 @@ class TrackerIds:
 
     def write(self, ids: Mapping[str, str]) -> None:
         try:
+            text = json.dumps(dict(ids))
             with closing(open_storage(self._uri)) as storage:
-                storage.put(IDS_NAME, json.dumps(dict(ids)).encode())
+                storage.put(IDS_NAME, text.encode())
         except StorageError as error:
             logger.warning("Trackers will begin new runs after a restart: %s", error)

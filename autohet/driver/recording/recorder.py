@@ -113,7 +113,8 @@ class Recorder:
     def _write(self, line: Mapping[str, Any], before: str = "") -> None:
         try:
             if not self._file.closed:
-                self._file.write(before + json.dumps(line) + "\n")
+                text = json.dumps(line)
+                self._file.write(f"{before}{text}\n")
         except OSError as error:
             self._end(error)
 

@@ -285,16 +285,22 @@ def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the facts in a first line. Raises ConfigError where it is not of this version."""
     if document.get("version") != VERSION:
         raise no_record(path)
-    return {name: decode(fact) for name, fact in document.items() if name != "version"}
+    facts = {}
+    for name, fact in document.items():
+        if name != "version":
+            facts[name] = decode(fact)
+    return facts
 
 
 def memory_at_start(
     header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBuilder
 ) -> JobMemory:
     """Return the recorded run's memory as it was before its first tick."""
-    memory = JobMemory(header["job"], planning, orders)
-    if header.get("market") is not None:
-        memory.buyer = Buyer(header["job"], planning, header["market"])
+    job = header["job"]
+    memory = JobMemory(job, planning, orders)
+    market = header.get("market")
+    if market is not None:
+        memory.buyer = Buyer(job, planning, market)
     memory.generation = header["generation"]
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:

@@ -80,7 +80,10 @@ def decode(document: Any) -> Any:
     found = _class(kind)
     if issubclass(found, Enum):
         return found(of)
-    values = {name: decode(item) for name, item in document.items() if name != "@"}
+    values = {}
+    for name, item in document.items():
+        if name != "@":
+            values[name] = decode(item)
     return found(**values)
 
 
@@ -128,13 +131,15 @@ def _read_fields(kind: Any) -> Fields | None:
             # A field that `repr` leaves out is a secret.
             if field.init and field.repr:
                 has_default = field.default is not dataclasses.MISSING
-                found.append((field.name, field.default if has_default else _NONE))
+                default = field.default if has_default else _NONE
+                found.append((field.name, default))
         return tuple(found)
     if issubclass(kind, msgspec.Struct):
         found = []
         for member in msgspec.structs.fields(kind):
             has_default = member.default is not msgspec.NODEFAULT
-            found.append((member.name, member.default if has_default else _NONE))
+            default = member.default if has_default else _NONE
+            found.append((member.name, default))
         return tuple(found)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         defaults = kind._field_defaults
@@ -145,4 +150,5 @@ def _read_fields(kind: Any) -> Fields | None:
 def _is_default(value: Any, default: Any) -> bool:
     is_plain = value is None or isinstance(value, bool | int | float | str | tuple)
     # The types, too, since 1 == 1.0 == True.
-    return is_plain and type(value) is type(default) and value == default
+    is_same_type = type(value) is type(default)
+    return is_plain and is_same_type and value == default
