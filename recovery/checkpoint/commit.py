@@ -125,6 +125,7 @@ def commit_checkpoint(
     if committed is not None and not of_present_history(ancestry, committed.generation, step):
         if committed.generation > (ancestry.newest or 0):
             raise Superseded(storage.uri, committed.generation, "unknown")
+        # Its data files stay until they are old enough for `remove_orphans`.
         storage.delete([step_prefix(step) + MANIFEST_NAME])
     elif committed is not None:
         return _same_state(storage, committed, facts.job, layout.tensors)

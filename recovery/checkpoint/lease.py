@@ -115,7 +115,7 @@ class DriverLease:
             now = {info.name: info for info in self._others()}
             for name in now.keys() & seen.keys():
                 is_renewed = now[name].modified_s != seen[name].modified_s
-                # A driver that only waits, too, gives way to the name that is first.
+                # Of drivers that wait, the first by name goes on; a holder stays.
                 if is_renewed and (name < self.name or self._is_taken(name)):
                     self.release()
                     driver = name.removeprefix(PREFIX).removesuffix(".lease")

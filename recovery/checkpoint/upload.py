@@ -290,6 +290,7 @@ class Uploader:
                 if time.monotonic() + pause_s > until or self._abandoned.is_set():
                     raise
                 self._note_failure(step, error)
+                # Abandoned meanwhile: a later upload waits for this thread.
                 if self._abandoned.wait(pause_s):
                     raise
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)

@@ -145,6 +145,7 @@ class AgentStore:
                 try:
                     yield kind, self._open(kind, path)
                 except SnapshotUncommitted:
+                    # Its writer is at work on it, or has died: there is nothing to report.
                     continue
                 except SnapshotError as error:
                     problems.append(str(error))

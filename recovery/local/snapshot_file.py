@@ -74,6 +74,7 @@ class SnapshotFile:
             self._positions = {shard: number for number, shard in enumerate(self.map.extents)}
             self.commit, self._checksums = self._read_commit()
         except BaseException:
+            # The caller gets no object that it could close.
             self._map.close()
             raise
 

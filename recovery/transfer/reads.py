@@ -141,7 +141,8 @@ class Reads:
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self._watched: dict[_Attempt, Fetch] = {}
-        self._too_slow: set[tuple[str, str]] = set()  # tier and node of what was too slow
+        self._too_slow: set[tuple[str, str]] = set()
+        """Tier and node of the sources that were overtaken."""
         self._over = threading.Event()
         self._threads = TierThreads(to_device=self.to_device)
         self._watcher: threading.Thread | None = None
@@ -167,7 +168,7 @@ class Reads:
 
     def start(self, fetch: Fetch) -> Future[None]:
         """Start a fetch. One thread calls it; its future raises Cancelled, or a fault of ours."""
-        # Live workers give only by messages, and those of this shard have failed already.
+        # Live workers serve nobody: they give in the messages that the schedule has fixed.
         readable = tuple(source for source in fetch.sources if source.kind != "worker")
         first = self.tier(readable[0]) if readable else "memory"
         asked = Fetch(readable, fetch.shards, fetch.expected_s)
@@ -248,6 +249,7 @@ class Reads:
         try:
             return call_until(attempt, lambda: self._read(attempt, {}), str(attempt.source))
         except Cancelled:
+            # Only the whole restore's end is passed on: that of the attempt leads to its hedge.
             check(self.cancelled, str(attempt.source))
             return []
         finally:
