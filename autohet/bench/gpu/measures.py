@@ -68,22 +68,23 @@ def parity(machine: Machine) -> dict[str, Any]:
     cpu = torch.device("cpu")
     found = dict[str, Any]()
     wanted = _losses(machine, "fp32", cpu, by_plain=True)
+    wrong = []
     for precision, limit in (("fp32", FP32_TOLERANCE), ("bf16", BF16_TOLERANCE)):
-        if (
-            precision == "bf16"
-            and machine.device_type == "cuda"
-            and torch.cuda.get_device_capability(0) < (8, 0)
-        ):
+        if precision == "bf16" and _emulates_bf16(machine):
             found[precision] = "not measured: this GPU only emulates bf16"
             continue
         losses = _losses(machine, precision, machine.device)
         error = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
         found |= {precision: error, f"{precision}_limit": limit}
-    measured = [name for name in ("fp32", "bf16") if isinstance(found[name], float)]
-    worst = [name for name in measured if found[name] > found[f"{name}_limit"]]
-    if worst:
-        raise Failed(f"losses in {', '.join(worst)} are not those of plain fp32 training", found)
+        if error > limit:
+            wrong.append(precision)
+    if wrong:
+        raise Failed(f"losses in {', '.join(wrong)} are not those of plain fp32 training", found)
     return found
+
+
+def _emulates_bf16(machine: Machine) -> bool:
+    return machine.device_type == "cuda" and torch.cuda.get_device_capability(0) < (8, 0)
 
 
 def _losses(
@@ -132,6 +133,9 @@ def snapshots(machine: Machine) -> dict[str, Any]:
         finally:
             writer.close()
         back = restored(machine, Path(directory) / "back", WORKER, layout, trainer.state)
+    copies_a_step = None
+    if machine.device_type == "cuda":
+        copies_a_step = copies.large_bytes / state_bytes / MEASURED_STEPS
     figures = {
         "state_bytes": state_bytes,
         "newest_step": newest,
@@ -139,11 +143,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
         "step_with_snapshot_s": with_snapshot,
         "slowdown": with_snapshot / bare - 1,
         "snapshot_s": statistics.median(took),
-        "copies_of_state_a_step": (
-            copies.large_bytes / state_bytes / MEASURED_STEPS
-            if machine.device_type == "cuda"
-            else None
-        ),
+        "copies_of_state_a_step": copies_a_step,
         "pageable_bytes": copies.pageable_bytes,
         "device_bytes_after_2_and_20_snapshots": held,
         **back,
@@ -172,8 +172,8 @@ def _judge_snapshots(figures: dict[str, Any], newest: int) -> None:
     if not figures["restored"]:
         raise Failed("what was restored is not what the snapshot was made of", figures)
     copied_once = ratio is None or 0.99 < ratio < 1.01
-    pageable = figures["pageable_bytes"] > PAGEABLE_SHARE * figures["state_bytes"]
-    if figures["newest_step"] != newest or not copied_once or pageable:
+    is_pinned = figures["pageable_bytes"] <= PAGEABLE_SHARE * figures["state_bytes"]
+    if figures["newest_step"] != newest or not copied_once or not is_pinned:
         raise Failed("a step does not copy its state to pinned host memory exactly once", figures)
     before, after = figures["device_bytes_after_2_and_20_snapshots"]
     if after > before:
@@ -240,11 +240,20 @@ def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
 
     Returns the bytes of all of them, and of those to memory that is not pinned.
     """
-    to_host = [event for event in events if "DtoH" in event.get("name", "")]
-    copies = [event for event in to_host if "bytes" in event.get("args", {})]
-    sizes = [(int(each["args"]["bytes"]), "Pageable" in each["name"]) for each in copies]
-    large = [(size, pageable) for size, pageable in sizes if size >= SMALL_COPY_BYTES]
-    return sum(size for size, _ in large), sum(size for size, pageable in large if pageable)
+    all_bytes = 0
+    pageable_bytes = 0
+    for event in events:
+        name = event.get("name", "")
+        args = event.get("args", {})
+        if "DtoH" not in name or "bytes" not in args:
+            continue
+        size = int(args["bytes"])
+        if size < SMALL_COPY_BYTES:
+            continue
+        all_bytes += size
+        if "Pageable" in name:
+            pageable_bytes += size
+    return all_bytes, pageable_bytes
 
 
 def profile(machine: Machine) -> dict[str, Any]:
@@ -324,7 +333,6 @@ def _predicted(machine: Machine, job: Job) -> dict[str, Any]:
     if machine.device_type == "cuda":
         catalogue = predict_here(machine, job, one_worker_plan(job)).step_time_s
         figures["catalogue_step_error"] = catalogue / figures["step_s"] - 1
-    if machine.device_type == "cuda":
         figures["peak_error"] = figures["predicted_peak_bytes"] / figures["peak_bytes"] - 1
         if abs(figures["step_error"]) > STEP_ERROR or abs(figures["peak_error"]) > PEAK_ERROR:
             limits = f"{STEP_ERROR:.0%} (step), {PEAK_ERROR:.0%} (peak)"
@@ -344,11 +352,9 @@ def predict_here(machine: Machine, job: Job, plan: Plan, profile: Path | None = 
 
 
 def _fleet(machine: Machine, gpu_type: str) -> Fleet:
-    memory = (
-        torch.cuda.get_device_properties(0).total_memory
-        if machine.device_type == "cuda"
-        else 8 << 30
-    )
+    memory = 8 << 30
+    if machine.device_type == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
     kind = NodeType(
         "here",
         gpu_type,

@@ -62,9 +62,12 @@ def flows_of(
     if part.keep:
         then = before.units_of(worker)
         now = layout.units_of(worker)
-        found["kept", part.node] = sum(
-            layout.shard_bytes(s) for s in part.keep if then[s.tensor] != now[s.tensor]
-        )
+        copied = 0
+        for shard in part.keep:
+            # a tensor with the same units stays in place
+            if then[shard.tensor] != now[shard.tensor]:
+                copied += layout.shard_bytes(shard)
+        found["kept", part.node] = copied
     return [Flow(kind, source, size) for (kind, source), size in found.items() if size]
 
 
@@ -99,13 +102,9 @@ class BareSender:
             left = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
             at = 0
             while left:
-                sent = os.sendfile(
-                    connection.fileno(),
-                    self._file.fileno(),
-                    at,
-                    min(PIECE_BYTES, left, FILE_BYTES - at),
-                )
-                left = left - sent
+                piece = min(PIECE_BYTES, left, FILE_BYTES - at)
+                sent = os.sendfile(connection.fileno(), self._file.fileno(), at, piece)
+                left -= sent
                 at = (at + sent) % FILE_BYTES
 
     def close(self) -> None:
@@ -121,13 +120,14 @@ def receive_flows(
 
     `scratch` is a file on its disk, of any content, read in place of its copies there.
     """
-    own = torch.ones(
-        FILE_BYTES if any(flow.kind == "kept" for flow in flows) else 0, dtype=torch.uint8
-    )
+    keeps_some = any(flow.kind == "kept" for flow in flows)
+    own = torch.ones(FILE_BYTES if keeps_some else 0, dtype=torch.uint8)
     parts = []
     for flow in flows:
-        sizes = _split(flow.num_bytes, max(1, STREAMS // len(flows)))
-        parts += [(flow, size) for size in sizes]
+        streams = max(1, STREAMS // len(flows))
+        for size in _split(flow.num_bytes, streams):
+            parts.append((flow, size))
+
     began = time.monotonic()
     with ThreadPoolExecutor(max(1, len(parts))) as pool:
         jobs = [pool.submit(_receive, flow, size, senders, scratch, own) for flow, size in parts]
@@ -138,8 +138,11 @@ def receive_flows(
 
 
 def _split(num_bytes: int, count: int) -> list[int]:
+    """Return the bytes of each stream; the last one has the rest, and none is empty."""
     each = num_bytes // count
-    return [size for size in (*[each] * (count - 1), num_bytes - each * (count - 1)) if size]
+    sizes = [each] * (count - 1)
+    sizes.append(num_bytes - sum(sizes))
+    return [size for size in sizes if size]
 
 
 def _receive(
@@ -161,9 +164,10 @@ def _receive(
     with socket.create_connection(senders[flow.source], 60.0) as connection:
         connection.sendall(size.to_bytes(8, "little"))
         got = 0
-        while got < size and (
-            count := connection.recv_into(memory[got:], min(PIECE_BYTES, size - got))
-        ):
+        while got < size:
+            count = connection.recv_into(memory[got:], min(PIECE_BYTES, size - got))
+            if count == 0:
+                break
             got += count
     if got < size:
         raise ConnectionError(f"{flow.source} gave {got} of {size} bare bytes")
@@ -176,5 +180,6 @@ def _read_file(path: Path, memory: memoryview) -> None:
         while got < len(memory):
             count = file.readinto(memory[got : got + PIECE_BYTES])
             got += count or 0
+            # the file may be shorter than the flow: read it again
             if not count:
                 file.seek(0)

@@ -166,7 +166,10 @@ def config_of_size(state_bytes: float) -> PreTrainedConfig:
     The state is fp32 masters and Adam moments.
     """
     # A layer has 4 h^2 of attention and 3 h i of MLP, i = 2.75 h; 12 bytes of state a parameter.
-    hidden = max(16, 16 * round(math.sqrt(state_bytes / 12 / (12.25 * NUM_LAYERS)) / 16))
+    parameters = state_bytes / 12
+    exact = math.sqrt(parameters / (12.25 * NUM_LAYERS))
+    # eight heads of an even width
+    hidden = max(16, 16 * round(exact / 16))
     return load_config(
         ModelSection(
             config={
@@ -199,35 +202,36 @@ def policy_schedule(
     checksums (which takes a minute per hundred GB). The state is of STEP; the newest checkpoint, on
     its writers' disks too, of CHECKPOINT_STEP.
     """
-    before, after = (
-        layout_of_plan(plan, config) for plan in (scenario.plan_before, scenario.plan_after)
-    )
+    before = layout_of_plan(scenario.plan_before, config)
+    after = layout_of_plan(scenario.plan_after, config)
     nodes = {worker: node_of(worker) for worker in (*before.workers, *after.workers)}
     durable = Holding(Source("s3", "", storage, CHECKPOINT_STEP), before.shards)
-    staying = [worker for worker in before.workers if worker in scenario.givers]
-    disks = {}
-    for worker in staying:
+
+    live = []
+    disks = []
+    for worker in before.workers:
+        if worker not in scenario.givers:
+            continue
+        shards = before.shards_by_worker[worker]
+        live.append(Holding(Source("worker", nodes[worker], worker, STEP), shards))
         source = Source("disk", nodes[worker], worker, CHECKPOINT_STEP)
         checksums = known_checksums(before, worker, CHECKPOINT_STEP) if checked else {}
-        disks[worker] = Holding(source, before.shards_by_worker[worker], checksums)
+        disks.append(Holding(source, shards, checksums))
+
     if policy == "local_first":
-        live = [
-            Holding(Source("worker", nodes[w], w, STEP), before.shards_by_worker[w])
-            for w in staying
-        ]
-        holdings = [*live, *disks.values(), durable]
+        holdings = [*live, *disks, durable]
         step = require_restorable_step(after.shards, holdings)
-        return (
-            before,
-            after,
-            schedule(after, {w: nodes[w] for w in after.workers}, holdings, step, links),
-        )
-    local = {w: [d for d in disks.values() if d.source.node == nodes[w]] for w in after.workers}
+        after_nodes = {worker: nodes[worker] for worker in after.workers}
+        return before, after, schedule(after, after_nodes, holdings, step, links)
+
     parts = []
-    for w in after.workers:
-        held = [*local[w], durable] if policy == "restart_local" else [durable]
-        parts.append(_alone(after, w, nodes[w], held, links))
-    return before, after, _together(parts, nodes, links, after)
+    for worker in after.workers:
+        held = [durable]
+        if policy == "restart_local":
+            own_disks = [disk for disk in disks if disk.source.node == nodes[worker]]
+            held = [*own_disks, durable]
+        parts.append(_alone(after, worker, nodes[worker], held, links))
+    return before, after, _together(parts, nodes, links)
 
 
 def _alone(
@@ -243,28 +247,32 @@ def _together(
     parts: list[tuple[WorkerPart, dict[str, int]]],
     nodes: Mapping[str, str],
     links: LinkRates,
-    layout: Layout,
 ) -> TransferSchedule:
     """Combine all workers' own reads, which run at once, into one schedule.
 
     A node's workers share its disk and its link to storage.
     """
     by_node: dict[str, dict[str, float]] = {}
+    totals = dict.fromkeys(TIERS, 0)
     for part, tiers in parts:
-        lanes = by_node.setdefault(nodes[part.worker], {"disk": 0.0, "s3": 0.0})
-        lanes["disk"] += tiers["disk"] / links.disk(nodes[part.worker])
-        lanes["s3"] += tiers["s3"] / links.s3(nodes[part.worker])
-    total_s3 = sum(tiers["s3"] for _, tiers in parts) / links.s3_total_bytes_per_s
-    bound = max([total_s3, *(max(lanes.values()) for lanes in by_node.values())])
-    totals = {tier: sum(tiers[tier] for _, tiers in parts) for tier in TIERS}
-    return TransferSchedule(
-        CHECKPOINT_STEP, {part.worker: part for part, _ in parts}, bound, bound, totals
-    )
+        node = nodes[part.worker]
+        lanes = by_node.setdefault(node, {"disk": 0.0, "s3": 0.0})
+        lanes["disk"] += tiers["disk"] / links.disk(node)
+        lanes["s3"] += tiers["s3"] / links.s3(node)
+        for tier in TIERS:
+            totals[tier] += tiers[tier]
+
+    # the busiest lane of a node, or what storage gives to all nodes together
+    bound = totals["s3"] / links.s3_total_bytes_per_s
+    for lanes in by_node.values():
+        bound = max(bound, *lanes.values())
+    parts_by_worker = {part.worker: part for part, _ in parts}
+    return TransferSchedule(CHECKPOINT_STEP, parts_by_worker, bound, bound, totals)
 
 
 def missing_shards(scenario: RestoreScenario, before: Layout) -> frozenset[ShardId]:
     """Return the shards that no giver holds."""
-    held = frozenset().union(
-        *(before.shards_by_worker[worker] for worker in scenario.givers), frozenset()
-    )
+    held = set[ShardId]()
+    for worker in scenario.givers:
+        held |= before.shards_by_worker[worker]
     return before.shards - held

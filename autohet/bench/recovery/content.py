@@ -5,6 +5,7 @@ It is a function of each shard's name and of the step, so that any process can c
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -27,23 +28,19 @@ def known_content(spec: TensorSpec, unit: int, step: int) -> Tensor:
     """
     shape = spec.unit_shape(unit)
     base = zlib.crc32(f"{spec.name}:{unit}:{step}".encode()) % 65536
-    count = 1
-    for size in shape:
-        count *= size
-    return (
-        (torch.arange(count, dtype=torch.int32) % _PATTERN_PERIOD + base)
-        .to(TORCH_DTYPES[spec.dtype])
-        .view(shape)
-    )
+    numbers = torch.arange(math.prod(shape), dtype=torch.int32)
+    pattern = numbers % _PATTERN_PERIOD + base
+    return pattern.to(TORCH_DTYPES[spec.dtype]).view(shape)
 
 
 def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
     """Return a worker's whole local state with known content."""
-    units = layout.units_of(worker)
-    state = {
-        name: empty_local(layout.tensors[name], of_tensor) for name, of_tensor in units.items()
-    }
-    for shard, view in shard_views(layout.tensors, layout.shards_by_worker[worker], state).items():
+    state = {}
+    for name, units in layout.units_of(worker).items():
+        state[name] = empty_local(layout.tensors[name], units)
+
+    views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
+    for shard, view in views.items():
         view.copy_(known_content(layout.tensors[shard.tensor], shard.unit, step))
     return state
 
@@ -51,18 +48,21 @@ def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
 def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int) -> bool:
     """Return True if every shard that the worker must have is there and right."""
     views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
-    return views.keys() == layout.shards_by_worker[worker] and all(
-        torch.equal(view, known_content(layout.tensors[shard.tensor], shard.unit, step))
-        for shard, view in views.items()
-    )
+    if views.keys() != layout.shards_by_worker[worker]:
+        return False
+    for shard, view in views.items():
+        expected = known_content(layout.tensors[shard.tensor], shard.unit, step)
+        if not torch.equal(view, expected):
+            return False
+    return True
 
 
 def known_checksums(layout: Layout, worker: str, step: int) -> dict[ShardId, int]:
     """Return the checksums that the worker's snapshot of that step records."""
-    return {
-        shard: _checksum(layout.tensors[shard.tensor], shard.unit, step)
-        for shard in layout.shards_by_worker[worker]
-    }
+    found = {}
+    for shard in layout.shards_by_worker[worker]:
+        found[shard] = _checksum(layout.tensors[shard.tensor], shard.unit, step)
+    return found
 
 
 @cache

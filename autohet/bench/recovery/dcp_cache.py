@@ -42,17 +42,11 @@ def prefix_of(source: str) -> str:
 def write_known_shards(layout: Layout, step: int, directory: Path) -> None:
     """Write every shard's known content at `step`, once."""
     shards = frozenset().union(*layout.shards_by_worker.values())
-    state = {
-        _key(shard): known_content(layout.tensors[shard.tensor], shard.unit, step)
-        for shard in shards
-    }
-    dcp.save(
-        state,
-        storage_writer=dcp.FileSystemWriter(
-            directory, single_file_per_rank=False, sync_files=False
-        ),
-        no_dist=True,
-    )
+    state = {}
+    for shard in shards:
+        state[_key(shard)] = known_content(layout.tensors[shard.tensor], shard.unit, step)
+    writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, sync_files=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 def _files(directory: Path) -> dict[str, str]:
@@ -66,7 +60,8 @@ def fill_cache(source: Path, cache: Path, shards: Collection[ShardId]) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     files = _files(source)
     for shard in shards:
-        shutil.copyfile(source / files[_key(shard)], cache / files[_key(shard)])
+        name = files[_key(shard)]
+        shutil.copyfile(source / name, cache / name)
 
 
 def load(
@@ -87,20 +82,21 @@ def load(
     tiers = Counter[str]()
     absent = []
     for shard in shards:
-        there = (cache / files[_key(shard)]).exists()
-        tiers["disk" if there else "s3"] += layout.shard_bytes(shard)
-        absent += [] if there else [files[_key(shard)]]
+        name = files[_key(shard)]
+        if (cache / name).exists():
+            tiers["disk"] += layout.shard_bytes(shard)
+        else:
+            tiers["s3"] += layout.shard_bytes(shard)
+            absent.append(name)
     with ThreadPoolExecutor(DOWNLOADS) as pool:
         list(pool.map(fetch, absent))
     client.close()
-    state = {
-        name: empty_local(layout.tensors[name], units)
-        for name, units in layout.units_of(worker).items()
-    }
+
+    state = {}
+    for name, units in layout.units_of(worker).items():
+        state[name] = empty_local(layout.tensors[name], units)
     views = shard_views(layout.tensors, shards, state)
-    dcp.load(
-        {_key(shard): view for shard, view in views.items()},
-        storage_reader=dcp.FileSystemReader(cache),
-        no_dist=True,
-    )
+    # DCP loads in place
+    targets = {_key(shard): view for shard, view in views.items()}
+    dcp.load(targets, storage_reader=dcp.FileSystemReader(cache), no_dist=True)
     return state, {tier: tiers[tier] for tier in ("memory", "disk", "peer", "s3")}

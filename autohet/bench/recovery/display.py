@@ -19,18 +19,18 @@ COLOURS = ("#7f7f7f", "#9467bd", "#1f77b4", "#d62728", "#2ca02c")
 def show(document: dict[str, Any]) -> None:
     """Print the tables of the real and of the simulated part."""
     console = PlainConsole()
-    for simulated, title in (
-        (False, f"Real processes, links {document['links_scale']}"),
-        (
-            True,
-            "SIMULATED: restore schedules of published scale; the other parts by stated constants",
-        ),
-    ):
+    real_title = f"Real processes, links {document['links_scale']}"
+    simulated_title = (
+        "SIMULATED: restore schedules of published scale; the other parts by stated constants"
+    )
+    for simulated, title in ((False, real_title), (True, simulated_title)):
         found = [s for s in document["scenarios"] if s["simulated"] is simulated]
-        if found:
-            console.print(_table(title, found, console.width))
-            for scenario in found:
-                console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
+        if not found:
+            continue
+        console.print(_table(title, found, console.width))
+        for scenario in found:
+            console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
+
     console.print(_sweep(document["s3_sweep"]))
     console.print(
         f"S3: {document['durable_storage']}. Other parts:"
@@ -43,11 +43,10 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
 
     A part of a recovery that no policy measured has no column.
     """
-    results = [result for each in scenarios for result in each["policies"].values()]
-    measured = [p for p in PARTS if any(result["seconds"][p] is not None for result in results)]
-    parts = (
-        measured if width >= WIDE else [part for part in measured if part in ("rebuild", "restore")]
-    )
+    parts = _measured_parts(scenarios)
+    # a narrow terminal has room for what the policies differ in alone
+    if width < WIDE:
+        parts = [part for part in parts if part in ("rebuild", "restore")]
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("policy", no_wrap=True)
@@ -57,11 +56,23 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
     table.add_column("MB\nmoved", no_wrap=True)
     for name in ("steps\nlost", "over\nlinks", "over\nbound", "vs\ns3"):
         table.add_column(name, justify="right", no_wrap=True)
+
     for scenario in scenarios:
-        for policy, result in scenario["policies"].items():
+        policies = scenario["policies"]
+        last = list(policies)[-1]
+        for policy, result in policies.items():
             row = _row(scenario, policy, result, (*parts, "total"))
-            table.add_row(*row, end_section=policy == list(scenario["policies"])[-1])
+            table.add_row(*row, end_section=policy == last)
     return table
+
+
+def _measured_parts(scenarios: list[dict[str, Any]]) -> list[str]:
+    """Return the parts of a recovery that some policy measured."""
+    measured = set[str]()
+    for scenario in scenarios:
+        for result in scenario["policies"].values():
+            measured |= {part for part in PARTS if result["seconds"][part] is not None}
+    return [part for part in PARTS if part in measured]
 
 
 def _sweep(found: Sequence[dict[str, Any]]) -> Table:
@@ -76,32 +87,47 @@ def _sweep(found: Sequence[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right")
     for speed in dict.fromkeys(entry["s3_bytes_per_s"] for entry in found):
         ratios = [entry["bound_ratio"] for entry in found if entry["s3_bytes_per_s"] == speed]
-        table.add_row(f"{speed / 1e9:g}", *(_number(value) for value in ratios))
+        cells = [_number(ratio) for ratio in ratios]
+        table.add_row(f"{speed / 1e9:g}", *cells)
     return table
 
 
 def _row(
     scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: Sequence[str]
 ) -> list[str]:
-    first = policy == next(iter(scenario["policies"]))
-    counts = result["bytes_by_tier"].items()
-    moved = [f"{_megabytes(num_bytes)} {tier}" for tier, num_bytes in counts if num_bytes]
-    uncounted = any(num_bytes is None for num_bytes in result["bytes_by_tier"].values())
+    is_first = policy == next(iter(scenario["policies"]))
+    name = ""
+    ratio = ""
+    # the first policy's row has what holds for the whole scenario
+    if is_first:
+        name = scenario["scenario"]
+        if scenario["ratio_vs_s3_only"]:
+            ratio = f"{_number(scenario['ratio_vs_s3_only'])}x"
+
+    # a simulation copies nothing that could be wrong
+    is_wrong = result["verified"] is False and not scenario["simulated"]
     return [
-        scenario["scenario"] if first else "",
-        policy if result["verified"] is not False or scenario["simulated"] else f"{policy} WRONG",
+        name,
+        f"{policy} WRONG" if is_wrong else policy,
         result["how"],
-        *(_number(result["seconds"][part]) for part in parts),
-        "not counted" if uncounted else "\n".join(moved) or "none",
+        *[_number(result["seconds"][part]) for part in parts],
+        _moved(result["bytes_by_tier"]),
         str(result["steps_lost"]),
         _number(result.get("restore_over_limit")),
         _number(result.get("restore_over_bound")),
-        (
-            f"{_number(scenario['ratio_vs_s3_only'])}x"
-            if first and scenario["ratio_vs_s3_only"]
-            else ""
-        ),
+        ratio,
     ]
+
+
+def _moved(bytes_by_tier: dict[str, int | None]) -> str:
+    """Return the megabytes from each tier, one line each."""
+    lines = []
+    for tier, num_bytes in bytes_by_tier.items():
+        if num_bytes is None:
+            return "not counted"
+        if num_bytes:
+            lines.append(f"{_megabytes(num_bytes)} {tier}")
+    return "\n".join(lines) or "none"
 
 
 def _number(value: float | None) -> str:
@@ -131,17 +157,23 @@ def draw(document: dict[str, Any], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    scenarios = [
-        s for s in document["scenarios"] if not s["simulated"] and s["ratio_vs_limit"] is not None
-    ]
+    scenarios = []
+    for scenario in document["scenarios"]:
+        if not scenario["simulated"] and scenario["ratio_vs_limit"] is not None:
+            scenarios.append(scenario)
+
     figure, axes = pyplot.subplots(
         1, len(scenarios), figsize=(2.4 * len(scenarios) + 1.5, 4.6), sharey=True, squeeze=False
     )
+    first_axis = axes[0][0]
     for axis, scenario in zip(axes[0], scenarios, strict=True):
         _bars(axis, scenario)
-    axes[0][0].set_ylabel("seconds")
-    axes[0][0].set_ylim(top=1.1 * axes[0][0].get_ylim()[1])
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    first_axis.set_ylabel("seconds")
+    # room for the totals above the highest bar
+    _, highest = first_axis.get_ylim()
+    first_axis.set_ylim(top=1.1 * highest)
+
+    handles, labels = first_axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=len(PARTS), frameon=False)
     size = scenarios[0]["state_bytes"] / 1e6
     figure.suptitle(
@@ -156,17 +188,22 @@ def _bars(axis: Any, scenario: dict[str, Any]) -> None:
     policies = list(scenario["policies"])
     bottoms = [0.0] * len(policies)
     for part, colour in zip(PARTS, COLOURS, strict=True):
-        heights = [scenario["policies"][policy]["seconds"][part] or 0.0 for policy in policies]
+        heights = []
+        tops = []
+        for policy, bottom in zip(policies, bottoms, strict=True):
+            height = scenario["policies"][policy]["seconds"][part] or 0.0
+            heights.append(height)
+            tops.append(bottom + height)
         axis.bar(policies, heights, bottom=bottoms, color=colour, label=part, width=0.65)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        bottoms = tops
+
     for index, total in enumerate(bottoms):
         axis.text(index, total, f"{total:.1f}", ha="center", va="bottom", fontsize=8)
+    title = f"({scenario['scenario']})"
     ratio = scenario["ratio_vs_s3_only"]
-    axis.set_title(
-        f"({scenario['scenario']})  {ratio:.1f}x" if ratio else f"({scenario['scenario']})",
-        fontsize=10,
-    )
-    axis.set_xticks(
-        range(len(policies)), [policy.replace("_", "\n") for policy in policies], fontsize=7
-    )
+    if ratio:
+        title = f"{title}  {ratio:.1f}x"
+    axis.set_title(title, fontsize=10)
+    labels = [policy.replace("_", "\n") for policy in policies]
+    axis.set_xticks(range(len(policies)), labels, fontsize=7)
     axis.spines[["top", "right"]].set_visible(False)

@@ -45,11 +45,20 @@ class RestoreModel:
     work: float
 
     def seconds(self, makespan_s: float, requests: int, copy_s: float = 0.0) -> float:
-        return self.setup_s + self.per_request_s * requests + max(makespan_s, self.work * copy_s)
+        moving_s = max(makespan_s, self.work * copy_s)
+        return self.setup_s + self.per_request_s * requests + moving_s
 
     def error(self, case: MeasuredRestore) -> float:
         """Return predicted over measured seconds, less one."""
-        return self.seconds(case.makespan_s, case.requests, case.copy_s) / case.restore_s - 1
+        predicted_s = self.seconds(case.makespan_s, case.requests, case.copy_s)
+        return predicted_s / case.restore_s - 1
+
+    def to_document(self) -> dict[str, float]:
+        return {
+            "setup_s": self.setup_s,
+            "per_request_s": self.per_request_s,
+            "work": self.work,
+        }
 
 
 FITTED = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.0)
@@ -75,19 +84,20 @@ def cases_of(document: dict[str, Any]) -> list[MeasuredRestore]:
         if entry["simulated"]:
             continue
         for policy, result in entry["policies"].items():
-            if "makespan_s" in result and policy != "dcp_cache" and result["verified"]:
+            is_ours = "makespan_s" in result and policy != "dcp_cache"
+            if is_ours and result["verified"]:
                 cases.append(_case(entry["scenario"], policy, result))
     return cases
 
 
 def _case(scenario: str, policy: str, result: dict[str, Any]) -> MeasuredRestore:
     return MeasuredRestore(
-        scenario,
-        policy,
-        result["makespan_s"],
-        result["copy_s"] or 0.0,
-        result["requests"],
-        result["seconds"]["restore"],
+        scenario=scenario,
+        policy=policy,
+        makespan_s=result["makespan_s"],
+        copy_s=result["copy_s"] or 0.0,
+        requests=result["requests"],
+        restore_s=result["seconds"]["restore"],
     )
 
 
@@ -97,8 +107,12 @@ def fit(cases: Sequence[MeasuredRestore]) -> RestoreModel:
     No more than three parameters, from at least as many cases.
     """
     assert len(cases) >= 3, f"{len(cases)} cases for three parameters"
-    models = (RestoreModel(*values) for values in product(SETUP_S, PER_REQUEST_S, WORK))
-    return min(models, key=lambda model: mean(abs(model.error(case)) for case in cases))
+
+    def mean_error(model: RestoreModel) -> float:
+        return mean(abs(model.error(case)) for case in cases)
+
+    models = [RestoreModel(*values) for values in product(SETUP_S, PER_REQUEST_S, WORK)]
+    return min(models, key=mean_error)
 
 
 def held_out(cases: Sequence[MeasuredRestore], scenarios: Collection[str]) -> dict[str, Any]:
@@ -107,17 +121,17 @@ def held_out(cases: Sequence[MeasuredRestore], scenarios: Collection[str]) -> di
     Returns the parameters, the errors of these scenarios, and the mean and the worst of their
     absolute values.
     """
-    model = fit([case for case in cases if case.scenario not in scenarios])
-    kept_back = [case for case in cases if case.scenario in scenarios]
-    errors = {f"{case.scenario} {case.policy}": model.error(case) for case in kept_back}
+    fitted_to = [case for case in cases if case.scenario not in scenarios]
+    model = fit(fitted_to)
+    errors = {}
+    for case in cases:
+        if case.scenario in scenarios:
+            errors[f"{case.scenario} {case.policy}"] = model.error(case)
+
     absolute = [abs(error) for error in errors.values()]
     return {
-        "fitted_to": sorted({case.scenario for case in cases} - set(scenarios)),
-        "parameters": {
-            "setup_s": model.setup_s,
-            "per_request_s": model.per_request_s,
-            "work": model.work,
-        },
+        "fitted_to": sorted({case.scenario for case in fitted_to}),
+        "parameters": model.to_document(),
         "held_out_errors": errors,
         "mean_abs_error": mean(absolute),
         "worst_abs_error": max(absolute),
@@ -129,15 +143,14 @@ def cross_validated(cases: Sequence[MeasuredRestore]) -> dict[str, Any]:
 
     The simulation of larger models uses the model of all cases.
     """
-    folds = {name: held_out(cases, {name}) for name in sorted({case.scenario for case in cases})}
-    errors = [abs(error) for fold in folds.values() for error in fold["held_out_errors"].values()]
-    model = fit(cases)
+    folds = {}
+    errors = []
+    for name in sorted({case.scenario for case in cases}):
+        fold = held_out(cases, {name})
+        folds[name] = fold
+        errors += [abs(error) for error in fold["held_out_errors"].values()]
     return {
-        "parameters": {
-            "setup_s": model.setup_s,
-            "per_request_s": model.per_request_s,
-            "work": model.work,
-        },
+        "parameters": fit(cases).to_document(),
         "folds": folds,
         "mean_abs_error": mean(errors),
         "worst_abs_error": max(errors),

@@ -57,20 +57,28 @@ class Lanes:
         """Reserve a transfer; return its start and end (monotonic seconds) without waiting."""
         index = self.node * len(LANES) + LANES.index(lane)
         with self.free_at.get_lock():
-            start = max(self.free_at[index], time.monotonic() if not_before is None else not_before)
+            if not_before is None:
+                not_before = time.monotonic()
+            start = max(self.free_at[index], not_before)
             end = start + num_bytes / self.rate(lane)
             self.free_at[index] = end
         return start, end
 
     def pass_through(self, lanes: Sequence[str], num_bytes: int) -> None:
         """Block until the bytes would have passed all of `lanes`, in parallel."""
-        sleep_until_monotonic(max(self.reserve(lane, num_bytes)[1] for lane in lanes))
+        ends = []
+        for lane in lanes:
+            _, end = self.reserve(lane, num_bytes)
+            ends.append(end)
+        sleep_until_monotonic(max(ends))
 
 
 def sleep_until_monotonic(moment: float) -> None:
     """Sleep to a moment of the monotonic clock."""
-    while (left := moment - time.monotonic()) > 0:
+    left = moment - time.monotonic()
+    while left > 0:
         time.sleep(left)
+        left = moment - time.monotonic()
 
 
 @dataclass
@@ -102,7 +110,8 @@ class ThrottledGroup:
 
     def send(self, tensor: Tensor, to: str, tag: int) -> _Transfer:
         lane = "memory" if self._nodes[to] == self._node else "out"
-        stamp = torch.tensor(self._lanes.reserve(lane, tensor.numel()), dtype=torch.float64)
+        reserved = self._lanes.reserve(lane, tensor.numel())
+        stamp = torch.tensor(reserved, dtype=torch.float64)
         works = (self._group.send(stamp, to, 2 * tag + 1), self._group.send(tensor, to, 2 * tag))
         return _Transfer(works, stamp, tensor, None, time.monotonic())
 
@@ -118,11 +127,11 @@ class ThrottledGroup:
         for work in transfer.works:
             self._group.wait_on_host(work)
         start, end = transfer.stamp.tolist()
+        # the sender has reserved its own lane; a message from another node takes this node's too
         if transfer.source is not None and self._nodes[transfer.source] != self._node:
-            end = max(
-                end,
-                self._lanes.reserve("in", transfer.tensor.numel(), max(start, transfer.posted))[1],
-            )
+            both_ready = max(start, transfer.posted)
+            _, received = self._lanes.reserve("in", transfer.tensor.numel(), both_ready)
+            end = max(end, received)
         sleep_until_monotonic(end)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,23 +52,28 @@ class NativeNetwork:
         durable: str,
         stack: ExitStack,
     ) -> None:
-        self._network, self._rows = network, [f"row{number}" for number in range(num_nodes)]
+        self._network = network
+        self._rows = [f"row{number}" for number in range(num_nodes)]
         self._context = multiprocessing.get_context("spawn")
         self._stack = stack
         self.head = network.head
         self.durable = durable
         hosts = {row: network.add(row) for row in (*self._rows, STORAGE_NODE)}
+        self._hosts = hosts
         for row in self._rows:
             network.limit(row, links.network_bytes_per_s * 8e-6)
-        network.limit_to(STORAGE_NODE, {row: links.s3_bytes_per_s * 8e-6 for row in self._rows})
-        self._hosts = hosts
+        network.limit_to(STORAGE_NODE, dict.fromkeys(self._rows, links.s3_bytes_per_s * 8e-6))
+
         space = network.namespace(STORAGE_NODE)
         self._storage = self._process(_serve_objects, space, hosts[STORAGE_NODE], durable)
         self.endpoint, port = self._answer(self._storage)
         self._bare_storage = (hosts[STORAGE_NODE], int(port))
-        self._agents = [
-            self._process(serve_agent, network.namespace(row), hosts[row]) for row in self._rows
-        ]
+
+        self._agents = []
+        for row in self._rows:
+            agent = self._process(serve_agent, network.namespace(row), hosts[row])
+            self._agents.append(agent)
+        # all start at once, before the first of them is waited for
         for agent in self._agents:
             self._answer(agent)
 
@@ -93,18 +98,16 @@ class NativeNetwork:
         """Start agents that serve the task's directories while the block runs."""
         nodes = list(dict.fromkeys(task.node_by_worker[worker] for worker in task.participants))
         used = list(zip(nodes, self._rows, self._agents, strict=False))
-        agents: Mapping[str, tuple[str, int, str]] = {}
-        for node, _, agent in used:
-            agent.send(
-                (
-                    str(task.node_directory(node, "memory")),
-                    str(task.node_directory(node, "disk")),
-                    node,
-                )
-            )
-            agents = {**agents, node: self._answer(agent)}
-        hosts = {node: self._hosts[row] for node, row, _ in used}
-        spaces = {node: self._network.namespace(row) for node, row, _ in used}
+        agents: dict[str, tuple[str, int, str]] = {}
+        hosts = {}
+        spaces = {}
+        for node, row, agent in used:
+            memory = str(task.node_directory(node, "memory"))
+            disk = str(task.node_directory(node, "disk"))
+            agent.send((memory, disk, node))
+            agents[node] = self._answer(agent)
+            hosts[node] = self._hosts[row]
+            spaces[node] = self._network.namespace(row)
         try:
             yield Wiring(hosts, spaces, agents, self._bare_storage)
         finally:

@@ -31,9 +31,10 @@ DCP_CACHE = "dcp_cache"
 
 def requests_of(transfers: TransferSchedule) -> int:
     """Return the number of reads and messages of the busiest worker."""
-    return max(
-        (len(part.fetches) + len(part.messages) for part in transfers.parts.values()), default=0
-    )
+    most = 0
+    for part in transfers.parts.values():
+        most = max(most, len(part.fetches) + len(part.messages))
+    return most
 
 
 @dataclass(frozen=True)
@@ -63,24 +64,22 @@ class Trial:
         self._links = links
         as_policy = "restart_local" if policy == DCP_CACHE else policy
         before, after, transfers = policy_schedule(as_policy, scenario, config, links)
-        givers = scenario.givers
-        participants = (
-            scenario.participants if policy == "local_first" else scenario.plan_after.workers
-        )
+        # the other policies restart: nobody gives from memory
+        participants = scenario.plan_after.workers
+        if policy == "local_first":
+            participants = scenario.participants
+        reads_disk = policy not in ("s3_only", DCP_CACHE) and transfers.step != STEP
+        workers = (*before.workers, *after.workers)
         self.task = Task(
             name=f"{scenario.name}-{policy}-{next(_NUMBERS)}",
             before=before,
             after=after,
             transfers=transfers,
             participants=participants,
-            node_by_worker={
-                worker: node_of(worker) for worker in (*before.workers, *after.workers)
-            },
+            node_by_worker={worker: node_of(worker) for worker in workers},
             live_step=STEP,
-            givers=tuple(worker for worker in givers if worker in participants),
-            disk_step=None
-            if policy in ("s3_only", DCP_CACHE) or transfers.step == STEP
-            else CHECKPOINT_STEP,
+            givers=tuple(worker for worker in scenario.givers if worker in participants),
+            disk_step=CHECKPOINT_STEP if reads_disk else None,
             directory=places.directory,
             storage=places.storage,
             dcp_source=places.dcp_source if policy == DCP_CACHE else None,
@@ -106,7 +105,9 @@ class Trial:
 
         It is the mean of before and after.
         """
-        return sum(self.bare_s) / len(self.bare_s) if any(self.bare_s) else None
+        if not any(self.bare_s):
+            return None
+        return sum(self.bare_s) / len(self.bare_s)
 
     def run(
         self,
@@ -131,8 +132,9 @@ class Trial:
     ) -> None:
         restore_s = max(result.restore_s for result in results)
         group_s = max(result.group_s for result in results)
-        kept = self.policy == "local_first" and bool(self.task.givers)
-        rebuild_s = other_parts["rebuild"] if kept else start_s + group_s
+        # processes that give their state go on; all others are started for the new generation
+        keeps_processes = self.policy == "local_first" and bool(self.task.givers)
+        rebuild_s = other_parts["rebuild"] if keeps_processes else start_s + group_s
         self.seconds = {
             "detect": other_parts["detect"],
             "replan": other_parts["replan"],
@@ -140,19 +142,22 @@ class Trial:
             "restore": restore_s,
             "first_step": other_parts["first_step"],
         }
-        self.seconds["total"] = sum(
-            seconds for seconds in self.seconds.values() if seconds is not None
-        )
+        measured = [seconds for seconds in self.seconds.values() if seconds is not None]
+        self.seconds["total"] = sum(measured)
+
         total: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
+        s3_shards = set[ShardId]()
         for result in results:
             total.update(result.bytes_by_tier)
+            s3_shards |= result.s3_shards
         self.bytes_by_tier = dict(total)
-        self.s3_shards = frozenset().union(*(result.s3_shards for result in results))
+        self.s3_shards = frozenset(s3_shards)
         self.verified = all(result.verified for result in results)
-        self.bare_s = tuple(
-            max(each) for each in zip(*(result.bare_s for result in results), strict=True)
-        )
         self.cpu_s = sum(result.cpu_s for result in results)
+
+        # one copy before and one after the restore; each is done when its last worker is
+        copies = zip(*(result.bare_s for result in results), strict=True)
+        self.bare_s = tuple(max(seconds) for seconds in copies)
 
     def document(self) -> dict[str, Any]:
         """Return the result document with its limits.
@@ -160,8 +165,7 @@ class Trial:
         These are the links' (`limit_s`), that of bare copies of the same bytes on this machine
         (`copy_s`), and the ratio to the slower of them.
         """
-        restore_s = self.seconds["restore"]
-        bound = max(self.limit_s, self.copy_s or 0.0)
+        bound_s = max(self.limit_s, self.copy_s or 0.0)
         return {
             "seconds": self.seconds,
             "bytes_by_tier": self.bytes_by_tier,
@@ -170,9 +174,15 @@ class Trial:
             "limit_s": self.limit_s,
             "makespan_s": self.task.transfers.makespan_s,
             "requests": requests_of(self.task.transfers),
-            "restore_over_limit": restore_s / self.limit_s if self.limit_s and restore_s else None,
+            "restore_over_limit": self._restore_over(self.limit_s),
             "copy_s": self.copy_s,
             "bare_s": list(self.bare_s),
-            "restore_over_bound": restore_s / bound if bound and restore_s else None,
+            "restore_over_bound": self._restore_over(bound_s),
             "workers_cpu_s": self.cpu_s,
         }
+
+    def _restore_over(self, limit_s: float) -> float | None:
+        restore_s = self.seconds["restore"]
+        if not limit_s or not restore_s:
+            return None
+        return restore_s / limit_s

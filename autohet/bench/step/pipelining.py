@@ -9,15 +9,17 @@ the device has one.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import statistics
 import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from autohet.bench.step.sides import first_parameters, random_rows, state_of
+from autohet.bench.step.sides import autocast_of, first_parameters, random_rows, state_of
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
@@ -68,11 +70,11 @@ def measure(job: Job, steps: int, device_type: str = "cpu") -> Measured:
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
-        arguments = (job, steps, device_type, str(Path(directory) / "rendezvous"), answers)
-        size = NUM_PIPELINES * NUM_STAGES
-        processes = [
-            context.Process(target=_enter, args=(rank, *arguments)) for rank in range(size)
-        ]
+        rendezvous = str(Path(directory) / "rendezvous")
+        processes = []
+        for rank in range(NUM_PIPELINES * NUM_STAGES):
+            arguments = (rank, job, steps, device_type, rendezvous, answers)
+            processes.append(context.Process(target=_enter, args=arguments))
         for process in processes:
             process.start()
         try:
@@ -92,13 +94,12 @@ def _answer(answers: Any, processes: list[Any]) -> Measured:
             found: Measured = answers.get(timeout=0.5)
             return found
         except queue.Empty:
-            failed = [
-                process.exitcode for process in processes if process.exitcode not in (None, 0)
-            ]
-            if failed:
-                raise RuntimeError(
-                    f"a process of the benchmark ended with exit code {failed[0]}"
-                ) from None
+            # a process that failed leaves the others waiting for it
+            for process in processes:
+                if process.exitcode not in (None, 0):
+                    raise RuntimeError(
+                        f"a process of the benchmark ended with exit code {process.exitcode}"
+                    ) from None
     raise TimeoutError(f"the benchmark's processes did not answer within {DEADLINE_S:.0f} s")
 
 
@@ -107,15 +108,20 @@ def equal_plan(job: Job) -> Plan:
 
     Worker `here/r` is stage r % 2 of pipeline r // 2.
     """
-    num_layers = family_of(load_config(job.model)).num_layers(load_config(job.model))
+    config = load_config(job.model)
+    num_layers = family_of(config).num_layers(config)
     size = job.parallelism.microbatch_sequences or 1
     cut = num_layers // NUM_STAGES
     pipelines = []
     for pipeline in range(NUM_PIPELINES):
-        first, last = (f"here/{NUM_STAGES * pipeline + stage}" for stage in range(NUM_STAGES))
+        rank = NUM_STAGES * pipeline
         stages = [
-            {"first_layer": 0, "num_layers": cut, "workers": [first]},
-            {"first_layer": cut, "num_layers": num_layers - cut, "workers": [last]},
+            {"first_layer": 0, "num_layers": cut, "workers": [f"here/{rank}"]},
+            {
+                "first_layer": cut,
+                "num_layers": num_layers - cut,
+                "workers": [f"here/{rank + 1}"],
+            },
         ]
         num_microbatches = job.training.global_batch_sequences // size // NUM_PIPELINES
         pipelines.append({"num_microbatches": num_microbatches, "stages": stages})
@@ -133,14 +139,18 @@ def equal_plan(job: Job) -> Plan:
 
 def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answers: Any) -> None:
     """Run both sides in turn, in one process."""
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
+        device = torch.device(device_type, rank)
         torch.cuda.set_device(rank)
+        backend = "nccl"
     else:
+        device = torch.device("cpu")
+        # four processes share this machine's cores
         torch.set_num_threads(1)
+        backend = "gloo"
+
     size = NUM_PIPELINES * NUM_STAGES
     limit = timedelta(seconds=GROUP_TIMEOUT_S)
-    backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit
     )
@@ -154,7 +164,8 @@ def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answer
             began = time.perf_counter()
             used = time.process_time()
             losses[name].append(step())
-            mine = torch.tensor(time.process_time() - used, dtype=torch.float64, device=device)
+            own_cpu_s = time.process_time() - used
+            mine = torch.tensor(own_cpu_s, dtype=torch.float64, device=device)
             dist.all_reduce(mine)
             seconds[name].append(time.perf_counter() - began)
             cpu_s[name].append(float(mine))
@@ -220,16 +231,18 @@ class _Stage(nn.Module):
 
 def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     """Return a step of the stock schedule; it returns its loss on last stages, 0 elsewhere."""
-    training, plan = job.training, equal_plan(job)
+    training = job.training
+    plan = equal_plan(job)
     pipeline, index = divmod(rank, NUM_STAGES)
-    of_pipelines = [
-        dist.new_group([NUM_STAGES * p + s for s in range(NUM_STAGES)])
-        for p in range(NUM_PIPELINES)
-    ]
-    of_stages = [
-        dist.new_group([NUM_STAGES * p + s for p in range(NUM_PIPELINES)])
-        for s in range(NUM_STAGES)
-    ]
+    # all processes make all groups, in one order
+    size = NUM_PIPELINES * NUM_STAGES
+    of_pipelines = []
+    for first in range(0, size, NUM_STAGES):
+        of_pipelines.append(dist.new_group(list(range(first, first + NUM_STAGES))))
+    of_stages = []
+    for first in range(NUM_STAGES):
+        of_stages.append(dist.new_group(list(range(first, size, NUM_STAGES))))
+
     module = _stock_module(job, index, device)
     replica: Any = DistributedDataParallel(
         module, process_group=of_stages[index], gradient_as_bucket_view=True
@@ -242,27 +255,11 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
 
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
     parameters = list(module.parameters())
-    exempt = []
-    for path, part in module.named_modules():
-        for kind, parameter in part.named_parameters(recurse=False):
-            if is_norm_or_bias(part, f"{path}.{kind}"):
-                exempt.append(parameter)
-    known = set(exempt)
-    groups: list[dict[str, Any]] = [
-        {"params": [each for each in parameters if each not in known]},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=training.learning_rate,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        fused=device.type == "cuda" or None,
-    )
+    optimizer = _adamw(module, job, device)
     rows = random_rows(job, device)
     share = training.global_batch_sequences // NUM_PIPELINES
-    world_rank, steps = pipeline * share, iter(range(1_000_000))
+    first_row = pipeline * share
+    steps = itertools.count()
     num_targets = training.global_batch_sequences * training.sequence_length
 
     def step() -> float:
@@ -270,7 +267,7 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, number)
         optimizer.zero_grad()
-        tokens, targets = rows(number, range(world_rank, world_rank + share))
+        tokens, targets = rows(number, range(first_row, first_row + share))
         losses: list[Tensor] = []
         if index == 0:
             schedule.step(tokens)
@@ -288,6 +285,31 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     return step
 
 
+def _adamw(module: nn.Module, job: Job, device: torch.device) -> torch.optim.AdamW:
+    """Return the optimizer of a stage; norms and biases have no weight decay."""
+    decayed = []
+    exempt = []
+    for path, part in module.named_modules():
+        for kind, parameter in part.named_parameters(recurse=False):
+            if is_norm_or_bias(part, f"{path}.{kind}"):
+                exempt.append(parameter)
+            else:
+                decayed.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    training = job.training
+    return torch.optim.AdamW(
+        groups,
+        lr=training.learning_rate,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        fused=device.type == "cuda" or None,
+    )
+
+
 def _stock_module(job: Job, index: int, device: torch.device) -> _Stage:
     config = load_config(job.model)
     names = list(family_of(config).parameter_specs(config))
@@ -296,14 +318,7 @@ def _stock_module(job: Job, index: int, device: torch.device) -> _Stage:
     cut = len(model.model.layers) // NUM_STAGES
     layers = model.model.layers[:cut] if index == 0 else model.model.layers[cut:]
 
-    def autocast() -> AbstractContextManager[Any]:
-        return (
-            torch.autocast(device.type, torch.bfloat16)
-            if job.training.precision == "bf16"
-            else nullcontext()
-        )
-
-    return _Stage(model, index == 0, layers, autocast)
+    return _Stage(model, index == 0, layers, partial(autocast_of, job, device))
 
 
 def _clip(
@@ -322,6 +337,7 @@ def _clip(
 
 
 def _warm(steps: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the figures without those of the first step, which warms up."""
     return {name: each[1:] for name, each in steps.items()}
 
 

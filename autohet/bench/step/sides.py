@@ -65,11 +65,12 @@ def state_of(job: Job, layout: Layout, worker: str, device: torch.device) -> dic
     state = {}
     for name, mine in units.items():
         if name.startswith("param/"):
-            state[name] = local_slice(layout, name, mine, whole.pop(parameter_name(name))).to(
-                device
-            )
+            # popped, so that whole tensors do not pile up beside their slices
+            tensor = whole.pop(parameter_name(name))
+            state[name] = local_slice(layout, name, mine, tensor).to(device)
         else:
-            state[name] = torch.zeros(layout.tensors[name].local_shape(mine), device=device)
+            shape = layout.tensors[name].local_shape(mine)
+            state[name] = torch.zeros(shape, device=device)
     return state
 
 
@@ -92,7 +93,8 @@ def first_parameters(
         if len(shape) == 1:
             yield name, torch.ones(shape, device=device)
         else:
-            yield name, torch.randn(shape, device=device, generator=generator).mul_(0.02)
+            normal = torch.randn(shape, device=device, generator=generator)
+            yield name, normal.mul_(0.02)
 
 
 def one_worker_plan(job: Job) -> Plan:
@@ -103,6 +105,7 @@ def one_worker_plan(job: Job) -> Plan:
         "num_layers": family_of(config).num_layers(config),
         "workers": [WORKER],
     }
+    num_microbatches = job.training.global_batch_sequences // size
     return Plan.from_document(
         {
             "version": 1,
@@ -110,9 +113,7 @@ def one_worker_plan(job: Job) -> Plan:
             "global_batch_sequences": job.training.global_batch_sequences,
             "microbatch_sequences": size,
             "sequence_length": job.training.sequence_length,
-            "pipelines": [
-                {"num_microbatches": job.training.global_batch_sequences // size, "stages": [stage]}
-            ],
+            "pipelines": [{"num_microbatches": num_microbatches, "stages": [stage]}],
         }
     )
 
@@ -174,8 +175,7 @@ def _next(steps: Iterator[float], job: Job, device: torch.device) -> float:
 
 
 def autocast_of(job: Job, device: torch.device) -> AbstractContextManager[Any]:
-    return (
-        torch.autocast(device.type, torch.bfloat16)
-        if job.training.precision == "bf16"
-        else nullcontext()
-    )
+    """Return the context in which the plain side computes in the job's precision."""
+    if job.training.precision == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
