@@ -90,8 +90,14 @@ class _Hops:
     receiver: Floats
 
     def seconds(self, leaving: Floats, arriving: Floats) -> Floats:
-        sent = self.sender / np.maximum(1.0, leaving[self.leaving] * self.slices)
-        taken = self.receiver / np.maximum(1.0, arriving[self.arriving] * self.slices)
+        """Return the seconds of each transfer.
+
+        leaving, arriving: for each entry of the uses, hidden states that share the NIC.
+        """
+        leaving_flows = leaving[self.leaving] * self.slices
+        arriving_flows = arriving[self.arriving] * self.slices
+        sent = self.sender / np.maximum(1.0, leaving_flows)
+        taken = self.receiver / np.maximum(1.0, arriving_flows)
         bytes_per_s = np.minimum(self.flow, np.minimum(sent, taken))
         return np.asarray(self.alone_s + self.num_bytes / bytes_per_s)
 
@@ -319,6 +325,7 @@ class BoundaryCosts:
         # the shapes also hold if all transfers are inside nodes
         table = np.array(list(counts), dtype=np.int64).reshape(-1, len(_Row._fields))
         entry, sending, taking, sending_node, taking_node, slices = table.T
+        # slices of one transfer are one flow of hidden states
         flows = np.array(list(counts.values())) / np.maximum(slices, 1)
         period_s = max(self.work_s(pipeline), 1e-30)
         bytes_per_s = np.array(sizes)[entry] / period_s

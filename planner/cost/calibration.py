@@ -131,6 +131,7 @@ def moved(defaults: CostParameters, spreads: dict[str, float], steps: Floats) ->
     A last step beyond them moves stage_overhead_s.
     """
     values = {}
+    # a last step may be that of stage_overhead_s
     for (name, spread), step in zip(spreads.items(), steps, strict=False):
         factor = np.exp(step * spread)
         values[name] = float(getattr(defaults, name) * factor)

@@ -28,6 +28,7 @@ class Curve:
         if len(x) == 1:
             return float(y[0] * microbatch / x[0])
         if microbatch > x[-1]:
+            # the last two points alone would pass their noise on to the slope
             half = max(2, len(x) // 2)
             fitted_slope, _ = np.polyfit(x[-half:], y[-half:], 1)
             slope = max(0.0, float(fitted_slope))
@@ -62,6 +63,7 @@ def make_curve(points: Mapping[int, float]) -> Curve:
     for microbatch in microbatches:
         mean = points[microbatch]
         count = 1
+        # more sequences never take less time: a fall is noise
         while blocks and blocks[-1][0] > mean:
             before, size = blocks.pop()
             mean = (before * size + mean * count) / (size + count)

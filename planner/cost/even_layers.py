@@ -232,11 +232,13 @@ class EvenLayerTimes:
         """
         ((base, measurement),) = points.items()
         at_base = replace(asked, microbatch=base)
+        # links may be predicted slower than they were in the measurement
         most = MOST_COMMUNICATION * measurement.forward_s
         communication = min(self._communication_s(at_base), most)
         rest = measurement.forward_s - communication
         if asked.kind != "block":
             return PointSplit(base, 0.0, rest, communication)
+        # launches do not shrink with the work, so a smaller degree tells them apart
         smallest = self.measured.smallest_degree(asked.gpu_type, asked.tp_degree, asked.name, base)
         if smallest is None:
             launch = min(self.parameters.launch_s, self.parameters.launch_limit * rest)

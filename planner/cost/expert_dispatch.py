@@ -164,6 +164,7 @@ class DispatchCosts:
         They are negative if it is faster than the sum.
         """
         members = group.members
+        # rings go node by node
         ring = sorted(members, key=lambda member: member[0])
         num_bytes = self._formats.inside_bytes(group.microbatch, group.compute)
         all_reduce_s = self._links.all_reduce_s(ring, num_bytes)

@@ -83,6 +83,7 @@ class LayerCostModel:
         return LayerCosts(
             forward_s=forward_s,
             backward_s=backward_s,
+            # each holder updates its part of the state
             update_s=self._update_s(node_type, times, memory) / self._assumed.holders,
             state_bytes=memory.state_bytes,
             activation_bytes=memory.activation_bytes,

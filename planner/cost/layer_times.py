@@ -95,6 +95,7 @@ class LayerTimesByFormat:
         Source: Shoeybi et al., Megatron-LM, 2019, section 3.
         """
         kind = self._nodes.get(gpu_type)
+        # a type without a node is in the profile alone: no plan uses it
         if tp_degree == 1 or kind is None:
             return 0.0
         members = [("node", kind)] * tp_degree

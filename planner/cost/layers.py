@@ -146,6 +146,7 @@ class LayerTimeModel:
         A layer's own time is linear in the fraction between the two nearest TP degrees that are
         powers of two. The group's communication is added.
         """
+        # the TP degrees whose parts are just larger and just smaller than the fraction
         wide = 2 ** int(math.log2(1 / fraction))
         weight = 2 * wide * fraction - 1
         narrow = 2 * wide if weight < 1 else wide

@@ -153,6 +153,7 @@ class Links:
         sent = sender.inter_node_bytes_per_s / max(leaving, 1.0)
         taken = receiver.inter_node_bytes_per_s / max(arriving, 1.0)
         share = min(sent, taken) * self.parameters.efficiency_inter
+        # one flow may not fill a NIC that several flows fill
         one_flow = self.one_flow(sender, receiver, message_bytes)
         return share if one_flow is None else min(one_flow, share)
 
@@ -212,7 +213,10 @@ class Links:
         NIC, at the same time.
         """
         rate = self.bandwidth(sender, receiver, same_node, message_bytes, leaving, arriving)
-        latency_s = self.latency(True) if same_node else self.hop_latency(sender, receiver)
+        if same_node:
+            latency_s = self.latency(True)
+        else:
+            latency_s = self.hop_latency(sender, receiver)
         return latency_s + message_bytes / rate
 
     def all_reduce_s(
@@ -231,6 +235,7 @@ class Links:
             return 0.0
         nodes = dict(members)
         volume = ring_bytes(count, num_bytes)
+        # the size of a ring's messages, by which measured bandwidths differ
         chunk = num_bytes / count
         slowest = 0.0
         has_links_inside = len(nodes) < count

@@ -51,6 +51,7 @@ class MeasuredLayers:
         if found or not layers or kind != "block":
             return found or {}
         own = self.spec.blocks[int(index)] if index else None
+        # blocks of one kind take the same time wherever they are
         for other, block in enumerate(self.spec.blocks):
             points = layers.get(f"block:{other}")
             is_alike = own is None or own == block

@@ -165,6 +165,7 @@ class CostModel:
             nodes.append(replace(node, node_type=kind))
         other.fleet = replace(self.fleet, nodes=tuple(nodes))
         other.links = self.links.varied(kinds)
+        # times and bytes of layers stay: they are by GPU type and format, not by node type
         other._caches = replace(self._caches.without_stages(), layer_costs={})
         other._make_parts()
         return other

@@ -72,7 +72,8 @@ class PlanMemory:
             terms = self._stages.every_terms(pipeline, sharing)
             for i, stage in enumerate(pipeline.stages):
                 in_flight = pipeline.in_flight(i)
-                for worker, rank in zip(stage.workers, terms[i].ranks, strict=True):
+                ranks = terms[i].ranks
+                for worker, rank in zip(stage.workers, ranks, strict=True):
                     activation_bytes = in_flight * rank.activation_bytes
                     found[worker] = int(rank.held_bytes + activation_bytes)
 
@@ -292,6 +293,7 @@ class PlanMemory:
 
         They depend on its stages alone.
         """
+        # what is summed depends on neither formats, recomputation nor microbatches
         parts = []
         for pipeline in plan.pipelines:
             for stage in pipeline.stages:

@@ -108,6 +108,7 @@ def device_rates(device: GpuType, dtype: str, parameters: CostParameters) -> Dev
     measured = measured_matmul_flops(device.name, dtype)
     matmul = measured or device.peak_flops(dtype) * usual_share_of_peak(dtype)
     attention = ATTENTION_SHARE * matmul
+    # few devices have a measured rate of attention, and only in 16 bits
     row = _rows().get(device.name)
     if row is not None and row["attention_tflops"] and dtype in SIXTEEN_BITS:
         attention = float(row["attention_tflops"]) * 1e12

@@ -232,6 +232,7 @@ def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
     there_s = times.send_forward_s
     back_s = times.send_backward_s
     last = len(times.forward_s) - 1
+    # the transfers of the first microbatch are in `reach`
     again = num_microbatches - 1
     reach = 0.0
     most = 0.0

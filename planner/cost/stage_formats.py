@@ -44,6 +44,7 @@ class StageFormats:
             return stage.compute
         if not self.by_type:
             return self.precision
+        # searches ask for the same groups in thousands of plans
         known = self._known.get(stage.workers)
         if known is None:
             types = self.fleet.gpu_types_of(stage.workers)

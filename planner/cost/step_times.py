@@ -123,6 +123,7 @@ class StepTimes:
         if self._parameters.full_shard:
             return ends_s[slowest]
 
+        # it goes backward last, so that the sums of its gradients start last
         first_stage = plan.pipelines[slowest].stages[0]
         rings = Rings(self._fleet, self._links, self._rings)
         gradients_s = 0.0

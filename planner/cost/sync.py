@@ -256,6 +256,7 @@ def side_by_side(
     """
     starts = [max(free_s[worker] for worker in job.members) for job in jobs]
     events = list[SyncEvent]()
+    # links serve first what starts first
     order = sorted(range(len(rings)), key=starts.__getitem__)
     for i in order:
         start = starts[i]

@@ -227,6 +227,7 @@ def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
     costs = group_costs(cost, group, microbatch)
     even = []
     for kind in group.nodes:
+        # even groups have a power of two of GPUs
         gpus = min(group.kinds.count(kind), cost.spec.max_tp_degree)
         degree = 2 ** int(math.log2(gpus))
         even.append(_whole_s(cost, kind, degree, microbatch))

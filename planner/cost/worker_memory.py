@@ -62,6 +62,7 @@ class WorkerMemory:
         cut: float = tp_degree
         if share is not None:
             spec = spec.with_share(share)
+            # the TP degree at which even parts would be as large
             cut = 1 / share.fraction
         length = self._sequence_length
         on_rank = TokensOnRank(microbatch * length, length, compute, cut)
