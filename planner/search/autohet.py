@@ -74,7 +74,8 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
     ranked, rejected = _ranked(request, tables, known)
     if not ranked and request.is_late:  # what was left out may fit
-        ranked, rejected = _ranked(replace(request, deadline_s=math.inf), tables, known)
+        unhurried = replace(request, deadline_s=math.inf)
+        ranked, rejected = _ranked(unhurried, tables, known)
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     return Drafted(request, tables, ranked, rejected, begin)
@@ -87,25 +88,24 @@ def improved(found: Drafted) -> Answer:
     ranked = found.ranked
     chosen, walked, why, cut = _improved(request, tables, ranked)
     best = fewest_in_flight(request.cost, chosen)
+
     proof = NO_PROOF
     if request.prove:
         proof = prove(tables, best.step_time_s, lambda: request.is_late)
     tried = len(ranked) + len(found.rejected)
-    report = SearchReport(
-        request.clock() - found.begin_s, tried, proof.lower_bound_s, proof.gap, proof.says
-    )
-    idle = idle_workers(request, tables, best.plan)
-    kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.SHORTLIST])])
-    candidates = tuple(plan for plan in kept if plan != best.plan)
-    others = (*found.rejected, *cut, *slower(ranked[1:]))
+    seconds = request.clock() - found.begin_s
+    report = SearchReport(seconds, tried, proof.lower_bound_s, proof.gap, proof.says)
+
+    first_drafts = [each.plan for each in ranked[: limits.SHORTLIST]]
+    kept = dict.fromkeys([*walked, *first_drafts])
     return Answer(
-        "autohet",
-        best.plan,
-        best.prediction,
-        report,
-        others,
-        idle,
-        candidates=candidates,
+        strategy="autohet",
+        plan=best.plan,
+        prediction=best.prediction,
+        search=report,
+        rejected=(*found.rejected, *cut, *slower(ranked[1:])),
+        idle=idle_workers(request, tables, best.plan),
+        candidates=tuple(plan for plan in kept if plan != best.plan),
         choice=why,
     )
 
@@ -121,27 +121,43 @@ def _ranked(
     deep, or have fewer stages, which keep fewer microbatches.
     """
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
-    if ranked and all(
-        each.lacks_memory_s > limits.MAX_SLOWDOWN * ranked[0].step_time_s for each in rejected
-    ):
+    if not _may_be_too_large(request, ranked, rejected):
         return ranked, rejected
-    if request.brief and not any(math.isfinite(each.lacks_memory_s) for each in rejected):
-        return ranked, rejected
-    rows = tuple(
-        replace(row, limit_bytes=_lower_limit(request, tables, row)) for row in tables.rows
-    )
+
+    rows = tuple(_smaller_row(request, tables, row) for row in tables.rows)
     deepest = min(tables.deepest, len(request.fleet.workers))
-    for stages in range(deepest, deepest // 2, -max(1, deepest // limits.SHORTLIST)):
+    step = max(1, deepest // limits.SHORTLIST)
+    for stages in range(deepest, deepest // 2, -step):
         if ranked and request.is_late:
             rejected = [*rejected, Rejected("smaller drafts", TIME_IS_OVER)]
             break
-        found, refused = rank(request, _placed(request, replace(tables, rows=rows, deepest=stages)))
+
+        smaller = replace(tables, rows=rows, deepest=stages)
+        found, refused = rank(request, _placed(request, smaller))
         ranked = [*ranked, *found]
         rejected = [*rejected, *refused]
         if found:
             break
+
     unlike = {each.plan: each for each in ranked}
     return sorted(unlike.values(), key=lambda each: each.step_time_s), rejected
+
+
+def _may_be_too_large(request: Request, ranked: list[Costed], rejected: list[Rejected]) -> bool:
+    """Return True if no draft fits, or if a good one is refused for its memory."""
+    if request.brief:
+        lack_memory = any(math.isfinite(each.lacks_memory_s) for each in rejected)
+        if not lack_memory:
+            return False
+    if not ranked:
+        return True
+
+    near_s = limits.MAX_SLOWDOWN * ranked[0].step_time_s
+    return any(each.lacks_memory_s <= near_s for each in rejected)
+
+
+def _smaller_row(request: Request, tables: Tables, row: Row) -> Row:
+    return replace(row, limit_bytes=_lower_limit(request, tables, row))
 
 
 def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
@@ -155,15 +171,20 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
     lower = row.limit_bytes - parameters.communicator_bytes
     if not parameters.elastic:
         return lower
-    most = host_memory_ceiling(tables.resources[tables.kinds[row.kind].resource].node_type, room)
-    return min(lower, row.fixed_bytes + most * min(STATE_BYTES.values()) / OPTIMIZER_BYTES)
+
+    node_type = tables.resources[tables.kinds[row.kind].resource].node_type
+    most = host_memory_ceiling(node_type, room)
+    state_bytes = most * min(STATE_BYTES.values()) / OPTIMIZER_BYTES
+    return min(lower, row.fixed_bytes + state_bytes)
 
 
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
     """Yield the proposed drafts placed on the fleet's workers."""
     parts = {1, request.min_node_disjoint_holders}
     proposals = proposals_for(request, tables)
-    for proposal in proposals[: limits.BRIEF_DRAFTS] if request.brief else proposals:
+    if request.brief:
+        proposals = proposals[: limits.BRIEF_DRAFTS]
+    for proposal in proposals:
         yield from placements(tables, proposal, parts)
 
 
@@ -183,7 +204,10 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
         plans = [place(tables, draft)]
     if tables.is_tied:
         plans += [place_ends_first(tables, draft, n, by_stage=by_stage) for n in possible]
-    yield from (plan for plan in plans if plan is not None)
+
+    for plan in plans:
+        if plan is not None:
+            yield plan
 
 
 def _improved(
@@ -194,35 +218,53 @@ def _improved(
     Returns the plan chosen, the plan that each walk ended with, the reason for the choice, and the
     tries that a deadline left out.
     """
+    timed = {each.plan: each.step_time_s for each in ranked}
+    if request.brief:
+        chosen, why = simplest_near_fastest(request.fleet, timed)
+        return chosen, [], why, []
+
+    tries = tries_for(len(request.fleet.workers))
+    if request.uneven:  # a second search, after that of even stages
+        tries //= limits.WALKS
+
+    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
+    judge = _judge(request, tables)
+    improver = Improver(moves, judge, lambda: request.is_late)
+    best = improver.best_of(_starts(ranked), tries)
+    timed |= improver.timed
+    timed |= {best: judge.score(best)}
+    chosen, why = simplest_near_fastest(request.fleet, timed)
+
+    cut = []
+    if improver.num_tried < tries and request.is_late:
+        left = tries - improver.num_tried
+        cut.append(Rejected(f"{left} of {tries} tries", TIME_IS_OVER))
+    return chosen, improver.walked, why, cut
+
+
+def _starts(ranked: list[Costed]) -> list[Plan]:
+    """Return the fastest plans with unlike depths of their pipelines, as far as they are near."""
+    near_s = limits.MAX_SLOWDOWN * ranked[0].step_time_s
     starts: dict[tuple[int, ...], Plan] = {}
     for each in ranked:
-        if (
-            each.step_time_s <= limits.MAX_SLOWDOWN * ranked[0].step_time_s
-            and len(starts) < limits.WALKS
-        ):
-            starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
-    if request.brief:
-        chosen, why = simplest_near_fastest(
-            request.fleet, {each.plan: each.step_time_s for each in ranked}
-        )
-        return chosen, [], why, []
-    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
+        if each.step_time_s > near_s or len(starts) == limits.WALKS:
+            break
+        depths = sorted(len(pipeline.stages) for pipeline in each.plan.pipelines)
+        starts.setdefault(tuple(depths), each.plan)
+    return list(starts.values())
+
+
+def _judge(request: Request, tables: Tables) -> Judge:
+    """Return the judge of a request's improvements."""
     cost = request.cost
+    # without transfers on the stages, the numbers in flight follow from the rest of a plan
     numbers_follow = cost.parameters.transfers == "none"
     alike = Likeness(tables.node_types, in_flight=not numbers_follow)
     score = partial(seconds_of, request)
     judge = Judge(score, cost.steps.step_at_least_s, cost.stage_choices.working_ahead, alike.key)
+
+    # a bound of the plan as it is drawn holds only if getting it ready makes no stage faster
     is_prepared_faster = cost.assumed.choices or request.uneven
-    if not is_prepared_faster and cost.choices.expert_dispatch == "sum":
-        judge = replace(judge, at_first=cost.steps.work_at_least_s)
-    improver = Improver(moves, judge, lambda: request.is_late)
-    tries = tries_for(len(request.fleet.workers)) // (
-        limits.WALKS if request.uneven else 1
-    )  # uneven groups: a second search
-    best = improver.best_of(list(starts.values()), tries)
-    met = {each.plan: each.step_time_s for each in ranked} | improver.timed
-    chosen, why = simplest_near_fastest(request.fleet, met | {best: judge.score(best)})
-    cut = []
-    if improver.num_tried < tries and request.is_late:
-        cut.append(Rejected(f"{tries - improver.num_tried} of {tries} tries", TIME_IS_OVER))
-    return chosen, improver.walked, why, cut
+    if is_prepared_faster or cost.choices.expert_dispatch != "sum":
+        return judge
+    return replace(judge, at_first=cost.steps.work_at_least_s)

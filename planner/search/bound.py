@@ -74,35 +74,38 @@ class Bound:
     """The bound for the plans of one fleet."""
 
     def __init__(self, tables: Tables):
-        self.batch, self.supply = (
-            tables.batch,
-            np.array([float(resource.num_gpus) for resource in tables.resources]),
-        )
+        self.batch = tables.batch
+        self.supply = np.array([float(resource.num_gpus) for resource in tables.resources])
         self.relaxed = [PricedStages(tables, size) for size in tables.sizes]
-        self.intervals = [
-            Interval(size, begin, end, *depths)
-            for size, stages in enumerate(self.relaxed)
-            for depths in self._depths(stages.stages)
-            for begin, end in _bottlenecks(stages)
-        ]
+        self.intervals = self._first_intervals()
+
         # by interval: each says that T is at most its sum with the resources' shares in what is
         # paid
         self.cuts: dict[tuple[int, float, int], list[Floats]] = {}
-        self.alone = (
-            self.batch / self.supply
-        )  # the price of each resource if it had the whole share
-        self.looks: list[Floats] = []  # the prices of each
-        self.falls: list[
-            float
-        ] = []  # the largest factor by which a path may be cheaper now than at each
-        self.fewest: list[
-            float
-        ] = []  # microbatches of a pipeline that pays until a price falls far, by size
+        # the price of each resource if it had the whole share
+        self.alone = self.batch / self.supply
+
+        # the prices of each look
+        self.looks: list[Floats] = []
+        # the largest factor by which a path may be cheaper now than at each look
+        self.falls: list[float] = []
+        # microbatches of a pipeline that pays until a price falls far, by size
+        self.fewest: list[float] = []
+
+        # no GPU idle, each at its best
         self.speed = self._speed()
-        self.best = self.batch / max(
-            float(self.speed @ self.supply), 1e-30
-        )  # no GPU idle, each at its best
-        self.centre = np.zeros(len(self.supply))  # the best prices so far
+        sequences_per_s = float(self.speed @ self.supply)
+        self.best = self.batch / max(sequences_per_s, 1e-30)
+        # the best prices so far
+        self.centre = np.zeros(len(self.supply))
+
+    def _first_intervals(self) -> list[Interval]:
+        found = []
+        for size, stages in enumerate(self.relaxed):
+            bottlenecks = _bottlenecks(stages)
+            for least, most in _depths(stages.stages):
+                found += [Interval(size, low, high, least, most) for low, high in bottlenecks]
+        return found
 
     def seconds(self, needed: float = 0.0, is_late: Callable[[], bool] = lambda: False) -> float:
         """Return the bound, or what is proved once `needed` is out of reach or it is late.
@@ -111,9 +114,13 @@ class Bound:
         """
         if not self.intervals:
             return 0.0
+        # first, each GPU pays in proportion to its speed
+        sequences_per_s = float(self.speed @ self.supply)
+        prices = np.asarray(self.speed * self.batch / sequences_per_s)
+        self.centre = prices
+
         most = -np.inf
         idle = 0
-        prices = self.centre = np.asarray(self.speed * self.batch / float(self.speed @ self.supply))
         for _ in range(limits.BOUND_ROUNDS):
             if is_late():
                 break
@@ -126,20 +133,19 @@ class Bound:
             self.best = max(self.best, most)
             if self.best == np.inf or idle > limits.REPEATS:
                 break
+
             self._halve(self._near())
             corner, hoped = self._best_prices()
-            if hoped < most * (1 + limits.FINE) or hoped * limits.HOPE < needed:
+            is_done = hoped < most * (1 + limits.FINE)
+            is_hopeless = hoped * limits.HOPE < needed
+            if is_done or is_hopeless:
                 break
+
             # part of the way from the best prices so far, less after each failure: corners of the
             # cuts alone swing to and fro
             way = limits.OUTWARD ** (idle + 1)
             prices = (1 - way) * self.centre + way * corner
         return self.best
-
-    def _depths(self, most: int) -> list[tuple[int, int]]:
-        """Least and most stages of the first intervals."""
-        ends = [0, *(depth for depth in limits.BANDS if 4 < depth < most), most]
-        return [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
     def _speed(self) -> Floats:
         """Return sequences a second that a GPU of each resource does at best.
@@ -157,9 +163,17 @@ class Bound:
         A path falls by no larger factor than any price. If some prices fell far, pipelines may pay
         now that did not pay then, and the interval has to be looked at again.
         """
-        falls = self.falls[interval.look] if interval.look >= 0 else 0.0
-        path_s = falls * interval.path_s if falls >= limits.OUTWARD else 0.0
-        return _proved_s(interval, path_s)
+        if interval.look < 0:
+            return _proved_s(interval, 0.0)
+
+        falls = self.falls[interval.look]
+        if falls < limits.OUTWARD:
+            return _proved_s(interval, 0.0)
+        return _proved_s(interval, falls * interval.path_s)
+
+    def _least_of_all(self) -> float:
+        """Return the bound of all intervals at the present prices."""
+        return min(map(self._seconds, self.intervals))
 
     def _price(self, prices: Floats) -> float:
         """Return the bound that these prices give.
@@ -168,19 +182,19 @@ class Bound:
         """
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
-        self.fewest = [
-            limits.OUTWARD * stages.fewest_microbatches(prices) for stages in self.relaxed
-        ]
+        fewest = [stages.fewest_microbatches(prices) for stages in self.relaxed]
+        self.fewest = [limits.OUTWARD * microbatches for microbatches in fewest]
+
         least = self._look()
         for _ in range(limits.REPEATS):
             self.best = max(self.best, least)
-            halves = self._halve(
-                [i for i in self.intervals if self._seconds(i) < least * (1 + limits.FINE)]
-            )
+            near_s = least * (1 + limits.FINE)
+            limiting = [each for each in self.intervals if self._seconds(each) < near_s]
+            halves = self._halve(limiting)
             if not halves:
                 break
             self._look_at(halves)
-            least = min(map(self._seconds, self.intervals))
+            least = self._least_of_all()
         return least
 
     def _look(self) -> float:
@@ -188,99 +202,115 @@ class Bound:
 
         Only intervals that may limit it are looked at, and give cuts.
         """
-        ours = list(map(self._seconds, self.intervals))
-        order = sorted(range(len(ours)), key=lambda i: ours[i])
+        # known before: what an interval proves now may be more once it is looked at
+        known = [(self._seconds(interval), interval) for interval in self.intervals]
+        known.sort(key=lambda each: each[0])
+
         least = np.inf
         done = 0
-        while done < len(order) and ours[order[done]] < least * (1 + limits.FINE):
-            several = [
-                self.intervals[i]
-                for i in order[done : done + limits.TOGETHER]
-                if ours[i] < least * (1 + limits.FINE)
-            ]
+        while done < len(known):
+            near_s = least * (1 + limits.FINE)
+            nearest = known[done : done + limits.TOGETHER]
+            several = [interval for seconds, interval in nearest if seconds < near_s]
+            if not several:
+                break
             done += len(several)
             least = min(least, self._look_at(several))
         return least
 
     def _look_at(self, intervals: Sequence[Interval]) -> float:
-        return min(
-            self._solve(size, [i for i in intervals if i.size == size])
-            for size in {i.size for i in intervals}
-        )
+        by_size: dict[int, list[Interval]] = {}
+        for interval in intervals:
+            by_size.setdefault(interval.size, []).append(interval)
+        return min(self._solve(size, by_size[size]) for size in sorted(by_size))
 
     def _solve(self, size: int, intervals: Sequence[Interval]) -> float:
-        """The least bound of some intervals of one size, with the cut that each gives."""
+        """Return the least bound of some intervals of one size; keep the cut that each gives."""
         prices = self.looks[-1]
-        low = np.array([i.low for i in intervals])
-        high = np.array([i.high for i in intervals])
         stages = self.relaxed[size]
-        depths = np.array([(i.least, i.most) for i in intervals])
+        low = np.array([each.low for each in intervals])
+        high = np.array([each.high for each in intervals])
+        depths = np.array([(each.least, each.most) for each in intervals])
         scale = low / stages.microbatch  # seconds of a unit of the prices
+
         after = stages.microbatches_after(high, self.fewest[size], depths[:, 1], self.best)
         cost, gpus, fill = stages.cheapest(1 / scale, high, prices, after, depths)
-        for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
-            interval.path_s, interval.look = float(path_s), len(self.looks) - 1
-            if np.isfinite(path_s):
-                found = gpus[at] * scale[at] * self.alone + float(fill[at]) - interval.low
-                shares = prices / self.alone
-                held = [
-                    cut
-                    for cut in self.cuts.get(interval.key, ())
-                    if cut @ shares >= found @ shares * (1 - 1e-9)
-                ]
-                self.cuts[interval.key] = [*held, found]
+        paths_s = cost * scale
+        for at, interval in enumerate(intervals):
+            interval.path_s = float(paths_s[at])
+            interval.look = len(self.looks) - 1
+            if np.isfinite(interval.path_s):
+                paid = gpus[at] * scale[at] * self.alone
+                self._add_cut(interval, paid + float(fill[at]) - interval.low)
         return min(map(self._seconds, intervals))
+
+    def _add_cut(self, interval: Interval, found: Floats) -> None:
+        """Keep a cut that the present prices gave, without cuts of paths that are none any more."""
+        shares = self.looks[-1] / self.alone
+        least = found @ shares * (1 - 1e-9)
+        before = self.cuts.get(interval.key, ())
+
+        # the path found is the cheapest, so a lower cut is of a path that is excluded by now
+        held = [cut for cut in before if cut @ shares >= least]
+        self.cuts[interval.key] = [*held, found]
 
     def _best_prices(self) -> tuple[Floats, float]:
         """Return the prices that allow the largest T, and that T.
 
         They follow the cuts of the present intervals that may limit the bound.
         """
-        near = [
-            cut
-            for (_, low, _), each in self.cuts.items()
-            if low < (1 + limits.WIDEST_GAP) * self.best
-            for cut in each
-        ]
-        shares, most_s = best_mix(np.array(near or list(itertools.chain(*self.cuts.values()))))
+        # a bottleneck far above the best bound limits nothing
+        far_s = (1 + limits.WIDEST_GAP) * self.best
+        near: list[Floats] = []
+        for (_, low, _), cuts in self.cuts.items():
+            if low < far_s:
+                near += cuts
+        if not near:
+            near = list(itertools.chain(*self.cuts.values()))
+
+        # the sum alone makes prices valid
+        shares, most_s = best_mix(np.array(near))
         prices = np.maximum(shares, 0.0) * self.alone
-        return (
-            prices * self.batch / max(float(prices @ self.supply), 1e-30),
-            most_s,
-        )  # the sum alone makes them valid
+        paid = float(prices @ self.supply)
+        return prices * self.batch / max(paid, 1e-30), most_s
 
     def _spread(self, interval: Interval) -> tuple[float, float]:
         """Return the spreads of an interval's bottlenecks and depths, as shares of the step time.
 
         Each is the largest difference that it can make in the step time.
         """
-        return (
-            interval.high / interval.low - 1,
-            (interval.most - interval.least) * interval.high / self.best,
-        )
+        by_bottleneck = interval.high / interval.low - 1
+        by_depth = (interval.most - interval.least) * interval.high / self.best
+        return by_bottleneck, by_depth
 
     def _near(self) -> list[Interval]:
         """Return the intervals that limit the bound or soon may, by their last looks."""
-        last = [(i, _proved_s(i, i.path_s)) for i in self.intervals if i.look >= 0]
-        least = min(seconds for _, seconds in last)
+        looked_at = [each for each in self.intervals if each.look >= 0]
+        last_s = [_proved_s(each, each.path_s) for each in looked_at]
+        least = min(last_s)
         most = max(least, min(self.best, least * 1.05))
-        return [
-            i for i, seconds in last if seconds < most * (1 + 0.2 * min(max(self._spread(i)), 1.0))
-        ]
+
+        found = []
+        for interval, seconds in zip(looked_at, last_s, strict=True):
+            # a wide interval says less than its halves would
+            spread = min(max(self._spread(interval)), 1.0)
+            if seconds < most * (1 + 0.2 * spread):
+                found.append(interval)
+        return found
 
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
         """Replace intervals that are not narrow enough by their halves; return the halves."""
-        spreads = [(interval, self._spread(interval)) for interval in intervals]
-        halved = {
-            id(i): i.halves(spread[1] > spread[0])
-            for i, spread in spreads
-            if limits.FINE < max(spread) < np.inf
-        }
+        halved = set[int]()
+        halves: list[Interval] = []
         for interval in intervals:
-            if id(interval) in halved:
+            by_bottleneck, by_depth = self._spread(interval)
+            if limits.FINE < max(by_bottleneck, by_depth) < np.inf:
+                halved.add(id(interval))
+                halves += interval.halves(by_depth > by_bottleneck)
                 self.cuts.pop(interval.key, None)
-        halves = [half for both in halved.values() for half in both]
-        self.intervals = [*(i for i in self.intervals if id(i) not in halved), *halves]
+
+        whole = [each for each in self.intervals if id(each) not in halved]
+        self.intervals = [*whole, *halves]
         return halves
 
 
@@ -292,23 +322,32 @@ def best_mix(gains: Floats) -> tuple[Floats, float]:
     """
     rows, columns = gains.shape
     scale = max(float(np.abs(gains).max()), 1e-30)
+
     # over (shares, least): each share is 0 at least, and the least is no more than any row
-    most = np.block(
-        [[-np.eye(columns), np.zeros((columns, 1))], [-gains / scale, np.ones((rows, 1))]]
-    )
-    worst = int(gains.max(axis=1).argmin())  # alone it allows the least
-    active = [columns + worst, *(i for i in range(columns) if i != gains[worst].argmax())]
+    not_negative = [-np.eye(columns), np.zeros((columns, 1))]
+    no_more_than_rows = [-gains / scale, np.ones((rows, 1))]
+    most = np.block([not_negative, no_more_than_rows])
     sums = np.append(np.ones(columns), 0.0)
     best = np.append(np.zeros(columns), 1.0)
+    right = np.append(1.0, np.zeros(columns))
+
+    # the first basis: the row that alone allows the least, all of it from its largest column
+    worst = int(gains.max(axis=1).argmin())
+    largest = gains[worst].argmax()
+    active = [columns + worst, *(i for i in range(columns) if i != largest)]
     for _ in range(rows + columns):
         tight = np.vstack([sums, most[active]])
-        found = np.linalg.solve(tight, np.append(1.0, np.zeros(columns)))
+        found = np.linalg.solve(tight, right)
         broken = most @ found
         worst = int(broken.argmax())
         if broken[worst] <= 1e-9:
             break
-        loads, change = np.linalg.solve(tight.T, np.stack([best, most[worst]], axis=1)).T[:, 1:]
-        ratio = np.where(change > 1e-12, np.maximum(loads, 0.0) / np.maximum(change, 1e-12), np.inf)
+
+        # the inequality that is broken most enters; the one whose load reaches 0 first leaves
+        both = np.stack([best, most[worst]], axis=1)
+        loads, change = np.linalg.solve(tight.T, both).T[:, 1:]
+        until_zero = np.maximum(loads, 0.0) / np.maximum(change, 1e-12)
+        ratio = np.where(change > 1e-12, until_zero, np.inf)
         active[int(ratio.argmin())] = worst
     return found[:-1], float(found[-1]) * scale
 
@@ -327,10 +366,20 @@ def _falls(before: Floats, prices: Floats) -> float:
     return min(1.0, float(ratio.min()))
 
 
+def _depths(most: int) -> list[tuple[int, int]]:
+    """Least and most stages of the first intervals."""
+    inner = [depth for depth in limits.BANDS if 4 < depth < most]
+    ends = [0, *inner, most]
+    return [(before + 1, end) for before, end in itertools.pairwise(ends)]
+
+
 def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
+    """Least and most seconds of the first intervals; none if no stage fits."""
     if not np.isfinite(stages.quickest):
         return []
-    times = math.ceil(max(0.0, math.log(stages.slowest / stages.quickest, limits.COARSE)))
+
+    ratio = math.log(stages.slowest / stages.quickest, limits.COARSE)
+    times = math.ceil(max(0.0, ratio))
     ends = [stages.quickest * limits.COARSE**i for i in range(times + 1)]
     return list(itertools.pairwise([*ends, np.inf]))
 
@@ -348,8 +397,6 @@ class Proof:
 
 
 NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
-
-
 OUT_OF_TIME = Proof(None, None, "nothing was proved: the time limit was over")
 
 
@@ -362,7 +409,10 @@ def prove(tables: Tables, step_s: float, is_late: Callable[[], bool] = lambda: F
     """
     if is_late():
         return OUT_OF_TIME
-    bound_s = Bound(tables).seconds(step_s / (1 + limits.WIDEST_GAP), is_late)
+
+    # a lower bound than this proves nothing, so the search for it ends early
+    needed_s = step_s / (1 + limits.WIDEST_GAP)
+    bound_s = Bound(tables).seconds(needed_s, is_late)
     return proof_of(bound_s, step_s)
 
 
@@ -374,12 +424,12 @@ def proof_of(bound_s: float, step_s: float) -> Proof:
             " it is none; please report it"
         )
         return Proof(None, None, says)
+
     gap = step_s / bound_s - 1 if bound_s > 0 else math.inf
     if gap > limits.WIDEST_GAP:
-        return Proof(
-            None,
-            None,
+        says = (
             f"nothing is proved: the lower bound is more than {limits.WIDEST_GAP:.0%} below this"
-            " plan",
+            " plan"
         )
+        return Proof(None, None, says)
     return Proof(bound_s, gap, f"no plan {FAMILY} is more than {gap:.1%} faster")

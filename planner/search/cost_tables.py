@@ -26,19 +26,23 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
     """
     cost = request.cost
     resources = _resources(request)
-    kinds = tuple(_kinds(request, resources))
+    kinds = (*_even_kinds(request, resources), *_uneven_kinds(request, resources))
     if not kinds:
         raise InfeasibleError(_no_kind(request))
+
     rows = []
     for index, kind in enumerate(kinds):
         node_type = resources[kind.resource].node_type
         for size in sizes or microbatch_sizes(request):
             costs = _costs(cost, kind, node_type, size)
-            if _block_bytes(costs) <= costs.limit_bytes:
+            holds_a_block = _block_bytes(costs) <= costs.limit_bytes
+            if holds_a_block:
                 rows.append(_row(cost, costs, index, size, kind.tp_degree))
     if not rows:
         raise InfeasibleError(_no_block(request, resources, kinds))
-    near_s, apart_s = (_boundaries(cost, resources, kinds, rows, near) for near in (True, False))
+
+    near_s = _boundaries(cost, resources, kinds, rows, near=True)
+    apart_s = _boundaries(cost, resources, kinds, rows, near=False)
     return Tables(
         request.spec.name,
         request.global_batch_sequences,
@@ -60,7 +64,14 @@ def microbatch_sizes(request: Request) -> list[int]:
         return [request.microbatch_sequences]
     batch = request.global_batch_sequences
     top = min(request.max_microbatch_sequences, batch)
-    return [size for size in range(1, top + 1) if batch % size == 0 or size & (size - 1) == 0]
+
+    sizes = []
+    for size in range(1, top + 1):
+        divides = batch % size == 0
+        is_power_of_two = size & (size - 1) == 0
+        if divides or is_power_of_two:
+            sizes.append(size)
+    return sizes
 
 
 def _resources(request: Request) -> tuple[Resource, ...]:
@@ -73,25 +84,29 @@ def _resources(request: Request) -> tuple[Resource, ...]:
     return tuple(Resource(node_type, tuple(names)) for node_type, names in by_type.items())
 
 
-def _kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
-    top = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
+def _even_kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
+    """Yield the kinds of equal shares: each power of two of each node's GPUs."""
     for index, resource in enumerate(resources):
+        node_gpus = resource.node_type.num_gpus
         degree = 1
-        while degree <= min(top, resource.node_type.num_gpus):
+        while degree <= min(request.highest_tp_degree, node_gpus):
             if degree >= request.min_tp_degree:
-                yield Kind(
-                    index,
-                    degree,
-                    len(resource.node_names) * (resource.node_type.num_gpus // degree),
-                )
+                groups_a_node = node_gpus // degree
+                yield Kind(index, degree, resource.num_nodes * groups_a_node)
             degree *= 2
+
+
+def _uneven_kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
+    """Yield the kinds of the request's uneven groups."""
+    node_types = [resource.node_type for resource in resources]
     for group in request.uneven:
-        index = next(
-            i for i, resource in enumerate(resources) if resource.node_type == group.kinds[0]
-        )
+        index = node_types.index(group.kinds[0])
         size = len(group.kinds)
-        nodes = len(resources[index].node_names) * (len(group.nodes) == 1)
-        yield Kind(index, size, nodes * (resources[index].node_type.num_gpus // size), group)
+        groups_a_node = node_types[index].num_gpus // size
+
+        # no drafts are made of a group over several nodes
+        nodes = resources[index].num_nodes if len(group.nodes) == 1 else 0
+        yield Kind(index, size, nodes * groups_a_node, group)
 
 
 def _costs(cost: CostModel, kind: Kind, node_type: NodeType, size: int) -> LayerCosts:
@@ -117,11 +132,15 @@ def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: in
     of a stage are part of what it holds; the embedding and the head take one off each.
     """
     common = float(costs.peak_bytes[1:-1].max())
+    ends = [0, -1]  # embedding and head
+    further = np.maximum(costs.peak_bytes[ends] - common, 0.0)
+    state = costs.state_bytes.copy()
+    state[ends] += further - costs.border_bytes
+
     # a stage with embedding and head holds the tied tensor once
     tied = float(costs.state_bytes[0] * cost.spec.tied_share())
-    state = costs.state_bytes.copy()
-    further = np.maximum(costs.peak_bytes[[0, -1]] - common, 0.0)
-    state[[0, -1]] += further - costs.border_bytes
+    update_s = costs.update_s.sum()
+    sync_bytes = max(costs.sync_bytes.sum(), 1.0)
     return Row(
         kind=kind,
         microbatch=size,
@@ -134,14 +153,16 @@ def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: in
         limit_bytes=costs.limit_bytes,
         tied_bytes=tied + float(further.min()),
         tied_sync_bytes=cost.layers.tied_sync_bytes(tp_degree),
-        update_s_a_byte=float(costs.update_s.sum() / max(costs.sync_bytes.sum(), 1.0)),
+        update_s_a_byte=float(update_s / sync_bytes),
     )
 
 
 def _block_bytes(costs: LayerCosts) -> float:
     """Return bytes of a worker that holds the smallest block alone."""
-    block = (costs.state_bytes + costs.activation_bytes)[1:-1].min()
-    return float(block + costs.peak_bytes[1:-1].max()) + costs.fixed_bytes
+    held = costs.state_bytes + costs.activation_bytes
+    smallest = held[1:-1].min()
+    peak = costs.peak_bytes[1:-1].max()
+    return float(smallest + peak) + costs.fixed_bytes
 
 
 def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Kind, ...]) -> str:
@@ -151,12 +172,13 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
         node_type = resources[kind.resource].node_type
         costs = request.cost.layers.costs(node_type, kind.tp_degree, size)
         need = _block_bytes(costs)
-        found.append(
-            (need - costs.limit_bytes, need, node_type.name, kind.tp_degree, costs.limit_bytes)
-        )
+        over = need - costs.limit_bytes
+        found.append((over, need, node_type.name, kind.tp_degree, costs.limit_bytes))
     over, need, name, tp, limit = min(found)
+
     remedies = ["larger GPUs", "a higher TP degree", "a shorter sequence"]
-    if remedy := request.cost.choices.remedy:
+    remedy = request.cost.choices.remedy
+    if remedy:
         remedies.append(remedy)
     return (
         f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}'"
@@ -170,6 +192,7 @@ def _boundaries(
     resources: tuple[Resource, ...],
     kinds: tuple[Kind, ...],
     rows: list[Row],
+    *,
     near: bool,
 ) -> Floats:
     """Return (rows, rows) seconds of a boundary between two groups, both directions together.
@@ -178,23 +201,29 @@ def _boundaries(
     rows have different microbatch sizes.
     """
     out = np.full((len(rows), len(rows)), np.inf)
+    between_s = cost.boundaries.between_s
     for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
+        size = rows[i].microbatch
+        if rows[j].microbatch != size:
+            continue
+
         a = kinds[rows[i].kind]
         b = kinds[rows[j].kind]
-        size = rows[i].microbatch
         one = resources[a.resource]
         other = resources[b.resource]
-        fits = one is other and a.gpus + b.gpus <= one.node_type.num_gpus
-        if rows[j].microbatch == size and (
-            fits if near else one is not other or len(one.node_names) > 1
-        ):
-            there = cost.boundaries.between_s(
-                one.node_type, other.node_type, size, same_node=near, tp_degree=b.tp_degree
-            )
-            back = cost.boundaries.between_s(
-                other.node_type, one.node_type, size, same_node=near, tp_degree=a.tp_degree
-            )
-            out[i, j] = out[j, i] = there + back
+        if near:
+            exists = one is other and a.gpus + b.gpus <= one.node_type.num_gpus
+        else:
+            exists = one is not other or one.num_nodes > 1
+        if not exists:
+            continue
+
+        here = one.node_type
+        there = other.node_type
+        forth_s = between_s(here, there, size, same_node=near, tp_degree=b.tp_degree)
+        back_s = between_s(there, here, size, same_node=near, tp_degree=a.tp_degree)
+        out[i, j] = forth_s + back_s
+        out[j, i] = out[i, j]
     return out
 
 
@@ -205,5 +234,8 @@ def ring_rate(
 
     flows: as for `Links.all_reduce_s`.
     """
-    low, high = (cost.links.all_reduce_s(members, size, flows=flows) for size in (1e9, 2e9))
-    return 2 * low - high, (high - low) / 1e9
+    # the seconds are linear in the bytes, so that two sizes give both numbers
+    low_s = cost.links.all_reduce_s(members, 1e9, flows=flows)
+    high_s = cost.links.all_reduce_s(members, 2e9, flows=flows)
+    latency_s = 2 * low_s - high_s
+    return latency_s, (high_s - low_s) / 1e9

@@ -40,8 +40,14 @@ class Balancer:
         self.tables = tables
         self.fits = tables.sums.last_layer_that_fits
         sums = tables.sums.time_sums
+
+        # all rows one after the other, each further up by more than any row is long: one ascending
+        # array, in which one call of `searchsorted` serves pipelines of all rows
         self._gap = float(sums.max()) * 4 + 1.0
-        self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
+        offsets = self._gap * np.arange(len(sums))
+        self._flat = (sums + offsets[:, None]).ravel()
+
+        # a stage that takes exactly the limit must not end a layer early by rounding
         self._begin = self._flat * (1 + 1e-12)
         self._width = sums.shape[1]
         self._fits = self.fits.ravel()
@@ -58,9 +64,12 @@ class Balancer:
         keys = list(itertools.zip_longest(pipelines, microbatches))
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
         if new:
+            # deepest first: the stages at one position are then those of the first few pipelines
             new.sort(key=lambda key: -len(key[0]))
-            counts = np.array([count for _, count in new]) if microbatches else None
-            self._known |= zip(new, self._cut_new([rows for rows, _ in new], counts), strict=True)
+            rows, numbers = zip(*new, strict=True)
+            counts = np.array(numbers) if microbatches else None
+            cuts = self._cut_new(rows, counts)
+            self._known.update(zip(new, cuts, strict=True))
         return [self._known[key] for key in keys]
 
     def _cut_new(
@@ -68,25 +77,27 @@ class Balancer:
     ) -> list[Cut]:
         """Cut pipelines that are sorted by depth, deepest first."""
         rows = padded_rows(pipelines)
-        slopes = (
-            np.ones(rows.shape)
-            if microbatches is None
-            else slopes_of(self.tables, rows, microbatches)
-        )
+        if microbatches is None:
+            slopes = np.ones(rows.shape)
+        else:
+            slopes = slopes_of(self.tables, rows, microbatches)
+
         ends, bottleneck_s, fill_s = self._cut(rows, slopes)
-        found = zip(pipelines, ends.tolist(), bottleneck_s.tolist(), fill_s.tolist(), strict=True)
-        cuts = [
-            Cut(Shape(mine, tuple(its[: len(mine)])), most, way) for mine, its, most, way in found
-        ]
+        cuts = []
+        each = zip(pipelines, ends.tolist(), bottleneck_s.tolist(), fill_s.tolist(), strict=True)
+        for its_rows, its_ends, its_bottleneck_s, its_fill_s in each:
+            shape = Shape(its_rows, tuple(its_ends[: len(its_rows)]))
+            cuts.append(Cut(shape, its_bottleneck_s, its_fill_s))
         if microbatches is None:
             return cuts
-        held = np.isfinite(bottleneck_s) & memory_holds(
-            self.tables, rows, np.maximum(ends, 0), microbatches
-        )
-        even = iter(
-            self.cut_each([mine for mine, fits in zip(pipelines, held, strict=True) if not fits])
-        )
-        return [cut if fits else next(even) for cut, fits in zip(cuts, held, strict=True)]
+
+        # a pipeline whose memory does not hold what it begins ahead is cut as if it began nothing
+        holds = memory_holds(self.tables, rows, np.maximum(ends, 0), microbatches)
+        again = np.flatnonzero(~(np.isfinite(bottleneck_s) & holds)).tolist()
+        even = self.cut_each([pipelines[i] for i in again])
+        for i, cut in zip(again, even, strict=True):
+            cuts[i] = cut
+        return cuts
 
     def _cut(self, rows: Ints, slopes: Floats) -> tuple[Ints, Floats, Floats]:
         """Cut pipelines without the cache.
@@ -95,26 +106,33 @@ class Balancer:
         if a pipeline cannot hold the model, and (n,) seconds of bottleneck and of fill.
         """
         depth = (rows >= 0).sum(axis=1)
-        extra = self._boundary(rows, depth)
-        own = extra * (2 * self.tables.boundary_share)
-        own = own + self.tables.stage_overhead_s
-        extra = extra + self.tables.stage_overhead_s
-        return self._measure(rows, self._search(rows, depth, own, slopes), extra, own, slopes)
+        boundary = self._boundary(rows, depth)
+
+        # a transfer takes its whole time of the fill, and occupies its stages for a share of it
+        overhead_s = self.tables.stage_overhead_s
+        own = boundary * (2 * self.tables.boundary_share) + overhead_s
+        extra = boundary + overhead_s
+
+        ends = self._search(rows, depth, own, slopes)
+        return self._measure(rows, ends, extra, own, slopes)
 
     def _boundary(self, rows: Ints, num_stages: Ints) -> Floats:
         """Return (n, P) seconds charged to each stage: half of each of its boundaries."""
         out = np.zeros(rows.shape)
-        if rows.shape[1] < 2:
+        width = rows.shape[1]
+        if width < 2:
             return out
-        table = self.tables.boundaries
-        between = np.where(
-            self._crosses(rows),
-            self.tables.crossings[rows[:, 1:]],
-            table[rows[:, :-1], rows[:, 1:]],
-        )
-        between = np.where(np.arange(1, rows.shape[1])[None, :] < num_stages[:, None], between, 0.0)
-        out[:, :-1] += between / 2
-        out[:, 1:] += between / 2
+
+        senders = rows[:, :-1]
+        receivers = rows[:, 1:]
+        crossing_s = self.tables.crossings[receivers]
+        inside_s = self.tables.boundaries[senders, receivers]
+        between = np.where(self._crosses(rows), crossing_s, inside_s)
+
+        exists = np.arange(1, width)[None, :] < num_stages[:, None]
+        half = np.where(exists, between, 0.0) / 2
+        out[:, :-1] += half
+        out[:, 1:] += half
         return out
 
     def _crosses(self, rows: Ints) -> NDArray[np.bool_]:
@@ -123,11 +141,15 @@ class Balancer:
         Equal groups fill one node after the other, as `place` does.
         """
         groups = self.tables.groups_a_node
-        inside = np.ones(len(rows), dtype=np.int64)
-        out = np.zeros((len(rows), rows.shape[1] - 1), dtype=np.bool_)
-        for s in range(1, rows.shape[1]):
-            same = rows[:, s] == rows[:, s - 1]
-            inside = np.where(same, inside % groups[rows[:, s]] + 1, 1)
+        n, width = rows.shape
+        out = np.zeros((n, width - 1), dtype=np.bool_)
+
+        # number of this group on its node, from 1 on
+        inside = np.ones(n, dtype=np.int64)
+        for s in range(1, width):
+            row = rows[:, s]
+            same = row == rows[:, s - 1]
+            inside = np.where(same, inside % groups[row] + 1, 1)
             out[:, s - 1] = same & (inside == 1)
         return out
 
@@ -139,33 +161,41 @@ class Balancer:
         """
         whole = self.tables.sums.time_sums[:, -1]
         valid = rows >= 0
-        low = 0.9 / np.where(valid, scale / whole[rows], 0.0).sum(axis=1)
-        high = np.where(valid, whole[rows], 0.0).max(axis=1) + own.max(axis=1)
+        speed = np.where(valid, scale / whole[rows], 0.0)
+        low = 0.9 / speed.sum(axis=1)  # below: without boundaries and at a perfect balance
+        alone_s = np.where(valid, whole[rows], 0.0)
+        high = alone_s.max(axis=1) + own.max(axis=1)
+
         best = self._greedy(rows, num_stages, high, own, scale)
         dead = best[:, 0] < 0
-        while len(left := np.flatnonzero(~dead & (high > low * (1 + limits.FINE)))):
+        while True:
+            left = np.flatnonzero(~dead & (high > low * (1 + limits.FINE)))
+            if not len(left):
+                return best
+
             levels = max(1, int(np.log2(1 + limits.CUTS_AT_ONCE / len(left))))
-            copies = np.repeat(left, 2**levels - 1)
-            trials = low[left, None] * (high[left] / low[left])[:, None] ** (
-                np.arange(2**levels + 1) / 2**levels
-            )
+            parts = 2**levels
+            exponents = np.arange(parts + 1) / parts
+            ratios = high[left] / low[left]
+            trials = low[left, None] * ratios[:, None] ** exponents
+
+            # the ends of the range are known: the low one fails, the high one succeeds
+            tried = trials[:, 1:-1]
+            copies = np.repeat(left, parts - 1)
             ends = self._greedy(
-                rows[copies],
-                num_stages[copies],
-                trials[:, 1:-1].ravel(),
-                own[copies],
-                scale[copies],
+                rows[copies], num_stages[copies], tried.ravel(), own[copies], scale[copies]
             )
             ends = ends.reshape(len(left), -1, rows.shape[1])
+
             good = ends[:, :, 0] >= 0
-            first = np.where(good.any(axis=1), good.argmax(axis=1), good.shape[1])
-            some = np.flatnonzero(first < good.shape[1])
+            none = good.shape[1]
+            first = np.where(good.any(axis=1), good.argmax(axis=1), none)
+            some = np.flatnonzero(first < none)
             best[left[some]] = ends[some, first[some]]
-            low[left], high[left] = (
-                trials[np.arange(len(left)), first],
-                trials[np.arange(len(left)), first + 1],
-            )
-        return best
+
+            number = np.arange(len(left))
+            low[left] = trials[number, first]
+            high[left] = trials[number, first + 1]
 
     def _greedy(
         self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats
@@ -181,47 +211,65 @@ class Balancer:
         # (P, n) from here on: a stage of all pipelines lies together
         left = num_stages - 1 - stage[:, None]
         base = rows.T * self._width
-        room = np.minimum(np.maximum((limit[:, None] * scale - own).T, 0.0), self._gap / 2) * (
-            1 + 1e-12
-        )
-        most = np.where(left > 0, layers - 1 - left, layers)
         fitting = (rows.T * self.fits.shape[1] + left) * self._width
+        most = np.where(left > 0, layers - 1 - left, layers)
+
+        # no more than half a gap, so that a stage ends in its own row
+        work_s = np.maximum((limit[:, None] * scale - own).T, 0.0)
+        room = np.minimum(work_s, self._gap / 2) * (1 + 1e-12)
+
         ends = np.zeros((width, n), dtype=np.int64)
         at = np.zeros(n, dtype=np.int64)
         good = np.ones(n, dtype=np.bool_)
-        for s, m in enumerate(np.searchsorted(-num_stages, -stage, side="left").tolist()):
+        has_stage = np.searchsorted(-num_stages, -stage, side="left")
+        for s, m in enumerate(has_stage.tolist()):
             if m == 0:
                 break
             at = at[:m]
-            end = self._flat.searchsorted(
-                self._begin[base[s, :m] + at] + room[s, :m], side="right"
-            ) - (base[s, :m] + 1)
-            end = np.minimum(np.minimum(end, self._fits[fitting[s, :m] + at]), most[s, :m])
+            row_begin = base[s, :m]
+            until_s = self._begin[row_begin + at] + room[s, :m]
+            by_time = self._flat.searchsorted(until_s, side="right") - (row_begin + 1)
+            by_memory = self._fits[fitting[s, :m] + at]
+            end = np.minimum(np.minimum(by_time, by_memory), most[s, :m])
+
             # a block of its own, and the last stage all that is left
-            good[:m] &= (end > at + (s == 0)) & ((end == layers) | (left[s, :m] > 0))
-            ends[s, :m] = at = end
+            has_block = end > at + (s == 0)
+            is_complete = (end == layers) | (left[s, :m] > 0)
+            good[:m] &= has_block & is_complete
+            ends[s, :m] = end
+            at = end
+
         ends[:, ~good] = -1
         return np.ascontiguousarray(ends.T)
 
     def _measure(
         self, rows: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats
     ) -> tuple[Ints, Floats, Floats]:
-        sums = self.tables.sums.time_sums
+        """Return the ends as they are, with (n,) seconds of bottleneck and of fill."""
         valid = rows >= 0
-        starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
         dead = (ends < 0).any(axis=1)
+
+        # sums of a pipeline without a cut are read at layer 0, and dropped
         safe_ends = np.maximum(ends, 0)
-        safe_starts = np.maximum(starts, 0)
-        work = np.where(valid, sums[rows, safe_ends] - sums[rows, safe_starts], 0.0)
+        stage_s = _of_stages(self.tables.sums.time_sums, rows, safe_ends)
+        work = np.where(valid, stage_s, 0.0)
         busy = np.where(valid, work + own, 0.0)
-        bottleneck = np.where(dead, np.inf, (busy / slopes).max(axis=1))
-        fill = np.where(dead, np.inf, (work + np.where(valid, extra, 0.0)).sum(axis=1))
-        return ends, bottleneck, fill
+        bottleneck = (busy / slopes).max(axis=1)
+        fill = (work + np.where(valid, extra, 0.0)).sum(axis=1)
+        return ends, np.where(dead, np.inf, bottleneck), np.where(dead, np.inf, fill)
+
+
+def _of_stages(sums: Floats, rows: Ints, ends: Ints) -> Floats:
+    """Return (n, P) each stage's part of sums over layers, (rows, num_layers + 1)."""
+    starts = np.zeros_like(ends)
+    starts[:, 1:] = ends[:, :-1]
+    return np.asarray(sums[rows, ends] - sums[rows, starts])
 
 
 def padded_rows(pipelines: Sequence[tuple[int, ...]]) -> Ints:
     """Return (n, P) the table row of each stage, -1 beyond a pipeline's end."""
-    out = np.full((len(pipelines), max(map(len, pipelines))), -1, dtype=np.int64)
+    deepest = max(map(len, pipelines))
+    out = np.full((len(pipelines), deepest), -1, dtype=np.int64)
     for i, rows in enumerate(pipelines):
         out[i, : len(rows)] = rows
     return out
@@ -235,23 +283,25 @@ def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
     in flight.
     """
     share = tables.sums.forward_share[rows]
-    hidden = np.minimum(1.0, _ahead(tables, rows) / np.maximum(microbatches - 1, 1e-9)[:, None])
+    further = np.maximum(microbatches - 1, 1e-9)
+    hidden = np.minimum(1.0, _ahead(tables, rows) / further[:, None])
     return np.asarray(1.0 / (1.0 - share * hidden))
 
 
 def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -> NDArray[np.bool_]:
     """Return (n,) True if each stage's memory holds the microbatches that it keeps in flight."""
     limit = np.array([row.limit_bytes - row.fixed_bytes for row in tables.rows])
-    starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
-    number = np.minimum(_ahead(tables, rows) + 1, np.ceil(microbatches)[:, None])
-    state, kept = (
-        sums[rows, ends] - sums[rows, starts]
-        for sums in (tables.sums.state_sums, tables.sums.activation_sums)
-    )
-    return np.asarray(((rows < 0) | (state + number * kept <= limit[rows])).all(axis=1))
+    state = _of_stages(tables.sums.state_sums, rows, ends)
+    a_microbatch = _of_stages(tables.sums.activation_sums, rows, ends)
+
+    in_flight = np.minimum(_ahead(tables, rows) + 1, np.ceil(microbatches)[:, None])
+    holds = state + in_flight * a_microbatch <= limit[rows]
+    is_absent = rows < 0
+    return np.asarray((is_absent | holds).all(axis=1))
 
 
 def _ahead(tables: Tables, rows: Ints) -> Ints:
     """Return microbatches that each stage may begin beside the microbatch that it waits for."""
-    after = (rows >= 0).sum(axis=1, keepdims=True) - 1 - np.arange(rows.shape[1])
+    depth = (rows >= 0).sum(axis=1, keepdims=True)
+    after = depth - 1 - np.arange(rows.shape[1])
     return np.asarray(tables.begun_ahead * np.maximum(after, 0))

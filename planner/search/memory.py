@@ -17,7 +17,7 @@ from typing import TypeVar
 from planner.cost.layer_costs import Assumed
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
-from planner.plan import Plan, Stage
+from planner.plan import Plan
 from planner.search import limits
 from planner.search.autohet import Drafted, drafted, improved, search_autohet
 from planner.search.bound import NO_PROOF, Proof, prove
@@ -26,6 +26,7 @@ from planner.search.families import proposals_for
 from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, SearchReport
 
 _Found = TypeVar("_Found")
+_Outcome = Answer | Drafted | InfeasibleError
 
 
 def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
@@ -40,37 +41,62 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     known = list(seeds)
     plain, *others = levels(request)
     needed = request.cost.choices.only_if_needed
-    first = _tried(
-        lambda: search_autohet(_assuming(request, plain, prove=request.prove and needed), known)
-    )
-    if isinstance(first, Answer) and needed:
-        return first
-    is_cut = isinstance(first, Answer) and request.is_late
-    if is_cut or (
-        isinstance(first, Answer) and not _promises(request, first.prediction.step_time_s)
-    ):
-        others = []
-    seeds = [*known, first.plan] if isinstance(first, Answer) else known
-    drafts = [_tried(partial(drafted, _assuming(request, each), seeds)) for each in others]
-    possible = [each for each in drafts if isinstance(each, Drafted)]
-    quickest = min(possible, key=lambda each: each.ranked[0].step_time_s, default=None)
-    tried = [first, *(improved(each) if each is quickest else each for each in drafts)]
+
+    # where the first search may be the last, its bound is that of the answer
+    as_it_is = _assuming(request, plain, prove=request.prove and needed)
+    first = _tried(lambda: search_autohet(as_it_is, known))
+    is_cut = False
+    if isinstance(first, Answer):
+        if needed:
+            return first
+        is_cut = request.is_late
+        if is_cut or not _promises(request, first.step_time_s):
+            others = []
+        known = [*known, first.plan]
+
+    drafts = [_tried(partial(drafted, _assuming(request, each), known)) for each in others]
+    tried = [first, *_fastest_improved(drafts)]
     best = _chosen(tried)
-    evaluated = sum(len(each.ranked) + len(each.rejected) for each in possible)
-    evaluated += first.search.plans_evaluated if isinstance(first, Answer) else 0
+
     plan = fewest_shared(request.cost, best.plan)
     prediction = request.cost.predict(plan)
     proof = proof_for(request, prediction.step_time_s)
-    report = SearchReport(
-        request.clock() - begin, evaluated, proof.lower_bound_s, proof.gap, proof.says
-    )
-    pairs = zip([plain, *others], tried)
-    rejected = tuple(_left(assumed, each, best) for assumed, each in pairs if each is not best)
+    evaluated = _num_evaluated([first, *drafts])
+    seconds = request.clock() - begin
+    report = SearchReport(seconds, evaluated, proof.lower_bound_s, proof.gap, proof.says)
+
+    left = []
+    for assumed, each in zip([plain, *others], tried, strict=True):
+        if each is not best:
+            left.append(_left(assumed, each, best))
     if is_cut:
-        rejected = (*rejected, Rejected("stages that save memory", TIME_IS_OVER))
-    return replace(
-        best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected)
-    )
+        left.append(Rejected("stages that save memory", TIME_IS_OVER))
+    found = replace(best, plan=plan, prediction=prediction, search=report)
+    return found.add_rejected(*left)
+
+
+def _fastest_improved(drafts: Sequence[Drafted | InfeasibleError]) -> list[_Outcome]:
+    """Return the drafts, with the second half of the search for the fastest of them alone."""
+    possible = [each for each in drafts if isinstance(each, Drafted)]
+    fastest = min(possible, key=lambda each: each.ranked[0].step_time_s, default=None)
+
+    found: list[_Outcome] = []
+    for each in drafts:
+        if isinstance(each, Drafted) and each is fastest:
+            found.append(improved(each))
+        else:
+            found.append(each)
+    return found
+
+
+def _num_evaluated(tried: Sequence[_Outcome]) -> int:
+    total = 0
+    for each in tried:
+        if isinstance(each, Answer):
+            total += each.search.plans_evaluated
+        elif isinstance(each, Drafted):
+            total += len(each.ranked) + len(each.rejected)
+    return total
 
 
 def with_room_or_without(search: Callable[[Request], _Found], request: Request) -> _Found:
@@ -100,35 +126,35 @@ def levels(request: Request) -> list[Assumed]:
     Shared moments have one copy, so a job that wants each shard on several nodes shares none out.
     """
     allowed = request.cost.choices
-    lightest = allowed.recompute[0]
-    heaviest = allowed.recompute[-1]
-    found = [
-        Assumed(lightest, choices=() if allowed.only_if_needed else (lightest,)),
-        Assumed(heaviest, choices=allowed.recompute),
-    ]
+    ways = allowed.recompute
+    lightest = ways[0]
+    heaviest = ways[-1]
+    first_choices = () if allowed.only_if_needed else (lightest,)
+    found = [Assumed(lightest, choices=first_choices), Assumed(heaviest, choices=ways)]
+
     if _may_share(request):
-        for holders in (
-            number for number in limits.SHARED_BY if number <= len(request.fleet.workers)
-        ):
-            found += [
-                Assumed(how, holders, choices=allowed.recompute) for how in (lightest, heaviest)
-            ]
+        for holders in limits.SHARED_BY:
+            if holders <= len(request.fleet.workers):
+                found.append(Assumed(lightest, holders, choices=ways))
+                found.append(Assumed(heaviest, holders, choices=ways))
+
+    # with one way to recompute, the lightest and the heaviest are the same
     return list(dict.fromkeys(found))
 
 
 def cost_like(cost: CostModel, plan: Plan) -> CostModel:
     """Return the cost model whose searches save memory in the ways that a plan does."""
-    stages = plan.stages
-    shared = any(stage.shard_optimizer for stage in stages)
-    ways = [
-        how for how in cost.choices.recompute if any(stage.recompute == how for stage in stages)
-    ]
-    if cost.choices.is_fixed or not (ways or shared):
+    allowed = cost.choices.recompute
+    used = {stage.recompute for stage in plan.stages}
+    ways = [how for how in allowed if how in used]
+    shared = any(stage.shard_optimizer for stage in plan.stages)
+    saves_memory = ways or shared
+    if cost.choices.is_fixed or not saves_memory:
         return cost
+
+    heaviest = ways[-1] if ways else allowed[-1]
     holders = max(2, len(plan.pipelines)) if shared else 1
-    return cost.assuming(
-        Assumed((ways or cost.choices.recompute)[-1], holders, choices=cost.choices.recompute)
-    )
+    return cost.assuming(Assumed(heaviest, holders, choices=allowed))
 
 
 def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
@@ -137,29 +163,29 @@ def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
     The plan itself is returned if that is slower by more than MIN_SPEEDUP.
     """
     needed = cost.memory_of.by_worker(_shared_by(plan, set()))
-    limit = {
-        worker: cost.worker_memory.limit_bytes(cost.fleet.node_of(worker).node_type)
-        for worker in plan.workers
-    }
-    fewer = _shared_by(plan, {worker for worker in plan.workers if needed[worker] > limit[worker]})
+    over_full = set[str]()
+    for worker in plan.workers:
+        node_type = cost.fleet.node_of(worker).node_type
+        if needed[worker] > cost.worker_memory.limit_bytes(node_type):
+            over_full.add(worker)
+
+    fewer = _shared_by(plan, over_full)
     before = cost.predict(plan)
     after = cost.predict(fewer)
-    return (
-        fewer
-        if after.fits and after.step_time_s <= limits.MIN_SPEEDUP * before.step_time_s
-        else plan
-    )
+    is_nearly_as_fast = after.step_time_s <= limits.MIN_SPEEDUP * before.step_time_s
+    return fewer if after.fits and is_nearly_as_fast else plan
 
 
 def _shared_by(plan: Plan, workers: set[str]) -> Plan:
-    def said(stage: Stage) -> Stage:
-        return replace(
-            stage, shard_optimizer=stage.shard_optimizer and not workers.isdisjoint(stage.workers)
-        )
-
-    return replace(
-        plan, pipelines=tuple(replace(p, stages=tuple(map(said, p.stages))) for p in plan.pipelines)
-    )
+    """Return the plan with its optimizer state shared out only by stages with these workers."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = []
+        for stage in pipeline.stages:
+            shards = stage.shard_optimizer and not workers.isdisjoint(stage.workers)
+            stages.append(replace(stage, shard_optimizer=shards))
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def _may_share(request: Request) -> bool:
@@ -182,68 +208,63 @@ def _unlimited(request: Request) -> Request:
 
     No plan takes less time or memory than its tables say.
     """
-    allowed = request.cost.choices
-    sharing = _may_share(request)
-    holders = len(request.fleet.workers) if sharing else 1
-    return replace(
-        request,
-        cost=request.cost.assuming(
-            Assumed(allowed.recompute[0], holders, at_least=allowed.recompute[-1])
-        ),
-    )
+    ways = request.cost.choices.recompute
+    holders = len(request.fleet.workers) if _may_share(request) else 1
+
+    # as fast as with the lightest way to recompute, as small as with the heaviest
+    assumed = Assumed(ways[0], holders, at_least=ways[-1])
+    return replace(request, cost=request.cost.assuming(assumed))
 
 
 def _promises(request: Request, step_s: float) -> bool:
     """Return True if drafts whose stages save memory at no loss of time would be clearly faster."""
     free = _unlimited(request)
-    return (
-        min((each.seconds for each in proposals_for(free, tables_of(free))), default=step_s)
-        * limits.MIN_SPEEDUP
-        < step_s
-    )
+    drafts_s = [each.seconds for each in proposals_for(free, tables_of(free))]
+    fastest_s = min(drafts_s, default=step_s)
+    return fastest_s * limits.MIN_SPEEDUP < step_s
 
 
 def proof_for(request: Request, step_s: float) -> Proof:
     """Prove a bound for a plan of `step_s` seconds, over all that the job allows for memory."""
-    free = request if request.cost.choices.is_fixed else _unlimited(request)
     if not request.prove:
         return NO_PROOF
+    free = request if request.cost.choices.is_fixed else _unlimited(request)
     return prove(tables_of(free), step_s, lambda: request.is_late)
 
 
-def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:
+def _chosen(tried: Sequence[_Outcome]) -> Answer:
     """Return the fastest answer.
 
     The first, which does nothing for memory, is returned unless another is clearly faster.
     """
     found = [each for each in tried if isinstance(each, Answer)]
     if not found:
-        raise next(each for each in tried if isinstance(each, InfeasibleError))
-    best = min(found, key=lambda each: each.prediction.step_time_s)
+        refusals = [each for each in tried if isinstance(each, InfeasibleError)]
+        raise refusals[0]
+
+    best = min(found, key=lambda each: each.step_time_s)
     plain = tried[0]
-    if (
-        isinstance(plain, Answer)
-        and plain.prediction.step_time_s <= limits.MIN_SPEEDUP * best.prediction.step_time_s
-    ):
-        return plain
+    if isinstance(plain, Answer):
+        is_nearly_as_fast = plain.step_time_s <= limits.MIN_SPEEDUP * best.step_time_s
+        if is_nearly_as_fast:
+            return plain
     return best
 
 
-def _left(assumed: Assumed, tried: Answer | Drafted | InfeasibleError, best: Answer) -> Rejected:
+def _left(assumed: Assumed, tried: _Outcome, best: Answer) -> Rejected:
     """Say in words why an assumption was left."""
-    what = f"stages that recompute {' or '.join(assumed.choices or (assumed.recompute,))}"
-    what += ", optimizer state shared out" if assumed.holders > 1 else ""
+    ways = assumed.choices or (assumed.recompute,)
+    what = f"stages that recompute {' or '.join(ways)}"
+    if assumed.holders > 1:
+        what += ", optimizer state shared out"
+
     if isinstance(tried, InfeasibleError):
         return Rejected(what, str(tried))
     if isinstance(tried, Drafted):
-        return Rejected(
-            what,
-            f"{tried.ranked[0].step_time_s:.4g} s a step its best draft, slower than another that"
-            " was improved",
-        )
-    seconds = tried.prediction.step_time_s
-    if seconds < best.prediction.step_time_s:
-        return Rejected(
-            what, f"{seconds:.4g} s a step, not clearly faster than a plan that does without"
-        )
-    return Rejected(what, f"{seconds:.4g} s a step, slower than the chosen plan")
+        draft_s = tried.ranked[0].step_time_s
+        why = f"{draft_s:.4g} s a step its best draft, slower than another that was improved"
+    elif tried.step_time_s < best.step_time_s:
+        why = f"{tried.step_time_s:.4g} s a step, not clearly faster than a plan that does without"
+    else:
+        why = f"{tried.step_time_s:.4g} s a step, slower than the chosen plan"
+    return Rejected(what, why)

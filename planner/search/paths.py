@@ -30,31 +30,38 @@ class PricedStages:
         self.tables = tables
         self.microbatch = microbatch
         self.blocks = tables.num_blocks
-        self.stages = min(tables.deepest, sum(resource.num_gpus for resource in tables.resources))
+        self.stages = min(tables.deepest, tables.num_gpus)
+        self.begun_ahead = tables.begun_ahead
+
         self.rows = np.flatnonzero([row.microbatch == microbatch for row in tables.rows])
         kinds = [tables.kind(row) for row in self.rows.tolist()]
         self.resource = np.array([kind.resource for kind in kinds], dtype=np.int64)
         self.degree = np.array([kind.tp_degree for kind in kinds], dtype=np.int64)
-        self.speed = self.microbatch / (tables.sums.time_sums[self.rows, -1] * self.degree)
-        self.begun_ahead = tables.begun_ahead
+        whole_s = tables.sums.time_sums[self.rows, -1]
+        self.speed = self.microbatch / (whole_s * self.degree)
+
         start = np.arange(self.blocks)[:, None]
         size = np.arange(1, self.blocks + 1)[None, :]
+        exists = start + size <= self.blocks
         stop = np.minimum(start + size, self.blocks)
-        first = np.where(start == 0, 0, start + 1)
-        last = np.where(stop == self.blocks, self.blocks + 2, stop + 1)
-        room = self._room_of(first, last, start + size <= self.blocks)
-        self.wide = wide = max(1, int(room[0].any(axis=(0, 1)).sum())) if len(self.rows) else 1
-        inner = 2.0 - (start == 0) - (stop == self.blocks)
-        self._time(
-            first[:, :wide],
-            last[:, :wide],
-            inner[:, :wide],
-            (start + size <= self.blocks)[:, :wide],
-        )
-        self.room = [
-            _by_place(np.where(part[..., :wide], 0.0, np.inf), part[..., :wide], np.inf) == 0.0
-            for part in room
-        ]
+        is_first = start == 0
+        is_last = stop == self.blocks
+
+        # layers: the embedding is layer 0, so that block i is layer i + 1
+        first = np.where(is_first, 0, start + 1)
+        last = np.where(is_last, self.blocks + 2, stop + 1)
+        inner = 2.0 - is_first - is_last
+
+        # sizes that fit nowhere, even with no stage after them, are left out of all arrays
+        room = self._room_of(first, last, exists)
+        self.wide = 1
+        if len(self.rows):
+            fits_somewhere = room[0].any(axis=(0, 1))
+            self.wide = max(1, int(fits_somewhere.sum()))
+        wide = self.wide
+
+        self._time(first[:, :wide], last[:, :wide], inner[:, :wide], exists[:, :wide])
+        self.room = [_any_by_place(part[..., :wide]) for part in room]
         self.held_busy = np.where(self.room[0], self.busy, np.inf)
         self._limits()
 
@@ -63,10 +70,13 @@ class PricedStages:
     ) -> list[NDArray[np.bool_]]:
         """Return for each band whether memory holds layers [first, last) on each row."""
         fits = self.tables.sums.last_layer_that_fits[self.rows]
-        return [
-            (fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed
-            for depth in limits.BANDS
-        ]
+        deepest = fits.shape[1] - 1
+
+        found = []
+        for depth in limits.BANDS:
+            most = fits[:, min(depth, deepest)]
+            found.append((most[:, first] >= last) & allowed)
+        return found
 
     def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_]) -> None:
         """Set the seconds of layers [first, last) with `inner` boundaries.
@@ -75,62 +85,79 @@ class PricedStages:
         into it. forward: the forward alone.
         """
         tables = self.tables
-        rows = self.rows
-        toll = np.minimum(tables.near_s, tables.apart_s).min(axis=0)[rows, None, None]
-        toll = np.where(np.isfinite(toll), toll, 0.0)  # of groups without any neighbour
-        apart = tables.transfers == "none"
-        if (
-            apart
-        ):  # the longest loosens the limits of all stages, so none counts for more than is of use
-            longest = float(tables.sums.time_sums[rows, -1].max(initial=0.0)) / self.blocks
-            toll = np.minimum(toll, longest)
-        times, forwards = (
-            sums[rows][:, last] - sums[rows][:, first]
-            for sums in (tables.sums.time_sums, tables.sums.forward_sums)
-        )
-        seconds = np.where(allowed, times + tables.stage_overhead_s, np.inf)
+        overhead_s = tables.stage_overhead_s
+        run_beside = tables.transfers == "none"
+        toll = self._least_toll(run_beside)
+
+        times = _of_layers(tables.sums.time_sums[self.rows], first, last)
+        forwards = _of_layers(tables.sums.forward_sums[self.rows], first, last)
+        seconds = np.where(allowed, times + overhead_s, np.inf)
         occupied = toll * tables.boundary_share * inner
-        forward = forwards + (tables.stage_overhead_s + occupied) / 2
+        busy = seconds + occupied
+        forward = forwards + (overhead_s + occupied) / 2
         fill = seconds + toll * (first > 0)
         possible = np.broadcast_to(allowed, seconds.shape)
+
         # every transfer that the fill counts occupies a stage beside each microbatch or runs beside
         # its work
-        self.beside_s = float(np.max(toll, initial=0.0)) if apart else 0.0
-        self.longer = (
-            1.0
-            if apart
-            else float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
-        )
-        self.busy, self.fill = (
-            _by_place(values, possible, np.inf) for values in (seconds + occupied, fill)
-        )
+        self.beside_s = 0.0
+        self.longer = 1.0
+        if run_beside:
+            self.beside_s = float(np.max(toll, initial=0.0))
+        else:
+            ratio = fill[possible] / busy[possible]
+            self.longer = float(np.max(ratio, initial=1.0))
+
+        self.busy = _by_place(busy, possible, np.inf)
+        self.fill = _by_place(fill, possible, np.inf)
+        self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
+
+        # the largest of each: forwards ahead hide time
         self.forward = -_by_place(-forward, possible, 0.0)
         self.begun = -_by_place(-self._begun(first, last), possible, 0.0)
-        self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
+
+    def _least_toll(self, run_beside: bool) -> Floats:
+        """Return (rows, 1, 1) the least seconds of a transfer into a stage of each row.
+
+        run_beside: transfers run beside the work of stages.
+        """
+        tables = self.tables
+        toll = np.minimum(tables.near_s, tables.apart_s).min(axis=0)[self.rows, None, None]
+        toll = np.where(np.isfinite(toll), toll, 0.0)  # of groups without any neighbour
+        if not run_beside:
+            return toll
+
+        # the longest loosens the limits of all stages, so none counts for more than is of use
+        longest_s = float(tables.sums.time_sums[self.rows, -1].max(initial=0.0))
+        return np.minimum(toll, longest_s / self.blocks)
 
     def _begun(self, first: Ints, last: Ints) -> Floats:
         """Return (rows, start, blocks - 1) microbatches that memory lets a stage begin ahead.
 
         They are begun before the first backward of a stage of layers [first, last), less that one.
         """
-        tables = self.tables
-        state, kept = (
-            part[:, last] - part[:, first]
-            for part in (tables.sums.state_sums, tables.sums.activation_sums)
-        )
-        limits = np.array(
-            [row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in tables.rows]
-        )
-        further = (limits[:, None, None] - state) / np.maximum(kept, 1.0) - 1.0
-        return np.asarray(np.maximum(further, 0.0)[self.rows])
+        sums = self.tables.sums
+        state = _of_layers(sums.state_sums[self.rows], first, last)
+        a_microbatch = _of_layers(sums.activation_sums[self.rows], first, last)
+
+        # more than most have: only a stage with both ends of the model saves the tied bytes
+        rows = [self.tables.rows[row] for row in self.rows.tolist()]
+        room = np.array([row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in rows])
+        left = room.reshape(-1, 1, 1) - state
+        further = left / np.maximum(a_microbatch, 1.0) - 1.0
+        return np.asarray(np.maximum(further, 0.0))
 
     def _limits(self) -> None:
         """Set the range of bottlenecks that occur, and the largest share of forwards in a stage."""
         busy = self.busy[self.room[0]]
         forward = self.forward[self.room[0]]
-        self.quickest = float((busy - forward).min()) if len(busy) else np.inf
-        self.slowest = float(busy.max()) if len(busy) else 0.0
-        self.share = float((forward / busy).max()) if len(busy) else 0.0
+        self.quickest = np.inf
+        self.slowest = 0.0
+        self.share = 0.0
+        if len(busy):
+            self.quickest = float((busy - forward).min())
+            self.slowest = float(busy.max())
+            self.share = float((forward / busy).max())
 
     def cheapest(
         self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints
@@ -142,10 +169,13 @@ class PricedStages:
         stages.
         """
         cost = prices[self.resource] * self.degree
-        order = np.lexsort((high, depths[:, 1]))
         least = np.empty(len(high))
         gpus = np.empty((len(high), len(prices)))
         fill = np.empty(len(high))
+
+        # alike ones together: an array is as deep and as wide as its largest interval
+        most_stages = depths[:, 1]
+        order = np.lexsort((high, most_stages))
         for i in range(0, len(order), limits.TOGETHER):
             mine = order[i : i + limits.TOGETHER]
             paths = Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine])
@@ -163,7 +193,9 @@ class PricedStages:
         at most K - 1.
         """
         own = 1 / np.maximum(1 - (self.longer - 1) / after, 1e-30)
-        return own + self.beside_s / high, self.longer / after * own
+        longest = own + self.beside_s / high
+        more = self.longer / after * own
+        return longest, more
 
     def microbatches_after(self, high: Floats, fewest: float, most: Ints, step_s: float) -> Floats:
         """Return (intervals,) microbatches that a pipeline does at least after its first.
@@ -175,12 +207,15 @@ class PricedStages:
         seconds, each stage's at most what `Paths` allows.
         """
         after = np.full(len(high), max(fewest - 1, 1e-9))
+
+        # a fixed point: a larger number bounds the fill more tightly, which raises the number
         for _ in range(limits.REPEATS):
             hidden = np.minimum(1.0, self.begun_ahead * (most - 1) / after)
             longest, more = self.growth(high, after)
             with np.errstate(over="ignore"):
-                fill = most * (1 / (1 - self.share * hidden) + self.beside_s / high)
-                fill = np.minimum(fill, longest * np.expm1(most * np.log1p(more)) / more)
+                by_forwards = most * (1 / (1 - self.share * hidden) + self.beside_s / high)
+                by_way = longest * np.expm1(most * np.log1p(more)) / more
+                fill = np.minimum(by_forwards, by_way)
             after = np.maximum(after, step_s / high - fill)
         return after
 
@@ -190,26 +225,41 @@ class PricedStages:
         Prices are in sequences.
         """
         cost = prices[self.resource] * self.degree
+
+        # the cheapest stage of each size, then the cheapest stages of so many blocks together
         each = np.where(self.room[0], cost[:, None, None], np.inf).min(axis=(0, 1))
         least = np.full(self.blocks + 1, np.inf)
         least[0] = 0.0
         for blocks in range(1, self.blocks + 1):
             size = min(blocks, len(each))
-            least[blocks] = (each[:size] + least[blocks - size : blocks][::-1]).min()
+            others = least[blocks - size : blocks][::-1]
+            least[blocks] = (each[:size] + others).min()
         return float(least[-1] / self.microbatch)
+
+
+def _of_layers(sums: Floats, first: Ints, last: Ints) -> Floats:
+    """Return (rows, starts, sizes) the part of layers [first, last) of each row's sums."""
+    return np.asarray(sums[:, last] - sums[:, first])
 
 
 def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Floats:
     """Reduce (rows, starts, sizes) to (rows, 3, sizes): the least over the starts of each place."""
     starts, sizes = values.shape[1:]
-    stop = np.arange(starts)[:, None] + np.arange(1, sizes + 1)[None, :]
-    places = (
-        np.arange(starts)[:, None] == 0,
-        (np.arange(starts)[:, None] > 0) & (stop < starts),
-        stop == starts,
-    )
+    start = np.arange(starts)[:, None]
+    stop = start + np.arange(1, sizes + 1)[None, :]
+    is_first = start == 0
+    is_last = stop == starts
+    is_inner = (start > 0) & (stop < starts)
+
     known = np.where(possible, values, absent)
+    places = (is_first, is_inner, is_last)
     return np.stack([np.where(place, known, absent).min(axis=1) for place in places], axis=1)
+
+
+def _any_by_place(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return (rows, 3, sizes) whether any start of each place is possible."""
+    values = np.where(possible, 0.0, np.inf)
+    return np.asarray(_by_place(values, possible, np.inf) == 0.0)
 
 
 class Traced(NamedTuple):
@@ -243,29 +293,38 @@ class Paths:
     ):
         self.relaxed = stages
         self.after = after
-        self.depths = depths
-        self.most, self.fewest = int(depths[:, 1].max()), int(max(float(after.min()), 0.0))
+        self.least_stages = depths[:, 0]
+        self.most_stages = depths[:, 1]
+        self.most = int(self.most_stages.max())
+        self.fewest = int(max(float(after.min()), 0.0))
+
+        # sizes that no interval's limit allows are left out
         limits = self._limits(high)
         shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
-        self.wide = wide = int(np.flatnonzero(shortest <= limits[-1].max()).max(initial=0)) + 1
-        self.value = (
-            weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
-        )
-        self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
+        allowed = np.flatnonzero(shortest <= limits[-1].max())
+        self.wide = int(allowed.max(initial=0)) + 1
+
+        fill = stages.finite_fill[:, :, : self.wide]
+        self.value = weight[:, None, None, None] * fill + cost[:, None, None]
+        bottleneck = np.minimum(high * (1 + 1e-9), 1e300)
+        self.from_depth = self._from_depth(bottleneck, limits)
+
         # [step, :, i]: least cost of the blocks from i on with so many stages
-        self.afters = np.full((self.most + 1, len(high), stages.blocks + wide + 1), np.inf)
+        self.afters = np.full((self.most + 1, len(high), stages.blocks + self.wide + 1), np.inf)
         # [step, :, size, i]: of what follows a stage from block i + 1 on
-        self.beyond = sliding_window_view(self.afters[:, :, 2:], max(1, stages.blocks - 1), axis=2)
+        num_starts = max(1, stages.blocks - 1)
+        self.beyond = sliding_window_view(self.afters[:, :, 2:], num_starts, axis=2)
         self.arcs: list[Floats] = []
 
     def _limits(self, high: Floats) -> Floats:
         """Return (depths, intervals) the most seconds of a stage by number of stages after it."""
         longest, more = self.relaxed.growth(high, self.after)
+        stages_after = np.arange(self.most)[:, None]
+
+        # of deep pipelines the power overflows; then nothing limits a stage
         with np.errstate(over="ignore"):
-            factors = (
-                longest * np.exp(np.arange(self.most)[:, None] * np.log1p(more))
-                - self.relaxed.beside_s / high
-            )
+            growth = np.exp(stages_after * np.log1p(more))
+            factors = longest * growth - self.relaxed.beside_s / high
             return np.asarray(np.minimum(high * (1 + 1e-9) * factors, 1e300))
 
     def _from_depth(self, high: Floats, limits: Floats) -> NDArray[np.int16]:
@@ -274,16 +333,18 @@ class Paths:
         With so many, the warm-up hides enough of it.
         """
         stages = self.relaxed
-        busy = self.relaxed.held_busy[:, :, : self.wide]
+        busy = stages.held_busy[:, :, : self.wide]
+        forward = np.maximum(stages.forward[:, :, : self.wide], 1e-30)
+        held = stages.begun[:, :, : self.wide]
+
         out = np.empty(self.value.shape, dtype=np.int16)
         for i, (limit, after) in enumerate(zip(high, self.after, strict=True)):
+            # microbatches begun ahead whose forwards, over the K - 1, hide what is over the limit
             over = busy - limit
-            each = np.maximum(stages.forward[:, :, : self.wide], 1e-30) / after
-            begun = np.where(
-                over > np.minimum(stages.begun[:, :, : self.wide], after) * each,
-                np.inf,
-                over / each,
-            )
+            each = forward / after
+            is_too_long = over > np.minimum(held, after) * each
+            begun = np.where(is_too_long, np.inf, over / each)
+
             by_forwards = np.ceil(begun / stages.begun_ahead - 1e-9)
             by_way = np.searchsorted(limits[:, i], busy)
             out[i] = np.minimum(np.maximum(by_forwards, by_way), self.most)
@@ -294,7 +355,9 @@ class Paths:
         return np.asarray(self.relaxed.room[self._band(depth)][:, :, : self.wide])
 
     def _band(self, depth: int) -> int:
-        return bisect.bisect_right(limits.BANDS, min(depth, self.fewest)) - 1
+        # a stage keeps no more in flight than its pipeline has, which may be as few as `fewest`
+        in_flight = min(depth, self.fewest)
+        return bisect.bisect_right(limits.BANDS, in_flight) - 1
 
     def _least_arcs(self) -> Iterator[Floats]:
         """Yield (intervals, place, size) cost of the cheapest stage by stages after it.
@@ -303,52 +366,65 @@ class Paths:
         first and inner places. Within a band of memory more stages only become possible.
         """
         yield self._least_arc(0, 3)
+
+        # stages that become possible at some depth after 1, by that depth
         depth = self.from_depth[:, :, :2]
         later = np.flatnonzero((depth > 1) & (depth < self.most))
-        depth = depth.ravel()[later]
-        value = self.value[:, :, :2].ravel()[later]
-        order = np.argsort(depth, kind="stable")
+        later_depth = depth.ravel()[later]
+        order = np.argsort(later_depth, kind="stable")
         later = later[order]
-        value = value[order]
-        begin = np.searchsorted(depth[order], np.arange(self.most + 1))
+        value = self.value[:, :, :2].ravel()[later]
+        begin = np.searchsorted(later_depth[order], np.arange(self.most + 1))
+
+        # where each lies in (rows, place, size), and in an arc, (intervals, place, size)
         _, rows, _, wide = self.value.shape
         interval, stage = np.divmod(later, rows * 2 * wide)
         at = interval * 2 * wide + stage % (2 * wide)
+
         arc = self._least_arc(1, 2)
         for step in range(1, self.most):
-            if self._band(step) != self._band(step - 1):
-                arc = self._least_arc(step, 2)
-            else:
+            # memory as in the step before: stages are only added, which is less work than all anew
+            if self._band(step) == self._band(step - 1):
                 mine = slice(begin[step], begin[step + 1])
+                has_room = self._room(step)[:, :2].ravel()[stage[mine]]
                 arc = arc.copy()
-                room = self._room(step)[:, :2].ravel()[stage[mine]]
-                np.minimum.at(arc.reshape(-1), at[mine][room], value[mine][room])
+                np.minimum.at(arc.reshape(-1), at[mine][has_room], value[mine][has_room])
+            else:
+                arc = self._least_arc(step, 2)
             yield arc
 
     def _least_arc(self, depth: int, places: int) -> Floats:
         """Return the arcs of `_least_arcs` for `depth` stages after it."""
-        possible = (self.from_depth[:, :, :places] <= depth) & self._room(depth)[:, :places]
-        return np.asarray(np.where(possible, self.value[:, :, :places], np.inf).min(axis=1))
+        is_deep_enough = self.from_depth[:, :, :places] <= depth
+        possible = is_deep_enough & self._room(depth)[:, :places]
+        value = np.where(possible, self.value[:, :, :places], np.inf)
+        return np.asarray(value.min(axis=1))
 
     def solve(self) -> Floats:
         """Return (intervals,) the least cost."""
-        m = len(self.after)
-        n = self.relaxed.blocks
-        best = np.full(m, np.inf)
-        self.depth = np.zeros(m, dtype=np.int64)
+        num_intervals = len(self.after)
+        blocks = self.relaxed.blocks
+        best = np.full(num_intervals, np.inf)
+        self.depth = np.zeros(num_intervals, dtype=np.int64)
+
         for step, arc in enumerate(self._least_arcs()):
             after = self.afters[step + 1]
             self.arcs.append(arc)
-            first = self._further(step, arc, after, n - step) if step else self._last(arc, after)
-            better = (
-                (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
-            )
+            if step == 0:
+                first = self._last(arc, after)
+            else:
+                first = self._further(step, arc, after, blocks - step)
+
+            stages = step + 1
+            is_asked = (self.least_stages <= stages) & (stages <= self.most_stages)
+            better = (first < best) & is_asked
             best = np.where(better, first, best)
             self.depth = np.where(better, step, self.depth)
-            if (
-                (after[:, 1:n].min(axis=1, initial=np.inf) >= best)
-                | (self.depths[:, 1] <= step + 1)
-            ).all():
+
+            # another stage costs something, so a part that costs more already is no way to less
+            is_dearer = after[:, 1:blocks].min(axis=1, initial=np.inf) >= best
+            is_deepest = self.most_stages <= stages
+            if (is_dearer | is_deepest).all():
                 break
         return best
 
@@ -357,9 +433,12 @@ class Paths:
 
         Writes into `after` the cost of a last stage with the blocks from each one on.
         """
-        n = self.relaxed.blocks
-        begin = max(0, n - self.wide)
-        after[:, begin:n] = arc[:, 2, : n - begin][:, ::-1]
+        blocks = self.relaxed.blocks
+        begin = max(0, blocks - self.wide)
+        by_size = arc[:, 2, : blocks - begin]
+        after[:, begin:blocks] = by_size[:, ::-1]
+
+        # complete, so no stage may come before it
         whole = after[:, 0].copy()
         after[:, 0] = np.inf
         return whole
@@ -370,31 +449,42 @@ class Paths:
         Writes into `after` the cost from each other block on. top: later blocks leave too few for
         the stages after.
         """
+        first = arc[:, 0]
+        inner = arc[:, 1]
         if top > 1:
-            wide = int(np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)).max(initial=0)) + 1
-            np.add(self.beyond[step, :, :wide, : top - 1], arc[:, 1, :wide, None]).min(
-                axis=1, out=after[:, 1:top]
-            )
-        return np.asarray((arc[:, 0] + self.afters[step, :, 1 : self.wide + 1]).min(axis=1))
+            sizes = np.flatnonzero(np.isfinite(inner).any(axis=0))
+            wide = int(sizes.max(initial=0)) + 1
+            cost = np.add(self.beyond[step, :, :wide, : top - 1], inner[:, :wide, None])
+            cost.min(axis=1, out=after[:, 1:top])
+
+        following = self.afters[step, :, 1 : self.wide + 1]
+        return np.asarray((first + following).min(axis=1))
 
     def stages(self) -> Iterator[Traced]:
         """Yield the stages of the paths found, first stages first."""
-        n = self.relaxed.blocks
         which = np.arange(len(self.after))
         block = np.zeros(len(which), dtype=np.int64)
-        for step in range(int(self.depth.max()), -1, -1):
+        sizes = np.arange(self.wide)
+
+        # the arrays have the least cost alone, so the stage that had it is found anew
+        deepest = int(self.depth.max())
+        for step in range(deepest, -1, -1):
             at = which[self.depth >= step]
             begin = block[at]
-            if step:
-                place = np.where(begin == 0, 0, 1)
-                beyond = self.afters[step][at[:, None], begin[:, None] + 1 + np.arange(self.wide)]
-                size = (self.arcs[step][at, place] + beyond).argmin(axis=1)
-            else:
+            if step == 0:
                 place = np.full(len(at), 2)
-                size = np.minimum(n - begin, self.wide) - 1
+                left = self.relaxed.blocks - begin
+                size = np.minimum(left, self.wide) - 1
+            else:
+                place = np.where(begin == 0, 0, 1)
+                end = begin[:, None] + 1 + sizes
+                beyond = self.afters[step][at[:, None], end]
+                size = (self.arcs[step][at, place] + beyond).argmin(axis=1)
+
             possible = self.from_depth[at, :, place, size] <= step
             possible &= self._room(step)[:, place, size].T
-            row = np.where(possible, self.value[at, :, place, size], np.inf).argmin(axis=1)
+            value = np.where(possible, self.value[at, :, place, size], np.inf)
+            row = value.argmin(axis=1)
             yield Traced(at, row, place, size)
             block[at] = begin + size + 1
 

@@ -93,6 +93,12 @@ class Request:
         return self.clock() >= self.deadline_s
 
     @property
+    def highest_tp_degree(self) -> int:
+        """The highest TP degree that the request and the model allow."""
+        of_model = self.spec.max_tp_degree
+        return min(of_model, self.max_tp_degree or of_model)
+
+    @property
     def deepest(self) -> int:
         """The most stages that a pipeline may have."""
         return min(self.max_stages or self.spec.num_layers, self.spec.num_layers)
@@ -162,31 +168,56 @@ class Answer:
     choice: str = ""
     without_formats: "Prediction | None" = None
 
+    @property
+    def step_time_s(self) -> float:
+        return self.prediction.step_time_s
+
+    @property
+    def known_workers(self) -> set[str]:
+        """Workers that the plan uses or that are reported as idle."""
+        known = set(self.plan.workers)
+        for idle in self.idle:
+            known.update(idle.workers)
+        return known
+
+    def add_reason(self, why: str) -> "Answer":
+        """Return the answer with one more reason in `choice`."""
+        return replace(self, choice=f"{self.choice}; {why}" if self.choice else why)
+
+    def add_rejected(self, *rejected: Rejected) -> "Answer":
+        """Return the answer with further alternatives that were left."""
+        return replace(self, rejected=(*self.rejected, *rejected))
+
 
 def with_cut(request: Request, answer: Answer) -> Answer:
     """Return an answer that says in `search.cut` and `choice` what a limit of time left out."""
     left_out = [each.what for each in answer.rejected if each.why.startswith(NOT_LOOKED_AT)]
     if not left_out and not request.is_late:
         return answer
+
     cut = ", ".join(dict.fromkeys(left_out)) or "the last parts of the search"
     says = f"the time limit ended the search, so a better plan may exist; not looked at: {cut}"
-    choice = f"{answer.choice}; {says}" if answer.choice else says
     front = tuple(replace(each, search=replace(each.search, cut=cut)) for each in answer.front)
-    return replace(answer, search=replace(answer.search, cut=cut), choice=choice, front=front)
+    marked = replace(answer, search=replace(answer.search, cut=cut), front=front)
+    return marked.add_reason(says)
 
 
 def check_request(request: Request) -> None:
     """Raise ConfigError for numbers that no fleet could meet."""
     for name in ("global_batch_sequences", "sequence_length"):
-        if getattr(request, name) < 1:
-            raise ConfigError(f"{name} is {getattr(request, name)}; it must be at least 1")
+        value = getattr(request, name)
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+    batch = request.global_batch_sequences
     size = request.microbatch_sequences
-    if size is not None and request.global_batch_sequences % size:
+    if size is not None and batch % size:
+        whole = batch // size
+        below = whole * size or size
+        above = (whole + 1) * size
         raise ConfigError(
-            f"global_batch_sequences {request.global_batch_sequences} is not divisible by"
-            f" microbatch_sequences {size}; the nearest batches that are:"
-            f" {request.global_batch_sequences // size * size or size} and"
-            f" {(request.global_batch_sequences // size + 1) * size}"
+            f"global_batch_sequences {batch} is not divisible by microbatch_sequences {size};"
+            f" the nearest batches that are: {below} and {above}"
         )
 
 

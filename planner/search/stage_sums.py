@@ -60,7 +60,8 @@ class StageSums:
     @cached_property
     def time_sums(self) -> Floats:
         """(rows, num_layers + 1) forward + backward seconds of the first i layers."""
-        return _sums([row.forward_s + row.backward_s for row in self.rows])
+        times_s = [row.forward_s + row.backward_s for row in self.rows]
+        return _sums(times_s)
 
     @cached_property
     def forward_sums(self) -> Floats:
@@ -69,7 +70,9 @@ class StageSums:
     @cached_property
     def forward_share(self) -> Floats:
         """Share of the forward in the whole model's seconds, (rows,)."""
-        return np.asarray(self.forward_sums[:, -1] / self.time_sums[:, -1])
+        forward_s = self.forward_sums[:, -1]
+        whole_s = self.time_sums[:, -1]
+        return np.asarray(forward_s / whole_s)
 
     @cached_property
     def sync_sums(self) -> Floats:
@@ -81,7 +84,9 @@ class StageSums:
         Plain floats, since searches ask thousands of times.
         """
         sums = self._sync_lists[row]
-        twice = self.rows[row].tied_sync_bytes if start == 0 and end == self.num_layers else 0.0
+        twice = 0.0
+        if start == 0 and end == self.num_layers:
+            twice = self.rows[row].tied_sync_bytes
         return sums[end] - sums[start] - twice
 
     @cached_property
@@ -98,31 +103,40 @@ class StageSums:
         n = self.num_layers
         out = np.zeros((len(self.rows), self.deepest, n + 1), dtype=np.int64)
         for r, row in enumerate(self.rows):
+            room = row.limit_bytes - row.fixed_bytes
             for depth in range(1, self.deepest + 1):
-                sums = np.concatenate(
-                    [[0.0], np.cumsum(row.state_bytes + depth * row.activation_bytes)]
-                )
-                room = row.limit_bytes - row.fixed_bytes
-                out[r, depth - 1] = np.searchsorted(sums, sums + room, side="right") - 1
-                if sums[-1] - row.tied_bytes <= room:
+                layer_bytes = row.state_bytes + depth * row.activation_bytes
+                sums = np.concatenate([[0.0], np.cumsum(layer_bytes)])
+
+                beyond = np.searchsorted(sums, sums + room, side="right")
+                out[r, depth - 1] = beyond - 1
+
+                # a stage of the whole model holds the tied tensor once
+                whole_bytes = sums[-1] - row.tied_bytes
+                if whole_bytes <= room:
                     out[r, depth - 1, 0] = n
         return out
 
     def memory_bytes(self, row: int, start: int, end: int, in_flight: int) -> float:
         """Return bytes of a worker of a stage of layers [start, end)."""
         r = self.rows[row]
-        (state, activations) = self._memory_sums[row]
-        kept = state[end] - state[start] + in_flight * (activations[end] - activations[start])
-        tied = r.tied_bytes if start == 0 and end == self.num_layers else 0.0
+        state, activations = self._memory_sums[row]
+        a_microbatch = activations[end] - activations[start]
+        kept = state[end] - state[start] + in_flight * a_microbatch
+
+        tied = 0.0
+        if start == 0 and end == self.num_layers:
+            tied = r.tied_bytes
         return kept + r.fixed_bytes - tied
 
     def room(self, row: int, start: int, end: int) -> int:
         """Return microbatches in flight that memory holds at a stage of layers [start, end)."""
         none = self.memory_bytes(row, start, end, 0)
-        return int(
-            (self.rows[row].limit_bytes - none)
-            / max(1.0, self.memory_bytes(row, start, end, 1) - none)
-        )
+        a_microbatch = self.memory_bytes(row, start, end, 1) - none
+
+        # one byte at least, since a microbatch may keep nothing
+        left = self.rows[row].limit_bytes - none
+        return int(left / max(1.0, a_microbatch))
 
     @cached_property
     def state_sums(self) -> Floats:
@@ -137,11 +151,12 @@ class StageSums:
     @cached_property
     def _memory_sums(self) -> list[tuple[list[float], list[float]]]:
         """State and activation sums as plain floats: searches ask thousands of times."""
-        sums = zip(self.state_sums, self.activation_sums, strict=True)
-        return [(state.tolist(), kept.tolist()) for state, kept in sums]
+        states: list[list[float]] = self.state_sums.tolist()
+        activations: list[list[float]] = self.activation_sums.tolist()
+        return list(zip(states, activations, strict=True))
 
 
 def _sums(per_row: list[Floats]) -> Floats:
-    return np.concatenate(
-        [np.zeros((len(per_row), 1)), np.cumsum(np.stack(per_row), axis=1)], axis=1
-    )
+    none = np.zeros((len(per_row), 1))
+    sums = np.cumsum(np.stack(per_row), axis=1)
+    return np.concatenate([none, sums], axis=1)

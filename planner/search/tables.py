@@ -27,8 +27,18 @@ class Resource:
     node_names: tuple[str, ...]
 
     @property
+    def num_nodes(self) -> int:
+        return len(self.node_names)
+
+    @property
     def num_gpus(self) -> int:
-        return len(self.node_names) * self.node_type.num_gpus
+        return self.num_nodes * self.node_type.num_gpus
+
+    @property
+    def workers(self) -> list[str]:
+        """Workers of its nodes, node by node."""
+        numbers = range(self.node_type.num_gpus)
+        return [f"{name}/{number}" for name in self.node_names for number in numbers]
 
     @property
     def workers(self) -> list[str]:
@@ -56,7 +66,11 @@ class Kind:
     @property
     def gpus(self) -> int:
         """GPUs taken from the kind's own resource."""
-        return self.tp_degree if self.group is None else self.group.kinds.count(self.group.kinds[0])
+        if self.group is None:
+            return self.tp_degree
+
+        own = self.group.kinds[0]
+        return self.group.kinds.count(own)
 
 
 @dataclass(frozen=True)
@@ -85,24 +99,43 @@ class Tables:
         """Return the kind of a row."""
         return self.kinds[self.rows[row].kind]
 
+    def resource_of(self, row: int) -> Resource:
+        """Return the resource of a row's kind."""
+        return self.resources[self.kind(row).resource]
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of the fleet."""
+        return sum(resource.num_gpus for resource in self.resources)
+
     def row_of(self, group: Sequence[str], microbatch: int) -> int | None:
         """Return the row of a tensor-parallel group at a microbatch size; None if unknown."""
         node = node_of(group[0])
-        if any(node_of(worker) != node for worker in group[1:]):
-            return self._spread_row(group, microbatch) if self.spread_rows else None
-        return self.row_by_use.get((self.node_types[node], len(group), microbatch))
+        on_one_node = all(node_of(worker) == node for worker in group[1:])
+        if on_one_node:
+            return self.row_by_use.get((self.node_types[node], len(group), microbatch))
+
+        # most fleets have no such rows, and searches ask for thousands of groups
+        if not self.spread_rows:
+            return None
+        return self._spread_row(group, microbatch)
 
     def _spread_row(self, group: Sequence[str], microbatch: int) -> int | None:
-        kinds = Counter(self.node_types[node_of(worker)] for worker in group)
-        apart = len({node_of(worker) for worker in group}) > len(kinds)
-        return None if apart else self.spread_rows.get((frozenset(kinds.items()), microbatch))
+        nodes = [node_of(worker) for worker in group]
+        gpus_by_type = Counter(self.node_types[node] for node in nodes)
+
+        # a spread group was costed with all its GPUs of one type on one node
+        if len(set(nodes)) > len(gpus_by_type):
+            return None
+        return self.spread_rows.get((frozenset(gpus_by_type.items()), microbatch))
 
     @cached_property
     def node_types(self) -> dict[str, NodeType]:
         """Node type of each node."""
-        return {
-            name: resource.node_type for resource in self.resources for name in resource.node_names
-        }
+        found = {}
+        for resource in self.resources:
+            found.update(dict.fromkeys(resource.node_names, resource.node_type))
+        return found
 
     @cached_property
     def is_tied(self) -> bool:
@@ -156,9 +189,11 @@ class Tables:
         If a node type has a single node, the boundary is between two groups there.
         """
         apart = np.diagonal(self.apart_s)
-        return np.where(
-            np.isfinite(apart), apart, np.nan_to_num(np.diagonal(self.near_s), posinf=0.0)
-        )
+        near = np.diagonal(self.near_s)
+
+        # a single group of its kind has no neighbour at all
+        near_or_none = np.nan_to_num(near, posinf=0.0)
+        return np.where(np.isfinite(apart), apart, near_or_none)
 
     @cached_property
     def busiest_hop(self) -> Floats:
@@ -168,26 +203,33 @@ class Tables:
         """
         near = np.diagonal(self.boundaries)
         far = self.crossings
-        return np.asarray(np.where(self.groups_a_node > 1, (near + far) / 2, far))
+        mean = (near + far) / 2
+
+        has_a_neighbour = self.groups_a_node > 1
+        return np.asarray(np.where(has_a_neighbour, mean, far))
 
     @cached_property
     def groups_a_node(self) -> Ints:
         """Tensor-parallel groups of one pipeline that one node holds, (rows,)."""
-        kinds = [self.kinds[row.kind] for row in self.rows]
-        gpus = [self.resources[kind.resource].node_type.num_gpus for kind in kinds]
-        return np.array(
-            [max(1, most // kind.tp_degree) for most, kind in zip(gpus, kinds, strict=True)]
-        )
+        groups = []
+        for row in range(len(self.rows)):
+            node_gpus = self.resource_of(row).node_type.num_gpus
+            whole_groups = node_gpus // self.kind(row).tp_degree
+
+            # a group over several nodes is larger than its node
+            groups.append(max(1, whole_groups))
+        return np.array(groups)
 
     @cached_property
     def row_by_use(self) -> dict[tuple[NodeType, int, int], int]:
         """Row by node type, TP degree and microbatch size."""
-        kinds = [(self.resources[kind.resource].node_type, kind.tp_degree) for kind in self.kinds]
-        return {
-            (*kinds[row.kind], row.microbatch): r
-            for r, row in enumerate(self.rows)
-            if self.kinds[row.kind].count
-        }
+        found = {}
+        for r, row in enumerate(self.rows):
+            kind = self.kind(r)
+            if kind.count:
+                node_type = self.resource_of(r).node_type
+                found[node_type, kind.tp_degree, row.microbatch] = r
+        return found
 
     @cached_property
     def spread_rows(self) -> dict[tuple[frozenset[tuple[NodeType, int]], int], int]:
@@ -195,11 +237,10 @@ class Tables:
 
         Key: its number of GPUs of each type, and microbatch size.
         """
-        groups = [
-            (r, row.microbatch, self.kinds[row.kind].group) for r, row in enumerate(self.rows)
-        ]
-        return {
-            (frozenset(Counter(g.kinds).items()), size): r
-            for r, size, g in groups
-            if g and len(g.nodes) > 1
-        }
+        found = {}
+        for r, row in enumerate(self.rows):
+            group = self.kind(r).group
+            if group is not None and len(group.nodes) > 1:
+                gpus_by_type = Counter(group.kinds)
+                found[frozenset(gpus_by_type.items()), row.microbatch] = r
+        return found
