@@ -143,6 +143,11 @@ class Tables:
         return any(row.tied_sync_bytes > 0 for row in self.rows)
 
     @cached_property
+    def tp_degrees(self) -> list[int]:
+        """TP degrees of the kinds, ascending."""
+        return sorted({kind.tp_degree for kind in self.kinds})
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Microbatch sizes of the rows, ascending."""
         return sorted({row.microbatch for row in self.rows})

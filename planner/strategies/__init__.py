@@ -47,69 +47,82 @@ __all__ = ["STRATEGIES", "Answer", "Idle", "Rejected", "Request", "SearchReport"
 
 
 def plan_with(strategy: str, request: Request) -> Answer:
-    """The best plan that the strategy finds for the request's objective.
+    """Return the best plan that the strategy finds for the request's objective.
 
-    InfeasibleError where none fits; ConfigError for an unknown strategy. With objective "pareto"
-    `Answer.front` is the front.
+    With objective "pareto" `Answer.front` is the front.
+
+    Raises:
+        InfeasibleError: no plan fits.
+        ConfigError: the strategy is unknown.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
             f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}"
         )
     search = partial(search_zones, partial(_in_one_zone, strategy))
+    if strategy != "autohet":
+        answer = search(request)
+    else:
+        answer = _or_offloading(search, request)
+    return _with_reasons(request, with_cut(request, answer))
+
+
+def _or_offloading(search: Callable[[Request], Answer], request: Request) -> Answer:
+    """Return the search's answer; if nothing fits, one with optimizer state in host memory."""
     try:
-        found = search_formats(search, request) if strategy == "autohet" else search(request)
-        return _with_reasons(request, with_cut(request, found))
+        return search_formats(search, request)
+    except InfeasibleError as refusal:
+        if not _may_offload(request):
+            raise
+        first_refusal = refusal
+
+    offloading = replace(request, cost=request.cost.offloading())
+    try:
+        answer = search(offloading)
     except InfeasibleError:
-        if strategy != "autohet" or not _may_offload(request):
-            raise
-        asked = replace(request, cost=request.cost.offloading())
-        try:
-            answer = search(asked)
-        except InfeasibleError:
-            answer = None
-        if answer is None:
-            raise
-    return _with_reasons(request, with_cut(request, _priced(answer)))
+        # the first refusal is of the plans that the job asks for
+        raise first_refusal from None
+    return _priced(answer)
 
 
 def _with_reasons(request: Request, answer: Answer) -> Answer:
     """Return the answer with each stage's format, and why tokens reach experts as they do."""
     answer = _with_formats(request, answer)
     why = dispatch_reason(request.cost, answer.plan)
-    if not why:
-        return answer
-    return replace(answer, choice=f"{answer.choice}; {why}" if answer.choice else why)
+    return answer.add_reason(why) if why else answer
 
 
 def _with_formats(request: Request, answer: Answer) -> Answer:
     """Return the answer with the format of each stage in its plans."""
     if not request.cost.formats:
         return answer
-    plan = request.cost.stage_choices.with_formats(answer.plan)
+
+    with_formats = request.cost.stage_choices.with_formats
+    plan = with_formats(answer.plan)
     prediction = replace(answer.prediction, plan=plan)
     front = tuple(_with_formats(request, each) for each in answer.front)
-    candidates = tuple(map(request.cost.stage_choices.with_formats, answer.candidates))
+    candidates = tuple(with_formats(each) for each in answer.candidates)
     return replace(answer, plan=plan, prediction=prediction, front=front, candidates=candidates)
 
 
 def _in_one_zone(strategy: str, request: Request) -> Answer:
     answer = _or_cutting_sequences(strategy, request)
-    programs = strategy == "autohet" and request.spmd and request.objective == "time"
-    # A program's state lies on the GPUs.
-    return _or_program(answer, request) if programs and not answer.plan.offloads else answer
+    asks_for_programs = strategy == "autohet" and request.spmd and request.objective == "time"
+    # a program's state lies on the GPUs
+    if asks_for_programs and not answer.plan.offloads:
+        return _or_program(answer, request)
+    return answer
 
 
 def _priced(answer: Answer) -> Answer:
     """Return the answer with the price of optimizer state in host memory."""
-    prediction = answer.prediction
-    update_s = prediction.breakdown_s["optimizer"]
+    update_s = answer.prediction.breakdown_s["optimizer"]
     why = (
         "no plan fits the GPUs unless masters and moments lie in host memory: their update there"
-        f" takes {update_s:.3g} s of each step's {prediction.step_time_s:.3g} s"
+        f" takes {update_s:.3g} s of each step's {answer.step_time_s:.3g} s"
     )
-    choice = f"{answer.choice}; {why}" if answer.choice else why
-    return replace(answer, choice=choice, front=tuple(map(_priced, answer.front)))
+    front = tuple(_priced(each) for each in answer.front)
+    return replace(answer, front=front).add_reason(why)
 
 
 def _may_offload(request: Request) -> bool:
@@ -120,75 +133,71 @@ def _may_offload(request: Request) -> bool:
 
 
 def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
-    """The strategy's answer; where nothing fits, of plans of sequence-parallel stages."""
+    """Return the strategy's answer; if nothing fits, one of sequence-parallel stages."""
     may_idle = strategy in MAY_IDLE
     try:
         return search_objective(STRATEGIES[strategy], request, may_idle=may_idle)
-    except InfeasibleError:
+    except InfeasibleError as refusal:
         if not _may_cut_sequences(request):
             raise
-        cost = request.cost.cutting_sequences()
-        try:
-            asked = replace(request, cost=cost)
-            answer = search_objective(STRATEGIES[strategy], asked, may_idle=may_idle)
-        except InfeasibleError:
-            answer = None
-        if answer is None:
-            raise
+        first_refusal = refusal
+
+    cutting = replace(request, cost=request.cost.cutting_sequences())
+    try:
+        answer = search_objective(STRATEGIES[strategy], cutting, may_idle=may_idle)
+    except InfeasibleError:
+        raise first_refusal from None
     front = tuple(_marked(each) for each in answer.front)
     candidates = tuple(_with_cut_sequences(plan) for plan in answer.candidates)
     return replace(_marked(answer), front=front, candidates=candidates)
 
 
 def _may_cut_sequences(request: Request) -> bool:
-    choices = request.cost.choices.recompute
-    return request.cost.parameters.may_cut_sequence and any(c != "selective" for c in choices)
+    ways = request.cost.choices.recompute
+    return request.cost.parameters.may_cut_sequence and any(way != "selective" for way in ways)
 
 
 def _marked(answer: Answer) -> Answer:
-    why = "no plan fits unless tensor-parallel stages cut the sequence"
-    choice = f"{answer.choice}; {why}" if answer.choice else why
+    """Return the answer with sequence-parallel stages in its plan, and the reason for them."""
     plan = _with_cut_sequences(answer.plan)
-    return replace(
-        answer, plan=plan, prediction=replace(answer.prediction, plan=plan), choice=choice
-    )
+    prediction = replace(answer.prediction, plan=plan)
+    marked = replace(answer, plan=plan, prediction=prediction)
+    return marked.add_reason("no plan fits unless tensor-parallel stages cut the sequence")
 
 
 def _with_cut_sequences(plan: Plan) -> Plan:
-    """The plan whose tensor-parallel stages are sequence parallel."""
+    """Return the plan whose tensor-parallel stages are sequence parallel."""
     pipelines = []
     for pipeline in plan.pipelines:
-        stages = tuple(
-            replace(stage, sequence_parallel=stage.tp_degree > 1 and stage.recompute != "selective")
-            for stage in pipeline.stages
-        )
-        pipelines.append(replace(pipeline, stages=stages))
+        stages = []
+        for stage in pipeline.stages:
+            cuts_sequence = stage.tp_degree > 1 and stage.recompute != "selective"
+            stages.append(replace(stage, sequence_parallel=cuts_sequence))
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
     return replace(plan, pipelines=tuple(pipelines))
 
 
 def _or_program(answer: Answer, request: Request) -> Answer:
-    """The fastest SPMD program instead, where it is by limits.MIN_SPEEDUP faster than the best
-    pipelines; either says so of the other.
+    """Return the fastest SPMD program instead if it is clearly faster than the best pipelines.
+
+    Either answer says how slow the other one is.
     """
-    pipelines_s = answer.prediction.step_time_s
+    pipelines_s = answer.step_time_s
     if request.is_late:
-        skipped = Rejected("one SPMD program", TIME_IS_OVER)
-        return replace(answer, rejected=(*answer.rejected, skipped))
+        return answer.add_rejected(Rejected("one SPMD program", TIME_IS_OVER))
     try:
         other = search_objective(search_hap, request)
     except InfeasibleError as error:
-        return replace(
-            answer, rejected=(*answer.rejected, Rejected("one SPMD program", str(error)))
-        )
-    program_s = other.prediction.step_time_s
+        return answer.add_rejected(Rejected("one SPMD program", str(error)))
+
+    program_s = other.step_time_s
     if program_s > pipelines_s / limits.MIN_SPEEDUP:
         why = (
             f"{program_s:.4g} s a step, not {limits.MIN_SPEEDUP - 1:.0%} faster than pipelines with"
             f" {pipelines_s:.4g} s"
         )
-        return replace(
-            answer, rejected=(*answer.rejected, Rejected("one SPMD program on uneven shares", why))
-        )
+        return answer.add_rejected(Rejected("one SPMD program on uneven shares", why))
+
     why = f"{pipelines_s:.4g} s a step, the program on uneven shares takes {program_s:.4g} s"
     rejected = (Rejected(f"the best pipelines: {describe(answer.plan)}", why), *other.rejected)
     return replace(other, strategy="autohet", rejected=rejected)

@@ -9,32 +9,40 @@ def dispatch_reason(cost: CostModel, plan: Plan) -> str:
 
     Seconds are those of a microbatch in both passes of the stage with the largest difference.
     """
-    gains: dict[bool, list[float]] = {True: [], False: []}
+    sending_gains_s: list[float] = []
+    summing_gains_s: list[float] = []
     num_mixed = 0
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
-            if cost.dispatch.applies(stage) and cost.dispatch.mixes_types(stage):
+            if not cost.dispatch.applies(stage):
+                continue
+            if cost.dispatch.mixes_types(stage):
                 num_mixed += 1
-            elif cost.dispatch.applies(stage):
-                gain_s = cost.stage_choices.dispatch_gain_s(pipeline, index)
-                gains[stage.expert_dispatch == "all_to_all"].append(gain_s)
-    sending = gains[True]
-    summing = gains[False]
-    total = len(sending) + len(summing)
-    if cost.choices.expert_dispatch == "sum" or not total + num_mixed:
+                continue
+
+            # of all-to-all over a sum; negative if a sum is faster
+            gain_s = cost.stage_choices.dispatch_gain_s(pipeline, index)
+            if stage.expert_dispatch == "all_to_all":
+                sending_gains_s.append(gain_s)
+            else:
+                summing_gains_s.append(-gain_s)
+
+    num_sending = len(sending_gains_s)
+    num_summing = len(summing_gains_s)
+    total = num_sending + num_summing
+    asked = total + num_mixed
+    if cost.choices.expert_dispatch == "sum" or not asked:
         return ""
     if cost.choices.expert_dispatch == "all_to_all":
-        asked = total + num_mixed
         return f"tokens go to their experts by all-to-all in {asked} stages, as the job asks"
+
     parts = []
     if num_mixed:
         parts.append(f"all-to-all in {num_mixed} stages of unlike GPUs, where a sum may differ")
-    if sending:
-        parts.append(_part("all-to-all", len(sending), total, "a sum", max(sending)))
-    if summing:
-        parts.append(
-            _part("a sum", len(summing), total, "all-to-all", max(-each for each in summing))
-        )
+    if num_sending:
+        parts.append(_part("all-to-all", num_sending, total, "a sum", max(sending_gains_s)))
+    if num_summing:
+        parts.append(_part("a sum", num_summing, total, "all-to-all", max(summing_gains_s)))
     return "tokens reach their experts by " + " and by ".join(parts)
 
 

@@ -1,14 +1,15 @@
-"""The strategy `exhaustive`: every plan of a small case, costed in full; an independent judge of
-the other strategies.
+"""The strategy `exhaustive`: every plan of a small case, costed in full.
+
+It is an independent judge of the other strategies.
 
 A plan is a set of pipelines; a pipeline is a sequence of tensor-parallel groups, each of some GPUs
 of one node, with a cut of the blocks, a microbatch size and a number of microbatches. All of them
 are tried: every placement, up to exchanges of equal nodes and of the GPUs of a node; every size
 that divides the batch or is a power of two; every number of microbatches in flight that the cost
 model offers. What is left out is proved to be slower than the best plan so far: a pipeline's stages
-alone, without transfers and sums, take longer. Nothing here comes from a search that it judges, but
-for whether there is something that it does not try: stages have even shares and do for memory what
-the cost model assumes.
+alone, without transfers and sums, take longer. Nothing here comes from a search that it judges. The
+one exception is whether there is something that it does not try: stages have even shares and do for
+memory what the cost model assumes.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.cluster import Node
+from planner.cluster import Node, NodeType
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
@@ -49,17 +50,23 @@ class _Load:
 
 
 def search_exhaustive(request: Request) -> Answer:
-    """The best of all plans. ConfigError where the case is not small."""
+    """Return the best of all plans. ConfigError if the case is not small."""
     begin = request.clock()
     check_request(request)
     _check_small(request)
     every = _Every(request)
-    alone_s = [load.least_s for loads in every.loads.values() for load in loads]
+    alone_s: list[float] = []
+    for loads in every.loads.values():
+        alone_s += [load.least_s for load in loads]
+
+    # plans in rounds, by what their stages alone take: once that is as much as the best plan's
+    # step, no plan of a later round can be better
     best = None
     seconds = float("inf")
     limit = 0.0
     looked_at = min(alone_s, default=float("inf"))
-    while limit < seconds and limit < max(alone_s, default=0.0):
+    longest_s = max(alone_s, default=0.0)
+    while limit < seconds and limit < longest_s:
         for plan in every.plans(limit, looked_at):
             if best is not None and request.is_late:
                 return _cut(every, best, begin)
@@ -69,27 +76,39 @@ def search_exhaustive(request: Request) -> Answer:
                 seconds = step_s
         limit = looked_at
         looked_at = looked_at * limits.WIDER
+
     if best is None:
-        remedies = " or ".join(filter(None, (request.cost.choices.remedy, "a shorter sequence")))
-        raise InfeasibleError(
-            f"none of {every.count} plans fits memory; add GPUs, or use {remedies}"
-        )
-    bound = None
-    gap = None
-    says = "unproved: uneven shares and memory choices were not tried"
-    if request.cost.choices.is_fixed and not uneven_groups(request):
-        bound = seconds
-        gap = 0.0
-        says = "no plan of the searched family, under this cost model, is faster: all were tried"
-    report = SearchReport(request.clock() - begin, every.count, bound, gap, says)
+        raise InfeasibleError(_why_none(every))
+    report = _report(every, seconds, request.clock() - begin)
     return Answer("exhaustive", best, request.cost.predict(best), report)
+
+
+def _why_none(every: "_Every") -> str:
+    remedies = "a shorter sequence"
+    remedy = every.request.cost.choices.remedy
+    if remedy:
+        remedies = f"{remedy} or {remedies}"
+    return f"none of {every.count} plans fits memory; add GPUs, or use {remedies}"
+
+
+def _report(every: "_Every", step_s: float, seconds: float) -> SearchReport:
+    """Return the report of a search that came to its end with a plan of `step_s` seconds."""
+    request = every.request
+    tried_all = request.cost.choices.is_fixed and not uneven_groups(request)
+    if not tried_all:
+        says = "unproved: uneven shares and memory choices were not tried"
+        return SearchReport(seconds, every.count, None, None, says)
+
+    says = "no plan of the searched family, under this cost model, is faster: all were tried"
+    return SearchReport(seconds, every.count, step_s, 0.0, says)
 
 
 def _cut(every: "_Every", best: Plan, begin_s: float) -> Answer:
     """Return the best plan at the deadline; nothing is proved of it."""
     request = every.request
-    left = len(every.placements) - every.num_placed
-    what = f"{left} of {len(every.placements)} placements of the last round"
+    placements = len(every.placements)
+    left = placements - every.num_placed
+    what = f"{left} of {placements} placements of the last round"
     says = f"unproved: the time limit was over after {every.count} plans"
     report = SearchReport(request.clock() - begin_s, every.count, None, None, says)
     rejected = (Rejected(what, TIME_IS_OVER),)
@@ -97,10 +116,13 @@ def _cut(every: "_Every", best: Plan, begin_s: float) -> Answer:
 
 
 def _check_small(request: Request) -> None:
-    sizes = (len(request.fleet.workers), request.spec.num_layers, request.global_batch_sequences)
-    for what, have, limit in zip(
-        ("GPUs", "layers", "sequences in the global batch"), sizes, limits.EXHAUSTIVE, strict=True
-    ):
+    most_gpus, most_layers, most_sequences = limits.EXHAUSTIVE
+    sizes = (
+        ("GPUs", len(request.fleet.workers), most_gpus),
+        ("layers", request.spec.num_layers, most_layers),
+        ("sequences in the global batch", request.global_batch_sequences, most_sequences),
+    )
+    for what, have, limit in sizes:
         if have > limit:
             raise ConfigError(
                 f"strategy exhaustive takes at most {limit} {what}, not {have}; use autohet"
@@ -121,45 +143,48 @@ class _Every:
 
     @cached_property
     def placements(self) -> list[tuple[_Groups, ...]]:
-        """Sets of pipelines that the nodes can hold, one of those that equal nodes' exchange makes
-        of each other.
+        """Sets of pipelines that the nodes can hold.
+
+        Of the sets that an exchange of equal nodes makes of each other, there is one.
         """
         free = [node.node_type.num_gpus for node in self.nodes]
-        pipelines, found, seen = (
-            sorted(self._pipelines(free)),
-            list[tuple[_Groups, ...]](),
-            set[tuple[_Groups, ...]](),
-        )
+        pipelines = sorted(self._pipelines(free))
+        found = list[tuple[_Groups, ...]]()
+        seen = set[tuple[_Groups, ...]]()
 
         def extend(chosen: tuple[_Groups, ...], first: int, left: Sequence[int]) -> None:
             same = _canonical(chosen, self.nodes)
             if chosen and same not in seen:
                 seen.add(same)
                 found.append(chosen)
+
+            # from the last one's index on, since a set of pipelines has no order
             for index in range(first, len(pipelines)):
                 used = Counter[int]()
                 for node, degree in pipelines[index]:
                     used[node] += degree
-                if all(used[node] <= left[node] for node in used):
-                    rest = [have - used[node] for node, have in enumerate(left)]
+                rest = [have - used[node] for node, have in enumerate(left)]
+                if min(rest) >= 0:
                     extend((*chosen, pipelines[index]), index, rest)
 
         extend((), 0, free)
         return found
 
     def _pipelines(self, free: Sequence[int]) -> Iterator[_Groups]:
-        """Every sequence of groups, no more of them than blocks."""
+        """Yield every sequence of groups, no more of them than blocks."""
         request = self.request
-        top = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
+        top = request.highest_tp_degree
         degrees = [degree for degree in (1, 2, 4) if request.min_tp_degree <= degree <= top]
-        deepest = min(request.spec.num_layers, request.max_stages or request.spec.num_layers)
 
         def extend(groups: _Groups, left: Sequence[int]) -> Iterator[_Groups]:
             if groups:
                 yield groups
+            if len(groups) == request.deepest:
+                return
             for node, degree in itertools.product(range(len(left)), degrees):
-                if len(groups) < deepest and degree <= left[node]:
-                    rest = [have - degree * (other == node) for other, have in enumerate(left)]
+                if degree <= left[node]:
+                    rest = list(left)
+                    rest[node] -= degree
                     yield from extend((*groups, (node, degree)), rest)
 
         return extend((), free)
@@ -167,34 +192,37 @@ class _Every:
     @cached_property
     def loads(self) -> dict[_Groups, list[_Load]]:
         """Options of each pipeline."""
-        every = {groups for placement in self.placements for groups in placement}
+        every = set(itertools.chain.from_iterable(self.placements))
         return {groups: list(self._loads(groups)) for groups in every}
 
     def _loads(self, groups: _Groups) -> Iterator[_Load]:
         batch = self.request.global_batch_sequences
-        blocks = self.request.spec.num_layers
-        for cut in itertools.combinations(range(1, blocks), len(groups) - 1):
-            of = tuple(b - a for a, b in itertools.pairwise((0, *cut, blocks)))
+        num_blocks = self.request.spec.num_layers
+        stages = range(len(groups))
+        for cut in itertools.combinations(range(1, num_blocks), len(groups) - 1):
+            ends = (0, *cut, num_blocks)
+            blocks = tuple(end - begin for begin, end in itertools.pairwise(ends))
             for size in self._sizes():
-                pipeline = self._pipeline(groups, of, size, 1, Counter())
-                work = [
-                    sum(self.request.cost.stages.seconds(pipeline, stage))
-                    for stage in range(len(groups))
-                ]
+                pipeline = self._pipeline(groups, blocks, size, 1, Counter())
+                work = [sum(self.request.cost.stages.seconds(pipeline, each)) for each in stages]
                 for count in range(1, batch // size + 1):
-                    least_s = max(
-                        sum(work[:stage]) + count * each for stage, each in enumerate(work)
-                    )
-                    yield _Load(of, size, count, max(least_s, sum(work)))
+                    yield _Load(blocks, size, count, _least_s(work, count))
 
     def _sizes(self) -> list[int]:
-        """Divisors of the batch and powers of two."""
+        """Return the divisors of the batch and powers of two, or the size asked for."""
         request = self.request
         if request.microbatch_sequences is not None:
             return [request.microbatch_sequences]
+
         batch = request.global_batch_sequences
         top = min(request.max_microbatch_sequences, batch)
-        return [size for size in range(1, top + 1) if batch % size == 0 or size & (size - 1) == 0]
+        sizes = []
+        for size in range(1, top + 1):
+            divides = batch % size == 0
+            is_power_of_two = size & (size - 1) == 0
+            if divides or is_power_of_two:
+                sizes.append(size)
+        return sizes
 
     def _pipeline(
         self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
@@ -216,83 +244,106 @@ class _Every:
         """
         for number, placement in enumerate(self.placements):
             self.num_placed = number
-            options = [
-                [load for load in self.loads[groups] if load.least_s <= limit_s]
-                for groups in placement
-            ]
+            options = []
+            for groups in placement:
+                options.append([load for load in self.loads[groups] if load.least_s <= limit_s])
+
             for loads in _shares(options, self.request.global_batch_sequences):
-                twins = zip(placement, placement[1:], loads, loads[1:], strict=False)
-                again = any(a == b and one < other for a, b, one, other in twins)
-                if not again and max(load.least_s for load in loads) > above_s:
+                slowest_s = max(load.least_s for load in loads)
+                if slowest_s > above_s and not _is_exchanged(placement, loads):
                     yield self._plan(placement, loads)
 
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
         request = self.request
         taken = Counter[int]()
-        pipelines = tuple(
-            self._pipeline(groups, of.blocks, of.size, of.count, taken)
-            for groups, of in zip(placement, loads, strict=True)
-        )
+        pipelines = []
+        for groups, load in zip(placement, loads, strict=True):
+            pipelines.append(self._pipeline(groups, load.blocks, load.size, load.count, taken))
         return Plan(
             request.spec.name,
             request.global_batch_sequences,
             loads[0].size,
             request.sequence_length,
-            pipelines,
+            tuple(pipelines),
         )
 
     def best(self, plan: Plan) -> tuple[float, Plan]:
-        """The least step time with any number of microbatches in flight; infinite where the plan
-        may not be.
+        """Return the least step time with any number of microbatches in flight, and the plan.
+
+        Infinite if the plan may not be.
         """
-        found = float("inf"), plan
+        best_s = float("inf")
+        best = plan
         for way in self.request.cost.stage_choices.ways_ahead(plan):
             self.count += 1
             check_plan(way, self.request.spec.num_layers)
             prediction = self.request.cost.predict(way)
-            if (
-                prediction.step_time_s < found[0]
-                and prediction.fits
-                and self._wanted(way, prediction.usd_per_hour)
-            ):
-                found = prediction.step_time_s, way
-        return found
+            is_faster = prediction.step_time_s < best_s
+            if is_faster and prediction.fits and self._wanted(way, prediction.usd_per_hour):
+                best_s = prediction.step_time_s
+                best = way
+        return best_s, best
 
     def _wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
         """Return True if a plan meets the request's limits other than memory and depth."""
         request = self.request
         limit = request.max_usd_per_hour
-        holders = request.min_node_disjoint_holders
+        if limit is not None and usd_per_hour is not None and usd_per_hour > limit:
+            return False
+
         degrees = {stage.tp_degree for stage in plan.stages}
+        if len(degrees) > 1 and not request.mixed_tp:
+            return False
         sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
-        return (
-            (limit is None or usd_per_hour is None or usd_per_hour <= limit)
-            and (request.mixed_tp or len(degrees) == 1)
-            and (request.mixed_microbatch or len(sizes) == 1)
-            and (
-                holders < 2
-                or redundancy(plan, request.fleet, request.spec.num_layers).weakest >= holders
-            )
-        )
+        if len(sizes) > 1 and not request.mixed_microbatch:
+            return False
+
+        holders = request.min_node_disjoint_holders
+        if holders < 2:
+            return True
+        return redundancy(plan, request.fleet, request.spec.num_layers).weakest >= holders
+
+
+def _least_s(work: Sequence[float], count: int) -> float:
+    """Return the least seconds of `count` microbatches through stages that take `work` each."""
+    least_s = sum(work)
+    for stage, each in enumerate(work):
+        before_s = sum(work[:stage])
+        least_s = max(least_s, before_s + count * each)
+    return least_s
+
+
+def _is_exchanged(placement: Sequence[_Groups], loads: Sequence[_Load]) -> bool:
+    """Return True if the loads of two equal neighbours ascend.
+
+    The same plan with these loads exchanged is tried as well.
+    """
+    for index in range(1, len(placement)):
+        is_twin = placement[index] == placement[index - 1]
+        if is_twin and loads[index - 1] < loads[index]:
+            return True
+    return False
 
 
 def _canonical(placement: Sequence[_Groups], nodes: Sequence[Node]) -> tuple[_Groups, ...]:
-    """The least of what exchanges of equal nodes make of a placement."""
-    alike: dict[object, list[int]] = {}
+    """Return the least of what exchanges of equal nodes make of a placement."""
+    by_type: dict[NodeType, list[int]] = {}
     for number, node in enumerate(nodes):
-        alike.setdefault(node.node_type, []).append(number)
-    exchanges = itertools.product(*(itertools.permutations(each) for each in alike.values()))
-    renamed = []
-    for exchange in exchanges:
-        name = dict(zip(itertools.chain(*alike.values()), itertools.chain(*exchange), strict=True))
-        renamed.append(
-            tuple(
-                sorted(
-                    tuple((name[node], degree) for node, degree in groups) for groups in placement
-                )
-            )
-        )
-    return min(renamed)
+        by_type.setdefault(node.node_type, []).append(number)
+    numbers = [*itertools.chain(*by_type.values())]
+    orders = [itertools.permutations(alike) for alike in by_type.values()]
+
+    least = None
+    for exchange in itertools.product(*orders):
+        name = dict(zip(numbers, itertools.chain(*exchange), strict=True))
+        renamed = []
+        for groups in placement:
+            renamed.append(tuple((name[node], degree) for node, degree in groups))
+        candidate = tuple(sorted(renamed))
+        if least is None or candidate < least:
+            least = candidate
+    assert least is not None
+    return least
 
 
 def _shares(options: Sequence[Sequence[_Load]], sequences: int) -> Iterator[tuple[_Load, ...]]:

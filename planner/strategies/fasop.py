@@ -22,7 +22,16 @@ from planner.search.cost_tables import tables_of
 from planner.search.judge import SearchEffort, answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.staged import GpuGroup, Groups, Shortlist, Staged, ends_of, equal_split
+from planner.strategies.fleets import thinned_counts, with_count
+from planner.strategies.staged import (
+    GpuGroup,
+    Groups,
+    Shortlist,
+    Staged,
+    ends_of,
+    equal_split,
+    gpus_in_groups,
+)
 
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups
 # that it leaves the node for together.
@@ -30,10 +39,12 @@ TransferKind = tuple[NodeType, NodeType, bool, int, int, int]
 
 
 def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
-    """FASOP's search.
+    """Search as FASOP does.
 
-    InfeasibleError where none of its plans fits. most_orders: of the nodes, evenly among all; none:
-    all.
+    most_orders: orders of the nodes to try, evenly among all; None: all.
+
+    Raises:
+        InfeasibleError: none of its plans fits.
     """
     check_request(request)
     begin = request.clock()
@@ -41,11 +52,14 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     shortlist = Shortlist(request, tables)
     tried = 0
     cut = ""
+    orders = list(node_orders(request.fleet, most_orders))
     for whole in (True, False):
-        orders = list(node_orders(request.fleet, most_orders)) if shortlist.is_empty else []
+        if not shortlist.is_empty:
+            break
         for number, nodes in enumerate(orders, 1):
             tried += _try_order(request, tables, shortlist, nodes, whole)
-            if request.is_late or request.clock() - begin > request.time_limit_s:
+            is_over = request.is_late or request.clock() - begin > request.time_limit_s
+            if is_over:
                 left = len(orders) - number
                 cut = f"{left} of {len(orders)} orders of the nodes" if left else ""
                 break
@@ -53,12 +67,14 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
 
 
 def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:
-    """The cyclic rotations of the nodes sorted by type that differ in their sequence of types; with
-    `most`, so many of them at most.
+    """Yield the cyclic rotations of the nodes, sorted by type, whose sequences of types differ.
+
+    most: number of orders at most; None: all.
     """
-    nodes = sorted(fleet.nodes, key=lambda node: (node.node_type.name, fleet.nodes.index(node)))
+    nodes = sorted(fleet.nodes, key=lambda node: node.node_type.name)
+    step = math.ceil(len(nodes) / most) if most else 1
     seen = set()
-    for turn in range(0, len(nodes), -(-len(nodes) // most) if most else 1):
+    for turn in range(0, len(nodes), step):
         order = (*nodes[turn:], *nodes[:turn])
         types = tuple(node.node_type for node in order)
         if types not in seen:
@@ -75,45 +91,51 @@ def _try_order(
     """
     sums = tables.sums.time_sums.tolist()
     transfers = BoundaryTransfers(request)
+    change = kinds_change(sums[0])
     tried = 0
-    for tp in sorted({kind.tp_degree for kind in tables.kinds}):
-        gpus: list[str] = []
-        for node in nodes:
-            used = len(node.workers) if whole else node.node_type.num_gpus // tp * tp
-            gpus += node.workers[:used]
+    for tp in tables.tp_degrees:
+        if whole:
+            gpus = [worker for node in nodes for worker in node.workers]
+        else:
+            gpus = gpus_in_groups(nodes, tp)
         groups = Groups(tables, gpus)
+
         for depth, width, microbatch in _grids(tables, len(gpus), tp, whole):
             tried += 1
             staged = groups.stages([tp * width] * depth, width, microbatch)
             if staged is None or not shortlist.promising(staged, microbatch):
                 continue
             seconds = transfers.seconds(staged, microbatch)
-            for ends in cuts(sums, staged.slowest(tables), seconds, kinds_change(sums[0])):
+            for ends in cuts(sums, staged.slowest(tables), seconds, change):
                 shortlist.add(staged, ends)
     return tried
 
 
 def _grids(tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[int, int, int]]:
-    """(stages, pipelines, microbatch) of every DP and microbatch that the GPUs and the batch allow.
-    FASOP takes those that divide both (`whole`); where none does, as with five GPUs or a prime
-    batch, some GPUs stay idle and counts differ.
+    """Yield (stages, pipelines, microbatch) for each DP and microbatch that may be used.
+
+    FASOP takes those that divide the GPUs and the batch (`whole`). If none does, as with five GPUs
+    or a prime batch, some GPUs stay idle and the pipelines' microbatches differ in number.
     """
     batch = tables.batch
     deepest = tables.deepest
     for width in range(1, gpus // tp + 1):
         depth = gpus // (tp * width)
-        if whole and (gpus % (tp * width) or depth > deepest):
+        uses_all = gpus % (tp * width) == 0 and depth <= deepest
+        if whole and not uses_all:
             continue
+
         for microbatch in tables.sizes:
-            if batch % (width * microbatch) == 0 or (
-                not whole and batch % microbatch == 0 and batch >= width * microbatch
-            ):
+            is_even = batch % (width * microbatch) == 0
+            has_one_each = batch % microbatch == 0 and batch >= width * microbatch
+            if is_even or (not whole and has_one_each):
                 yield min(depth, deepest), width, microbatch
 
 
 class BoundaryTransfers:
-    """Seconds of the transfers over each boundary of a grid; which transfers there are does not
-    depend on the microbatch.
+    """Seconds of the transfers over each boundary of a grid.
+
+    Which transfers there are does not depend on the microbatch, so they are found once.
     """
 
     def __init__(self, request: Request) -> None:
@@ -122,47 +144,68 @@ class BoundaryTransfers:
         self._seconds: dict[tuple[TransferKind, int], float] = {}
 
     def seconds(self, staged: Staged, microbatch: int) -> list[float]:
-        """The slowest transfer of each boundary, one direction, NICs shared by all that leave and
-        reach the nodes with it.
+        """Return the slowest transfer of each boundary, in one direction.
+
+        Its NICs are shared by all groups that leave and reach the nodes with it.
         """
-        key = (len(staged.stages), staged.width, len(staged.stages[0][0]))
+        tp = len(staged.stages[0][0])
+        key = (len(staged.stages), staged.width, tp)
         if key not in self._kinds:
-            self._kinds[key] = [self._between(*pair) for pair in itertools.pairwise(staged.stages)]
-        return [
-            max(self._time(transfer, microbatch) for transfer in kinds)
-            for kinds in self._kinds[key]
-        ]
+            pairs = itertools.pairwise(staged.stages)
+            self._kinds[key] = [self._between(senders, receivers) for senders, receivers in pairs]
+
+        slowest = []
+        for kinds in self._kinds[key]:
+            slowest.append(max(self._time(transfer, microbatch) for transfer in kinds))
+        return slowest
 
     def _between(
         self, senders: Sequence[GpuGroup], receivers: Sequence[GpuGroup]
     ) -> set[TransferKind]:
         node_of = self._request.fleet.node_of
-        pairs = [
-            (node_of(a[0]), node_of(b[0]), len(b)) for a, b in zip(senders, receivers, strict=True)
-        ]
-        leaving = Counter(a.name for a, b, _ in pairs if a is not b)
-        arriving = Counter(b.name for a, b, _ in pairs if a is not b)
-        return {
-            (a.node_type, b.node_type, a is b, tp, leaving[a.name], arriving[b.name])
-            for a, b, tp in pairs
-        }
+        pairs = []
+        leaving = Counter[str]()
+        arriving = Counter[str]()
+        for sender, receiver in zip(senders, receivers, strict=True):
+            here = node_of(sender[0])
+            there = node_of(receiver[0])
+            pairs.append((here, there, len(receiver)))
+            if here is not there:
+                leaving[here.name] += 1
+                arriving[there.name] += 1
+
+        found = set[TransferKind]()
+        for here, there, tp in pairs:
+            types = (here.node_type, there.node_type)
+            flows = (leaving[here.name], arriving[there.name])
+            found.add((*types, here is there, tp, *flows))
+        return found
 
     def _time(self, transfer: TransferKind, microbatch: int) -> float:
-        if (transfer, microbatch) not in self._seconds:
-            a, b, same, tp, leaving, arriving = transfer
-            self._seconds[transfer, microbatch] = self._request.cost.boundaries.between_s(
-                a, b, microbatch, same_node=same, tp_degree=tp, flows=NicFlows(leaving, arriving)
+        key = (transfer, microbatch)
+        if key not in self._seconds:
+            here, there, same, tp, leaving, arriving = transfer
+            flows = NicFlows(leaving, arriving)
+            self._seconds[key] = self._request.cost.boundaries.between_s(
+                here, there, microbatch, same_node=same, tp_degree=tp, flows=flows
             )
-        return self._seconds[transfer, microbatch]
+        return self._seconds[key]
 
 
 def kinds_change(sums: Sequence[float]) -> int | None:
-    """The block at which an encoder's blocks end and a decoder's begin: where the seconds of
-    neighbours differ by a fifth; None where they do so nowhere or more than once.
+    """Return the block at which an encoder's blocks end and a decoder's begin.
+
+    There the seconds of neighbours differ by a fifth; None if they do so nowhere or more than once.
+
+    sums: seconds of the first i layers.
     """
-    seconds = [b - a for a, b in itertools.pairwise(sums[1:-1])]
-    pairs = itertools.pairwise(seconds)
-    changes = [i for i, (a, b) in enumerate(pairs, start=1) if abs(b / a - 1) > limits.OTHER_KIND]
+    # the first layer is the embedding, the last the head
+    blocks_s = [end - begin for begin, end in itertools.pairwise(sums[1:-1])]
+    changes = []
+    for block in range(1, len(blocks_s)):
+        ratio = blocks_s[block] / blocks_s[block - 1]
+        if abs(ratio - 1) > limits.OTHER_KIND:
+            changes.append(block)
     return changes[0] if len(changes) == 1 else None
 
 
@@ -172,25 +215,32 @@ def cuts(
     boundary_s: Sequence[float],
     change: int | None,
 ) -> Iterator[tuple[int, ...]]:
-    """Ends of the stages: min-max over all; with two kinds of blocks also over each kind's own
-    stages, for every number of stages that the first kind can have.
+    """Yield ends of the stages: min-max over all, and over the stages of each kind of blocks.
 
-    sums[row][i]: seconds of the first i layers; rows: of each stage.
+    With two kinds of blocks, the second is tried for every number of stages that the first kind can
+    have.
+
+    sums[row][i]: seconds of the first i layers. rows: of each stage. change: first block of the
+    second kind; None if there is one kind.
     """
     blocks = len(sums[0]) - 3
     depth = len(rows)
+
+    # one transfer for each stage between two others, as FASOP counts them
     tolls = [0.0, *boundary_s[1:], 0.0][:depth]
-    yield ends_of(tuple(min_max(sums, rows, tolls, equal_split(blocks, depth), range(depth))))
-    for first in range(1, depth) if change is not None else ():
-        assert change is not None
-        if first <= change and depth - first <= blocks - change:
-            split: Sequence[int] = (
-                *equal_split(change, first),
-                *equal_split(blocks - change, depth - first),
-            )
-            for stages in (range(first), range(first, depth)):
-                split = min_max(sums, rows, tolls, split, stages)
-            yield ends_of(tuple(split))
+    every = range(depth)
+    yield ends_of(min_max(sums, rows, tolls, equal_split(blocks, depth), every))
+    if change is None:
+        return
+
+    for first in range(1, depth):
+        # a block at least for each stage
+        if first > change or depth - first > blocks - change:
+            continue
+        start = (*equal_split(change, first), *equal_split(blocks - change, depth - first))
+        split = min_max(sums, rows, tolls, start, range(first))
+        split = min_max(sums, rows, tolls, split, range(first, depth))
+        yield ends_of(split)
 
 
 def min_max(
@@ -199,29 +249,40 @@ def min_max(
     tolls: Sequence[float],
     start: Sequence[int],
     stages: range,
-) -> Sequence[int]:
-    """Blocks of each stage: one at a time from the slowest of `stages` to the fastest of them,
-    until the slowest grows or a split comes back. A stage takes its layers' time and its toll, one
-    transfer where it lies between two others.
+) -> tuple[int, ...]:
+    """Return the blocks of each stage.
+
+    One block at a time moves from the slowest of `stages` to the fastest of them, until the slowest
+    grows or a split comes back. A stage takes its layers' time and its toll, one transfer if it
+    lies between two others.
     """
+    best = tuple(start)
+    if len(stages) < 2:
+        return best
+
     split = list(start)
-    best = tuple(split)
-    seen = {tuple(split)}
+    seen = {best}
     seconds = _stage_seconds(sums, rows, split, tolls)
-    best_s = max(seconds[s] for s in stages)
-    while len(stages) > 1 and max(split[s] for s in stages) > 1:
-        slow = max((s for s in stages if split[s] > 1), key=lambda s: (seconds[s], -s))
-        fast = min((s for s in stages if s != slow), key=lambda s: (seconds[s], s))
+    best_s = max(seconds[stages.start : stages.stop])
+    while True:
+        givers = [stage for stage in stages if split[stage] > 1]
+        if not givers:
+            return best
+
+        # of equal ones the first
+        slow = max(givers, key=lambda stage: seconds[stage])
+        takers = [stage for stage in stages if stage != slow]
+        fast = min(takers, key=lambda stage: seconds[stage])
         split[slow] -= 1
         split[fast] += 1
+
         seconds = _stage_seconds(sums, rows, split, tolls)
-        now = max(seconds[s] for s in stages)
-        if tuple(split) in seen or now > best_s * (1 + 1e-12):
-            break
-        seen.add(tuple(split))
+        slowest_s = max(seconds[stages.start : stages.stop])
+        if tuple(split) in seen or slowest_s > best_s * (1 + 1e-12):
+            return best
         best = tuple(split)
-        best_s = now
-    return best
+        best_s = slowest_s
+        seen.add(best)
 
 
 def _stage_seconds(
@@ -230,31 +291,35 @@ def _stage_seconds(
     split: Sequence[int],
     tolls: Sequence[float],
 ) -> list[float]:
-    at = 0
-    out = []
-    for stage, (row, blocks) in enumerate(zip(rows, split, strict=True)):
-        end = at + blocks + (stage == 0) + (stage == len(rows) - 1)
-        out.append(sums[row][end] - sums[row][at] + tolls[stage])
-        at = end
-    return out
+    begin = 0
+    found = []
+    for row, end, toll in zip(rows, ends_of(split), tolls, strict=True):
+        found.append(sums[row][end] - sums[row][begin] + toll)
+        begin = end
+    return found
 
 
 def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
-    """Fleets with every number of nodes of each type up to the fleet's, thinned to at most `most`;
-    and one node of each type alone.
+    """Yield fleets with every number of nodes of each type, and with one node of each type alone.
+
+    most: the numbers are thinned to so many fleets at most.
     """
     by_type: dict[NodeType, list[Node]] = {}
     for node in fleet.nodes:
         by_type.setdefault(node.node_type, []).append(node)
-    steps = [list(range(len(nodes) + 1)) for nodes in by_type.values()]
-    while math.prod(map(len, steps)) > most and max(map(len, steps)) > 3:
-        widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
-        steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
-    never_alone = [i for i, numbers in enumerate(steps) if 1 not in numbers]
-    alone = [tuple(int(i == only) for i in range(len(steps))) for only in never_alone]
+
+    steps = thinned_counts([len(nodes) for nodes in by_type.values()], most)
+    none = (0,) * len(steps)
+    alone = []
+    for index, numbers in enumerate(steps):
+        is_thinned_out = 1 not in numbers
+        if is_thinned_out:
+            alone.append(with_count(none, index, 1))
+
     for counts in itertools.chain(alone, itertools.product(*steps)):
-        if sum(counts):
-            chosen: list[Node] = []
-            for count, nodes in zip(counts, by_type.values(), strict=True):
-                chosen += nodes[:count]
-            yield Fleet(fleet.generation, tuple(chosen))
+        if not any(counts):
+            continue
+        chosen: list[Node] = []
+        for count, nodes in zip(counts, by_type.values(), strict=True):
+            chosen += nodes[:count]
+        yield Fleet(fleet.generation, tuple(chosen))

@@ -25,32 +25,40 @@ AnswerValue = Callable[[Answer], float]
 
 
 class FleetSpace:
-    """Parts of a request's fleet within its price limit and its bound on nodes, as numbers of nodes
-    by machine: node types that are equal in all but name are one machine.
+    """Parts of a request's fleet within its price limit and its bound on nodes.
+
+    A part is told by its numbers of nodes by machine: node types that are equal in all but name are
+    one machine.
     """
 
     def __init__(self, request: Request):
         self.request = request
-        by_machine: dict[NodeType, list[Node]] = {}
-        standing = dict(request.bound.standing) if request.bound else {}
-        for node in sorted(request.fleet.nodes, key=lambda n: n.node_type.name not in standing):
-            if node.node_type.num_gpus:
-                by_machine.setdefault(_machine(node.node_type), []).append(node)
+        by_machine = _nodes_by_machine(request)
         self.nodes = tuple(tuple(nodes) for nodes in by_machine.values())
-        self.most: TypeCounts = tuple(map(len, self.nodes))
         self.machines = tuple(by_machine)
-        self._machine_of = {
-            node.name: index for index, nodes in enumerate(self.nodes) for node in nodes
-        }
+        self.most: TypeCounts = tuple(len(nodes) for nodes in self.nodes)
+        self.none: TypeCounts = (0,) * len(self.nodes)
+        """The empty fleet."""
+
+        self._machine_of: dict[str, int] = {}
+        for index, nodes in enumerate(self.nodes):
+            self._machine_of.update((node.name, index) for node in nodes)
+
         self.answered: dict[tuple[TypeCounts, bool], Answer | InfeasibleError] = {}
-        """Outcome of each search of a fleet, by numbers of nodes and `brief`: all comparisons of
-        this space's fleets ask for the same ones.
+        """Outcome of each search of a fleet, by numbers of nodes and `brief`.
+
+        All comparisons of this space's fleets ask for the same ones.
         """
 
     def fleet(self, counts: TypeCounts) -> Fleet:
-        chosen = {n.name for count, nodes in zip(counts, self.nodes) for n in nodes[:count]}
-        kept = tuple(node for node in self.request.fleet.nodes if node.name in chosen)
-        return Fleet(self.request.fleet.generation, kept)
+        chosen = set[str]()
+        for count, nodes in zip(counts, self.nodes, strict=True):
+            chosen.update(node.name for node in nodes[:count])
+
+        # in the order of the whole fleet, on which placements depend
+        whole = self.request.fleet
+        kept = tuple(node for node in whole.nodes if node.name in chosen)
+        return Fleet(whole.generation, kept)
 
     def counts_of(self, names: Iterable[str]) -> TypeCounts:
         """Return the numbers of nodes by machine among nodes of these names."""
@@ -58,53 +66,98 @@ class FleetSpace:
         return tuple(numbers[index] for index in range(len(self.machines)))
 
     def price(self, counts: TypeCounts) -> float:
-        return sum(count * (kind.usd_per_hour or 0.0) for count, kind in zip(counts, self.machines))
+        machines = zip(counts, self.machines, strict=True)
+        return sum(count * (machine.usd_per_hour or 0.0) for count, machine in machines)
 
     def gpus(self, counts: TypeCounts) -> int:
-        return sum(count * kind.num_gpus for count, kind in zip(counts, self.machines))
+        machines = zip(counts, self.machines, strict=True)
+        return sum(count * machine.num_gpus for count, machine in machines)
 
     def allows(self, counts: TypeCounts) -> bool:
-        if not any(counts) or any(not 0 <= n <= most for n, most in zip(counts, self.most)):
+        if not any(counts):
             return False
+        for number, most in zip(counts, self.most, strict=True):
+            if not 0 <= number <= most:
+                return False
+
         limit = self.request.max_usd_per_hour
-        bound = self.request.bound
         if limit is not None and self.price(counts) > limit * (1 + 1e-9):
             return False
+        bound = self.request.bound
         if bound is None:
             return True
-        return bound.allows(Counter(node.node_type.name for node in self.fleet(counts).nodes))
+        return bound.allows_fleet(self.fleet(counts))
+
+    @property
+    def num_combinations(self) -> int:
+        """Number of fleets, allowed or not, with the empty one."""
+        return math.prod(most + 1 for most in self.most)
 
     def number(self) -> int:
         """Count the allowed fleets; if they are very many, return the number of combinations."""
         every = self.all(limits.COUNTED_FLEETS)
-        return math.prod(n + 1 for n in self.most) - 1 if every is None else len(every)
+        if every is None:
+            return self.num_combinations - 1
+        return len(every)
 
     def all(self, most: int) -> list[TypeCounts] | None:
-        """Every fleet that is allowed, or None where there are more than `most` combinations."""
-        if math.prod(number + 1 for number in self.most) > most:
+        """Return every allowed fleet, or None if there are more than `most` combinations."""
+        if self.num_combinations > most:
             return None
-        every = itertools.product(*(range(number + 1) for number in self.most))
-        return [counts for counts in every if self.allows(counts)]
+        ranges = [range(number + 1) for number in self.most]
+        return [counts for counts in itertools.product(*ranges) if self.allows(counts)]
 
     def filled(self, counts: TypeCounts, order: Sequence[int]) -> TypeCounts:
         """Add as many nodes as are allowed, machine by machine in this order."""
-        found = list(counts)
+        found = counts
         for machine in order:
-            while self.allows((*found[:machine], found[machine] + 1, *found[machine + 1 :])):
-                found[machine] += 1
-        return tuple(found)
+            more = with_count(found, machine, found[machine] + 1)
+            while self.allows(more):
+                found = more
+                more = with_count(found, machine, found[machine] + 1)
+        return found
 
     def is_largest(self, counts: TypeCounts) -> bool:
         return not any(self.allows(more) for more in _one_more(counts))
 
 
-def _machine(kind: NodeType) -> NodeType:
-    return replace(kind, name="", max_nodes=1, spot=False)
+def _nodes_by_machine(request: Request) -> dict[NodeType, list[Node]]:
+    standing = dict(request.bound.standing) if request.bound else {}
+
+    # of equal nodes those that stand come first, so that no part of the fleet buys others instead
+    nodes = sorted(request.fleet.nodes, key=lambda node: node.node_type.name not in standing)
+    found: dict[NodeType, list[Node]] = {}
+    for node in nodes:
+        if node.node_type.num_gpus:
+            machine = replace(node.node_type, name="", max_nodes=1, spot=False)
+            found.setdefault(machine, []).append(node)
+    return found
+
+
+def with_count(counts: TypeCounts, index: int, number: int) -> TypeCounts:
+    """Return the fleet with `number` nodes of one machine."""
+    return (*counts[:index], number, *counts[index + 1 :])
 
 
 def _one_more(counts: TypeCounts) -> Iterator[TypeCounts]:
-    for index in range(len(counts)):
-        yield (*counts[:index], counts[index] + 1, *counts[index + 1 :])
+    for index, number in enumerate(counts):
+        yield with_count(counts, index, number + 1)
+
+
+def thinned_counts(most_by_kind: Sequence[int], most_fleets: int) -> list[list[int]]:
+    """Return the numbers of nodes of each kind for at most `most_fleets` fleets.
+
+    Every second number of the widest is left out until they are few.
+    """
+    steps = [list(range(most + 1)) for most in most_by_kind]
+    while True:
+        sizes = [len(numbers) for numbers in steps]
+        is_few = math.prod(sizes) <= most_fleets
+        if is_few or max(sizes) <= 3:
+            return steps
+        widest = sizes.index(max(sizes))
+        numbers = steps[widest]
+        steps[widest] = sorted({*numbers[::2], numbers[-1]})
 
 
 @dataclass
@@ -127,23 +180,32 @@ class FleetSearch:
         self.begin_s = self.space.request.clock()
 
     @property
+    def found(self) -> list[Answer]:
+        """Answers of the fleets that have one."""
+        return [answer for answer in self.answers.values() if answer is not None]
+
+    @property
     def budget_gpus(self) -> float:
         return self.space.request.time_limit_s * limits.FLEET_GPUS_A_SECOND
 
     @property
     def is_over(self) -> bool:
-        if self.space.request.is_late and any(self.answers.values()):
+        if self.space.request.is_late and self.found:
             return True
         enough = len(self.answers) >= limits.FEWEST_FLEETS
         return enough and self.spent_gpus >= self.budget_gpus
 
     def look(self, counts: TypeCounts) -> float:
-        """The value of a fleet's best draft, infinite where it has none or the budget is spent."""
+        """Return the value of a fleet's best draft.
+
+        Infinite if it has none, or if it would have to be searched and the budget is spent.
+        """
         if counts not in self.answers:
             if self.is_over or sum(counts) < self.space.request.min_node_disjoint_holders:
                 return math.inf
             self.draft(counts)
             self.spent_gpus += self.space.gpus(counts)
+
         answer = self.answers[counts]
         return math.inf if answer is None else self.value(answer)
 
@@ -160,6 +222,8 @@ class FleetSearch:
         outcome = answered[counts, brief]
         if isinstance(outcome, Answer):
             return outcome
+
+        # the refusal of a largest fleet says most: more nodes would not help
         if self.refusal is None or self.space.is_largest(counts):
             self.refusal = outcome
         return None
@@ -173,38 +237,44 @@ class FleetSearch:
             return error
 
     def finish(self, also: TypeCounts | None = None) -> list[Answer]:
-        """The answers, those of the finalists, and of the fleet `also`, from a full search.
+        """Return the answers, those of the finalists and of the fleet `also` from a full search.
 
         Fleets whose drafts use the same nodes are one finalist, unless too few others are left: a
         draft that leaves nodes idle may be behind what a full search makes of them.
         """
+        request = self.space.request
         finite = [counts for counts in self.answers if math.isfinite(self.look(counts))]
         ranked = sorted(finite, key=lambda counts: (self.look(counts), self.space.gpus(counts)))
         by_nodes: dict[frozenset[str], TypeCounts] = {}
         for counts in ranked:
             by_nodes.setdefault(self._used(counts), counts)
+
         unlike = [*by_nodes.values()]
         alike = [counts for counts in ranked if counts not in unlike]
-        for counts in [*unlike, *alike][: limits.FINALISTS]:
-            if self.space.request.is_late:
+        finalists = [*unlike, *alike][: limits.FINALISTS]
+        for counts in finalists:
+            if request.is_late:
                 break
             if self.look(counts) <= limits.FINAL_BEHIND * self.look(ranked[0]):
                 self.search_in_full(counts)
-        if also is not None and not self.space.request.is_late:
+        if also is not None and not request.is_late:
             self.search_in_full(also)
-        return [answer for answer in self.answers.values() if answer is not None]
+        return self.found
 
     def _used(self, counts: TypeCounts) -> frozenset[str]:
         """Nodes of a fleet's plan, by which fleets with idle nodes are told from others."""
         answer = self.answers[counts]
         assert answer is not None
-        return frozenset(map(node_of, answer.plan.workers))
+        return frozenset(node_of(worker) for worker in answer.plan.workers)
 
     def search_in_full(self, counts: TypeCounts) -> Answer | None:
         """Return the answer of a full search of a fleet; keep it if it is the best known."""
         full = self._answer(counts, brief=False)
+        if full is None:
+            return None
+
         before = self.answers.get(counts)
-        if full is not None and (before is None or self.value(full) < self.value(before)):
+        if before is None or self.value(full) < self.value(before):
             self.answers[counts] = full
         return full
 
@@ -214,10 +284,13 @@ class FleetSearch:
         """Climb from the best of the starts to better neighbours, until the best has none."""
         for counts in starts:
             self.look(counts)
+
         expanded: set[TypeCounts] = set()
         while not self.is_over:
             best = min(self.answers, key=self.look, default=None)
-            if best is None or best in expanded or not math.isfinite(self.look(best)):
+            if best is None or best in expanded:
+                return
+            if not math.isfinite(self.look(best)):
                 return
             expanded.add(best)
             for counts in neighbours(best):
@@ -231,56 +304,85 @@ def cheapest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSear
     The overhead of a fleet (gradient sums and waiting) grows with its size.
     """
     found = FleetSearch(search, space, value)
-    none = (0,) * len(space.most)
-    small = [*_one_more(none), *itertools.chain.from_iterable(map(_one_more, _one_more(none)))]
-    starts = sorted({counts for counts in small if space.allows(counts)}, key=space.gpus)
-    found.climb(starts, lambda counts: _around(space, counts))
+
+    def around(counts: TypeCounts) -> Iterator[TypeCounts]:
+        return _around(space, counts)
+
+    singles = list(_one_more(space.none))
+    small = [*singles]
+    for one in singles:
+        small += _one_more(one)
+    starts = {counts for counts in small if space.allows(counts)}
+    found.climb(sorted(starts, key=space.gpus), around)
+
+    # the model may be too large for one or two nodes
     size = 4
-    while not any(found.answers.values()) and size <= 2 * max(space.most) and not found.is_over:
-        times = [tuple(size * number for number in one) for one in _one_more(none)]
-        wanted = [tuple(map(min, each, space.most)) for each in (*times, (size,) * len(none))]
-        found.climb([c for c in wanted if space.allows(c)], lambda c: _around(space, c))
+    while not found.found and size <= 2 * max(space.most) and not found.is_over:
+        found.climb(_starts_of_size(space, size), around)
         size *= 2
     return found
+
+
+def _starts_of_size(space: FleetSpace, size: int) -> list[TypeCounts]:
+    """Return the allowed fleets of `size` nodes of one machine, or of every machine.
+
+    They have all nodes of a machine that has fewer.
+    """
+    every = [min(size, most) for most in space.most]
+    wanted = [with_count(space.none, index, number) for index, number in enumerate(every)]
+    wanted.append(tuple(every))
+    return [counts for counts in wanted if space.allows(counts)]
 
 
 def fastest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearch:
     """Compare the largest fleets that are allowed by their step: a node more makes none slower."""
     found = FleetSearch(search, space, value)
     every = space.all(limits.DRAFTED_FLEETS * 4)
-    largest = None if every is None else [c for c in every if space.is_largest(c)]
-    if largest is not None and len(largest) <= limits.FEWEST_FLEETS:
-        found.climb(largest, lambda counts: iter(()))
-        return found
+    if every is not None:
+        largest = [counts for counts in every if space.is_largest(counts)]
+        if len(largest) <= limits.FEWEST_FLEETS:
+            for counts in largest:
+                found.look(counts)
+            return found
+
+    # too many to look at each: climb from those that are filled with one machine after the other
     machines = range(len(space.most))
     orders = itertools.islice(itertools.permutations(machines), limits.FEWEST_FLEETS // 2)
-    none = (0,) * len(space.most)
-    starts = dict.fromkeys(space.filled(none, order) for order in orders)
-    found.climb([counts for counts in starts if any(counts)], lambda c: _exchanged(space, c))
+    filled = dict.fromkeys(space.filled(space.none, order) for order in orders)
+    starts = [counts for counts in filled if any(counts)]
+    found.climb(starts, lambda counts: _exchanged(space, counts))
     return found
 
 
 def _around(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
-    """A node more, one less, one for one of another machine, twice as many, half as many."""
+    """Yield the neighbours of a fleet.
+
+    They have a node more, one less, one for one of another machine, and twice or half as many of a
+    machine.
+    """
     yield from _one_more(counts)
     for index, number in enumerate(counts):
-        if number:
-            fewer = (*counts[:index], number - 1, *counts[index + 1 :])
-            yield fewer
-            yield from _one_more(fewer)
-            for other in (min(2 * number, space.most[index]), number // 2):
-                yield (*counts[:index], other, *counts[index + 1 :])
+        if not number:
+            continue
+
+        fewer = with_count(counts, index, number - 1)
+        yield fewer
+        yield from _one_more(fewer)
+
+        twice = min(2 * number, space.most[index])
+        yield with_count(counts, index, twice)
+        yield with_count(counts, index, number // 2)
 
 
 def _exchanged(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
     """Yield fleets with one or half of a machine's nodes less, filled up with other machines."""
-    machines = range(len(counts))
     for index, number in enumerate(counts):
-        for fewer in sorted({number - 1, number // 2} - {number}):
-            if fewer < 0:
+        others = [machine for machine in range(len(counts)) if machine != index]
+        for fewer in sorted({number - 1, number // 2}):
+            if not 0 <= fewer < number:
                 continue
-            left = (*counts[:index], fewer, *counts[index + 1 :])
-            for first in machines:
-                if first != index:
-                    order = [first, *(m for m in machines if m not in (first, index))]
-                    yield space.filled(left, order)
+
+            left = with_count(counts, index, fewer)
+            for first in others:
+                rest = [machine for machine in others if machine != first]
+                yield space.filled(left, [first, *rest])

@@ -7,6 +7,7 @@ that was searched is faster than the best plan known there. A fleet whose drafts
 not searched further.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from planner.cluster import node_of
 from planner.search import limits
 from planner.search.problem import Answer
-from planner.strategies.fleets import FleetSearch, TypeCounts
+from planner.strategies.fleets import FleetSearch, TypeCounts, with_count
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,7 @@ class Front:
         self.found = found
         self.space = found.space
         self._steps = steps
-        fewest = self.space.request.min_node_disjoint_holders
-        every = (c for c in itertools.product(*steps) if sum(c) >= fewest)
-        self.fleets = [counts for counts in every if self.space.allows(counts)]
+        self.fleets = self._allowed_fleets()
         self._largest: dict[float, list[TypeCounts]] = {}
         self._known: list[_Known] = []
         self._searched: dict[TypeCounts, float] = {}  # with the least step time known within
@@ -52,16 +51,24 @@ class Front:
         self._spent_gpus = 0
         self.is_cut = False
         """True if the budget ended the search before the front was known."""
-        self.has_all = all(len(s) == most + 1 for s, most in zip(steps, self.space.most))
+        self.has_all = math.prod(map(len, steps)) == self.space.num_combinations
         """True if no number of nodes was left out of `steps`."""
+
+    def _allowed_fleets(self) -> list[TypeCounts]:
+        fewest = self.space.request.min_node_disjoint_holders
+        found = []
+        for counts in itertools.product(*self._steps):
+            if sum(counts) >= fewest and self.space.allows(counts):
+                found.append(counts)
+        return found
 
     def plans(self) -> list[Answer]:
         """Return the front's plans, fastest first, as far as the budget lets them be found."""
         found = list[Answer]()
-        limit = math.inf
-        while (best := self.fastest_below(limit)) is not None:
+        best = self.fastest_below(math.inf)
+        while best is not None:
             found.append(best.answer)
-            limit = best.usd_per_hour
+            best = self.fastest_below(best.usd_per_hour)
         return found
 
     def fastest_below(self, limit: float) -> _Known | None:
@@ -72,18 +79,20 @@ class Front:
         """
         while True:
             best = self._best_below(limit)
-            counts = self._next(limit, math.inf if best is None else best.step_time_s)
-            if counts is None and best is not None and best.used not in self._searched:
-                counts = best.used
+            best_s = math.inf if best is None else best.step_time_s
+            counts = self._next(limit, best_s)
             if counts is None:
-                return best
+                if best is None or best.used in self._searched:
+                    return best
+                counts = best.used
             if self._is_over():
                 self.is_cut = True
                 return best
             self._search(counts)
 
     def _best_below(self, limit: float) -> _Known | None:
-        below = [each for each in self._known if each.usd_per_hour < limit * (1 - 1e-9)]
+        most = limit * (1 - 1e-9)
+        below = [each for each in self._known if each.usd_per_hour < most]
         return min(below, key=lambda each: (each.step_time_s, each.usd_per_hour), default=None)
 
     def _next(self, limit: float, best_s: float) -> TypeCounts | None:
@@ -92,16 +101,21 @@ class Front:
         If all drafts are refused and no plan is known, the largest fleet is searched in full: a
         full search tries more.
         """
-        hopeful = [c for c in self._largest_below(limit) if self._least_s(c) < best_s]
-        hopeful = [counts for counts in hopeful if counts not in self._searched]
-        drafts_s = {counts: self._draft_s(counts) for counts in hopeful}
-        if not drafts_s:
+        largest = self._largest_below(limit)
+        unsearched = [counts for counts in largest if counts not in self._searched]
+        hopeful = [counts for counts in unsearched if self._least_s(counts) < best_s]
+        if not hopeful:
             return None
-        first = min(drafts_s, key=lambda counts: (drafts_s[counts], -self.space.gpus(counts)))
-        if drafts_s[first] <= limits.WALK_GAIN * best_s and math.isfinite(drafts_s[first]):
+
+        drafts_s = {counts: self._draft_s(counts) for counts in hopeful}
+        first = min(hopeful, key=lambda counts: (drafts_s[counts], -self.space.gpus(counts)))
+        first_s = drafts_s[first]
+        if first_s <= limits.WALK_GAIN * best_s and math.isfinite(first_s):
             return first
-        any_refused = any(counts in self._searched for counts in self._largest_below(limit))
-        return first if math.isinf(best_s) and not any_refused else None
+
+        is_any_known = math.isfinite(best_s)
+        was_any_searched = len(unsearched) < len(largest)
+        return None if is_any_known or was_any_searched else first
 
     def _draft_s(self, counts: TypeCounts) -> float:
         """Return the step time of a fleet's best draft; infinite if it has none."""
@@ -112,6 +126,8 @@ class Front:
             self._drafted.add(counts)
             self._spent_gpus += self.space.gpus(counts)
             self._keep(self.found.draft(counts))
+
+        # not what was just found: a full search may have found a faster one
         answer = self.found.answers.get(counts)
         return math.inf if answer is None else self.found.value(answer)
 
@@ -123,7 +139,9 @@ class Front:
     def _keep(self, answer: Answer | None) -> None:
         if answer is None:
             return
-        used = self.space.counts_of({node_of(worker) for worker in answer.plan.workers})
+
+        nodes = {node_of(worker) for worker in answer.plan.workers}
+        used = self.space.counts_of(nodes)
         known = _Known(used, self.space.price(used), answer)
         self._known.append(known)
         for counts, fastest_s in self._searched.items():
@@ -141,26 +159,38 @@ class Front:
 
         The bound holds as far as these fleets' best plans are known.
         """
-        larger = (s for other, s in self._searched.items() if _is_part(counts, other))
-        return max(larger, default=0.0)
+        least_s = 0.0
+        for searched, fastest_s in self._searched.items():
+            if _is_part(counts, searched):
+                least_s = max(least_s, fastest_s)
+        return least_s
 
     def _fastest_within(self, counts: TypeCounts) -> float:
-        within = (each.step_time_s for each in self._known if _is_part(each.used, counts))
-        return min(within, default=math.inf)
+        fastest_s = math.inf
+        for known in self._known:
+            if _is_part(known.used, counts):
+                fastest_s = min(fastest_s, known.step_time_s)
+        return fastest_s
 
     def _largest_below(self, limit: float) -> list[TypeCounts]:
         """Return the fleets below a price to which no node can be added."""
         if limit not in self._largest:
             most = limit * (1 - 1e-9)
             below = dict.fromkeys(c for c in self.fleets if self.space.price(c) < most)
-            self._largest[limit] = [c for c in below if not any(m in below for m in self._more(c))]
+            found = []
+            for counts in below:
+                is_largest = not any(more in below for more in self._more(counts))
+                if is_largest:
+                    found.append(counts)
+            self._largest[limit] = found
         return self._largest[limit]
 
     def _more(self, counts: TypeCounts) -> Iterator[TypeCounts]:
-        for index, steps in enumerate(self._steps):
-            larger = next((number for number in steps if number > counts[index]), None)
-            if larger is not None:
-                yield (*counts[:index], larger, *counts[index + 1 :])
+        """Yield the fleets with the next larger number of nodes of one machine."""
+        for index, numbers in enumerate(self._steps):
+            at = bisect.bisect_right(numbers, counts[index])
+            if at < len(numbers):
+                yield with_count(counts, index, numbers[at])
 
 
 def _is_part(counts: TypeCounts, other: TypeCounts) -> bool:

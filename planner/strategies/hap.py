@@ -1,5 +1,6 @@
-"""The strategy `hap`: one SPMD program over all GPUs, or the faster ones of them, with a share for
-each as it can carry.
+"""The strategy `hap`: one SPMD program over all GPUs, or over the faster ones of them.
+
+Each GPU has a share as it can carry.
 
 Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program
 synthesis", EuroSys'24; what differs from it is said in `planner/spmd/README.md`. No pipelines:
@@ -8,6 +9,7 @@ every layer lies on every GPU of the plan, whole or in part.
 
 from collections.abc import Callable, Iterator
 
+from planner.cluster import NodeType
 from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
@@ -30,9 +32,10 @@ from planner.spmd.plan import SpmdPlan, synthesize
 
 
 def search_hap(request: Request) -> Answer:
-    """The fastest program found.
+    """Return the fastest program found.
 
-    InfeasibleError where none fits the fleet, or the model's graph is not known.
+    Raises:
+        InfeasibleError: none fits the fleet, or the model's graph is not known.
     """
     check_request(request)
     begin = request.clock()
@@ -60,39 +63,47 @@ def search_hap(request: Request) -> Answer:
             if best is not None and best.plan is not None:
                 rejected.append(Rejected(_described(best.plan), "slower than the chosen plan"))
             best = prediction
+
     if best is None or best.plan is None:
-        raise InfeasibleError(
-            f"hap finds no program: {rejected[0].why if rejected else 'the fleet has no GPU'}"
-        )
+        why = rejected[0].why if rejected else "the fleet has no GPU"
+        raise InfeasibleError(f"hap finds no program: {why}")
     report = SearchReport(request.clock() - begin, evaluated, None, None)
     return Answer("hap", best.plan, best, report, tuple(rejected), _idle(request, best.plan))
 
 
 def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
-    """Workers of the whole fleet, of its fastest types, and of one node of each type: slow links
-    may make fewer GPUs faster.
+    """Yield workers of the whole fleet, of its fastest types, and of one node of each type.
 
-    GPU types that do not compute in the job's precision are left out: a program has one format.
+    Slow links may make fewer GPUs faster. GPU types that do not compute in the job's precision are
+    left out: a program has one format.
     """
-    with_gpus = [node for node in request.fleet.nodes if node.workers]
-    formats = request.cost.formats
-    nodes = [node for node in with_gpus if node.node_type.gpu_type not in formats]
+    nodes = []
+    for node in request.fleet.nodes:
+        has_another_format = node.node_type.gpu_type in request.cost.formats
+        if node.workers and not has_another_format:
+            nodes.append(node)
     if not nodes:
         raise InfeasibleError(
             f"no GPU type of the fleet computes in {request.cost.precision}, and an SPMD program"
             " has one format; use a strategy with pipelines (autohet, metis, fasop)"
         )
+
+    seconds: dict[NodeType, float] = {}
+    workers_of_one: dict[NodeType, tuple[str, ...]] = {}
+    for node in nodes:
+        if node.node_type not in seconds:
+            costs = request.cost.layers.costs(node.node_type, 1, 1)
+            seconds[node.node_type] = float(costs.forward_s.sum() + costs.backward_s.sum())
+            workers_of_one[node.node_type] = node.workers
+
     found: dict[tuple[str, ...], None] = {}
-    seconds = {}
-    for kind in dict.fromkeys(node.node_type for node in nodes):
-        costs = request.cost.layers.costs(kind, 1, 1)
-        seconds[kind] = float(costs.forward_s.sum() + costs.backward_s.sum())
     for limit in sorted(set(seconds.values()), reverse=True):
-        found[
-            tuple(w for node in nodes if seconds[node.node_type] <= limit for w in node.workers)
-        ] = None
-    for kind in seconds:
-        found[next(node.workers for node in nodes if node.node_type == kind)] = None
+        workers: list[str] = []
+        for node in nodes:
+            if seconds[node.node_type] <= limit:
+                workers += node.workers
+        found[tuple(workers)] = None
+    found.update(dict.fromkeys(workers_of_one.values()))
     yield from found
 
 
@@ -102,38 +113,48 @@ def _plans(
     rejected: list[Rejected],
     is_late: Callable[[], bool],
 ) -> Iterator[Plan]:
-    batch = request.global_batch_sequences
-    passes = [count for count in range(1, min(batch, limits.MOST_PASSES) + 1) if batch % count == 0]
-    if request.microbatch_sequences is not None:
-        passes = (
-            [batch // request.microbatch_sequences]
-            if batch % request.microbatch_sequences == 0
-            else []
-        )
+    """Yield a program on all the workers, with the fewest microbatches that fit.
+
+    If it leaves some of them idle, a program on the others alone follows.
+    """
+    passes = _passes(request)
     tried = 0
     for count in passes:
-        decoder = decoder_of(request.cost, batch // count)
-        table = table_of(request.cost, decoder.graph, workers, batch // count, count)
-        if count != passes[-1] and table.least_bytes > table.limits.sum():
+        size = request.global_batch_sequences // count
+        decoder = decoder_of(request.cost, size)
+        table = table_of(request.cost, decoder.graph, workers, size, count)
+        cannot_fit = table.least_bytes > table.limits.sum()
+        if cannot_fit and count != passes[-1]:
             continue
+
         tried += 1
         try:
             found = _synthesized(request, table, dict(decoder.split_dims), is_late)
         except InfeasibleError as error:
-            rejected.append(
-                Rejected(f"one program on {len(workers)} GPUs, {count} microbatches", str(error))
-            )
-        else:
-            busy = tuple(worker for rank, worker in enumerate(workers) if not found.idle(rank))
-            if busy == workers or not any(
-                found.shares.ratios[0][workers.index(w)] for w in workers if w not in busy
-            ):
-                yield _plan(request, workers, count, found)
-            if len(busy) < len(workers):
-                yield from _plans(request, busy, rejected, is_late)
-            return
-        if tried == limits.TRIED_PASSES:
-            return
+            what = f"one program on {len(workers)} GPUs, {count} microbatches"
+            rejected.append(Rejected(what, str(error)))
+            if tried == limits.TRIED_PASSES:
+                return
+            continue
+
+        idle_ranks = [rank for rank in range(len(workers)) if found.idle(rank)]
+        is_rounded_away = any(found.shares.ratios[0][rank] for rank in idle_ranks)
+        if not is_rounded_away:
+            yield _plan(request, workers, count, found)
+        if idle_ranks:
+            busy = tuple(w for rank, w in enumerate(workers) if rank not in idle_ranks)
+            yield from _plans(request, busy, rejected, is_late)
+        return
+
+
+def _passes(request: Request) -> list[int]:
+    """Return the numbers of microbatches that divide the batch, or the one asked for."""
+    batch = request.global_batch_sequences
+    size = request.microbatch_sequences
+    if size is not None:
+        return [batch // size] if batch % size == 0 else []
+    most = min(batch, limits.MOST_PASSES)
+    return [count for count in range(1, most + 1) if batch % count == 0]
 
 
 def _synthesized(
@@ -146,41 +167,37 @@ def _synthesized(
     """
     if request.min_node_disjoint_holders > 1:
         pinned = dict.fromkeys(pinned, WHOLE)
-    found = list[SpmdPlan]()
-    refused = None
-    for segments in (1, 2):
-        if found and (is_late() or not all(plan.is_short for plan in found)):
-            break
-        try:
-            found.append(synthesize(table, segments, pinned, is_late=is_late))
-        except InfeasibleError as error:
-            refused = error
-    if not found:
-        assert refused is not None
-        raise refused
-    return min(found, key=lambda plan: plan.seconds)
+
+    try:
+        first = synthesize(table, 1, pinned, is_late=is_late)
+    except InfeasibleError:
+        return synthesize(table, 2, pinned, is_late=is_late)
+    if is_late() or not first.is_short:
+        return first
+
+    try:
+        second = synthesize(table, 2, pinned, is_late=is_late)
+    except InfeasibleError:
+        return first
+    return min(first, second, key=lambda plan: plan.seconds)
 
 
 def _plan(request: Request, workers: tuple[str, ...], count: int, found: SpmdPlan) -> Plan:
     batch = request.global_batch_sequences
-    size = request.global_batch_sequences // count
+    size = batch // count
     stage = Stage(0, request.spec.num_layers, workers, spmd=StageProgram.of(found))
-    return Plan(
-        request.spec.name, batch, size, request.sequence_length, (Pipeline((stage,), count, size),)
-    )
+    pipeline = Pipeline((stage,), count, size)
+    return Plan(request.spec.name, batch, size, request.sequence_length, (pipeline,))
 
 
 def _described(plan: Plan) -> str:
-    return (
-        f"one program on {len(plan.workers)} GPUs, {plan.pipelines[0].num_microbatches}"
-        " microbatches"
-    )
+    count = plan.pipelines[0].num_microbatches
+    return f"one program on {len(plan.workers)} GPUs, {count} microbatches"
 
 
 def _idle(request: Request, plan: Plan) -> tuple[Idle, ...]:
-    left = tuple(worker for worker in request.fleet.workers if worker not in set(plan.workers))
-    return (
-        (Idle(left, "with a share for them the program takes longer, or they hold none of it"),)
-        if left
-        else ()
-    )
+    used = set(plan.workers)
+    left = tuple(worker for worker in request.fleet.workers if worker not in used)
+    if not left:
+        return ()
+    return (Idle(left, "with a share for them the program takes longer, or they hold none of it"),)

@@ -2,17 +2,24 @@
 token.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
+from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
 from planner.search import limits
 from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, narrowed
 from planner.strategies.fasop import fleets_up_to
-from planner.strategies.fleets import FleetSearch, FleetSpace, cheapest, fastest
+from planner.strategies.fleets import (
+    FleetSearch,
+    FleetSpace,
+    cheapest,
+    fastest,
+    thinned_counts,
+)
 from planner.strategies.front import Front
 
 T = TypeVar("T")
@@ -34,13 +41,14 @@ def pareto_front(
     """
     require_prices(request)
     space = FleetSpace(request)
-    found = FleetSearch(search, space, lambda answer: answer.prediction.step_time_s)
-    answers: list[Answer] = []
-    if may_idle:
-        front = Front(found, _steps(space, limits.FRONT_FLEETS))
-        answers = front.plans()
-        found.is_complete = front.has_all and not front.is_cut
-    if not may_idle or front.is_cut:
+    found = FleetSearch(search, space, _step_time_s)
+    if not may_idle:
+        return undominated(_from_drafts(search, found)), found
+
+    front = Front(found, thinned_counts(space.most, limits.FRONT_FLEETS))
+    answers = front.plans()
+    found.is_complete = front.has_all and not front.is_cut
+    if front.is_cut:
         answers += _from_drafts(search, found)
     return undominated(answers), found
 
@@ -52,9 +60,11 @@ def _from_drafts(search: Search, found: FleetSearch) -> list[Answer]:
     fleet first. It is searched in full.
     """
     space = found.space
-    every = itertools.product(*_steps(space, limits.DRAFTED_FLEETS))
-    for counts in spread([counts for counts in every if space.allows(counts)]):
+    every = itertools.product(*thinned_counts(space.most, limits.DRAFTED_FLEETS))
+    allowed = [counts for counts in every if space.allows(counts)]
+    for counts in spread(allowed):
         found.look(counts)
+
     by_token = cheapest(search, space, usd_per_token)
     whole = space.most if space.allows(space.most) else None
     answers = [*found.finish(also=whole), *by_token.finish()]
@@ -62,20 +72,8 @@ def _from_drafts(search: Search, found: FleetSearch) -> list[Answer]:
     return answers
 
 
-def _steps(space: FleetSpace, fleets: int) -> list[list[int]]:
-    """Return the numbers of nodes of each machine for at most `fleets` fleets.
-
-    Every second number of the widest is left out until they are few.
-    """
-    steps = [list(range(most + 1)) for most in space.most]
-    while math.prod(map(len, steps)) > fleets and max(map(len, steps)) > 3:
-        widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
-        steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
-    return steps
-
-
 def require_prices(request: Request) -> None:
-    """ConfigError where a node has no price."""
+    """Raise ConfigError if a node has no price."""
     for node in request.fleet.nodes:
         if node.node_type.usd_per_hour is None:
             raise ConfigError(
@@ -88,29 +86,41 @@ def usd_per_token(answer: Answer) -> float:
     return answer.prediction.usd_per_million_tokens or 0.0
 
 
+def _usd_per_hour(answer: Answer) -> float:
+    return answer.prediction.usd_per_hour or 0.0
+
+
+def _step_time_s(answer: Answer) -> float:
+    return answer.step_time_s
+
+
 def spread(fleets: list[T]) -> list[T]:
-    """The last (the whole fleet) first, then the others in steps of about the golden section of
-    their number: any first few of them are spread over the order that they came in.
+    """Return the last fleet (the whole one) first, then the others spread over their order.
+
+    They follow in steps of about the golden section of their number, so that any first few of them
+    are spread over the order that they came in.
     """
     if len(fleets) < 3:
         return fleets[::-1]
-    others = fleets[:-1]
-    whole = fleets[-1]
-    step = round(len(others) * 0.618)
-    while math.gcd(step, len(others)) != 1:
+
+    *others, whole = fleets
+    number = len(others)
+
+    # without a common divisor, so that the steps come to each of them once
+    step = round(number * 0.618)
+    while math.gcd(step, number) != 1:
         step += 1
-    return [whole, *(others[(i + 1) * step % len(others)] for i in range(len(others)))]
+    places = [(i + 1) * step % number for i in range(number)]
+    return [whole, *(others[place] for place in places)]
 
 
 def undominated(answers: list[Answer]) -> list[Answer]:
     """Return the answers that no other beats in both step time and price, fastest first."""
-    ordered = sorted(
-        answers, key=lambda a: (a.prediction.step_time_s, a.prediction.usd_per_hour or 0.0)
-    )
+    ordered = sorted(answers, key=lambda answer: (answer.step_time_s, _usd_per_hour(answer)))
     front: list[Answer] = []
     for answer in ordered:
-        price = answer.prediction.usd_per_hour or 0.0
-        if not front or price < (front[-1].prediction.usd_per_hour or 0.0) - 1e-9:
+        is_cheaper = not front or _usd_per_hour(answer) < _usd_per_hour(front[-1]) - 1e-9
+        if is_cheaper:
             front.append(answer)
     return front
 
@@ -121,12 +131,9 @@ def search_objective(search: Search, request: Request, *, may_idle: bool = True)
     For "pareto" it is the fastest of the front, with the front attached. may_idle: see
     `pareto_front`.
     """
-    whole = request.fleet.usd_per_hour()
-    most = request.max_usd_per_hour
-    within = most is None or (whole is not None and whole <= most)
-    within = within and (request.bound is None or request.bound.allows_fleet(request.fleet))
-    if request.objective == "time" and within:
+    if request.objective == "time" and _may_use_all(request):
         return search(request)
+
     front: list[Answer] = []
     if request.objective == "pareto":
         front, found = pareto_front(search, request, may_idle=may_idle)
@@ -136,44 +143,54 @@ def search_objective(search: Search, request: Request, *, may_idle: bool = True)
         found = cheapest(search, FleetSpace(request), usd_per_token)
         best = min(found.finish(), key=_cheapest_then_fastest, default=None)
     else:
-        if most is not None:
+        if request.max_usd_per_hour is not None:
             require_prices(request)
-        found = fastest(search, FleetSpace(request), lambda a: a.prediction.step_time_s)
-        best = min(found.finish(), key=lambda a: a.prediction.step_time_s, default=None)
+        found = fastest(search, FleetSpace(request), _step_time_s)
+        best = min(found.finish(), key=_step_time_s, default=None)
+
     if best is None:
         raise _refusal(search, request, found)
     return _reported(best, front, found)
 
 
+def _may_use_all(request: Request) -> bool:
+    """Return True if the whole fleet is within the price limit and the bound on nodes."""
+    if request.bound is not None and not request.bound.allows_fleet(request.fleet):
+        return False
+    most = request.max_usd_per_hour
+    price = request.fleet.usd_per_hour()
+    return most is None or (price is not None and price <= most)
+
+
 def _cheapest_then_fastest(answer: Answer) -> tuple[float, float]:
-    return usd_per_token(answer), answer.prediction.step_time_s
+    return usd_per_token(answer), answer.step_time_s
 
 
 def _reported(best: Answer, front: list[Answer], found: FleetSearch) -> Answer:
-    """The answer with its front, and how many of the fleets were looked at."""
-    begun = found.space.request.clock() - found.begin_s
+    """Return the answer with its front, and how many of the fleets were looked at."""
+    request = found.space.request
+    looked_at = len(found.answers)
     every = found.space.number()
-    report = dataclasses.replace(
+    report = replace(
         best.search,
-        seconds=begun,
-        plans_evaluated=sum(a.search.plans_evaluated for a in found.answers.values() if a),
-        fleets_searched=len(found.answers),
+        seconds=request.clock() - found.begin_s,
+        plans_evaluated=sum(answer.search.plans_evaluated for answer in found.found),
+        fleets_searched=looked_at,
         fleets=every,
     )
-    choice = f"{best.choice}; {len(found.answers)} of {every} fleets were looked at"
+    choice = f"{best.choice}; {looked_at} of {every} fleets were looked at"
     if found.is_complete:
         choice += ", the others are parts of these"
-    rejected = best.rejected
-    if found.space.request.is_late:
-        left = f"{every - len(found.answers)} of {every} fleets"
-        rejected = (*rejected, Rejected(left, TIME_IS_OVER))
-    return dataclasses.replace(
-        best, search=report, choice=choice, rejected=rejected, front=tuple(front)
-    )
+
+    answer = replace(best, search=report, choice=choice, front=tuple(front))
+    if not request.is_late:
+        return answer
+    left = f"{every - looked_at} of {every} fleets"
+    return answer.add_rejected(Rejected(left, TIME_IS_OVER))
 
 
 def _refusal(search: Search, request: Request, found: FleetSearch) -> InfeasibleError:
-    """Why no fleet has a plan: its price, else what refused the largest that may exist."""
+    """Return why no fleet has a plan: its price, else what refused the largest that may exist."""
     if request.max_usd_per_hour is None and found.refusal is not None:
         return found.refusal
     return InfeasibleError(_why_none(search, request))
@@ -184,17 +201,21 @@ def _why_none(search: Search, request: Request) -> str:
     limit = request.max_usd_per_hour
     if limit is None:
         return "no number of these nodes can train the model; add nodes"
-    fleets = fleets_up_to(request.fleet, limits.EXPLAINED_FLEETS)
-    unlimited = dataclasses.replace(
+
+    unlimited = replace(
         request, objective="time", max_usd_per_hour=None, time_limit_s=limits.MIN_SEARCH_S
     )
-    for fleet in sorted(fleets, key=lambda fleet: fleet.usd_per_hour() or 0.0):
-        if (price := fleet.usd_per_hour() or 0.0) <= limit:
+    fleets = fleets_up_to(request.fleet, limits.EXPLAINED_FLEETS)
+    for fleet in sorted(fleets, key=_price_of):
+        if _price_of(fleet) <= limit:
             continue
         try:
-            price = search(narrowed(unlimited, fleet)).prediction.usd_per_hour or price
+            answer = search(narrowed(unlimited, fleet))
         except InfeasibleError:
             continue
+
+        # the plan may leave nodes of the fleet idle
+        price = answer.prediction.usd_per_hour or _price_of(fleet)
         return (
             f"no number of these nodes for at most {limit:.2f} $/h can train the model; the"
             f" cheapest found that can costs {price:.2f} $/h, {price - limit:.2f} more"
@@ -203,3 +224,7 @@ def _why_none(search: Search, request: Request) -> str:
         f"no number of these nodes can train the model, whatever max_usd_per_hour ({limit:.2f});"
         " add nodes"
     )
+
+
+def _price_of(fleet: Fleet) -> float:
+    return fleet.usd_per_hour() or 0.0

@@ -1,6 +1,8 @@
-"""Plans of equal depth and cut whose stages are groups of GPUs, which `metis`, `fasop`, `megatron`
-and `varuna` enumerate; and which of them to look at closely: they differ in order, cut and grid,
-and predicting one takes a thousand times its closed form, which ranks them.
+"""Plans of equal depth and cut whose stages are groups of GPUs.
+
+`metis`, `fasop`, `megatron` and `varuna` enumerate them, and choose here which of them to look at
+closely. They differ in order, cut and grid. Predicting one takes a thousand times its closed form,
+which ranks them.
 
 Symmetric grids are here as well: `megatron` (TP x PP x DP, equal split of the layers) and `varuna`
 (no TP, cuts balanced by compute). Both treat the GPUs as equal, in the fleet's order; the grid is
@@ -10,11 +12,12 @@ clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from planner.cluster import Node
 from planner.plan import Plan
 from planner.search import limits
 from planner.search.cost_tables import tables_of
@@ -56,14 +59,15 @@ class Staged:
         return [Shape(rows, tuple(ends)) for rows in zip(*self.rows, strict=True)]
 
     def slowest(self, tables: Tables) -> list[int]:
-        """The slowest row of each stage."""
-        whole = tables.sums.time_sums[:, -1]
-        return [max(rows, key=lambda row: (whole[row], row)) for rows in self.rows]
+        """Return the slowest row of each stage."""
+        whole_s = tables.sums.time_sums[:, -1]
+        return [max(rows, key=lambda row: (whole_s[row], row)) for rows in self.rows]
 
 
 class Groups:
-    """Stages along one order of the GPUs; groups and their table rows are remembered, since
-    arrangements share them.
+    """Stages along one order of the GPUs.
+
+    Groups and their table rows are cached, since arrangements share them.
     """
 
     def __init__(self, tables: Tables, gpus: Sequence[str]) -> None:
@@ -72,8 +76,9 @@ class Groups:
         self._found: dict[tuple[int, int, int], tuple[GpuGroup, int | None]] = {}
 
     def stages(self, sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
-        """The next `size` GPUs for each stage, `width` groups each; None where a group would leave
-        its node or was not measured.
+        """Return stages of the next `size` GPUs each, in `width` groups.
+
+        None if a group would leave its node or was not measured.
         """
         stages = []
         rows = []
@@ -97,34 +102,45 @@ class Groups:
         key = (at, tp, microbatch)
         if key not in self._found:
             group = tuple(self._gpus[at : at + tp])
-            self._found[key] = group, self._tables.row_of(group, microbatch)
+            row = self._tables.row_of(group, microbatch)
+            self._found[key] = (group, row)
         return self._found[key]
 
 
-def ends_of(split: tuple[int, ...]) -> tuple[int, ...]:
-    """Layer ends of a split of the blocks: the embedding before the first, the head after the
-    last.
+def gpus_in_groups(nodes: Iterable[Node], tp: int) -> list[str]:
+    """Return the GPUs of the nodes, as many of each as whole groups of `tp` have."""
+    gpus: list[str] = []
+    for node in nodes:
+        groups = node.node_type.num_gpus // tp
+        gpus += node.workers[: groups * tp]
+    return gpus
+
+
+def ends_of(split: Sequence[int]) -> tuple[int, ...]:
+    """Return the layer ends of a split of the blocks.
+
+    The embedding comes before the first block, the head after the last.
     """
     ends = [end + 1 for end in itertools.accumulate(split)]
-    return (*ends[:-1], ends[-1] + 1)
+    ends[-1] += 1
+    return tuple(ends)
 
 
 class Shortlist:
-    """The plans worth a prediction, out of all that a search adds: those whose closed form is
-    within `limits.MAX_SLOWDOWN` of the best. Gradients are timed as stages lie: the groups of one
-    follow each other on the nodes.
+    """The plans worth a prediction, out of all that a search adds.
+
+    Their closed form is within `limits.MAX_SLOWDOWN` of the best. Gradients are timed as stages
+    lie: the groups of one follow each other on the nodes.
     """
 
     def __init__(self, request: Request, tables: Tables) -> None:
-        self._tables, self._estimator, self._sync = (
-            tables,
-            Estimator(tables),
-            SideBySide(request, tables, 1),
-        )
+        self._tables = tables
+        self._estimator = Estimator(tables)
+        self._sync = SideBySide(request, tables, 1)
         self._speed = [1.0 / float(seconds) for seconds in tables.sums.time_sums[:, -1]]
-        self._found: list[
-            tuple[float, Staged, tuple[int, ...]]
-        ] = []  # rough seconds a step, gradient sync included
+
+        # with rough seconds a step, gradient sync included
+        self._found: list[tuple[float, Staged, tuple[int, ...]]] = []
         self._best_s = float("inf")
 
     @property
@@ -140,24 +156,35 @@ class Shortlist:
         counts = self._tables.batch / microbatch
         rate = 0.0
         for rows in zip(*staged.rows, strict=True):
-            speed = sum(self._speed[row] for row in rows)
-            counts += speed / max(self._speed[row] for row in rows) - 1
+            speeds = [self._speed[row] for row in rows]
+            speed = sum(speeds)
+            counts += speed / max(speeds) - 1
             rate += speed
         return counts / rate < limits.MAX_SLOWDOWN * self._best_s
 
     def add(self, staged: Staged, ends: tuple[int, ...]) -> None:
-        """Keeps the cut unless it is far from the best or does not fit memory."""
-        alike = Counter(staged.shapes(ends))
+        """Keep the cut unless it is far from the best or does not fit memory."""
+        estimator = self._estimator
         batch = self._tables.batch
+        alike = Counter(staged.shapes(ends))
         most_s = limits.MAX_SLOWDOWN * self._best_s
-        seconds = steady_s(self._estimator, alike.items(), batch)
-        if seconds >= most_s or seconds < max(self._estimator.way(shape).fill_s for shape in alike):
-            return  # in less than its first microbatch takes a pipeline gets none
-        seconds += max(
-            self._sync.after_one_s(self._estimator, staged.width, shape) for shape in alike
-        )
-        count = batch // (self._estimator.microbatch(next(iter(alike))) * staged.width)
-        if seconds < most_s and all(fits(self._estimator, shape, max(1, count)) for shape in alike):
+
+        seconds = steady_s(estimator, alike.items(), batch)
+        if seconds >= most_s:
+            return
+
+        # in less than its first microbatch takes, a pipeline gets none
+        first_s = max(estimator.way(shape).fill_s for shape in alike)
+        if seconds < first_s:
+            return
+
+        seconds += max(self._sync.after_one_s(estimator, staged.width, shape) for shape in alike)
+        if seconds >= most_s:
+            return
+
+        size = estimator.microbatch(next(iter(alike)))
+        count = max(1, batch // (size * staged.width))
+        if all(fits(estimator, shape, count) for shape in alike):
             self._best_s = min(self._best_s, seconds)
             self._found.append((seconds, staged, ends))
 
@@ -167,34 +194,39 @@ class Shortlist:
         The microbatches of each are shared equally between pipelines in some plans, and by speed in
         others.
         """
+        ranked = sorted(self._found, key=lambda each: each[0])
         found = dict[Plan, None]()
-        for _, staged, ends in sorted(self._found, key=lambda each: each[0])[: limits.DRAFTS]:
-            shapes = staged.shapes(ends)
+        for _, staged, ends in ranked[: limits.DRAFTS]:
             groups = list(zip(*staged.stages, strict=True))
-            by_speed = assign_microbatches(self._estimator, shapes, self._tables.batch)
-            fitting = (
-                [by_speed] if by_speed is not None and draft_fits(self._estimator, by_speed) else []
-            )
-            drafts = dict.fromkeys([*self._equal(shapes), *fitting])
-            found |= dict.fromkeys(plan_on(self._tables, draft, groups) for draft in drafts)
+            for draft in self._drafts(staged.shapes(ends)):
+                found[plan_on(self._tables, draft, groups)] = None
         return list(found)
 
-    def _equal(self, shapes: list[Shape]) -> list[Draft]:
-        count, rest = divmod(
-            self._tables.batch, self._estimator.microbatch(shapes[0]) * len(shapes)
-        )
-        return [Draft(tuple((shape, count) for shape in shapes))] if count and not rest else []
+    def _drafts(self, shapes: list[Shape]) -> list[Draft]:
+        """Return a draft with equal numbers of microbatches, and one with numbers by speed.
+
+        The first is left out if they do not divide the batch, the second if it does not fit.
+        """
+        drafts = []
+        size = self._estimator.microbatch(shapes[0])
+        count, rest = divmod(self._tables.batch, size * len(shapes))
+        if count and not rest:
+            drafts.append(Draft(tuple((shape, count) for shape in shapes)))
+
+        by_speed = assign_microbatches(self._estimator, shapes, self._tables.batch)
+        if by_speed is not None and draft_fits(self._estimator, by_speed):
+            drafts.append(by_speed)
+        return drafts
 
 
 def search_megatron(request: Request) -> Answer:
-    """TP x PP x DP with an equal split of the layers."""
-    return _search_grids(
-        "megatron", request, request.max_tp_degree or request.spec.max_tp_degree, balanced=False
-    )
+    """Search TP x PP x DP with an equal split of the layers."""
+    max_tp = request.max_tp_degree or request.spec.max_tp_degree
+    return _search_grids("megatron", request, max_tp, balanced=False)
 
 
 def search_varuna(request: Request) -> Answer:
-    """PP x DP without tensor parallelism, cut-points balanced by compute."""
+    """Search PP x DP without tensor parallelism, cut-points balanced by compute."""
     return _search_grids("varuna", request, 1, balanced=True)
 
 
@@ -205,10 +237,10 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
     cut = ""
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
-    for tp in sorted({kind.tp_degree for kind in tables.kinds if kind.tp_degree <= max_tp}):
-        gpus: list[str] = []
-        for node in request.fleet.nodes:
-            gpus += node.workers[: node.node_type.num_gpus // tp * tp]
+    for tp in tables.tp_degrees:
+        if tp > max_tp:
+            break
+        gpus = gpus_in_groups(request.fleet.nodes, tp)
         groups = Groups(tables, gpus)
         for split, width, size in _grids(tables, len(gpus) // tp, tp, balanced):
             if request.is_late and not shortlist.is_empty:
@@ -224,37 +256,54 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
 def _grids(
     tables: Tables, groups: int, tp: int, balanced: bool
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """(blocks of each stage, pipelines, microbatch) of every grid that fills most of the groups and
-    whose data-parallel degree divides the batch.
+    """Yield (blocks of each stage, pipelines, microbatch) of every grid.
+
+    A grid fills most of the groups, and its data-parallel degree divides the batch.
     """
     for depth in range(1, min(groups, tables.deepest) + 1):
-        split = (
-            _balanced_split(tables, depth, tp)
-            if balanced
-            else equal_split(tables.num_blocks, depth)
-        )
+        if balanced:
+            split = _balanced_split(tables, depth, tp)
+        else:
+            split = equal_split(tables.num_blocks, depth)
+
         for size in tables.sizes:
-            total, rest = divmod(tables.batch, size)
-            width = next(
-                (d for d in range(min(groups // depth, total), 0, -1) if total % d == 0), 0
-            )
-            if width > 0 and not rest:
+            microbatches, rest = divmod(tables.batch, size)
+            if not rest:
+                width = _largest_divisor(microbatches, groups // depth)
                 yield split, width, size
 
 
+def _largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of `number` of at most `most`; both are at least 1."""
+    divisor = min(most, number)
+    while number % divisor:
+        divisor -= 1
+    return divisor
+
+
 def equal_split(blocks: int, depth: int) -> tuple[int, ...]:
-    """Blocks of each stage, the first ones take the rest."""
-    return tuple(blocks // depth + (1 if i < blocks % depth else 0) for i in range(depth))
+    """Return the blocks of each stage; the first ones take the rest."""
+    each, rest = divmod(blocks, depth)
+    return (each + 1,) * rest + (each,) * (depth - rest)
 
 
 def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
-    """Cuts nearest to equal shares of one device's time, every stage at least one block."""
-    sums = next(
-        sums for row, sums in enumerate(tables.sums.time_sums) if tables.kind(row).tp_degree == tp
-    )
+    """Return blocks of each stage, cut nearest to equal shares of one device's time.
+
+    Every stage has at least one block.
+    """
+    # Varuna takes all devices as equal, so any row of this degree serves
+    degrees = [tables.kind(row).tp_degree for row in range(len(tables.rows))]
+    sums = tables.sums.time_sums[degrees.index(tp)]
     blocks = tables.num_blocks
+
     cuts = [0]
-    for i in range(1, depth):
-        near = int(np.argmin(np.abs(sums[1 : blocks + 2] - sums[-1] * i / depth)))
-        cuts.append(min(max(near, cuts[-1] + 1), blocks - (depth - i)))
-    return tuple(b - a for a, b in zip(cuts, [*cuts[1:], blocks]))
+    for number in range(1, depth):
+        wanted_s = sums[-1] * number / depth
+        distances = np.abs(sums[1 : blocks + 2] - wanted_s)
+        near = int(np.argmin(distances))
+        least = cuts[-1] + 1
+        most = blocks - (depth - number)
+        cuts.append(min(max(near, least), most))
+    cuts.append(blocks)
+    return tuple(end - begin for begin, end in itertools.pairwise(cuts))

@@ -20,9 +20,10 @@ Search = Callable[[Request], Answer]
 
 
 def search_zones(search: Search, request: Request) -> Answer:
-    """The search's answer; over several zones the best of its answers for parts of them.
+    """Return the search's answer; over several zones the best of its answers for parts of them.
 
-    InfeasibleError where no part of the fleet may have a plan.
+    Raises:
+        InfeasibleError: no part of the fleet may have a plan.
     """
     if not spans_zones(request):
         return search(request)
@@ -30,12 +31,12 @@ def search_zones(search: Search, request: Request) -> Answer:
 
 
 def _over_zones(search: Search, request: Request, blind: "_Blind") -> Answer:
-    found = _answers(search, request)
-    known = [*found, *_as_it_is(request, blind)]
-    if not known and request.max_transfer_share is not None:
-        return _beyond_share(search, request, blind)
+    known = [*_answers(search, request), *_as_it_is(request, blind)]
     if not known:
+        if request.max_transfer_share is not None:
+            return _beyond_share(search, request, blind)
         raise InfeasibleError(_why_none(request, blind))
+
     if request.objective == "pareto":
         return _front_of(request, known, blind)
     return _reported(request, _best(request, known, blind), known, blind)
@@ -47,30 +48,36 @@ def spans_zones(request: Request) -> bool:
 
 
 def zone_sets(request: Request) -> Iterator[tuple[str, ...]]:
-    """Sets of the fleet's zones that one plan may lie in: each zone, then the largest sets between
-    all of which data may go.
+    """Yield sets of the fleet's zones that one plan may lie in.
+
+    First each zone, then the largest sets between all of which data may go.
     """
     zones = request.cost.zones
     table = request.cost.links.zones
-    yield from ((zone,) for zone in zones)
+    for zone in zones:
+        yield (zone,)
+
     most = min(len(zones), request.max_zones or len(zones))
     kept: list[set[str]] = []
     for size in range(most, 1, -1):
         for some in _largest(request, size):
-            inside = any(set(some) <= larger for larger in kept)
-            if not inside and table.connects_all(some):
-                kept.append(set(some))
-                yield some
-                if len(kept) == limits.ZONE_SETS:
-                    return
+            is_inside = any(larger.issuperset(some) for larger in kept)
+            if is_inside or not table.connects_all(some):
+                continue
+            kept.append(set(some))
+            yield some
+            if len(kept) == limits.ZONE_SETS:
+                return
 
 
 def _largest(request: Request, size: int) -> list[tuple[str, ...]]:
-    """Sets of so many zones, those with the most GPUs first."""
+    """Return sets of so many zones, those with the most GPUs first."""
     gpus = dict.fromkeys(request.cost.zones, 0)
     for node in request.fleet.nodes:
-        if node.node_type.zone in gpus:
-            gpus[node.node_type.zone] += node.node_type.num_gpus
+        zone = node.node_type.zone
+        if zone in gpus:
+            gpus[zone] += node.node_type.num_gpus
+
     every = itertools.islice(itertools.combinations(gpus, size), limits.COUNTED_FLEETS)
     return sorted(every, key=lambda some: -sum(gpus[zone] for zone in some))
 
@@ -78,7 +85,8 @@ def _largest(request: Request, size: int) -> list[tuple[str, ...]]:
 def in_zones(fleet: Fleet, zones: Iterable[str]) -> Fleet:
     """Return the part of a fleet in these zones, and the nodes whose zone is unknown."""
     wanted = {*zones, ""}
-    return Fleet(fleet.generation, tuple(n for n in fleet.nodes if n.node_type.zone in wanted))
+    nodes = tuple(node for node in fleet.nodes if node.node_type.zone in wanted)
+    return Fleet(fleet.generation, nodes)
 
 
 @dataclass(frozen=True)
@@ -90,19 +98,21 @@ class _Blind:
 
 
 def _blind(search: Search, request: Request) -> _Blind:
-    """InfeasibleError where not even zones that are one would help."""
+    """Search as if all zones were one. InfeasibleError if that finds no plan either."""
     cost = request.cost.ignoring_zones()
     answer = search(replace(request, cost=cost, max_transfer_share=None, max_zones=None))
     return _Blind(answer, tuple(answer.front) or (answer,))
 
 
 def _as_it_is(request: Request, blind: _Blind) -> list[Answer]:
-    """The blind plans that may be chosen, at their true price."""
+    """Return the blind plans that may be chosen, at their true price."""
     found = []
     for answer in blind.plans:
         prediction = request.cost.predict(answer.plan)
-        if unacceptable(request, answer.plan, prediction) is None:
-            uncounted = replace(answer.search, seconds=0.0, plans_evaluated=0)  # `_reported` does
+        may_be_chosen = unacceptable(request, answer.plan, prediction) is None
+        if may_be_chosen:
+            # `_reported` counts the blind search once for all of its plans
+            uncounted = replace(answer.search, seconds=0.0, plans_evaluated=0)
             found.append(replace(answer, prediction=prediction, search=uncounted, front=()))
     return found
 
@@ -118,7 +128,10 @@ def _answers(search: Search, request: Request) -> list[Answer]:
             answer = search(narrowed(request, part))
         except InfeasibleError:
             continue
-        found += [replace(each, front=()) for each in answer.front] or [answer]
+        if answer.front:
+            found += [replace(each, front=()) for each in answer.front]
+        else:
+            found.append(answer)
     return found
 
 
@@ -130,7 +143,7 @@ def _beyond_share(search: Search, request: Request, blind: _Blind) -> Answer:
         f"no plan fits into fewer zones, so {usd:.2f} $/h for data between zones exceed"
         f" {request.max_transfer_share:.0%} of the nodes' price"
     )
-    return replace(answer, choice=f"{answer.choice}; {why}" if answer.choice else why)
+    return answer.add_reason(why)
 
 
 def _best(request: Request, known: list[Answer], blind: _Blind) -> Answer:
@@ -139,10 +152,14 @@ def _best(request: Request, known: list[Answer], blind: _Blind) -> Answer:
     The price is per token; the blind plan counts at its true price.
     """
     if request.objective == "cost":
-        return min(known, key=lambda a: (usd_per_token(a), a.prediction.step_time_s))
-    true = request.cost.predict(blind.answer.plan).usd_per_million_tokens
-    cheap = [a for a in known if true is None or usd_per_token(a) <= true * (1 + 1e-9)]
-    return min(cheap or known, key=lambda a: (a.prediction.step_time_s, usd_per_token(a)))
+        return min(known, key=lambda answer: (usd_per_token(answer), answer.step_time_s))
+
+    within = known
+    true_usd = request.cost.predict(blind.answer.plan).usd_per_million_tokens
+    if true_usd is not None:
+        most_usd = true_usd * (1 + 1e-9)
+        within = [answer for answer in known if usd_per_token(answer) <= most_usd]
+    return min(within or known, key=lambda answer: (answer.step_time_s, usd_per_token(answer)))
 
 
 def _front_of(request: Request, known: list[Answer], blind: _Blind) -> Answer:
@@ -152,55 +169,58 @@ def _front_of(request: Request, known: list[Answer], blind: _Blind) -> Answer:
 
 def _reported(request: Request, best: Answer, known: Iterable[Answer], blind: _Blind) -> Answer:
     """Complete an answer: the bound for any zones, rejected plans of other zones, idle nodes."""
-    bound = blind.answer.search.lower_bound_s
-    tried = blind.answer.search.plans_evaluated
-    every = [each for each in known if each.plan != best.plan]
+    of_blind = blind.answer.search
+    of_known = [each.search for each in known]
+    # zones only make plans slower, so the bound without them holds
+    bound_s = of_blind.lower_bound_s
     report = replace(
         best.search,
-        plans_evaluated=tried + sum(each.search.plans_evaluated for each in known),
-        seconds=blind.answer.search.seconds + sum(each.search.seconds for each in known),
-        lower_bound_s=bound,
-        gap=None if bound is None else best.prediction.step_time_s / bound - 1,
-        proof=blind.answer.search.proof,
+        plans_evaluated=of_blind.plans_evaluated + sum(each.plans_evaluated for each in of_known),
+        seconds=of_blind.seconds + sum(each.seconds for each in of_known),
+        lower_bound_s=bound_s,
+        gap=None if bound_s is None else best.step_time_s / bound_s - 1,
+        proof=of_blind.proof,
     )
-    rejected = (*best.rejected, *(_rejected(request, each) for each in every))
-    return replace(
-        best,
-        search=report,
-        rejected=rejected,
-        idle=(*best.idle, *_idle(request, best)),
-        choice=_with_zones(request, best),
-    )
+    others = [_rejected(request, each) for each in known if each.plan != best.plan]
+    idle = (*best.idle, *_idle(request, best))
+    answer = replace(best, search=report, idle=idle)
+    return answer.add_rejected(*others).add_reason(_where(request, best))
 
 
-def _with_zones(request: Request, best: Answer) -> str:
+def _where(request: Request, best: Answer) -> str:
+    """Return the zones of a plan, with the price of data between them, as a phrase."""
     zones = zones_of(request.fleet, best.plan)
     where = f"in {', '.join(zones)} of {len(request.cost.zones)} zones"
     if best.prediction.transfers:
         where += f", {best.prediction.transfers_usd_per_hour:.2f} $/h for data between them"
-    return f"{best.choice}; {where}" if best.choice else where
+    return where
 
 
 def _rejected(request: Request, other: Answer) -> Rejected:
     zones = zones_of(request.fleet, other.plan)
-    said = other.prediction
-    price = said.usd_per_million_tokens
-    why = f"{said.step_time_s:.4g} s a step" + (f", {price:.3f} $/M tokens" if price else "")
+    price = other.prediction.usd_per_million_tokens
+    why = f"{other.step_time_s:.4g} s a step"
+    if price:
+        why += f", {price:.3f} $/M tokens"
     return Rejected(f"in {', '.join(zones)}: {describe(other.plan)}", why)
 
 
 def _idle(request: Request, best: Answer) -> Iterator[Idle]:
     """Yield the nodes in zones outside the plan that its own search has not reported as idle."""
-    told = {worker for idle in best.idle for worker in idle.workers} | set(best.plan.workers)
+    known = best.known_workers
     for zone in request.cost.zones:
-        nodes = [node for node in request.fleet.nodes if node.node_type.zone == zone]
-        workers = tuple(w for node in nodes for w in node.workers if w not in told)
+        workers: list[str] = []
+        for node in request.fleet.nodes:
+            if node.node_type.zone == zone:
+                workers += [worker for worker in node.workers if worker not in known]
         if workers:
             why = f"a plan that lies in {zone} too is slower, or dearer for data between zones"
-            yield Idle(workers, why)
+            yield Idle(tuple(workers), why)
 
 
 def _why_none(request: Request, blind: _Blind) -> str:
     plan = blind.answer.plan
-    why = unacceptable(request, plan, request.cost.predict(plan)) or "no zone has enough nodes"
+    why = unacceptable(request, plan, request.cost.predict(plan))
+    if why is None:
+        why = "no zone has enough nodes"
     return f"no plan fits into zones that one plan may lie in; over all zones: {why}"
