@@ -260,6 +260,11 @@ def _grids(
 
     A grid fills most of the groups, and its data-parallel degree divides the batch.
     """
+    # no row of a degree: none of its groups holds a block
+    degrees = [tables.kind(row).tp_degree for row in range(len(tables.rows))]
+    if balanced and tp not in degrees:
+        return
+
     for depth in range(1, min(groups, tables.deepest) + 1):
         if balanced:
             split = _balanced_split(tables, depth, tp)

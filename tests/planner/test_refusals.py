@@ -10,7 +10,10 @@ import pytest
 
 from planner.cluster import GIB
 from planner.cost.layer_costs import MemoryChoices
+from planner.errors import InfeasibleError
 from planner.search.judge import _lack_of_memory
+from planner.strategies import plan_with
+from tests.planner.cases import fleet, model, request
 
 
 def tables(*rows: tuple[float, float, float], border: float = 0.0) -> Any:
@@ -66,3 +69,10 @@ def test_borders_larger_than_the_model_make_no_negative_sum() -> None:
 def test_selective_recomputation_leaves_full_as_a_remedy() -> None:
     said = _lack_of_memory(asked("selective"), tables((400.0, 1.0, 78.0)))
     assert "full recomputation (training.recompute: full)" in said
+
+
+def test_varuna_refuses_a_model_whose_blocks_fit_only_at_a_higher_tp_degree() -> None:
+    """The tables have no row of its TP degree, which is 1."""
+    small = fleet(("A100", 4, 2), memory_gib={"A100": 2.2})
+    with pytest.raises(InfeasibleError, match="varuna finds no plan that fits"):
+        plan_with("varuna", request(small, 8, model(4, 3000)))
