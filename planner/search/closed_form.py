@@ -105,16 +105,13 @@ def _groups_by_row(tables: Tables) -> tuple[Ints, Ints, Ints]:
 
     Shapes (rows + 1,): the last entry, which -1 names, stands for a node type that is not used.
     """
-    degrees = []
     counts = []
     node_gpus = []
     for row in range(len(tables.rows)):
-        kind = tables.kind(row)
-        degrees.append(kind.tp_degree)
-        counts.append(kind.count)
+        counts.append(tables.kind(row).count)
         node_gpus.append(tables.resource_of(row).node_type.num_gpus)
 
-    degree_of = np.array([*degrees, 0])
+    degree_of = np.array([*tables.tp_degree_by_row, 0])
     count_of = np.array([*counts, 0])
     gpus_of = np.array([*node_gpus, 0])
     of_a_node = np.minimum(count_of, gpus_of // np.maximum(degree_of, 1))

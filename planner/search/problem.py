@@ -1,11 +1,11 @@
 """Request of a search and its answer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.cluster import Fleet, NodeBound
+from planner.cluster import Fleet, NodeBound, node_of
 from planner.cost.uneven import UnevenGroup
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
@@ -98,6 +98,10 @@ class Request:
         of_model = self.spec.max_tp_degree
         return min(of_model, self.max_tp_degree or of_model)
 
+    def workers_beside(self, known: Collection[str]) -> tuple[str, ...]:
+        """Return the fleet's workers that are not among `known`."""
+        return tuple(worker for worker in self.fleet.workers if worker not in known)
+
     @property
     def deepest(self) -> int:
         """The most stages that a pipeline may have."""
@@ -179,6 +183,11 @@ class Answer:
         for idle in self.idle:
             known.update(idle.workers)
         return known
+
+    @property
+    def used_nodes(self) -> frozenset[str]:
+        """Names of the nodes that the plan uses."""
+        return frozenset(node_of(worker) for worker in self.plan.workers)
 
     def add_reason(self, why: str) -> "Answer":
         """Return the answer with one more reason in `choice`."""

@@ -148,6 +148,11 @@ class Tables:
         return sorted({kind.tp_degree for kind in self.kinds})
 
     @cached_property
+    def tp_degree_by_row(self) -> list[int]:
+        """TP degree of each row."""
+        return [self.kinds[row.kind].tp_degree for row in self.rows]
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Microbatch sizes of the rows, ascending."""
         return sorted({row.microbatch for row in self.rows})

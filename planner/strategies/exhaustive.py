@@ -244,14 +244,14 @@ class _Every:
         """
         for number, placement in enumerate(self.placements):
             self.num_placed = number
-            options = []
-            for groups in placement:
-                options.append([load for load in self.loads[groups] if load.least_s <= limit_s])
-
+            options = [self._loads_within(groups, limit_s) for groups in placement]
             for loads in _shares(options, self.request.global_batch_sequences):
                 slowest_s = max(load.least_s for load in loads)
                 if slowest_s > above_s and not _is_exchanged(placement, loads):
                     yield self._plan(placement, loads)
+
+    def _loads_within(self, groups: _Groups, limit_s: float) -> list[_Load]:
+        return [load for load in self.loads[groups] if load.least_s <= limit_s]
 
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
         request = self.request
@@ -352,7 +352,11 @@ def _shares(options: Sequence[Sequence[_Load]], sequences: int) -> Iterator[tupl
         if sequences == 0:
             yield ()
         return
-    for load in options[0]:
+
+    first, *further = options
+    for load in first:
         left = sequences - load.size * load.count
-        if left >= len(options) - 1:
-            yield from ((load, *others) for others in _shares(options[1:], left))
+        # a sequence at least for each of the others
+        if left >= len(further):
+            for others in _shares(further, left):
+                yield (load, *others)

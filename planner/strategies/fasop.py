@@ -28,6 +28,7 @@ from planner.strategies.staged import (
     Groups,
     Shortlist,
     Staged,
+    differences,
     ends_of,
     equal_split,
     gpus_in_groups,
@@ -200,7 +201,7 @@ def kinds_change(sums: Sequence[float]) -> int | None:
     sums: seconds of the first i layers.
     """
     # the first layer is the embedding, the last the head
-    blocks_s = [end - begin for begin, end in itertools.pairwise(sums[1:-1])]
+    blocks_s = differences(sums[1:-1])
     changes = []
     for block in range(1, len(blocks_s)):
         ratio = blocks_s[block] / blocks_s[block - 1]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cluster import Fleet, Node, NodeType, node_of
+from planner.cluster import Fleet, Node, NodeType
 from planner.errors import InfeasibleError
 from planner.search import limits
 from planner.search.problem import Answer, Request, narrowed
@@ -88,6 +88,10 @@ class FleetSpace:
             return True
         return bound.allows_fleet(self.fleet(counts))
 
+    def allowed(self, fleets: Iterable[TypeCounts]) -> list[TypeCounts]:
+        """Return those of some fleets that are allowed."""
+        return [counts for counts in fleets if self.allows(counts)]
+
     @property
     def num_combinations(self) -> int:
         """Number of fleets, allowed or not, with the empty one."""
@@ -105,7 +109,7 @@ class FleetSpace:
         if self.num_combinations > most:
             return None
         ranges = [range(number + 1) for number in self.most]
-        return [counts for counts in itertools.product(*ranges) if self.allows(counts)]
+        return self.allowed(itertools.product(*ranges))
 
     def filled(self, counts: TypeCounts, order: Sequence[int]) -> TypeCounts:
         """Add as many nodes as are allowed, machine by machine in this order."""
@@ -243,29 +247,32 @@ class FleetSearch:
         draft that leaves nodes idle may be behind what a full search makes of them.
         """
         request = self.space.request
-        finite = [counts for counts in self.answers if math.isfinite(self.look(counts))]
-        ranked = sorted(finite, key=lambda counts: (self.look(counts), self.space.gpus(counts)))
-        by_nodes: dict[frozenset[str], TypeCounts] = {}
-        for counts in ranked:
-            by_nodes.setdefault(self._used(counts), counts)
+        unlike: dict[frozenset[str], TypeCounts] = {}
+        alike = []
+        for counts, answer in self._ranked():
+            if answer.used_nodes in unlike:
+                alike.append(counts)
+            else:
+                unlike[answer.used_nodes] = counts
 
-        unlike = [*by_nodes.values()]
-        alike = [counts for counts in ranked if counts not in unlike]
-        finalists = [*unlike, *alike][: limits.FINALISTS]
+        finalists = [*unlike.values(), *alike][: limits.FINALISTS]
         for counts in finalists:
             if request.is_late:
                 break
-            if self.look(counts) <= limits.FINAL_BEHIND * self.look(ranked[0]):
+            # the best one as it is now: its own full search may have lowered its value
+            if self.look(counts) <= limits.FINAL_BEHIND * self.look(finalists[0]):
                 self.search_in_full(counts)
         if also is not None and not request.is_late:
             self.search_in_full(also)
         return self.found
 
-    def _used(self, counts: TypeCounts) -> frozenset[str]:
-        """Nodes of a fleet's plan, by which fleets with idle nodes are told from others."""
-        answer = self.answers[counts]
-        assert answer is not None
-        return frozenset(node_of(worker) for worker in answer.plan.workers)
+    def _ranked(self) -> list[tuple[TypeCounts, Answer]]:
+        """Return the fleets with an answer, the best first, and of equal ones the smallest."""
+        found = []
+        for counts, answer in self.answers.items():
+            if answer is not None and math.isfinite(self.value(answer)):
+                found.append((counts, answer))
+        return sorted(found, key=lambda each: (self.value(each[1]), self.space.gpus(each[0])))
 
     def search_in_full(self, counts: TypeCounts) -> Answer | None:
         """Return the answer of a full search of a fleet; keep it if it is the best known."""
@@ -312,7 +319,7 @@ def cheapest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSear
     small = [*singles]
     for one in singles:
         small += _one_more(one)
-    starts = {counts for counts in small if space.allows(counts)}
+    starts = set(space.allowed(small))
     found.climb(sorted(starts, key=space.gpus), around)
 
     # the model may be too large for one or two nodes
@@ -331,7 +338,7 @@ def _starts_of_size(space: FleetSpace, size: int) -> list[TypeCounts]:
     every = [min(size, most) for most in space.most]
     wanted = [with_count(space.none, index, number) for index, number in enumerate(every)]
     wanted.append(tuple(every))
-    return [counts for counts in wanted if space.allows(counts)]
+    return space.allowed(wanted)
 
 
 def fastest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearch:

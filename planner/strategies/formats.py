@@ -122,8 +122,7 @@ def _speed(answer: Answer) -> str:
 
 def _idle_rest(request: Request, answer: Answer, why: str) -> Answer:
     """Return the answer of a part of the fleet with the other workers idle."""
-    known = answer.known_workers
-    rest = tuple(worker for worker in request.fleet.workers if worker not in known)
+    rest = request.workers_beside(answer.known_workers)
     if not rest:
         return answer
     return replace(answer, idle=(*answer.idle, Idle(rest, why)))

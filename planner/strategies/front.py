@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.cluster import node_of
 from planner.search import limits
 from planner.search.problem import Answer
 from planner.strategies.fleets import FleetSearch, TypeCounts, with_count
@@ -56,11 +55,8 @@ class Front:
 
     def _allowed_fleets(self) -> list[TypeCounts]:
         fewest = self.space.request.min_node_disjoint_holders
-        found = []
-        for counts in itertools.product(*self._steps):
-            if sum(counts) >= fewest and self.space.allows(counts):
-                found.append(counts)
-        return found
+        every = itertools.product(*self._steps)
+        return self.space.allowed(counts for counts in every if sum(counts) >= fewest)
 
     def plans(self) -> list[Answer]:
         """Return the front's plans, fastest first, as far as the budget lets them be found."""
@@ -101,9 +97,13 @@ class Front:
         If all drafts are refused and no plan is known, the largest fleet is searched in full: a
         full search tries more.
         """
-        largest = self._largest_below(limit)
-        unsearched = [counts for counts in largest if counts not in self._searched]
-        hopeful = [counts for counts in unsearched if self._least_s(counts) < best_s]
+        was_any_searched = False
+        hopeful = []
+        for counts in self._largest_below(limit):
+            if counts in self._searched:
+                was_any_searched = True
+            elif self._least_s(counts) < best_s:
+                hopeful.append(counts)
         if not hopeful:
             return None
 
@@ -114,7 +114,6 @@ class Front:
             return first
 
         is_any_known = math.isfinite(best_s)
-        was_any_searched = len(unsearched) < len(largest)
         return None if is_any_known or was_any_searched else first
 
     def _draft_s(self, counts: TypeCounts) -> float:
@@ -140,8 +139,7 @@ class Front:
         if answer is None:
             return
 
-        nodes = {node_of(worker) for worker in answer.plan.workers}
-        used = self.space.counts_of(nodes)
+        used = self.space.counts_of(answer.used_nodes)
         known = _Known(used, self.space.price(used), answer)
         self._known.append(known)
         for counts, fastest_s in self._searched.items():

@@ -137,13 +137,17 @@ def _plans(
                 return
             continue
 
-        idle_ranks = [rank for rank in range(len(workers)) if found.idle(rank)]
-        is_rounded_away = any(found.shares.ratios[0][rank] for rank in idle_ranks)
-        if not is_rounded_away:
+        busy = []
+        is_any_rounded_away = False
+        for rank, worker in enumerate(workers):
+            if not found.idle(rank):
+                busy.append(worker)
+            elif found.shares.ratios[0][rank]:
+                is_any_rounded_away = True
+        if not is_any_rounded_away:
             yield _plan(request, workers, count, found)
-        if idle_ranks:
-            busy = tuple(w for rank, w in enumerate(workers) if rank not in idle_ranks)
-            yield from _plans(request, busy, rejected, is_late)
+        if len(busy) < len(workers):
+            yield from _plans(request, tuple(busy), rejected, is_late)
         return
 
 
@@ -196,8 +200,7 @@ def _described(plan: Plan) -> str:
 
 
 def _idle(request: Request, plan: Plan) -> tuple[Idle, ...]:
-    used = set(plan.workers)
-    left = tuple(worker for worker in request.fleet.workers if worker not in used)
+    left = request.workers_beside(set(plan.workers))
     if not left:
         return ()
     return (Idle(left, "with a share for them the program takes longer, or they hold none of it"),)

@@ -214,12 +214,16 @@ def _capacity_given(capacity: Sequence[float], shares: Sequence[float]) -> list[
     shares: bytes of each stage, as a share of its limit. An over-full stage keeps what fills nine
     tenths of its memory.
     """
-    each = list(zip(capacity, shares, strict=True))
-    room = sum(own for own, share in each if share <= 1)
-    lost = sum(own * (1 - 0.9 / share) for own, share in each if share > 1)
+    room = 0.0
+    lost = 0.0
+    for own, share in zip(capacity, shares, strict=True):
+        if share <= 1:
+            room += own
+        else:
+            lost += own * (1 - 0.9 / share)
 
     found = []
-    for own, share in each:
+    for own, share in zip(capacity, shares, strict=True):
         if share <= 1:
             found.append(own * (1 + lost / room))
         else:

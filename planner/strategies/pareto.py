@@ -61,8 +61,7 @@ def _from_drafts(search: Search, found: FleetSearch) -> list[Answer]:
     """
     space = found.space
     every = itertools.product(*thinned_counts(space.most, limits.DRAFTED_FLEETS))
-    allowed = [counts for counts in every if space.allows(counts)]
-    for counts in spread(allowed):
+    for counts in spread(space.allowed(every)):
         found.look(counts)
 
     by_token = cheapest(search, space, usd_per_token)

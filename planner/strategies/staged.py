@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from planner.search.side_by_side import SideBySide
 from planner.search.tables import Tables
 
 GpuGroup = tuple[str, ...]
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -261,8 +263,7 @@ def _grids(
     A grid fills most of the groups, and its data-parallel degree divides the batch.
     """
     # no row of a degree: none of its groups holds a block
-    degrees = [tables.kind(row).tp_degree for row in range(len(tables.rows))]
-    if balanced and tp not in degrees:
+    if balanced and tp not in tables.tp_degree_by_row:
         return
 
     for depth in range(1, min(groups, tables.deepest) + 1):
@@ -298,8 +299,8 @@ def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
     Every stage has at least one block.
     """
     # Varuna takes all devices as equal, so any row of this degree serves
-    degrees = [tables.kind(row).tp_degree for row in range(len(tables.rows))]
-    sums = tables.sums.time_sums[degrees.index(tp)]
+    row = tables.tp_degree_by_row.index(tp)
+    sums = tables.sums.time_sums[row]
     blocks = tables.num_blocks
 
     cuts = [0]
@@ -311,4 +312,9 @@ def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
         most = blocks - (depth - number)
         cuts.append(min(max(near, least), most))
     cuts.append(blocks)
-    return tuple(end - begin for begin, end in itertools.pairwise(cuts))
+    return tuple(differences(cuts))
+
+
+def differences(numbers: Iterable[N]) -> list[N]:
+    """Return the difference of each two neighbours, the second less the first."""
+    return [end - begin for begin, end in itertools.pairwise(numbers)]

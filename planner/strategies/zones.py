@@ -181,7 +181,10 @@ def _reported(request: Request, best: Answer, known: Iterable[Answer], blind: _B
         gap=None if bound_s is None else best.step_time_s / bound_s - 1,
         proof=of_blind.proof,
     )
-    others = [_rejected(request, each) for each in known if each.plan != best.plan]
+    others = []
+    for each in known:
+        if each.plan != best.plan:
+            others.append(_rejected(request, each))
     idle = (*best.idle, *_idle(request, best))
     answer = replace(best, search=report, idle=idle)
     return answer.add_rejected(*others).add_reason(_where(request, best))
