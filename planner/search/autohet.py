@@ -71,7 +71,8 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
+    workers = set(request.fleet.workers)
+    known = [plan for plan in seeds if workers.issuperset(plan.workers)]
     ranked, rejected = _ranked(request, tables, known)
     if not ranked and request.is_late:  # what was left out may fit
         unhurried = replace(request, deadline_s=math.inf)
@@ -167,13 +168,12 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
     memory, whatever other workers move.
     """
     parameters = request.cost.parameters
-    room = row.limit_bytes - row.fixed_bytes
     lower = row.limit_bytes - parameters.communicator_bytes
     if not parameters.elastic:
         return lower
 
     node_type = tables.resources[tables.kinds[row.kind].resource].node_type
-    most = host_memory_ceiling(node_type, room)
+    most = host_memory_ceiling(node_type, row.room_bytes)
     state_bytes = most * min(STATE_BYTES.values()) / OPTIMIZER_BYTES
     return min(lower, row.fixed_bytes + state_bytes)
 

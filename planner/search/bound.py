@@ -182,8 +182,10 @@ class Bound:
         """
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
-        fewest = [stages.fewest_microbatches(prices) for stages in self.relaxed]
-        self.fewest = [limits.OUTWARD * microbatches for microbatches in fewest]
+        self.fewest = []
+        for stages in self.relaxed:
+            fewest = stages.fewest_microbatches(prices)
+            self.fewest.append(limits.OUTWARD * fewest)
 
         least = self._look()
         for _ in range(limits.REPEATS):
@@ -285,13 +287,15 @@ class Bound:
 
     def _near(self) -> list[Interval]:
         """Return the intervals that limit the bound or soon may, by their last looks."""
-        looked_at = [each for each in self.intervals if each.look >= 0]
-        last_s = [_proved_s(each, each.path_s) for each in looked_at]
-        least = min(last_s)
+        last = []
+        for interval in self.intervals:
+            if interval.look >= 0:
+                last.append((_proved_s(interval, interval.path_s), interval))
+        least = min(seconds for seconds, _ in last)
         most = max(least, min(self.best, least * 1.05))
 
         found = []
-        for interval, seconds in zip(looked_at, last_s, strict=True):
+        for seconds, interval in last:
             # a wide interval says less than its halves would
             spread = min(max(self._spread(interval)), 1.0)
             if seconds < most * (1 + 0.2 * spread):

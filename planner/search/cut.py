@@ -290,12 +290,12 @@ def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
 
 def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -> NDArray[np.bool_]:
     """Return (n,) True if each stage's memory holds the microbatches that it keeps in flight."""
-    limit = np.array([row.limit_bytes - row.fixed_bytes for row in tables.rows])
+    room = np.array([row.room_bytes for row in tables.rows])
     state = _of_stages(tables.sums.state_sums, rows, ends)
     a_microbatch = _of_stages(tables.sums.activation_sums, rows, ends)
 
     in_flight = np.minimum(_ahead(tables, rows) + 1, np.ceil(microbatches)[:, None])
-    holds = state + in_flight * a_microbatch <= limit[rows]
+    holds = state + in_flight * a_microbatch <= room[rows]
     is_absent = rows < 0
     return np.asarray((is_absent | holds).all(axis=1))
 

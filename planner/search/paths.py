@@ -141,9 +141,8 @@ class PricedStages:
         a_microbatch = _of_layers(sums.activation_sums[self.rows], first, last)
 
         # more than most have: only a stage with both ends of the model saves the tied bytes
-        rows = [self.tables.rows[row] for row in self.rows.tolist()]
-        room = np.array([row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in rows])
-        left = room.reshape(-1, 1, 1) - state
+        room = np.array([row.room_bytes + row.tied_bytes for row in self.tables.rows])
+        left = room[self.rows, None, None] - state
         further = left / np.maximum(a_microbatch, 1.0) - 1.0
         return np.asarray(np.maximum(further, 0.0))
 

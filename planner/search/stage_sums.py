@@ -41,6 +41,11 @@ class Row:
     tied_sync_bytes: float = 0.0
     update_s_a_byte: float = 0.0
 
+    @property
+    def room_bytes(self) -> float:
+        """Bytes of a GPU for a stage's layers and what they keep in flight."""
+        return self.limit_bytes - self.fixed_bytes
+
 
 @dataclass(frozen=True)
 class StageSums:
@@ -103,7 +108,7 @@ class StageSums:
         n = self.num_layers
         out = np.zeros((len(self.rows), self.deepest, n + 1), dtype=np.int64)
         for r, row in enumerate(self.rows):
-            room = row.limit_bytes - row.fixed_bytes
+            room = row.room_bytes
             for depth in range(1, self.deepest + 1):
                 layer_bytes = row.state_bytes + depth * row.activation_bytes
                 sums = np.concatenate([[0.0], np.cumsum(layer_bytes)])

@@ -37,12 +37,6 @@ class Resource:
     @property
     def workers(self) -> list[str]:
         """Workers of its nodes, node by node."""
-        numbers = range(self.node_type.num_gpus)
-        return [f"{name}/{number}" for name in self.node_names for number in numbers]
-
-    @property
-    def workers(self) -> list[str]:
-        """Workers of its nodes, node by node."""
         workers = []
         for name in self.node_names:
             workers += [f"{name}/{gpu}" for gpu in range(self.node_type.num_gpus)]
@@ -141,11 +135,6 @@ class Tables:
     def is_tied(self) -> bool:
         """True if embedding and head are one tensor, whose gradient their stages sum together."""
         return any(row.tied_sync_bytes > 0 for row in self.rows)
-
-    @cached_property
-    def tp_degrees(self) -> list[int]:
-        """TP degrees of the kinds, ascending."""
-        return sorted({kind.tp_degree for kind in self.kinds})
 
     @cached_property
     def tp_degree_by_row(self) -> list[int]:

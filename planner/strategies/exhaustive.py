@@ -71,6 +71,7 @@ def search_exhaustive(request: Request) -> Answer:
             if best is not None and request.is_late:
                 return _cut(every, best, begin)
             step_s, way = every.best(plan)
+            # of plans that are equal but for rounding the first one stays
             if step_s < seconds * (1 - 1e-12):
                 best = way
                 seconds = step_s
@@ -174,6 +175,7 @@ class _Every:
         """Yield every sequence of groups, no more of them than blocks."""
         request = self.request
         top = request.highest_tp_degree
+        # no higher ones, since there are five GPUs at most
         degrees = [degree for degree in (1, 2, 4) if request.min_tp_degree <= degree <= top]
 
         def extend(groups: _Groups, left: Sequence[int]) -> Iterator[_Groups]:

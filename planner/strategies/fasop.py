@@ -32,6 +32,7 @@ from planner.strategies.staged import (
     ends_of,
     equal_split,
     gpus_in_groups,
+    tp_degrees_of,
 )
 
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups
@@ -54,6 +55,8 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     tried = 0
     cut = ""
     orders = list(node_orders(request.fleet, most_orders))
+
+    # FASOP's own grids first, others only if none of these fits
     for whole in (True, False):
         if not shortlist.is_empty:
             break
@@ -94,7 +97,7 @@ def _try_order(
     transfers = BoundaryTransfers(request)
     change = kinds_change(sums[0])
     tried = 0
-    for tp in tables.tp_degrees:
+    for tp in tp_degrees_of(tables):
         if whole:
             gpus = [worker for node in nodes for worker in node.workers]
         else:
@@ -311,6 +314,8 @@ def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
 
     steps = thinned_counts([len(nodes) for nodes in by_type.values()], most)
     none = (0,) * len(steps)
+
+    # a single node, whose GPUs need no network, often has the least price per token
     alone = []
     for index, numbers in enumerate(steps):
         is_thinned_out = 1 not in numbers

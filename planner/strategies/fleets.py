@@ -196,6 +196,8 @@ class FleetSearch:
     def is_over(self) -> bool:
         if self.space.request.is_late and self.found:
             return True
+
+        # a few fleets are looked at even if each is larger than the budget
         enough = len(self.answers) >= limits.FEWEST_FLEETS
         return enough and self.spent_gpus >= self.budget_gpus
 
@@ -205,7 +207,9 @@ class FleetSearch:
         Infinite if it has none, or if it would have to be searched and the budget is spent.
         """
         if counts not in self.answers:
-            if self.is_over or sum(counts) < self.space.request.min_node_disjoint_holders:
+            # a layer lies on no more nodes than there are
+            has_too_few_nodes = sum(counts) < self.space.request.min_node_disjoint_holders
+            if self.is_over or has_too_few_nodes:
                 return math.inf
             self.draft(counts)
             self.spent_gpus += self.space.gpus(counts)
@@ -234,6 +238,7 @@ class FleetSearch:
 
     def _outcome(self, counts: TypeCounts, brief: bool) -> Answer | InfeasibleError:
         part = narrowed(self.space.request, self.space.fleet(counts))
+        # a bound takes up to a second, longer than the drafts of a fleet
         asked = replace(part, objective="time", prove=False, brief=brief)
         try:
             return self.search(asked)

@@ -87,6 +87,7 @@ class Front:
             self._search(counts)
 
     def _best_below(self, limit: float) -> _Known | None:
+        # less by more than rounding: a plan of the same price is no further point of the front
         most = limit * (1 - 1e-9)
         below = [each for each in self._known if each.usd_per_hour < most]
         return min(below, key=lambda each: (each.step_time_s, each.usd_per_hour), default=None)
@@ -107,6 +108,7 @@ class Front:
         if not hopeful:
             return None
 
+        # of equally fast drafts the larger fleet, whose search says more of the others
         drafts_s = {counts: self._draft_s(counts) for counts in hopeful}
         first = min(hopeful, key=lambda counts: (drafts_s[counts], -self.space.gpus(counts)))
         first_s = drafts_s[first]
@@ -142,6 +144,8 @@ class Front:
         used = self.space.counts_of(answer.used_nodes)
         known = _Known(used, self.space.price(used), answer)
         self._known.append(known)
+
+        # a draft of a part may be faster than the plan that the walk of the whole ended with
         for counts, fastest_s in self._searched.items():
             if _is_part(used, counts):
                 self._searched[counts] = min(fastest_s, known.step_time_s)

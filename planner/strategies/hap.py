@@ -54,9 +54,10 @@ def search_hap(request: Request) -> Answer:
         for plan in _plans(request, workers, rejected, is_late):
             evaluated += 1
             prediction = request.cost.predict(plan)
+            step_s = prediction.step_time_s
             why = unacceptable(request, plan, prediction)
-            if why is None and best is not None and prediction.step_time_s >= best.step_time_s:
-                why = f"{prediction.step_time_s:.4g} s a step, slower than the chosen plan"
+            if why is None and best is not None and step_s >= best.step_time_s:
+                why = f"{step_s:.4g} s a step, slower than the chosen plan"
             if why is not None:
                 rejected.append(Rejected(_described(plan), why))
                 continue
@@ -93,11 +94,14 @@ def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
     for node in nodes:
         if node.node_type not in seconds:
             costs = request.cost.layers.costs(node.node_type, 1, 1)
-            seconds[node.node_type] = float(costs.forward_s.sum() + costs.backward_s.sum())
+            forward_s = costs.forward_s.sum()
+            backward_s = costs.backward_s.sum()
+            seconds[node.node_type] = float(forward_s + backward_s)
             workers_of_one[node.node_type] = node.workers
 
     found: dict[tuple[str, ...], None] = {}
-    for limit in sorted(set(seconds.values()), reverse=True):
+    slowest_first = sorted(set(seconds.values()), reverse=True)
+    for limit in slowest_first:
         workers: list[str] = []
         for node in nodes:
             if seconds[node.node_type] <= limit:
@@ -123,6 +127,7 @@ def _plans(
         size = request.global_batch_sequences // count
         decoder = decoder_of(request.cost, size)
         table = table_of(request.cost, decoder.graph, workers, size, count)
+        # the last one is tried in any case, since its refusal says why nothing fits
         cannot_fit = table.least_bytes > table.limits.sum()
         if cannot_fit and count != passes[-1]:
             continue

@@ -66,7 +66,7 @@ def arrangements(gpus: int, blocks: int) -> Iterator[tuple[int, ...]]:
     Fewest stages first, at most `limits.MOST_ARRANGEMENTS` of each number of stages.
     """
     for stages in range(1, min(gpus, blocks) + 1):
-        least = max(gpus // stages // 2, 1)
+        least = max(gpus // stages // 2, 1)  # pruning 1: half of the mean
         seen: set[tuple[int, ...]] = set()
         for composition in _compositions(gpus, stages, least):
             for arrangement in _permutations(composition):

@@ -109,6 +109,11 @@ class Groups:
         return self._found[key]
 
 
+def tp_degrees_of(tables: Tables) -> list[int]:
+    """Return the TP degrees of the kinds, ascending."""
+    return sorted({kind.tp_degree for kind in tables.kinds})
+
+
 def gpus_in_groups(nodes: Iterable[Node], tp: int) -> list[str]:
     """Return the GPUs of the nodes, as many of each as whole groups of `tp` have."""
     gpus: list[str] = []
@@ -239,12 +244,13 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
     cut = ""
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
-    for tp in tables.tp_degrees:
+    for tp in tp_degrees_of(tables):
         if tp > max_tp:
             break
         gpus = gpus_in_groups(request.fleet.nodes, tp)
         groups = Groups(tables, gpus)
         for split, width, size in _grids(tables, len(gpus) // tp, tp, balanced):
+            # not before there is a plan
             if request.is_late and not shortlist.is_empty:
                 cut = f"grids after the first {tried}"
                 break

@@ -122,7 +122,7 @@ def _answers(search: Search, request: Request) -> list[Answer]:
     found: list[Answer] = []
     for zones in zone_sets(request):
         if found and request.is_late:
-            break
+            break  # not before there is a plan
         part = in_zones(request.fleet, zones)
         try:
             answer = search(narrowed(request, part))
@@ -159,6 +159,8 @@ def _best(request: Request, known: list[Answer], blind: _Blind) -> Answer:
     if true_usd is not None:
         most_usd = true_usd * (1 + 1e-9)
         within = [answer for answer in known if usd_per_token(answer) <= most_usd]
+
+    # none is within where the blind plan may not be chosen
     return min(within or known, key=lambda answer: (answer.step_time_s, usd_per_token(answer)))
 
 
