@@ -33,10 +33,10 @@ from autohet.driver.ray.this_machine import for_this_machine, is_this_machine
 from autohet.driver.run_record import steps_told
 from autohet.driver.sources.instance_types import with_described_types
 from autohet.driver.supervise import is_restart
+from autohet.runtime.device import choose_device
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.precision import without_incapable_nodes
-from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo, list_checkpoints

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset, prepare_dataset
+from autohet.runtime.device import choose_device
 from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import (
     GenerationGroups,
@@ -470,34 +471,3 @@ def _length_work_of(dataset: TokenDataset, config: PreTrainedConfig) -> LengthWo
     if squares is None:
         return None
     return length_work(config, dataset.sequence_length, squares)
-
-
-def choose_device(wish: str, precision: str, given: str | None = None) -> torch.device:
-    """Return the device of this process: its one GPU, if it has one.
-
-    given: the GPU type that the plan expects here.
-
-    Raises:
-        ConfigError: this machine lacks the device that the job asks for, or the GPU is unusable; it
-        is never replaced by the CPU.
-    """
-    has_cuda = torch.cuda.is_available()
-    if wish == "auto" and given is not None and not has_cuda:
-        raise ConfigError(
-            f"this worker was given a GPU ({given}), but PyTorch finds no CUDA device; fix the"
-            " node's driver or its CUDA build of PyTorch, or set training.device to cpu"
-        )
-    if wish == "cpu" or (wish == "auto" and not has_cuda):
-        return torch.device("cpu")
-    if not has_cuda:
-        raise ConfigError(
-            "training.device is cuda, but PyTorch finds no CUDA device; set training.device to auto"
-            " or cpu, or fix the node's driver or its CUDA build of PyTorch"
-        )
-    # GPUs before Ampere (compute capability 8.0) only emulate bf16.
-    if precision == "bf16" and torch.cuda.get_device_capability(0) < (8, 0):
-        raise ConfigError(
-            f"training.precision is bf16, which {torch.cuda.get_device_name(0)} cannot compute; set"
-            " training.precision to fp32, or parallelism.compute_formats to auto"
-        )
-    return torch.device("cuda", 0)

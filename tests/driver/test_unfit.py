@@ -11,8 +11,9 @@ import torch
 
 from autohet.driver.control.observation import Loss
 from autohet.driver.control.states import Ended
+from autohet.runtime.device import choose_device
 from autohet.runtime.messages import Phase, WorkerPlace
-from autohet.runtime.worker import Worker, choose_device
+from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce

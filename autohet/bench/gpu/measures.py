@@ -21,6 +21,7 @@ import torch
 from autohet.bench.gpu.part import Failed, Machine, PartSkipped, job_of, sized_job
 from autohet.bench.gpu.restores import restored
 from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, plain, random_rows
+from autohet.runtime.device import choose_device
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
@@ -29,7 +30,6 @@ from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_
 from autohet.runtime.reference import Rows
 from autohet.runtime.step_commit import StepResult
 from autohet.runtime.trainer import StageTrainer
-from autohet.runtime.worker import choose_device
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.parameters import OURS, framework_parameters
 from planner.cost.prediction import Prediction
