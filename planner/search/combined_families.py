@@ -31,18 +31,20 @@ def cut_combined_families(ranking: CutRanking, every: Families) -> list[CutPipel
         for used in itertools.combinations(resources, num_types):
             some = _families_on(every, used)
             # each family gets as much of the batch as its GPUs are fast
-            share = float(speeds[list(used)].sum() / speeds.sum())
+            speed = speeds[list(used)].sum()
+            share = float(speed / speeds.sum())
             sequences = tables.batch * share
             for family in _fastest_of_each_size(ranking, some, sequences):
                 uncut = uncut_family(tables, some, family, sequences, share_all=True)
                 alternatives.append(list(uncut))
 
     cuts = ranking.fastest(alternatives)
-    return _combine(ranking, _best_of_each_use(ranking, cuts))
+    best = _best_of_each_use(ranking, cuts)
+    return _combine(ranking, best)
 
 
 def _speed_of_each_resource(tables: Tables) -> Floats:
-    """Return (R,) model copies a second that all groups of a resource do at their best row."""
+    """Return (R,) sequences a second of a resource's groups, each with a whole model, at best."""
     speeds = np.zeros(len(tables.resources))
     whole_model_s = tables.sums.time_sums[:, -1]
     for row, model_s in zip(tables.rows, whole_model_s, strict=True):

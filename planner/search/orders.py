@@ -120,6 +120,7 @@ class Orders:
         self._deepest = min(tables.deepest, tables.num_blocks, num_gpus)
         self.levels = self._levels()
         self._known_starts: dict[tuple[int, int], Ints] = {}
+
         num_levels = len(self.levels)
         states = [gpus + 1 for gpus in supply]
         self._shape = (num_levels, *states)
@@ -150,7 +151,7 @@ class Orders:
         """Return (levels,) seconds of bottlenecks, ascending from one that nothing can beat."""
         if not self.rows:
             return np.zeros(0)
-        # model copies a second of one GPU of each resource, at its best row
+        # (R,) microbatches a second of one GPU, if it did the whole model at its best row
         speeds = np.zeros(len(self.supply))
         model_s = self.tables.sums.time_sums[self.rows, -1]
         speeds_of_rows = 1.0 / (model_s * self._degree)
@@ -164,8 +165,11 @@ class Orders:
         """Return seconds of a stage beside its layers: its overhead and two quick transfers."""
         tolls = self.tables.boundaries[row, self.rows]
         possible = tolls[np.isfinite(tolls)]
-        quickest_s = float(possible.min()) if len(possible) else 0.0
-        return self.tables.stage_overhead_s + 2 * self.tables.boundary_share * quickest_s
+        quickest_s = 0.0
+        if len(possible):
+            quickest_s = float(possible.min())
+        share = 2 * self.tables.boundary_share
+        return self.tables.stage_overhead_s + share * quickest_s
 
     def _starts(self, row: int, after: int) -> Ints:
         """Return what `_new_starts` does, cached: all types of the last stage ask for the same."""

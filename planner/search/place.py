@@ -63,8 +63,8 @@ class Nodes:
         if not sizes:
             return None
 
-        # a node shared with another pipeline comes first here where it came last there, so that
-        # their transfers do not meet
+        # a node shared with another pipeline comes first here if it came last there, so that their
+        # transfers do not meet
         rest = wanted % self._num_gpus
         if rest in sizes:
             return self._by_free[rest][-1]

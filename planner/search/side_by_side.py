@@ -92,7 +92,8 @@ class SideBySide:
         update_s_a_byte = np.array(self._update)[rows]
         updates_s = np.where(is_used, update_s_a_byte * held_bytes, 0.0)
         latest_s = late_s.max(axis=1, initial=0.0)
-        return np.asarray(latest_s + updates_s.max(axis=1, initial=0.0))
+        longest_update_s = updates_s.max(axis=1, initial=0.0)
+        return np.asarray(latest_s + longest_update_s)
 
     def _rates_of(self, number: Ints, rows: Ints) -> tuple[Floats, Floats, Floats]:
         """Return `_rate` for arrays: (n, P) each of latency, seconds a byte, and stages."""
