@@ -29,7 +29,7 @@ from planner.cluster_documents import (
     refuse_other_documents,
     with_legacy_types,
 )
-from planner.documents import check_keys, read_mapping
+from planner.documents import check_keys, is_integer, read_mapping
 from planner.errors import ConfigError
 from planner.node_labels import (
     RAY_ACCELERATOR_LABEL,
@@ -225,7 +225,8 @@ class Cluster:
         counts = dict(self.bound.standing) if self.bound else {}
         for kind in by_size:
             while counts.get(kind.name, 0) < kind.max_nodes:
-                more = {**counts, kind.name: counts.get(kind.name, 0) + 1}
+                more = dict(counts)
+                more[kind.name] = counts.get(kind.name, 0) + 1
                 if self.bound is not None and not self.bound.allows(more):
                     break
                 counts = more
@@ -469,7 +470,7 @@ def _default_max_workers(top: Mapping[str, Any]) -> int:
 
 def _count(document: Mapping[str, Any], key: str, what: str, default: int) -> int:
     value = document.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_NODES:
+    if not is_integer(value) or not 0 <= value <= MOST_NODES:
         raise ConfigError(
             f"{key} of {what} must be an integer of at least 0 and at most {MOST_NODES}, not"
             f" {value!r}"

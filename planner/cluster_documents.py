@@ -161,7 +161,7 @@ def refuse_other_documents(top: Json, where: str) -> None:
             f"{where} is an Anyscale compute config; `ray up` does not read it. Give a Ray"
             " cluster-launcher file with available_node_types"
         )
-    if (top.get("provider") or {}).get("type") == "local":
+    if provider_type(top) == "local":
         raise ConfigError(
             f"{where} lists machines (provider local) and not what they have; name node types under"
             " available_node_types with GPU and labels, and plan on those"
@@ -200,9 +200,12 @@ def provider_type(top: Json) -> object:
 
 def instance_type_of(config: Json) -> str | None:
     """The machine that a node is: EC2's InstanceType, GCP's machineType, Azure's vmSize."""
-    named = config.get("InstanceType") or config.get("machineType")
-    named = named or (config.get("azure_arm_parameters") or {}).get("vmSize")
-    return str(named).rsplit("/", 1)[-1] if named else None
+    azure = config.get("azure_arm_parameters") or {}
+    named = config.get("InstanceType") or config.get("machineType") or azure.get("vmSize")
+    if not named:
+        return None
+    # GCP also writes a type as a URL: zones/us-central1-a/machineTypes/a2-highgpu-1g
+    return str(named).rsplit("/", 1)[-1]
 
 
 def _accelerators(config: Json) -> list[Json]:
@@ -212,8 +215,8 @@ def _accelerators(config: Json) -> list[Json]:
 
 def accelerator_count(config: Json) -> int | None:
     """Return the GPUs that a GCP node adds to its machine type; None if it names none."""
-    found = [int(item.get("acceleratorCount", 0)) for item in _accelerators(config)]
-    return sum(found) if found else None
+    counts = [int(item.get("acceleratorCount", 0)) for item in _accelerators(config)]
+    return sum(counts) if counts else None
 
 
 def derived_labels(config: Json, top: Json) -> dict[str, str]:
@@ -221,8 +224,10 @@ def derived_labels(config: Json, top: Json) -> dict[str, str]:
     found = dict(config.get(DERIVED) or {})
     if _is_spot(config):
         found[LABEL_PREFIX + "spot"] = "true"
-    zone = (config.get("Placement") or {}).get("AvailabilityZone")
-    zone = zone or (top.get("provider") or {}).get("availability_zone")
+    placement = config.get("Placement") or {}
+    provider = top.get("provider") or {}
+    zone = placement.get("AvailabilityZone") or provider.get("availability_zone")
+    # a list of zones says only where the node may be
     if isinstance(zone, str) and "," not in zone:
         found[LABEL_PREFIX + "zone"] = zone
     for item in _accelerators(config):
@@ -233,7 +238,8 @@ def derived_labels(config: Json, top: Json) -> dict[str, str]:
 
 def _is_spot(config: Json) -> bool:
     """Return True if EC2's market options, GCP's scheduling or Azure's priority ask for spot."""
-    if (config.get("InstanceMarketOptions") or {}).get("MarketType") == "spot":
+    market = config.get("InstanceMarketOptions") or {}
+    if market.get("MarketType") == "spot":
         return True
     scheduling = config.get("scheduling") or {}
     for item in scheduling if isinstance(scheduling, list) else [scheduling]:

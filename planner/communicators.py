@@ -46,8 +46,11 @@ def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
     That is one worker, or several if the stage has more workers than units.
     """
     if stage.tp_shares:
-        ranks = enumerate(stage.workers)
-        return tuple(worker for rank, worker in ranks if unit in stage.share(rank).units(units))
+        found = []
+        for rank, worker in enumerate(stage.workers):
+            if unit in stage.share(rank).units(units):
+                found.append(worker)
+        return tuple(found)
     first = unit * stage.tp_degree // units
     end = (unit + 1) * stage.tp_degree // units
     # with more units than workers, `end` may be `first`: one worker then holds several units
@@ -66,8 +69,8 @@ def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[
     has workers (`planner.model_spec.LayerSpec`).
     """
     slices = plan.num_parts
-    first = [pipeline.stages[0] for pipeline in plan.pipelines]
-    last = [pipeline.stages[-1] for pipeline in plan.pipelines]
+    first = plan.first_stages
+    last = plan.last_stages
     blocks = _stages_by_block(plan)
 
     found: Counter[Members] = Counter()
@@ -89,10 +92,15 @@ def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[
 
 def _stages_by_block(plan: Plan) -> list[list[Stage]]:
     """Return the stages that hold each block, one of each pipeline."""
-    num_blocks = max(pipeline.stages[-1].end_layer for pipeline in plan.pipelines)
+    num_blocks = max(stage.end_layer for stage in plan.last_stages)
     found = []
     for block in range(num_blocks):
-        found.append([_stage_of(pipeline.stages, block) for pipeline in plan.pipelines])
+        stages = []
+        for pipeline in plan.pipelines:
+            stage = pipeline.stage_of(block)
+            assert stage is not None
+            stages.append(stage)
+        found.append(stages)
     return found
 
 
@@ -137,7 +145,7 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
     counts = _groups_by_worker(size, len(workers))
     while most is not None and counts and max(counts) > most:
         worst = counts.index(max(counts))
-        groups_of_worst = sorted(mask for mask in size if mask >> worst & 1)
+        groups_of_worst = [mask for mask in sorted(size) if mask >> worst & 1]
         first, second = _cheapest_pair(groups_of_worst, size)
         union = first | second
         # the union may be a group already: its bytes count too
@@ -219,7 +227,7 @@ def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, 
         return dict.fromkeys(plan.workers, 0)
     most = max_sync_groups(plan)
     before = 1 + num_border_groups(plan)
-    cuts = sorted({stage.first_layer for stage in plan.stages})
+    cuts = plan.cuts
     has_groups = any(stage.tp_degree > 1 for stage in plan.stages)
     counts = {}
     for stage in plan.stages:
@@ -252,10 +260,3 @@ def _cheapest_pair(groups: Sequence[int], size: Mapping[int, float]) -> tuple[in
         return added_to_first + added_to_second
 
     return min(itertools.combinations(groups, 2), key=added)
-
-
-def _stage_of(stages: Sequence[Stage], layer: int) -> Stage:
-    for stage in stages:
-        if stage.first_layer <= layer < stage.end_layer:
-            return stage
-    raise AssertionError(f"no stage holds block {layer}")

@@ -4,9 +4,19 @@ and the known ones.
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeGuard
 
 from planner.errors import ConfigError
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return True for an integer; true and false are none in a document."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for an integer or a float; true and false are none in a document."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def read_mapping(document: object, what: str) -> Mapping[str, Any]:
@@ -40,7 +50,7 @@ def check_keys(
 def read_int(document: Mapping[str, Any], key: str, what: str, minimum: int) -> int:
     """An integer of at least `minimum`; true and false are no integers."""
     value = document[key]
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise ConfigError(f"'{key}' of {what} must be an integer, not {value!r}")
     if value < minimum:
         raise ConfigError(f"'{key}' of {what} is {value}; it must be at least {minimum}")

@@ -8,7 +8,7 @@ the search's own reasons.
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner.cluster import Fleet, Node, NodeType
@@ -122,14 +122,10 @@ class Explanation:
 
     def to_document(self) -> dict[str, Any]:
         return {
-            "places": [_fields_of(place) for place in self.places],
-            "one_more_node": [_fields_of(more) for more in self.one_more],
+            "places": [asdict(place) for place in self.places],
+            "one_more_node": [asdict(more) for more in self.one_more],
             "sentences": self.sentences(),
         }
-
-
-def _fields_of(part: NodeTypeUse | OneMore) -> dict[str, Any]:
-    return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 def explain(request: Request, answer: Answer) -> Explanation:

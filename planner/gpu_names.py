@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from planner.catalogue import canonical_gpu_type
+from planner.catalogue import canonical_gpu_type, read_rows
 
-_TABLE = Path(__file__).parent / "data" / "gpu_names.csv"
 _MAKERS = {"NVIDIA", "GEFORCE", "TESLA", "GRID"}
 """Words at a name's begin that tell no device from another."""
 _WORDS_LEFT_OUT = {"GENERATION", "EDITION", "GPU", "WITH", "DESIGN"}
@@ -32,9 +29,7 @@ class _Row:
 
 @cache
 def _rows() -> tuple[_Row, ...]:
-    with _TABLE.open(newline="") as file:
-        lines = (line for line in file if not line.startswith("#"))
-        return tuple(_parse_row(row) for row in csv.DictReader(lines))
+    return tuple(map(_parse_row, read_rows("gpu_names.csv")))
 
 
 def _parse_row(row: Mapping[str, str]) -> _Row:

@@ -43,9 +43,9 @@ def working_ahead(
     fit. A stage that holds less than 1F1B's number still gets 1F1B's.
     """
     depth = len(room)
-    has_room_for_most = all(have > most * (depth - 1 - i) for i, have in enumerate(room))
-    if has_room_for_most:
-        return tuple(range(most * (depth - 1) + 1, 0, -most))
+    largest = range(most * (depth - 1) + 1, 0, -most)
+    if all(have >= number for have, number in zip(room, largest, strict=True)):
+        return tuple(largest)
 
     numbers = list(one_each(depth))
     spare = [have - need for have, need in zip(room, numbers, strict=True)]

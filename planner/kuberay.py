@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from planner.catalogue import find_gpu_type
-from planner.documents import read_mapping
+from planner.documents import is_integer, read_mapping
 from planner.errors import ConfigError
 from planner.zones import ZONE_LINKS
 
@@ -185,7 +185,7 @@ def _count(group: Json, key: str, name: str, default: int | None) -> int:
     value = group.get(key, default)
     if value is None:
         raise ConfigError(f"worker group '{name}' has no {key}: how many nodes of it there may be")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_integer(value) or value < 0:
         raise ConfigError(f"{key} of worker group '{name}' must be a count, not {value!r}")
     return value
 
@@ -300,15 +300,18 @@ def _required(pod: Json) -> dict[str, tuple[str, ...]]:
         found[key] = (str(value),)
     affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
     needed = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    terms = [dict(_named_values(term)) for term in needed.get("nodeSelectorTerms") or []]
+    terms = []
+    for term in needed.get("nodeSelectorTerms") or []:
+        terms.append(dict(_named_values(term)))
     if not terms:
         return found
 
     named_by_all = set.intersection(*map(set, terms))
     for key in named_by_all:
         values = dict[str, None]()
-        for term in terms:
-            values.update(dict.fromkeys(term[key]))
+        for named in terms:
+            values.update(dict.fromkeys(named[key]))
+        # the node selector, which is read first, holds too and names one value
         found.setdefault(key, tuple(values))
     return found
 
@@ -330,8 +333,9 @@ def _placement(pod: Json, group: Json, resources: Json) -> dict[str, Any]:
     zones = _first(needed, ZONES)
     if len(zones) == 1:
         found["Placement"] = {"AvailabilityZone": zones[0]}
-    if any(needed.get(label) == (value,) for label, value in SPOT.items()):
-        found["InstanceMarketOptions"] = {"MarketType": "spot"}
+    for label, value in SPOT.items():
+        if needed.get(label) == (value,):
+            found["InstanceMarketOptions"] = {"MarketType": "spot"}
     limits = {**(resources.get("limits") or {}), **(group.get("resources") or {})}
     derived = {**_gpu_type(needed), **_memory(limits)}
     if derived:

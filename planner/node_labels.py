@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.catalogue import all_instance_types, find_instance_type
 from planner.cluster_documents import LABEL_PREFIX, instance_type_of
-from planner.documents import read_mapping
+from planner.documents import is_number, read_mapping
 from planner.errors import ConfigError
 
 _NUMBERS = (
@@ -46,7 +46,7 @@ def read_num_gpus(value: object, name: str) -> int:
     Raises:
         ConfigError: it is no whole number.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    if not is_number(value) or value != int(value):
         raise ConfigError(f"GPU of node type '{name}' must be a whole number, not {value!r}")
     return int(value)
 

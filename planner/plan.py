@@ -1,15 +1,21 @@
 """Plan: pipelines, stages, placement and microbatches; strict JSON in and out (version 1)."""
 
-import itertools
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from planner.documents import check_keys, read_bool, read_int, read_list, read_mapping, read_str
+from planner.documents import (
+    check_keys,
+    is_integer,
+    read_bool,
+    read_int,
+    read_list,
+    read_mapping,
+    read_str,
+)
 from planner.errors import ConfigError
-from planner.in_flight import MOST_AHEAD
+from planner.plan_checks import check_plan as check_plan
 from planner.spmd.document import StageProgram
 
 VERSION = 1
@@ -85,7 +91,9 @@ class TensorShare(NamedTuple):
 
         If there are fewer units than parts, a unit counts as soon as the slice has some part of it.
         """
-        return range(self.first * units // self.of, -(-self.end * units // self.of))
+        first = self.first * units // self.of
+        end = -(-self.end * units // self.of)  # rounded up
+        return range(first, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +179,19 @@ class Pipeline:
     def workers(self) -> tuple[str, ...]:
         return tuple(worker for stage in self.stages for worker in stage.workers)
 
+    def stage_of(self, layer: int) -> Stage | None:
+        """Return the stage that holds a block; None if no stage does."""
+        for stage in self.stages:
+            if stage.first_layer <= layer < stage.end_layer:
+                return stage
+        return None
+
     def in_flight(self, stage: int) -> int:
         """Return the maximum number of microbatches whose activations a stage keeps at once."""
-        most = self.most_in_flight[stage] if self.most_in_flight else len(self.stages) - stage
+        if self.most_in_flight:
+            most = self.most_in_flight[stage]
+        else:
+            most = len(self.stages) - stage
         # a step of few microbatches cannot fill the pipeline
         return min(most, self.num_microbatches)
 
@@ -200,6 +218,21 @@ class Plan:
     def stages(self) -> tuple[Stage, ...]:
         """Stages of all pipelines, in plan order."""
         return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
+    def first_stages(self) -> list[Stage]:
+        """The first stage of each pipeline, which holds the embedding."""
+        return [pipeline.stages[0] for pipeline in self.pipelines]
+
+    @property
+    def last_stages(self) -> list[Stage]:
+        """The last stage of each pipeline, which holds the head."""
+        return [pipeline.stages[-1] for pipeline in self.pipelines]
+
+    @property
+    def cuts(self) -> list[int]:
+        """Sorted first layers of all stages: between two of them, layers lie on the same stages."""
+        return sorted({stage.first_layer for stage in self.stages})
 
     @property
     def num_parts(self) -> int:
@@ -230,7 +263,7 @@ class Plan:
         """Return the plan with masters and moments in host memory."""
         pipelines = []
         for pipeline in self.pipelines:
-            stages = (replace(stage, offload_optimizer=True) for stage in pipeline.stages)
+            stages = [replace(stage, offload_optimizer=True) for stage in pipeline.stages]
             pipelines.append(replace(pipeline, stages=tuple(stages)))
         return replace(self, pipelines=tuple(pipelines))
 
@@ -337,14 +370,9 @@ def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pi
 
 def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
     numbers = read_list(pipeline, "in_flight", what)
-    if not all(map(_is_integer, numbers)):
+    if not all(map(is_integer, numbers)):
         raise ConfigError(f"'in_flight' of {what} must be whole numbers, one for each stage")
     return tuple(numbers)
-
-
-def _is_integer(value: object) -> bool:
-    """Return True for an integer; True and False are none in a document."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_stage(document: object, what: str) -> Stage:
@@ -361,7 +389,7 @@ def _read_stage(document: object, what: str) -> Stage:
         recompute=_read_recompute(stage, what),
         shard_optimizer=_read_shard_optimizer(stage, what),
         spmd=_read_spmd(stage, what),
-        tp_shares=_read_tp_shares(stage, len(workers), what) if "tp_shares" in stage else (),
+        tp_shares=_read_tp_shares(stage, len(workers), what),
         sequence_parallel=_read_sequence_parallel(stage, len(workers), what),
         offload_optimizer=_read_offload(stage, what),
         compute=_read_compute(stage, what),
@@ -402,8 +430,10 @@ def _read_sequence_parallel(stage: Mapping[str, Any], num_workers: int, what: st
 
 
 def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tuple[int, ...]:
+    if "tp_shares" not in stage:
+        return ()
     shares = read_list(stage, "tp_shares", what)
-    are_counts = all(_is_integer(share) and share > 0 for share in shares)
+    are_counts = all(is_integer(share) and share > 0 for share in shares)
     if not are_counts or len(shares) != num_workers or FINEST_TP_DEGREE % sum(shares):
         raise ConfigError(
             f"'tp_shares' of {what} is {shares}; it must be a positive whole number for each of its"
@@ -454,104 +484,3 @@ def _read_expert_dispatch(stage: Mapping[str, Any], what: str) -> ExpertDispatch
             " drop 'expert_dispatch'"
         )
     return _read_choice(stage, "expert_dispatch", EXPERT_DISPATCHES, what)
-
-
-def check_plan(
-    plan: Plan,
-    num_layers: int,
-    *,
-    exact_batch: bool = True,
-    max_tp_degree: int | None = None,
-    limited_by: str = "heads",
-) -> None:
-    """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker
-    at most once.
-
-    With `exact_batch` the pipelines must also process the global batch, neither more nor less
-    (published plans round their microbatches up). With `max_tp_degree`, the model's, it must allow
-    each stage's number of parts. limited_by: what limits that number (`ModelSpec.limit_of_parts`).
-    """
-    for index, pipeline in enumerate(plan.pipelines):
-        _check_layers(pipeline, index, num_layers)
-        _check_in_flight(pipeline, index)
-    _check_spmd(plan)
-    if max_tp_degree is not None:
-        _check_parts(plan, max_tp_degree, limited_by)
-    worker, count = Counter(plan.workers).most_common(1)[0]
-    if count > 1:
-        raise ConfigError(
-            f"the plan names worker '{worker}' {count} times; a worker can serve one stage only"
-        )
-    total = sum(pipeline.num_sequences for pipeline in plan.pipelines)
-    if exact_batch and total != plan.global_batch_sequences:
-        raise ConfigError(
-            f"the pipelines process {total} sequences a step, but global_batch_sequences is "
-            f"{plan.global_batch_sequences}"
-        )
-
-
-def _check_parts(plan: Plan, max_tp_degree: int, limited_by: str) -> None:
-    allowed = " or ".join(str(2**i) for i in range(max_tp_degree.bit_length()))
-    for index, pipeline in enumerate(plan.pipelines):
-        for number, stage in enumerate(pipeline.stages):
-            if stage.spmd is None and max_tp_degree % stage.num_parts:
-                raise ConfigError(
-                    f"stage {number} of pipeline {index} cuts the model into {stage.num_parts}"
-                    f" parts, but its {limited_by} allow {allowed}: change its workers or its"
-                    " tp_shares"
-                )
-
-
-def _check_spmd(plan: Plan) -> None:
-    """A program has a whole model and a plan for itself."""
-    stages = plan.stages
-    for stage in stages:
-        if stage.spmd is None:
-            continue
-        if len(stages) > 1:
-            raise ConfigError(
-                "a plan with an spmd stage must consist of that stage alone; this one has"
-                f" {len(stages)}"
-            )
-        stage.spmd.check(stage.workers, "the spmd stage")
-
-
-def _check_in_flight(pipeline: Pipeline, index: int) -> None:
-    most = pipeline.most_in_flight
-    depth = len(pipeline.stages)
-    if most and len(most) != depth:
-        raise ConfigError(
-            f"in_flight of pipeline {index} has {len(most)} numbers; expected one for each of"
-            f" {depth} stages"
-        )
-    if most and most[-1] != 1:
-        raise ConfigError(
-            f"in_flight of the last stage of pipeline {index} is {most[-1]}; it must be 1"
-        )
-    for stage, (number, later) in enumerate(itertools.pairwise(most)):
-        if not later < number <= later + MOST_AHEAD:
-            raise ConfigError(
-                f"in_flight of stage {stage} of pipeline {index} is {number}; it must be one to"
-                f" {MOST_AHEAD} more than that of the stage after it, {later}"
-            )
-
-
-def _check_layers(pipeline: Pipeline, index: int, num_layers: int) -> None:
-    expected = 0
-    for number, stage in enumerate(pipeline.stages):
-        if stage.first_layer != expected:
-            raise ConfigError(
-                f"stage {number} of pipeline {index} starts at layer {stage.first_layer}; expected"
-                f" {expected}"
-            )
-        inner = 0 < number < len(pipeline.stages) - 1
-        if stage.num_layers == 0 and inner:
-            raise ConfigError(
-                f"stage {number} of pipeline {index} has no layers; only a first or last stage may"
-                " have none"
-            )
-        expected = stage.end_layer
-    if expected != num_layers:
-        raise ConfigError(
-            f"pipeline {index} covers {expected} layers, but the model has {num_layers}"
-        )

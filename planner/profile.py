@@ -5,7 +5,7 @@ bundled measurements by default.
 import csv
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,7 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
 def write_profile(path: str | Path, table: ProfileTable) -> None:
     """Writes CSV or Parquet by the file's suffix."""
     names = [field.name for field in fields(Measurement)]
-    rows = list[dict[str, Any]]()
-    for row in table.measurements:
-        rows.append({name: getattr(row, name) for name in names})
+    rows = [asdict(row) for row in table.measurements]
     if Path(path).suffix == ".parquet":
         from pyarrow import Table
         from pyarrow.parquet import write_table

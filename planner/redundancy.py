@@ -101,11 +101,11 @@ def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
     if _shared_out(plan):
         return 1
     runs = []
-    for start in sorted({stage.first_layer for stage in plan.stages}):
-        runs.append([_stage_at(pipeline.stages, start) for pipeline in plan.pipelines])
+    for start in plan.cuts:
+        runs.append([_stage_at(pipeline, start) for pipeline in plan.pipelines])
     # embedding and head
-    runs.append([pipeline.stages[0] for pipeline in plan.pipelines])
-    runs.append([pipeline.stages[-1] for pipeline in plan.pipelines])
+    runs.append(plan.first_stages)
+    runs.append(plan.last_stages)
 
     parts = plan.num_parts
     nodes = {stage: _nodes_of(stage.workers, fleet) for stage in plan.stages}
@@ -130,16 +130,16 @@ def _fewest_of_parts(stages: Sequence[Stage], parts: int, fleet: Fleet) -> int:
     return min(numbers)
 
 
-def _nodes_of(workers: Iterable[str], fleet: Fleet) -> set[str]:
+def _nodes_of(workers: Iterable[str], fleet: Fleet | None) -> set[str]:
+    """Return the names of the workers' nodes, without a fleet as the workers' names have them."""
+    if fleet is None:
+        return set(map(node_of, workers))
     return {fleet.node_of(worker).name for worker in workers}
 
 
-def _stage_at(stages: Sequence[Stage], layer: int) -> Stage:
-    """Return the last stage that begins at a layer or before it, and holds a block if any does."""
-    for stage in stages:
-        if stage.first_layer <= layer < stage.end_layer:
-            return stage
-    return stages[-1]
+def _stage_at(pipeline: Pipeline, layer: int) -> Stage:
+    """Return the stage that holds a block; the last one, which may have no blocks, if none does."""
+    return pipeline.stage_of(layer) or pipeline.stages[-1]
 
 
 def _is_whole(stage: Stage) -> bool:
@@ -162,7 +162,7 @@ def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[S
         for stage, layers in stages_with_layers(pipeline):
             for part in range(parts):
                 workers = _workers_of_part(stage, part, parts)
-                nodes = set(map(node_of, workers)) if fleet is None else _nodes_of(workers, fleet)
+                nodes = _nodes_of(workers, fleet)
                 for layer in layers:
                     found.setdefault(Shard(layer, part, parts), set()).update(nodes)
 
@@ -183,7 +183,10 @@ def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
 def stages_with_layers(pipeline: Pipeline) -> list[tuple[Stage, list[str]]]:
     """Return the stages of a pipeline, each with the names of its layers."""
     num_stages = len(pipeline.stages)
-    return [(stage, layers_of(stage, i, num_stages)) for i, stage in enumerate(pipeline.stages)]
+    found = []
+    for index, stage in enumerate(pipeline.stages):
+        found.append((stage, layers_of(stage, index, num_stages)))
+    return found
 
 
 def layer_named(spec: ModelSpec, name: str) -> LayerSpec:
@@ -251,7 +254,10 @@ def _spans(layers: Iterable[str]) -> list[str]:
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    spans = []
+    for run in runs:
+        spans.append(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return spans
 
 
 def _follows(before: str, layer: str) -> bool:

@@ -21,7 +21,8 @@ def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
     whole = [pipeline for pipeline in previous.pipelines if alive.issuperset(pipeline.workers)]
     if not whole:
         return None
-    seconds = _seconds_of(request.cost, replace(previous, pipelines=tuple(whole)))
+    left = replace(previous, pipelines=tuple(whole))
+    seconds = _seconds_of(request.cost, left)
     counts = _share(whole, seconds, request.global_batch_sequences)
     if counts is None:
         return None
@@ -38,8 +39,11 @@ def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
 def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
     """Return the seconds of each pipeline's first microbatch, and of each further one."""
     found = []
-    for pipeline, total_s in zip(plan.pipelines, cost.steps.pipelines_s(plan), strict=True):
-        stages = [sum(cost.stages.seconds(pipeline, i)) for i in range(len(pipeline.stages))]
+    totals_s = cost.steps.pipelines_s(plan)
+    for pipeline, total_s in zip(plan.pipelines, totals_s, strict=True):
+        stages = []
+        for index in range(len(pipeline.stages)):
+            stages.append(sum(cost.stages.seconds(pipeline, index)))
         first_s = sum(stages)
         num_further = pipeline.num_microbatches - 1
         if num_further:

@@ -40,7 +40,12 @@ from planner.uneven import (
     uneven_stages,
 )
 
-Holders = Mapping[str, frozenset[tuple[str, int, int]]]
+LayerPart = tuple[str, int, int]
+"""A layer's name, and the first and end part of it, of FINEST_TP_DEGREE parts."""
+Holders = Mapping[str, frozenset[LayerPart]]
+"""Parts of layers that each worker holds."""
+_Slot = tuple[int, int]
+"""A stage of a plan: index of its pipeline, and its own there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,8 @@ class ReplanDecision:
     searched: bool
 
 
-def holders_of(plan: Plan, spec_layers: int) -> dict[str, frozenset[tuple[str, int, int]]]:
-    """Return what each worker holds under a plan: (layer, first part, end part).
-
-    Parts are of FINEST_TP_DEGREE parts of a layer.
-    """
+def holders_of(plan: Plan, spec_layers: int) -> dict[str, frozenset[LayerPart]]:
+    """Return the parts of layers that each worker holds under a plan."""
     found = {}
     for pipeline in plan.pipelines:
         for stage, names in stages_with_layers(pipeline):
@@ -132,13 +134,12 @@ def replan(
 
     begin = request.clock()
     judged = _Judged(previous, request, held, horizon_s, migration)
-    scored = judged.scores([*_candidates(previous, request, alive, judged), *known])
+    scored = judged.scores(_candidates(previous, request, alive, judged) + list(known))
     if thorough is None:
         thorough = len(alive) <= limits.WHOLE_SEARCH_GPUS or not scored
     searched = None
     if thorough:
-        seeds = [each.plan for each in scored]
-        searched = _search(request, seeds)
+        searched = _search(request, [each.plan for each in scored])
     if searched is not None:
         seen = {each.plan for each in scored}
         found = (align(searched.plan, request, held), searched.plan)
@@ -237,11 +238,8 @@ class _Judged:
 def _choice(scored: list[_Scored], previous: Plan) -> tuple[_Scored, _Scored | None]:
     """Return the plan to have and, if it is among the candidates, the previous plan."""
     best = min(scored, key=lambda each: (-each.useful, each.seconds))
-    kept = None
-    for each in scored:
-        if each.plan == previous:
-            kept = each
-            break
+    stays = [each for each in scored if each.plan == previous]
+    kept = stays[0] if stays else None
     # A move must earn clearly more than no move, as predictions have errors.
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
@@ -251,7 +249,8 @@ def _choice(scored: list[_Scored], previous: Plan) -> tuple[_Scored, _Scored | N
 def _last_resort(judged: _Judged) -> tuple[list[_Scored], Answer | None]:
     """Return a plan that saves memory by means of last resort, if there is one."""
     try:
-        answer = plan_with("autohet", replace(judged.request, objective="time", spmd=False))
+        request = replace(judged.request, objective="time", spmd=False)
+        answer = plan_with("autohet", request)
     except InfeasibleError:
         return [], None
     # Not `judged.score`: `working_ahead` of this cost model may choose other numbers in flight.
@@ -288,7 +287,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     is_whole = set(previous.workers) <= alive
     if is_whole and previous.global_batch_sequences == request.global_batch_sequences:
         found.append(previous)
-    sizes = sorted({pipeline.microbatch_sequences for pipeline in previous.pipelines})
+    sizes = previous.microbatch_sizes
     moves = Moves(tables_of(request, sizes), random.Random(0), request.mixed_microbatch)
     working_ahead = request.cost.stage_choices.working_ahead
     repaired = [repair(previous, request, alive), recut(previous, request, alive, moves)]
@@ -355,7 +354,7 @@ def migration_s(plan: Plan, request: Request, held: Holders, migration: Migratio
 
 
 def _missing_parameters(
-    spec: ModelSpec, layers: Iterable[str], wanted: range, has: frozenset[tuple[str, int, int]]
+    spec: ModelSpec, layers: Iterable[str], wanted: range, has: frozenset[LayerPart]
 ) -> float:
     """Return the scalars of a worker's layers that it does not hold.
 
@@ -368,7 +367,8 @@ def _missing_parameters(
     total = 0.0
     for name in layers:
         parameters = layer_named(spec, name).parameters
-        total += parameters * (len(wanted) - covered.get(name, 0)) / FINEST_TP_DEGREE
+        num_missing = len(wanted) - covered.get(name, 0)
+        total += parameters * num_missing / FINEST_TP_DEGREE
     return total
 
 
@@ -378,13 +378,13 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
     Groups are equal if their node types, TP degrees and uneven shares are. Each stage takes the one
     that already holds most of it; largest overlaps first.
     """
-    slots: dict[tuple[tuple[NodeType, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
+    slots: dict[tuple[tuple[NodeType, ...], tuple[int, ...]], list[_Slot]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             kinds = request.fleet.node_types_of(stage.workers)
             slots.setdefault((kinds, stage.tp_shares), []).append((p, s))
 
-    chosen: dict[tuple[int, int], tuple[str, ...]] = {}
+    chosen: dict[_Slot, tuple[str, ...]] = {}
     for places in slots.values():
         chosen.update(_match(plan, places, held))
 
@@ -405,12 +405,10 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
     )
 
 
-def _match(
-    plan: Plan, places: list[tuple[int, int]], held: Holders
-) -> dict[tuple[int, int], tuple[str, ...]]:
+def _match(plan: Plan, places: list[_Slot], held: Holders) -> dict[_Slot, tuple[str, ...]]:
     """Return the assignment of greatest overlap (Hungarian algorithm).
 
-    places: (pipeline, stage) of each stage; their groups are exchanged with each other.
+    places: the stages whose groups are exchanged with each other.
     """
     import numpy as np
     from scipy.optimize import linear_sum_assignment
@@ -425,7 +423,10 @@ def _match(
         groups.append(stage.workers)
         has.append(_layers_held(stage.workers, held))
 
-    overlap = np.array([[len(want & have) for have in has] for want in wanted], dtype=float)
+    overlap = np.zeros((len(places), len(places)))
+    for row, want in enumerate(wanted):
+        for column, have in enumerate(has):
+            overlap[row, column] = len(want & have)
     # Of equal overlaps, a stage keeps its group.
     overlap += 1e-6 * np.eye(len(places))
     rows, columns = linear_sum_assignment(-overlap)
@@ -436,7 +437,8 @@ def _layers_held(workers: Iterable[str], held: Holders) -> set[str]:
     """Return the names of the layers of which one of these workers holds a part."""
     found = set[str]()
     for worker in workers:
-        found.update(layer for layer, _, _ in held.get(worker, frozenset()))
+        for layer, _, _ in held.get(worker, frozenset()):
+            found.add(layer)
     return found
 
 
@@ -461,9 +463,8 @@ def _decision(
         asked = replace(judged.request, uneven=uneven_groups(judged.request))
         if is_bounded(asked, best.plan):
             proof = proof_of(report.lower_bound_s, best.prediction.step_time_s)
-    report = SearchReport(
-        seconds, report.plans_evaluated, proof.lower_bound_s, proof.gap, proof.says
-    )
+    evaluated = report.plans_evaluated
+    report = SearchReport(seconds, evaluated, proof.lower_bound_s, proof.gap, proof.says)
     return ReplanDecision(
         "stay" if best.plan == judged.previous else "move",
         Answer("autohet", best.plan, best.prediction, report, rejected, idle),

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from planner.cluster import Fleet, NodeType
+from planner.cluster import Fleet, NodeType, node_of
 from planner.cost.model import CostModel
 from planner.cost.uneven import UnevenGroup, gain, uneven_group
 from planner.errors import ConfigError, InfeasibleError
@@ -107,7 +107,9 @@ def _candidate_mixes(request: Request) -> list[tuple[NodeType, ...]]:
             if _joined(one, other):
                 mixes += _mixes_of(one, other)
 
-    most = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
+    most = request.spec.max_tp_degree
+    if request.max_tp_degree:
+        most = min(most, request.max_tp_degree)
     return [mix for mix in mixes if request.min_tp_degree <= len(mix) <= most]
 
 
@@ -133,7 +135,7 @@ def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
             routes_tokens = any(block.has_experts for block in blocks)
             if not routes_tokens or stage.expert_dispatch == "all_to_all":
                 continue
-            types = sorted({fleet.gpu_type(worker) for worker in stage.workers})
+            types = sorted(fleet.gpu_types_of(stage.workers))
             if len(types) > 1:
                 raise ConfigError(
                     f"stage {number} of pipeline {index} routes tokens to experts on"
@@ -145,9 +147,11 @@ def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
 
 def _may_mix(cost: CostModel) -> bool:
     """Return True if stages that route tokens to experts, if there are any, may use all-to-all."""
-    routing = [block for block in cost.spec.blocks if block.has_experts]
-    known = all(block.experts is not None for block in routing)
-    return not routing or (known and cost.choices.expert_dispatch != "sum")
+    sums_only = cost.choices.expert_dispatch == "sum"
+    for block in cost.spec.blocks:
+        if block.has_experts and (block.experts is None or sums_only):
+            return False
+    return True
 
 
 def _joined(one: NodeType, other: NodeType) -> bool:
@@ -210,9 +214,12 @@ def plans_with_group(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
     for plan in plans:
         for group in _members(moves.tables):
             found.update(_with_group(moves, plan, group))
-    # the document breaks ties, as a set has no order
-    quickest_first = sorted(found, key=lambda plan: (_draft_s(moves, plan), plan.to_json()))
-    return quickest_first[: limits.DRAFTS]
+
+    def by_draft(plan: Plan) -> tuple[float, str]:
+        # the document breaks ties, as a set has no order
+        return _draft_s(moves, plan), plan.to_json()
+
+    return sorted(found, key=by_draft)[: limits.DRAFTS]
 
 
 def _members(tables: Tables) -> Iterator[GpuGroup]:
@@ -220,7 +227,8 @@ def _members(tables: Tables) -> Iterator[GpuGroup]:
     names = {resource.node_type: resource.node_names for resource in tables.resources}
     groups = dict.fromkeys(kind.group for kind in tables.kinds if kind.group)
     for group in groups:
-        choices = itertools.product(*(names[kind] for kind in group.nodes))
+        names_by_kind = [names[kind] for kind in group.nodes]
+        choices = itertools.product(*names_by_kind)
         for nodes in itertools.islice(choices, limits.SHORTLIST):
             gpus: list[str] = []
             for node, kind in zip(nodes, group.nodes, strict=True):
@@ -283,8 +291,12 @@ def _cut_again(
     for pipeline, groups in others:
         is_whole = groups == groups_of(pipeline)
         found.append(pipeline if is_whole else moves.cut(groups, pipeline.microbatch_sequences))
-    fitting = [pipeline for pipeline in found if pipeline is not None]
-    return fitting if len(fitting) == len(found) else None
+    pipelines = []
+    for cut in found:
+        if cut is None:
+            return None
+        pipelines.append(cut)
+    return pipelines
 
 
 def _draft_s(moves: Moves, plan: Plan) -> float:
@@ -376,9 +388,8 @@ def is_bounded(request: Request, plan: Plan) -> bool:
         return False
 
     for stage in stages:
-        nodes = [request.fleet.node_of(worker) for worker in stage.workers]
-        is_on_one_node = len({node.name for node in nodes}) == 1
-        kinds = tuple(node.node_type for node in nodes)
-        if not is_on_one_node or kinds not in groups:
+        nodes = set(map(node_of, stage.workers))
+        kinds = request.fleet.node_types_of(stage.workers)
+        if len(nodes) > 1 or kinds not in groups:
             return False
     return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from planner.documents import check_keys, read_mapping
+from planner.documents import check_keys, is_number, read_mapping
 from planner.errors import ConfigError
 
 GB = 1e9
@@ -116,7 +116,9 @@ class ZoneTable:
 
         It may always go within a region, else only if the cluster file names the pair.
         """
-        return self.ignored or not are_apart(one, other) or self.link(one, other) is not None
+        if self.ignored or not are_apart(one, other):
+            return True
+        return self.link(one, other) is not None
 
     def connects_all(self, zones: Iterable[str]) -> bool:
         """Return True if data may go between any two of these zones."""
@@ -200,7 +202,8 @@ def _read_link(entry: object, what: str) -> tuple[ZonePair, ZoneLink]:
     gbps = _number(fields, "gbps", what, SAME_REGION.bytes_per_s * 8 / 1e9)
     latency_ms = _number(fields, "latency-ms", what, SAME_REGION.latency_s * 1e3, zero=True)
     usd_per_gb = _number(fields, "usd-per-gb", what, SAME_REGION.usd_per_gb, zero=True)
-    return zone_pair(*names), ZoneLink(gbps * 1e9 / 8, latency_ms / 1e3, usd_per_gb)
+    link = ZoneLink(gbps * 1e9 / 8, latency_ms / 1e3, usd_per_gb)
+    return zone_pair(*names), link
 
 
 def _is_name(value: object) -> bool:
@@ -217,9 +220,9 @@ def _number(
     fields: Mapping[str, Any], key: str, what: str, default: float, *, zero: bool = False
 ) -> float:
     value = fields.get(key, default)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_allowed_zero = zero and value == 0.0
-    if not is_number or not (0.0 < value < math.inf or is_allowed_zero):
+    is_positive = is_number(value) and 0.0 < value < math.inf
+    if not is_number(value) or not (is_positive or is_allowed_zero):
         raise ConfigError(
             f"'{key}' of {what} must be a positive number{' or 0' * zero}, not {value!r}"
         )

@@ -88,7 +88,8 @@ def ring_collectives(
     """
     n = num_devices
     gather = link_bytes_per_s * n / max(n - 1, 1)
-    wait_s = latency_s * float(np.ceil(np.log2(max(n, 2))))
+    num_rounds = float(np.ceil(np.log2(max(n, 2))))
+    wait_s = latency_s * num_rounds
     grouped = Collective(gather * GROUPED_SHARE, latency_s * max(n - 1, 1))
     return {
         "all_gather_padded": Collective(gather, wait_s),
@@ -184,7 +185,8 @@ def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
     exact = exact / exact.sum() * units
     # a ratio that is a whole number of units but for rounding must not lose one
     floors = np.floor(exact + 1e-9).astype(int)
-    largest_deficits = sorted(range(len(floors)), key=lambda j: (-(exact[j] - floors[j]), j))
+    deficits = exact - floors
+    largest_deficits = sorted(range(len(floors)), key=lambda j: (-deficits[j], j))
     num_left = units - int(floors.sum())
     for j in largest_deficits[:num_left]:
         floors[j] += 1
@@ -319,9 +321,12 @@ class CostTable:
                 return term.constant_s
             largest = max(float(shares.of(axis).max()) for axis in term.axes)
             return term.constant_s + term.scaled_s * largest
-        key = (term.axis and shares.key(term.axis), term.flops, term.traffic, term.launches)
+        # axes with equal shares and equal work take equal seconds
+        cut = None if term.axis is None else shares.key(term.axis)
+        key = (cut, term.flops, term.traffic, term.launches)
         if key not in self._seconds:
-            self._seconds[key] = float(self.work_s(term, shares).max())
+            seconds = self.work_s(term, shares)
+            self._seconds[key] = float(seconds.max())
         return self._seconds[key]
 
     def work_s(self, term: Work, shares: Shares) -> Floats:
@@ -359,10 +364,13 @@ class CostTable:
         for node in self.graph.nodes:
             if node.is_launched and node.needs_gradient:
                 activations += node.num_bytes
-        state = sum(
-            node.num_bytes / node.item_bytes * self.state_bytes for node in self.graph.parameters
-        )
-        return activations + state
+        state = [self._state_bytes_of(node) for node in self.graph.parameters]
+        return activations + sum(state)
+
+    def _state_bytes_of(self, node: GraphNode) -> float:
+        """Return the bytes of a parameter's training state."""
+        num_scalars = node.num_bytes / node.item_bytes
+        return num_scalars * self.state_bytes
 
     def bytes_of(self, instruction: Instruction) -> tuple[str | None, float]:
         """Return the axis and bytes that an instruction keeps on the devices for the step.
@@ -377,7 +385,7 @@ class CostTable:
             if node.needs_gradient and not is_view:
                 size = float(node.num_bytes)
         elif node.kind == "parameter":
-            size = node.num_bytes / node.item_bytes * self.state_bytes
+            size = self._state_bytes_of(node)
         else:
             size = float(node.num_bytes)
         layout = instruction.output

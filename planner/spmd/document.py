@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.documents import check_keys, read_list, read_mapping
+from planner.documents import check_keys, is_integer, is_number, read_list, read_mapping
 from planner.errors import ConfigError
 from planner.spmd.costs import Shares, round_to_units
 from planner.spmd.graph import Graph
@@ -99,7 +99,8 @@ class StageProgram:
                     f"axis '{axis}' of {what} has units {list(lengths)}, which is not what its"
                     " ratios round to"
                 )
-        check_rounded(self.ratios, [lengths for _, lengths in self.units], workers)
+        units = [lengths for _, lengths in self.units]
+        check_rounded(self.ratios, units, workers)
 
     def placed(self, graph: Graph) -> PlacedProgram:
         """Return the program on a model's graph.
@@ -150,7 +151,8 @@ def _parsed(line: object, what: str) -> Instruction:
         letter = note or ""
     else:
         variant = note or ""
-    properties = [_property(text, what) for text in (inputs or "").split()]
+    texts = inputs.split() if inputs else []
+    properties = [_property(text, what) for text in texts]
     return Instruction(op, tensor, tuple(properties), output, letter, variant)
 
 
@@ -170,14 +172,8 @@ def _property(text: str, what: str) -> tuple[str, TensorLayout]:
 
 def _numbers(row: object, what: str, kind: type[int] | type[float]) -> list[float]:
     numbers = "whole numbers" if kind is int else "numbers"
-    allowed = (int,) if kind is int else (int, float)
-    if isinstance(row, list) and row and all(_is_count(value, allowed) for value in row):
+    is_allowed = is_integer if kind is int else is_number
+    # NaN is refused too, as it is not >= 0
+    if isinstance(row, list) and row and all(is_allowed(x) and x >= 0 for x in row):
         return row
     raise ConfigError(f"{what} must be a list of {numbers}, none below 0, not {row!r}")
-
-
-def _is_count(value: object, allowed: tuple[type[int] | type[float], ...]) -> bool:
-    """Return True for a number of at least 0 of these types; True and NaN are none."""
-    if not isinstance(value, allowed) or isinstance(value, bool):
-        return False
-    return value >= 0

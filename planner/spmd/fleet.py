@@ -47,11 +47,8 @@ def table_of(
     kinds = cost.fleet.node_types_of(workers)
     even = max(1, microbatch // len(workers))
     known = {kind: _device(cost, kind, graph, microbatch, even) for kind in dict.fromkeys(kinds)}
-    devices = []
-    members = []
-    for worker, kind in zip(workers, kinds, strict=True):
-        devices.append(Device(worker, *known[kind]))
-        members.append((cost.fleet.node_of(worker).name, kind))
+    devices = [Device(worker, *known[kind]) for worker, kind in zip(workers, kinds, strict=True)]
+    members = cost.fleet.members_of(workers)
 
     n = len(workers)
     size = cost.stage_formats.inside_bytes(microbatch, cost.precision)
@@ -61,8 +58,9 @@ def table_of(
         transfer_s = cost.links.all_reduce_s(members, size) - wait_s
         link = float(2 * (n - 1) / n * size / transfer_s)
     # An all-reduce waits for so many messages in turn (`ring_collectives`).
-    hops = 2 * max(1.0, float(np.ceil(np.log2(n))))
-    cluster = SpmdCluster(tuple(devices), ring_collectives(n, link, wait_s / hops))
+    num_messages = 2 * max(1.0, float(np.ceil(np.log2(n))))
+    collectives = ring_collectives(n, link, wait_s / num_messages)
+    cluster = SpmdCluster(tuple(devices), collectives)
     return CostTable(graph, cluster, STATE_BYTES[cost.precision], passes)
 
 
@@ -73,17 +71,24 @@ def _device(
 
     They are those of the line through the model's times at one sequence and at an even share.
     """
-    sizes = (1, max(2, even))
-    times = [cost.layers.costs(kind, 1, size) for size in sizes]
-    one, more = (float(t.forward_s.sum() + t.backward_s.sum()) for t in times)
-    slope = (more - one) / (sizes[1] - sizes[0])
+    size = max(2, even)
+    layers = cost.layers.costs(kind, 1, 1)
+    one = _model_s(layers)
+    more = _model_s(cost.layers.costs(kind, 1, size))
+    slope = (more - one) / (size - 1)
     if slope <= 0:
         # Measured times may be equal at both sizes, or fall. No rate is infinite or below 0.
-        slope = more / sizes[1]
+        slope = more / size
     flops = sum(node.flops + node.backward_flops for node in graph.nodes) / microbatch
     num_launches = sum(node.is_launched for node in graph.nodes)
-    memory = times[0].limit_bytes - times[0].fixed_bytes
-    return flops / slope, memory, float("inf"), max(0.0, one - slope) / num_launches
+    launch_s = max(0.0, one - slope) / num_launches
+    memory = layers.limit_bytes - layers.fixed_bytes
+    return flops / slope, memory, float("inf"), launch_s
+
+
+def _model_s(layers: "LayerCosts") -> float:
+    """Return the seconds of forward and backward of all layers."""
+    return float(layers.forward_s.sum() + layers.backward_s.sum())
 
 
 def _placed(cost: "CostModel", plan: Plan) -> tuple[CostTable, PlacedProgram]:
@@ -179,7 +184,8 @@ def work_by_worker(cost: "CostModel", plan: Plan) -> dict[str, tuple[float, floa
     total = np.zeros(len(plan.workers))
     for term, count in table.counted(placed.program).items():
         if isinstance(term, Work):
-            total = total + count / table.passes * table.work_s(term, placed.shares)
+            count_per_pass = count / table.passes
+            total = total + count_per_pass * table.work_s(term, placed.shares)
     kinds = cost.fleet.node_types_of(plan.workers)
     total = total / np.array([kind.slowdown for kind in kinds])
 
@@ -188,5 +194,7 @@ def work_by_worker(cost: "CostModel", plan: Plan) -> dict[str, tuple[float, floa
     part = forward / (forward + backward)
     found = {}
     for worker, seconds in zip(plan.workers, total, strict=True):
-        found[worker] = (float(seconds * part), float(seconds * (1 - part)))
+        forward_s = float(seconds * part)
+        backward_s = float(seconds * (1 - part))
+        found[worker] = (forward_s, backward_s)
     return found

@@ -16,6 +16,8 @@ from planner.errors import ConfigError
 from planner.spmd.layouts import TensorLayout, sharded
 
 MOST_UNITS = 256
+Dimension = tuple[str, int]
+"""A tensor's name and one of its dimensions."""
 NodeKind = Literal["input", "parameter", "constant", "op"]
 
 
@@ -116,14 +118,14 @@ class Graph:
     @cached_property
     def consumers(self) -> Mapping[str, tuple[int, ...]]:
         """Positions of the nodes that read each tensor."""
-        found: dict[str, list[int]] = {node.name: [] for node in self.nodes}
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.by_name, ())
         for position, node in enumerate(self.nodes):
-            for name in dict.fromkeys(node.inputs):
-                found[name].append(position)
-        return {name: tuple(positions) for name, positions in found.items()}
+            for name in set(node.inputs):
+                found[name] += (position,)
+        return found
 
     @cached_property
-    def axes(self) -> Mapping[tuple[str, int], Axis]:
+    def axes(self) -> Mapping[Dimension, Axis]:
         """The axis of each dimension that may be cut."""
         return _axes_of(self, self.most_units)
 
@@ -166,16 +168,16 @@ def _leaves_late(nodes: Sequence[GraphNode]) -> tuple[GraphNode, ...]:
     return tuple(ordered.values())
 
 
-def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
+def _axes_of(graph: Graph, most_units: int) -> dict[Dimension, Axis]:
     """Return the axis of each dimension that may be cut.
 
     Dimensions with one letter in any signature are cut alike, so whole groups of them are joined.
     """
-    alike: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    alike: dict[Dimension, set[Dimension]] = {}
     for node in graph.nodes:
         if node.signature is None:
             continue
-        first: dict[str, tuple[str, int]] = {}
+        first: dict[str, Dimension] = {}
         for name, letters in node.signature.letters_by_tensor(node):
             for dim, letter in enumerate(letters):
                 if letter != ".":
@@ -183,7 +185,7 @@ def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
                     alike.setdefault(key, {key})
                     _join(alike, key, first.setdefault(letter, key))
 
-    axes: dict[tuple[str, int], Axis] = {}
+    axes: dict[Dimension, Axis] = {}
     groups = {id(keys): keys for keys in alike.values()}
     for keys in groups.values():
         axis = _axis(graph, keys, most_units)
@@ -192,16 +194,14 @@ def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
     return axes
 
 
-def _join(
-    alike: dict[tuple[str, int], set[tuple[str, int]]], one: tuple[str, int], other: tuple[str, int]
-) -> None:
+def _join(alike: dict[Dimension, set[Dimension]], one: Dimension, other: Dimension) -> None:
     """Make the groups of two dimensions one; all their members then share one set."""
     few, many = sorted((alike[one], alike[other]), key=len)
     many |= few
     alike.update(dict.fromkeys(few, many))
 
 
-def _axis(graph: Graph, keys: Collection[tuple[str, int]], most_units: int) -> Axis:
+def _axis(graph: Graph, keys: Collection[Dimension], most_units: int) -> Axis:
     """Return the axis of these (tensor, dimension) with its number of units.
 
     Dimensions of one size may have any number of units. Those of several sizes have a divisor of

@@ -109,12 +109,15 @@ def _weighted(
 
 def _linear(operation: Operation) -> Signature:
     x = _letters(operation.shapes[0])
-    return _weighted(operation, x, "Z" + x[-1], x[:-1] + "Z", factored=True)
+    weight = "Z" + x[-1]
+    output = x[:-1] + "Z"
+    return _weighted(operation, x, weight, output, factored=True)
 
 
 def _matmul(operation: Operation) -> Signature | None:
     left, right = operation.shapes
-    if len(left) != len(right) or left[:-2] != right[:-2]:
+    has_same_batch = len(left) == len(right) and left[:-2] == right[:-2]
+    if not has_same_batch:
         return None
     batch = ascii_letters[: len(left) - 2]
     inputs = (batch + "XY", batch + "YZ")
@@ -123,7 +126,8 @@ def _matmul(operation: Operation) -> Signature | None:
 
 def _equation(operation: Operation) -> tuple[tuple[str, ...], str]:
     """Letters of an einsum's inputs and of its output."""
-    inputs, _, output = str(operation.args[0]).replace(" ", "").partition("->")
+    equation = str(operation.args[0]).replace(" ", "")
+    inputs, _, output = equation.partition("->")
     return tuple(inputs.split(",")), output
 
 
@@ -168,7 +172,8 @@ def _last_dims_whole(operation: Operation) -> Signature:
     """layer_norm, rms_norm: weights have the normalized shape."""
     shape = operation.shapes[0]
     count = len(operation.args[1])
-    x = _blocked(shape, *range(len(shape) - count, len(shape)))
+    normalized = range(len(shape) - count, len(shape))
+    x = _blocked(shape, *normalized)
     weights = ("." * count,) * (len(operation.shapes) - 1)
     return Signature((x, *weights), x)
 
@@ -176,7 +181,8 @@ def _last_dims_whole(operation: Operation) -> Signature:
 def _dim_whole(operation: Operation) -> Signature:
     """softmax, cumsum, topk and the like: along one dimension they need all of it."""
     position = 2 if operation.name == "topk" else 1
-    text = _blocked(operation.shapes[0], operation.argument(position, "dim", -1))
+    dim = operation.argument(position, "dim", -1)
+    text = _blocked(operation.shapes[0], dim)
     return Signature((text,), text)
 
 
@@ -204,7 +210,8 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
             output += "."
     if not contracted:
         return Signature((text,), output)
-    return Signature((text,), output, "".join(text[dim] for dim in gone), linear=ONE)
+    gone_letters = "".join(text[dim] for dim in gone)
+    return Signature((text,), output, gone_letters, linear=ONE)
 
 
 def _permuted(operation: Operation) -> Signature:
@@ -343,7 +350,11 @@ HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys(("conv2d", "conv1d"), _convolution),
     "linear": _linear,
     "addmm": lambda _: Signature(
-        ("Z", "ab", "bZ"), "aZ", "b", frozenset({0}), (frozenset({0, 1}),)
+        inputs=("Z", "ab", "bZ"),
+        output="aZ",
+        contracted="b",
+        additive=frozenset({0}),
+        linear=(frozenset({0, 1}),),
     ),
     "einsum": _einsum,
     "embedding": _embedding,
@@ -370,7 +381,8 @@ def forward_flops(operation: Operation) -> float:
         case "conv2d" | "conv1d":
             return 2.0 * output * math.prod(shapes[1][1:])
         case "scaled_dot_product_attention":
-            return 4.0 * math.prod(shapes[0]) * shapes[1][-2]
+            num_keys = shapes[1][-2]
+            return 4.0 * math.prod(shapes[0]) * num_keys
         case "einsum":
             if len(shapes) == 1:
                 return 0.0

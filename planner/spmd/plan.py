@@ -58,9 +58,14 @@ class PlacedProgram:
 
     def lengths(self, name: str, dim: int) -> tuple[int, ...]:
         """Return each rank's length along a sharded dimension."""
+        axis = self.graph.axes[name, dim]
         cuts = self.graph.cuts(name, dim)
-        ends = np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
-        lengths = [cuts[high] - cuts[low] for low, high in itertools.pairwise(ends)]
+        lengths = []
+        first = 0
+        for num_units in self.shares.lengths(axis.name):
+            end = first + num_units
+            lengths.append(cuts[end] - cuts[first])
+            first = end
         return tuple(lengths)
 
     @cached_property
@@ -76,7 +81,9 @@ class PlacedProgram:
 
     def idle(self, rank: int) -> bool:
         """Return True if a rank's share is 0 along every sharded axis of the program."""
-        return bool(self.units) and all(row[rank] == 0 for row in self.units.values())
+        if not self.units:
+            return False
+        return all(row[rank] == 0 for row in self.units.values())
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,8 @@ class _Pairs:
         return Shares(self.table.graph, ratios, self.whole)
 
     def search(self, ratios: Ratios, charge: Sequence[float]) -> Program:
-        search = ProgramSearch(self.table, self.shares(ratios), self.pinned, tuple(charge))
+        shares = self.shares(ratios)
+        search = ProgramSearch(self.table, shares, self.pinned, tuple(charge))
         _, program = search.dynamic_program()
         return program
 
@@ -211,12 +219,15 @@ def _search_with_charges(
     """
     num_idle = 0
     table = pairs.table
-    step_s = table.program_s(pairs.search(starts[-1], ()), pairs.shares(starts[-1]))
+    program = pairs.search(starts[-1], ())
+    step_s = table.program_s(program, pairs.shares(starts[-1]))
     for number in range(CHARGES):
-        charge = [float(step_s * 0.01 * 4**number / limit) for limit in table.limits]
+        whole_memory_s = step_s * 0.01 * 4**number
+        charge = [float(whole_memory_s / limit) for limit in table.limits]
         before = pairs.best
         nearest = pairs.tightest[0]
-        for start in dict.fromkeys((starts[0], starts[-1])):
+        first_and_last = dict.fromkeys((starts[0], starts[-1]))
+        for start in first_and_last:
             if free_ratios:
                 pairs.alternate(start, charge, CHARGED_ROUNDS)
             else:
@@ -255,10 +266,12 @@ def _move_units(pairs: _Pairs) -> None:
     Rounding alone may miss the best.
     """
     assert pairs.best is not None
-    used = PlacedProgram(pairs.table.graph, *pairs.best[1:]).units
-    units = max((axis.units for axis in used if axis.is_batch), default=0)
-    if units == 0:
+    _, program, shares = pairs.best
+    placed = PlacedProgram(pairs.table.graph, program, shares)
+    units_of_data = [axis.units for axis in placed.units if axis.is_batch]
+    if not units_of_data:
         return
+    units = max(units_of_data)
     for _ in range(2 * pairs.table.num_devices):
         before, program, shares = pairs.best
         counts = round_to_units(shares.ratios[0], units)
@@ -278,7 +291,8 @@ def _cleared(placed: PlacedProgram) -> Shares:
 
     They stay as they were if the others' units would change.
     """
-    idle = [placed.idle(rank) for rank in range(len(placed.shares.ratios[0]))]
+    num_ranks = len(placed.shares.ratios[0])
+    idle = [placed.idle(rank) for rank in range(num_ranks)]
     if not any(idle):
         return placed.shares
     rows = np.where(idle, 0.0, np.array(placed.shares.ratios))

@@ -20,7 +20,8 @@ def closed_form(speeds: Sequence[float]) -> list[tuple[float, ...]]:
     found = []
     for r in sorted(set(speeds)):
         limited = [min(r, f) for f in speeds]
-        found.append(tuple(x / sum(limited) for x in limited))
+        total = sum(limited)
+        found.append(tuple(x / total for x in limited))
     return found
 
 
@@ -32,7 +33,8 @@ def check_ratios(ratios: Sequence[Sequence[float]], workers: int, what: str) -> 
     """
     is_valid = len(ratios) in (1, 2)
     for row in ratios:
-        if len(row) != workers or min(row) < 0 or not np.isclose(sum(row), 1.0):
+        are_shares = len(row) == workers and min(row) >= 0
+        if not are_shares or not np.isclose(sum(row), 1.0):
             is_valid = False
     if not is_valid:
         raise ConfigError(
@@ -126,15 +128,16 @@ def linear_program(
             f"no ratios let this program fit the devices' memory ({answer.message.splitlines()[0]})"
         )
     # the solver may return a ratio slightly below 0
-    ratios = np.maximum(answer.x[: segments * n].reshape(segments, n), 0.0)
-    return normalised_rows(ratios)
+    ratios = answer.x[: segments * n].reshape(segments, n)
+    return normalised_rows(np.maximum(ratios, 0.0))
 
 
 def normalised_rows(rows: Floats) -> tuple[tuple[float, ...], ...]:
     """Return the rows, each divided by its sum."""
     found = []
     for row in rows:
-        found.append(tuple((row / row.sum()).tolist()))
+        normalised = row / row.sum()
+        found.append(tuple(normalised.tolist()))
     return tuple(found)
 
 

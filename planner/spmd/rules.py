@@ -5,7 +5,7 @@ that one.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.spmd.graph import Graph, GraphNode, Signature
+from planner.spmd.graph import Dimension, Graph, GraphNode, Signature
 from planner.spmd.layouts import FACTORED, PARTIAL, REPLICATED, TensorLayout, sharded
 
 
@@ -75,7 +75,7 @@ def _owns_weights(graph: Graph, node: GraphNode) -> bool:
     return True
 
 
-def _dimension(node: GraphNode, signature: Signature, letter: str) -> tuple[str, int]:
+def _dimension(node: GraphNode, signature: Signature, letter: str) -> Dimension:
     """The first (tensor, dimension) that a letter of a signature stands for."""
     for name, text in signature.letters_by_tensor(node):
         if letter in text:

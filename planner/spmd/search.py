@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.spmd.costs import CostTable, Shares
 from planner.spmd.graph import GraphNode
-from planner.spmd.layouts import FACTORED, TensorLayout
+from planner.spmd.layouts import FACTORED, PARTIAL, TensorLayout
 from planner.spmd.program import Instruction, Program, conversions_of, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
 from planner.spmd.segments import SearchStep, Segments
@@ -32,6 +32,10 @@ COMPARED = 12
 CHARGED_STATES = 32
 SearchState = tuple[int, ...]
 """Layouts of each live tensor, in the order of positions: one bit for each layout it has."""
+_Way = tuple[float, int, tuple[Instruction, ...]]
+"""Conversions of a tensor: their seconds, its layouts (bits) afterwards, the instructions."""
+_Edges = dict[tuple[int, int], tuple[float, Instruction]]
+"""Seconds and instruction of the conversion from one layout (index) to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +57,15 @@ class _Option:
 class _Tensor:
     """Layouts and conversions of a tensor.
 
-    paths[have, want]: the cheapest conversions, and the layouts that the tensor has then.
+    paths[have, want]: the cheapest way from layouts (bits) to one more (index).
     """
 
     layouts: tuple[TensorLayout, ...]
-    edges: dict[tuple[int, int], tuple[float, Instruction]]
-    paths: dict[tuple[int, int], tuple[float, int, tuple[Instruction, ...]]] = field(
-        default_factory=dict
-    )
+    edges: _Edges
+    paths: dict[tuple[int, int], _Way] = field(default_factory=dict)
 
-    def path(self, have: int, want: int) -> tuple[float, int, tuple[Instruction, ...]]:
-        """Seconds, layouts afterwards, instructions."""
+    def path(self, have: int, want: int) -> _Way:
+        """Return the cheapest way to have the layout `want`."""
         found = self.paths.get((have, want))
         if found is None:
             ways = self._ways(have, want)
@@ -71,7 +73,7 @@ class _Tensor:
             self.paths[have, want] = found
         return found
 
-    def _ways(self, have: int, want: int) -> Iterator[tuple[float, int, tuple[Instruction, ...]]]:
+    def _ways(self, have: int, want: int) -> Iterator[_Way]:
         if have >> want & 1:
             yield 0.0, have, ()
             return
@@ -161,12 +163,16 @@ class ProgramSearch:
     def _options_at(self, step: int) -> tuple[_Option, ...]:
         if step not in self._choices:
             place = self._places[step]
-            self._choices[step] = tuple(self._options(self.graph.nodes[place.position], place.live))
+            node = self.graph.nodes[place.position]
+            self._choices[step] = tuple(self._options(node, place.live))
         return self._choices[step]
 
     def _live(self, step: int) -> tuple[str, ...]:
         """Tensors alive before a step; after the last one the loss."""
-        return self._places[step].live if step < len(self._places) else (self.graph.nodes[-1].name,)
+        if step < len(self._places):
+            return self._places[step].live
+        loss = self.graph.nodes[-1]
+        return (loss.name,)
 
     def _is_fused(self, node: GraphNode) -> bool:
         """Return True for a leaf that its readers load for themselves.
@@ -228,7 +234,7 @@ class ProgramSearch:
     def _tensor(self, name: str) -> _Tensor:
         if name not in self._tensors:
             layouts = layouts_of(self.graph, name)
-            edges: dict[tuple[int, int], tuple[float, Instruction]] = {}
+            edges: _Edges = {}
             for conversion in conversions_of(self.graph, name):
                 ((_, source),) = conversion.inputs
                 ends = (layouts.index(source), layouts.index(conversion.output))
@@ -239,7 +245,10 @@ class ProgramSearch:
         return self._tensors[name]
 
     def _bit(self, name: str, layout: TensorLayout) -> int:
-        return -1 if layout == FACTORED else self._tensor(name).layouts.index(layout)
+        """Return the index of a layout in a tensor's; -1 for one that no conversion yields."""
+        if layout == FACTORED:
+            return -1
+        return self._tensor(name).layouts.index(layout)
 
     def _follow(
         self, step: int, state: SearchState
@@ -298,9 +307,10 @@ class ProgramSearch:
         instructions = [*self._assembled(chain, state), *loss_path]
         return base + end_s, Program(tuple(dict.fromkeys(instructions)))
 
-    def _loss_path(self, state: SearchState) -> tuple[float, int, tuple[Instruction, ...]]:
+    def _loss_path(self, state: SearchState) -> _Way:
         """Return the cheapest conversions from the last state to a partial loss."""
-        return self._tensor(self.graph.nodes[-1].name).path(state[0], 1)
+        loss = self._tensor(self.graph.nodes[-1].name)
+        return loss.path(state[0], loss.layouts.index(PARTIAL))
 
     def _solve(self, first: int, last: int, costs: dict[SearchState, float]) -> _Solved:
         back: list[dict[SearchState, tuple[SearchState, _Option]]] = []
@@ -362,7 +372,8 @@ class ProgramSearch:
         # rest[step]: lower bound on the seconds from a step on; the loss's conversions are free
         rest = [0.0, 0.0]
         for step in reversed(range(num_steps)):
-            rest.append(rest[-1] + min(option.seconds for option in self._options_at(step)))
+            cheapest_s = min(option.seconds for option in self._options_at(step))
+            rest.append(rest[-1] + cheapest_s)
         rest.reverse()
 
         queue: list[tuple[float, int, SearchState]] = [(rest[0], 0, ())]

@@ -63,8 +63,10 @@ class Segments:
 
     def key(self, first: int, last: int) -> object:
         """Return a key that is equal for segments that differ in names alone."""
-        number = {name: at for at, name in enumerate(self.names(first, last))}
-        return tuple(self._node_key(self._graph.by_name[name], number) for name in number)
+        names = self.names(first, last)
+        number = {name: index for index, name in enumerate(names)}
+        nodes = [self._graph.by_name[name] for name in number]
+        return tuple(self._node_key(node, number) for node in nodes)
 
     def _node_key(self, node: GraphNode, number: dict[str, int]) -> object:
         cuts = []
@@ -72,8 +74,13 @@ class Segments:
             axis = self._graph.axes[node.name, dim].name
             cuts.append((dim, self._shares.key(axis)))
 
-        readers = [self._graph.nodes[reader].name for reader in self._graph.consumers[node.name]]
-        readers_inside = [number[name] for name in readers if name in number]
+        readers = []
+        readers_inside = []
+        for position in self._graph.consumers[node.name]:
+            name = self._graph.nodes[position].name
+            readers.append(name)
+            if name in number:
+                readers_inside.append(number[name])
         ends_inside = not readers or readers[-1] in number
         inputs = [number.get(name, -1) for name in node.inputs]
         costs = (
