@@ -362,12 +362,18 @@ _MEAN = 1
 _SUM = 2
 """Numbers by which aten names reductions."""
 
-_ROTARY = (
-    "add",
-    ("mul", "x", "cos"),
-    ("mul", ("cat", ("neg", ("slice", "x")), ("slice", "x")), "sin"),
+_ROTARY_PATTERNS = (
+    ("add", ("mul", "x", "cos"), ("mul", ("cat", ("neg", ("slice", "x")), ("slice", "x")), "sin")),
+    (
+        "add",
+        ("mul", "x", "cos"),
+        ("mul", ("flatten", ("stack", ("neg", ("slice", "x")), ("slice", "x"))), "sin"),
+    ),
 )
-"""Pattern of x cos + cat(-x2, x1) sin: operators and their inputs, tensors by names."""
+"""Patterns of a rotary embedding: operators and their inputs, tensors by names.
+
+Elements are turned in pairs, of one half with the other or of neighbours.
+"""
 
 
 def fuse_rotary(nodes: dict[str, GraphNode], calls: dict[str, OperatorCall]) -> None:
@@ -376,23 +382,72 @@ def fuse_rotary(nodes: dict[str, GraphNode], calls: dict[str, OperatorCall]) -> 
     Its seven small operators with many live tensors would multiply the layouts to search.
     """
     for node in list(nodes.values()):
-        named = dict[str, str]()
-        inner = list[str]()
-        if not _matches(nodes, _ROTARY, node.name, named, inner):
-            continue
-        x = nodes[named["x"]]
-        cos = nodes[named["cos"]]
-        sin = nodes[named["sin"]]
-        if not cos.kind == sin.kind == "constant":
-            continue
-        shapes = (x.shape, cos.shape, sin.shape)
-        args = (Ref(0), Ref(1), Ref(2))
-        operation = Operation("rotary", shapes, node.shape, args, {})
-        calls[node.name] = replace(calls[node.name], function=rotary, args=args, kwargs={})
-        # The first of them is the addition, whose name the fused operator keeps.
-        for name in inner[1:]:
-            del nodes[name]
-        nodes[node.name] = operator_node(node.name, operation, [x, cos, sin], node.item_bytes)
+        for pattern in _ROTARY_PATTERNS:
+            named = dict[str, str]()
+            inner = list[str]()
+            if _matches(nodes, pattern, node.name, named, inner):
+                _fuse(nodes, calls, named, inner)
+                break
+
+
+def _fuse(
+    nodes: dict[str, GraphNode],
+    calls: dict[str, OperatorCall],
+    named: Mapping[str, str],
+    inner: Sequence[str],
+) -> None:
+    """Replace the operators `inner`, the last one first, if they are a rotary embedding."""
+    x = nodes[named["x"]]
+    cos = nodes[named["cos"]]
+    sin = nodes[named["sin"]]
+    if not cos.kind == sin.kind == "constant":
+        return
+    # The first of them is the addition, whose name the fused operator keeps.
+    name = inner[0]
+    function = _rotary_function(nodes, calls, name, named)
+    if function is None:
+        return
+    shapes = (x.shape, cos.shape, sin.shape)
+    args = (Ref(0), Ref(1), Ref(2))
+    operation = Operation("rotary", shapes, nodes[name].shape, args, {})
+    calls[name] = replace(calls[name], function=function, args=args, kwargs={})
+    nodes[name] = operator_node(name, operation, [x, cos, sin], nodes[name].item_bytes)
+    for each in inner[1:]:
+        del nodes[each]
+
+
+def _rotary_function(
+    nodes: Mapping[str, GraphNode],
+    calls: Mapping[str, OperatorCall],
+    name: str,
+    named: Mapping[str, str],
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return the function of x, cos and sin that computes `name`; None: no rotary embedding.
+
+    Values decide, since a pattern does not say which elements a slice takes.
+    """
+    width = nodes[named["x"]].shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 1, 2, width, generator=generator) for _ in range(3)]
+    values = {named[key]: value for key, value in zip(("x", "cos", "sin"), inputs, strict=True)}
+    computed = _evaluate(nodes, calls, name, values)
+    for function in (rotary, rotary_of_neighbours):
+        if torch.equal(function(*inputs), computed):
+            return function
+    return None
+
+
+def _evaluate(
+    nodes: Mapping[str, GraphNode],
+    calls: Mapping[str, OperatorCall],
+    name: str,
+    values: Mapping[str, Tensor],
+) -> Tensor:
+    """Compute the tensor `name` from the tensors of `values`."""
+    if name in values:
+        return values[name]
+    inputs = [_evaluate(nodes, calls, each, values) for each in nodes[name].inputs]
+    return calls[name](inputs)
 
 
 def _matches(
@@ -422,6 +477,12 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
+    return x * cos + turned * sin
+
+
+def rotary_of_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute a rotary position embedding of neighbouring elements, as GLM 4 and Cohere do."""
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     return x * cos + turned * sin
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,3 +79,45 @@ def test_heads_and_their_projections_are_one_axis_of_whole_heads() -> None:
     assert graph.axes[query.name, 0] == graph.axes["qkv.0.3.weight", 1]
     assert graph.cuts(query.name, 0) == (0, 4, 8, 12)
     assert graph.axes["images", 0].is_batch
+
+
+class Turned(nn.Module):
+    """Loss of rotated vectors; which elements are turned with which is the caller's."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.turn = turn
+        angles = torch.arange(12.0).reshape(1, 1, 2, 6)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = x * self.cos + self.turn(x) * self.sin
+        return turned.pow(2).mean()
+
+
+def turn_halves(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 3:], x[..., :3]), dim=-1)
+
+
+def turn_neighbours(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def turn_back(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., :3], x[..., 3:]), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("turn", "fused"), [(turn_halves, 1), (turn_neighbours, 1), (turn_back, 0)]
+)
+def test_what_is_fused_as_rotary_computes_it(turn: Any, fused: int) -> None:
+    """Wrong: a pattern alone decides, which does not see what its slices take."""
+    x = torch.randn(2, 3, 2, 6, generator=torch.Generator().manual_seed(1))
+    captured = capture(Turned(turn), (x,))
+    assert [node.op for node in captured.graph.nodes].count("rotary") == fused
+    values = {**captured.constants, captured.inputs[0]: x}
+    for node in captured.graph.nodes:
+        if node.kind == "op":
+            values[node.name] = captured.calls[node.name]([values[name] for name in node.inputs])
+    assert torch.equal(values[captured.graph.nodes[-1].name], Turned(turn)(x))
