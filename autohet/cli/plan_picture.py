@@ -45,7 +45,7 @@ def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
     front = document.get("front")
     results = [result for result in document.get("results", [document]) if result.get("plan")]
     if front:
-        figure = _front_figure(Figure, front, fleet)
+        figure = front_figure(Figure, front, fleet)
     elif results:
         figure = _plans_figure(Figure, results, fleet)
     else:
@@ -190,7 +190,7 @@ def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
 # ---- the front ----
 
 
-def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) -> Any:
+def front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) -> Any:
     """Draw price against speed with numbered points, and a list of what each number is.
 
     The cheapest tokens are marked.

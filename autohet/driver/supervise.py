@@ -39,7 +39,7 @@ The parent starts it again, or ends with 1.
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask for an end."""
-_restarts: int | None = None
+restart_count: int | None = None
 """Number of restarts before this child; None in a process that is no child."""
 _left = 0
 """Number of restarts that may follow this child."""
@@ -50,12 +50,12 @@ _has_begun = False
 
 def is_supervised() -> bool:
     """Return true if a parent restarts this process after it is killed."""
-    return _restarts is not None
+    return restart_count is not None
 
 
 def is_restart() -> bool:
     """Return true if this process resumes the run of one that was killed."""
-    return bool(_restarts)
+    return bool(restart_count)
 
 
 def will_restart() -> bool:
@@ -76,9 +76,9 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
     not sent through this process, or ends with `MAY_PASS`. SIGTERM is passed on; Ctrl-C reaches a
     child by itself.
     """
-    global _restarts, _left, _began_at
+    global restart_count, _left, _began_at
     _left = restarts
-    _restarts = 0
+    restart_count = 0
     asked: list[int] = []
     while True:
         _began_at = time.monotonic()
@@ -91,7 +91,7 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
         code = _follow(child, asked, unblocked)
         if asked or (code >= 0 and code != MAY_PASS):
             return _shown(code)
-        _restarts += 1
+        restart_count += 1
         if time.monotonic() - _began_at > WELL_S:
             _left = restarts
         _left -= 1

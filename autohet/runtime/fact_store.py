@@ -32,7 +32,7 @@ SOURCES = ("autohet/runtime", "planner")
 """Folders with the code that derives values; a change of any of its files makes them unused."""
 
 T = TypeVar("T")
-_remembered: OrderedDict[str, "_Fact[Any]"] = OrderedDict()
+remembered: OrderedDict[str, "_Fact[Any]"] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def derived(kind: type[T], depends_on: Mapping[str, Any], derive: Callable[[], T
     if place is None:
         return derive()
     key = _key(kind, depends_on)
-    known = _remembered.get(key) or _read(place / f"{key}.json", kind)
+    known = remembered.get(key) or _read(place / f"{key}.json", kind)
     if known is not None:
         _remember(key, known)
         for each in known.warnings:
@@ -92,13 +92,13 @@ def derived(kind: type[T], depends_on: Mapping[str, Any], derive: Callable[[], T
 
 
 def _key(kind: type[T], depends_on: Mapping[str, Any]) -> str:
-    document = {"kind": kind.__name__, "of": depends_on, "by": _versions()}
+    document = {"kind": kind.__name__, "of": depends_on, "by": versions()}
     text = json.dumps(document, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions of the libraries, and the digest of the deriving code."""
     # Here, since it is slow to import.
     from importlib.metadata import PackageNotFoundError, version
@@ -119,10 +119,10 @@ def _versions() -> dict[str, str]:
 
 
 def _remember(key: str, fact: _Fact[Any]) -> None:
-    _remembered[key] = fact
-    _remembered.move_to_end(key)
-    if len(_remembered) > MAX_REMEMBERED:
-        _remembered.popitem(last=False)
+    remembered[key] = fact
+    remembered.move_to_end(key)
+    if len(remembered) > MAX_REMEMBERED:
+        remembered.popitem(last=False)
 
 
 def _read(path: Path, kind: type[T]) -> _Fact[T] | None:

@@ -30,7 +30,7 @@ def planned_spec(job: Job) -> ModelSpec:
         "precision": job.training.precision,
         "dropout": job.model.dropout and job.training.objective != "dpo",
     }
-    spec = _known_or_derived(job, ModelSpec, facts, lambda: _derive_spec(job))
+    spec = _known_or_derived(job, ModelSpec, facts, lambda: derive_spec(job))
     return replace(spec, name=job.name)
 
 
@@ -129,7 +129,8 @@ def _files(directory: Path) -> list[tuple[str, int, int]] | None:
 # What follows imports torch and transformers: three seconds.
 
 
-def _derive_spec(job: Job) -> ModelSpec:
+def derive_spec(job: Job) -> ModelSpec:
+    """Derive the model's spec from its configuration, without the store."""
     from autohet.runtime.models import use_family
     from autohet.runtime.models.model_spec import model_spec_from_config
 

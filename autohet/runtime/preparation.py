@@ -28,12 +28,12 @@ class Preparation:
         self.state = DataState()
         self._job = job
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="data-preparation", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="data-preparation", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=5)
+        self.thread.join(timeout=5)
 
     def _run(self) -> None:
         """Run the thread: report wrong data at once, and retry other failures."""

@@ -36,17 +36,17 @@ class Preservation:
     """
 
     def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
-        self._place = place
+        self.place = place
         self._every = job.checkpoint.snapshot_every_steps
         timeouts = job.elastic.timeouts()
         self._timeout_s = timeouts.checkpoint_s
         self._leave_s = timeouts.quiesce_s
-        self._transfers = TransferLog()
+        self.transfers = TransferLog()
         self._snapshots = MemorySnapshots(place, self._every, timeouts.checkpoint_s)
-        self._replication = ReplicationState(place, self._every, timeouts.step_s, self._transfers)
-        self._uploads = DurableUploads(place.worker, storage, timeouts, self._transfers)
+        self.replication = ReplicationState(place, self._every, timeouts.step_s, self.transfers)
+        self.uploads = DurableUploads(place.worker, storage, timeouts, self.transfers)
         self._disk: SnapshotWriter | None = None
-        self._order: GenerationOrder | None = None
+        self.order: GenerationOrder | None = None
         self._turns = Turns(job.checkpoint.every_steps)
 
     @property
@@ -60,7 +60,7 @@ class Preservation:
 
     def replicated_step(self, generation: int) -> int | None:
         """Return the step of the last complete round of this generation."""
-        return self._replication.complete_step(generation)
+        return self.replication.complete_step(generation)
 
     def snapshot_of(self, generation: int, step: int) -> SnapshotLease | None:
         """Return the committed snapshot of this step.
@@ -72,9 +72,9 @@ class Preservation:
     def begin(self, order: GenerationOrder) -> None:
         """Begin a generation, whose layout decides what this worker keeps and writes."""
         self._close_writers()
-        self._uploads.abandon()
-        self._order = order
-        self._replication.begin(order)
+        self.uploads.abandon()
+        self.order = order
+        self.replication.begin(order)
         self._turns = Turns(self._turns.every)
         self._snapshots.begin(order)
         self._disk = self._on_disk(order)
@@ -96,13 +96,13 @@ class Preservation:
         The writer's thread makes its files, since the disk may hang; a failure does not stop the
         run.
         """
-        place = self._place
+        place = self.place
 
         def note(step: int, num_bytes: int, seconds: float) -> None:
             transfer = StateTransfer(
                 "disk", place.worker, order.generation, step, num_bytes, seconds
             )
-            self._transfers.add(transfer)
+            self.transfers.add(transfer)
 
         return SnapshotWriter(
             place.disk_directory,
@@ -114,7 +114,7 @@ class Preservation:
 
     def before_update(self) -> None:
         """Block until the state may change: all copies of the step before have been read."""
-        self._uploads.wait_copied()
+        self.uploads.wait_copied()
         self._snapshots.wait_copied()
         disk = self._disk
         if disk is None:
@@ -137,17 +137,17 @@ class Preservation:
         """
         self._snapshots.wait()
         spills = self._disk is not None and self._disk.busy
-        writing = self._uploads.busy or spills
-        if self._order is None:
+        writing = self.uploads.busy or spills
+        if self.order is None:
             return PreservationStatus(writing=writing)
-        status = self._replication.status(self._order, self._snapshots.writer)
+        status = self.replication.status(self.order, self._snapshots.writer)
         return replace(status, writing=writing)
 
     def record_vote(self, *, pending: bool, failed: bool) -> None:
         """Apply the step's vote to the open round."""
-        assert self._order is not None
-        completed = self._replication.record_vote(
-            self._order.generation, pending=pending, failed=failed
+        assert self.order is not None
+        completed = self.replication.record_vote(
+            self.order.generation, pending=pending, failed=failed
         )
         if completed and self._snapshots.writer is not None:
             self._snapshots.writer.release_older()
@@ -161,17 +161,17 @@ class Preservation:
 
         durable: also start to upload this worker's shards.
         """
-        order = self._order
+        order = self.order
         assert order is not None
         is_snapshot_step = self._every > 0 and (step % self._every == 0 or durable)
         if is_snapshot_step:
             self._snapshots.try_again(order)
-            self._replication.begin_step(order, step, self._snapshots.writer)
+            self.replication.begin_step(order, step, self._snapshots.writer)
             self._snapshots.start(step, state)
         if durable:
             # Each of the two releases a lease of its own on the snapshot.
             self._spill(step, self._snapshots.source(step, state))
-            self._uploads.start(order, step, self._snapshots.source(step, state))
+            self.uploads.start(order, step, self._snapshots.source(step, state))
 
     def _spill(self, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
         """Keep the durable step on the node's own disk; a full disk is no failure.
@@ -190,15 +190,15 @@ class Preservation:
 
     def take_receipts(self) -> list[tuple[int, int, Any]]:
         """Return (generation, step, receipt) of each upload that has ended since the last call."""
-        return self._uploads.take_receipts()
+        return self.uploads.take_receipts()
 
     def take_transfers(self) -> tuple[StateTransfer, ...]:
         """Return the uploads, replication rounds and spills that have ended since the last call."""
-        return self._transfers.take()
+        return self.transfers.take()
 
     def close(self) -> None:
         self._snapshots.close()
         if self._disk is not None:
             self._disk.close()
-        self._replication.close()
-        self._uploads.close()
+        self.replication.close()
+        self.uploads.close()

@@ -209,7 +209,7 @@ class Trainer(ABC):
         return 1.0
 
     @abstractmethod
-    def _update(self, vote: Vote) -> None:
+    def apply_update(self, vote: Vote) -> None:
         """Change the state in place with the summed gradients of the prepared step."""
 
     def _bad_gradients(self) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ class Trainer(ABC):
             loss_not_finite=not math.isfinite(vote.loss_sum),
         )
 
-    def _state_mended(self, names: Collection[str]) -> None:  # noqa: B027
+    def rebuild_derived(self, names: Collection[str]) -> None:  # noqa: B027
         """Rebuild everything derived from these state tensors, whose bits were repaired."""
 
     @property
@@ -351,7 +351,7 @@ class Trainer(ABC):
             if vote.parted:
                 assert self.replicas is not None
                 repaired = self.replicas.repair(self.step)
-                self._state_mended({each.tensor for each in repaired})
+                self.rebuild_derived({each.tensor for each in repaired})
                 found += repaired
                 num_repairs += 1
             else:
@@ -436,7 +436,7 @@ class Trainer(ABC):
                 with self._updates.measured():
                     # From the first changed tensor to the last the state is of no step.
                     self.version = StateVersion(self.step, whole=False)
-                    self._update(vote)
+                    self.apply_update(vote)
             self.prepared = None
             self.version = StateVersion(self.step + 1)
             self.phase = "idle"

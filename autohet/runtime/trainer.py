@@ -91,7 +91,7 @@ class StageTrainer(Trainer):
     """Owner of a stage, its optimizer state and its groups, for one generation.
 
     A step gathers compute weights that others own (`_weights`), runs the stage's passes
-    (`_executor` over `stage`) and sums gradients over their holders (`_sync`). Once it is
+    (`_executor` over `stage`) and sums gradients over their holders (`gradient_sync`). Once it is
     committed, the step updates masters and moments (`_optimizer`) and the compute weights.
     """
 
@@ -141,7 +141,7 @@ class StageTrainer(Trainer):
             most = back_end.max_sync_groups(plan)
             overlap = not back_end.in_stream_order or sums_have_one_order(plan, setup.config, most)
         self._executor = self._build_executor(setup, generation, groups, dtypes)
-        self._sync = GradientSync(
+        self.gradient_sync = GradientSync(
             local,
             generation.groups,
             self.stage.weights.local_parameters(),
@@ -182,20 +182,20 @@ class StageTrainer(Trainer):
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
         self._gather_weights()
         begin = self._clock.mark()
-        self._sync.begin()
+        self.gradient_sync.begin()
         self._begin_scaled()
         step = self.step
         self._relative_works = []
         loss, num_targets = self._executor.run(
             lambda m: batch(step, self.place.sequences(m)),
             self._enter,
-            before_last_backward=self._sync.last_backward,
+            before_last_backward=self.gradient_sync.last_backward,
             begins=None if self._begins is None else self._microbatch_begins,
             before_forward=self._draw_dropout if self._has_dropout else lambda m: None,
         )
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
-        squares = self._sync.finish()
+        squares = self.gradient_sync.finish()
         marks = (begin, passes_done, self._clock.mark())
         return squares, loss, num_targets, marks
 
@@ -279,16 +279,16 @@ class StageTrainer(Trainer):
     def compute_s(self) -> float:
         return self._executor.compute_s
 
-    def _update(self, vote: Vote) -> None:
+    def apply_update(self, vote: Vote) -> None:
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.num_losses)
         rule = UpdateRule(self.training, self.step, factor)
-        self._optimizer.update(self._sync.flats, rule)
+        self._optimizer.update(self.gradient_sync.flats, rule)
         self._weights.refresh()
 
     def _bad_gradients(self) -> tuple[str, ...]:
-        return self._sync.not_finite()
+        return self.gradient_sync.not_finite()
 
-    def _state_mended(self, names: Collection[str]) -> None:
+    def rebuild_derived(self, names: Collection[str]) -> None:
         if any(name.startswith("param/") for name in names):
             self._weights.refresh()
 

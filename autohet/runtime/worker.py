@@ -97,7 +97,7 @@ class Worker:
         )
         # One client for checkpoints and restores.
         self._storage = open_storage(job.checkpoint_storage)
-        self._preservation = Preservation(place, job, self._storage)
+        self.preservation = Preservation(place, job, self._storage)
         self._setup = TrainingSetup(
             self.config,
             job.training,
@@ -106,7 +106,7 @@ class Worker:
             length_work=_length_work_of(dataset, self.config),
         )
         self._hooks = TrainerHooks(
-            phase_hook, self._preservation.before_update, self._preservation.status
+            phase_hook, self.preservation.before_update, self.preservation.status
         )
         record = record or RunRecord(job.checkpoint_storage, "runs/profiles")
         steps = job.training.profile_steps
@@ -118,7 +118,7 @@ class Worker:
             self.device,
             self._batches,
             _open_evaluation(job, self.config, self.device),
-            self._preservation,
+            self.preservation,
             self._profiler,
             self.records,
         )
@@ -151,16 +151,16 @@ class Worker:
         """
         with self._lock:
             steps, evaluations = self.records.take()
-            receipts = tuple(self._preservation.take_receipts())
+            receipts = tuple(self.preservation.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
-            transfers = self._preservation.take_transfers() if told else ()
+            transfers = self.preservation.take_transfers() if told else ()
             report = replace(
                 self._report,
                 steps=steps,
                 receipts=receipts,
                 transfers=transfers,
                 evaluations=evaluations,
-                memory_shortage=self._preservation.shortage,
+                memory_shortage=self.preservation.shortage,
             )
             live = self.live
             if live is None:
@@ -175,8 +175,8 @@ class Worker:
                 live_generation=live.generation,
                 prepared_step=prepared if version.whole else None,
                 vote=live.last_vote,
-                snapshot_step=self._preservation.snapshot_step(live.generation),
-                replicated_step=self._preservation.replicated_step(live.generation),
+                snapshot_step=self.preservation.snapshot_step(live.generation),
+                replicated_step=self.preservation.replicated_step(live.generation),
             )
 
     def begin(self, order: GenerationOrder) -> None:
@@ -321,7 +321,7 @@ class Worker:
         self.interrupt()
         if self._thread is not None:
             self._thread.join(5)
-        self._preservation.close()
+        self.preservation.close()
         self._profiler.close()
         self._batches.close()
         self._storage.close()
@@ -425,12 +425,12 @@ class Worker:
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
         same = live.version == StateVersion(order.start_step) and order.continues(live.generation)
-        return live.known(same, arrived, self._preservation.snapshot_of)
+        return live.known(same, arrived, self.preservation.snapshot_of)
 
     def _train(
         self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]
     ) -> Phase:
-        self._preservation.begin(order)
+        self.preservation.begin(order)
         kind = StageTrainer if order.plan.spmd is None else SpmdTrainer
         generation = WorkerGeneration(
             order.plan,

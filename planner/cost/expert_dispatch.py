@@ -189,7 +189,7 @@ class DispatchCosts:
         tokens = num_bytes / row_bytes / len(group.members)
         hidden = []
         routing = []
-        for share in self._received_shares(experts, group):
+        for share in self.received_shares(experts, group):
             rows = share * tokens
             hidden.append(rows * row_bytes)
             routing.append(rows * ROUTING_BYTES * experts.per_token)
@@ -199,7 +199,7 @@ class DispatchCosts:
         routing_s = self._links.all_to_all_s(group.members, routing)
         return 2 * hidden_s + routing_s
 
-    def _received_shares(self, experts: Experts, group: ExpertGroup) -> list[float]:
+    def received_shares(self, experts: Experts, group: ExpertGroup) -> list[float]:
         """Return the share of all tokens that each rank gets if it has the largest load."""
         measured = self._load_spread()
         spread = USUAL_LOAD_SPREAD if measured is None else measured
@@ -220,7 +220,7 @@ class DispatchCosts:
         largest = 0.0
         for block in self._blocks(stage):
             assert block.experts is not None
-            shares = self._received_shares(block.experts, group)
+            shares = self.received_shares(block.experts, group)
             sent = sum(shares) / len(shares)
             received = max(shares)
             largest = max(largest, sent + received)

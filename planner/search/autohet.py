@@ -73,10 +73,10 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
     tables = tables_of(request)
     workers = set(request.fleet.workers)
     known = [plan for plan in seeds if workers.issuperset(plan.workers)]
-    ranked, rejected = _ranked(request, tables, known)
+    ranked, rejected = rank_drafts(request, tables, known)
     if not ranked and request.is_late:  # what was left out may fit
         unhurried = replace(request, deadline_s=math.inf)
-        ranked, rejected = _ranked(unhurried, tables, known)
+        ranked, rejected = rank_drafts(unhurried, tables, known)
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     return Drafted(request, tables, ranked, rejected, begin)
@@ -111,7 +111,7 @@ def improved(found: Drafted) -> Answer:
     )
 
 
-def _ranked(
+def rank_drafts(
     request: Request, tables: Tables, known: list[Plan]
 ) -> tuple[list[Costed], list[Rejected]]:
     """Rank the known plans and the drafts, as `rank` does; add smaller drafts if memory refuses.

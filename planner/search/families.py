@@ -274,7 +274,7 @@ class Drafter:
         return found
 
     def _proposal(self, shapes: list[Shape]) -> Proposal | None:
-        shapes = self._with_odd_one(shapes)
+        shapes = self.with_odd_one(shapes)
         if not shapes:
             return None
         draft = assign_microbatches(self.estimator, shapes, self.tables.batch)
@@ -289,7 +289,7 @@ class Drafter:
         after_s = self._ranking.after_s(number, set(shapes))
         return Proposal(seconds + after_s, draft, self.together)
 
-    def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
+    def with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
         """Return shapes whose microbatches meet the batch; empty if they cannot.
 
         If microbatches of their size do not add up to the batch, the last pipeline gets the largest

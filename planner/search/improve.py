@@ -84,7 +84,7 @@ class Improver:
             drawn = self.moves.draw(now, begins)
             if drawn is None:
                 continue
-            moved_s = self._score(drawn, most_s)
+            moved_s = self.score(drawn, most_s)
             if moved_s <= most_s:
                 now = self.judge.prepared(drawn)
                 now_s = moved_s
@@ -93,7 +93,7 @@ class Improver:
                 best_s = now_s
         return best
 
-    def _score(self, drawn: Plan, most_s: float) -> float:
+    def score(self, drawn: Plan, most_s: float) -> float:
         """Return the score of a plan; infinite if a lower bound is above `most_s`.
 
         Most moves of a fleet with equal nodes lead to a plan that is like one seen before.

@@ -340,10 +340,10 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
         return (
             f"every plan found is refused, the first ({rejected[0].what}) since {rejected[0].why}"
         )
-    return _lack_of_memory(request, tables)
+    return lack_of_memory(request, tables)
 
 
-def _lack_of_memory(request: Request, tables: Tables) -> str:
+def lack_of_memory(request: Request, tables: Tables) -> str:
     """Say by how much one copy of the model exceeds the fleet's memory, and what may help."""
     remedies = "Add GPUs, or use a shorter sequence or a smaller microbatch"
     remedy = request.cost.choices.remedy

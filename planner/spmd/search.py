@@ -128,7 +128,7 @@ class ProgramSearch:
         self._tensors: dict[str, _Tensor] = {}
         self.states_seen = 0
         self._places = self._live_places()
-        self._segments = Segments(self.graph, shares, self._places, self._pinned)
+        self.segments = Segments(self.graph, shares, self._places, self._pinned)
         self._choices: dict[int, tuple[_Option, ...]] = {}
 
     def price(self, instruction: Instruction) -> float:
@@ -286,13 +286,13 @@ class ProgramSearch:
         chain: list[tuple[int, _Solved]] = []
         costs: dict[SearchState, float] = {(): 0.0}
         base = 0.0
-        for first, last in itertools.pairwise(self._segments.starts()):
+        for first, last in itertools.pairwise(self.segments.starts()):
             least = min(costs.values())
             costs = {state: cost - least for state, cost in costs.items()}
             base += least
             # differences that are equal but for rounding are one beginning
             begin = sorted((state, f"{cost:.9e}") for state, cost in costs.items())
-            key = (self._segments.key(first, last), tuple(begin))
+            key = (self.segments.key(first, last), tuple(begin))
             if key not in known:
                 known[key] = self._solve(first, last, costs)
             chain.append((first, known[key]))
@@ -343,8 +343,8 @@ class ProgramSearch:
                 state, option = solved.back[offset][state]
                 chosen.append((solved.first + offset, state, option))
 
-            solved_names = self._segments.names(solved.first, solved.first + num_steps)
-            own_names = self._segments.names(first, first + num_steps)
+            solved_names = self.segments.names(solved.first, solved.first + num_steps)
+            own_names = self.segments.names(first, first + num_steps)
             names = dict(zip(solved_names, own_names, strict=True))
             block: list[Instruction] = []
             for step, before, option in reversed(chosen):

@@ -39,9 +39,10 @@ class DurableReads:
         patience_s: float = 0.0,
     ) -> None:
         self._cancelled = cancelled
-        self._over = ChildEvent(cancelled)
-        self._storage = storage.patient(patience_s, until=self._over) if patience_s else storage
-        self._read_from = self._storage.until(self._over)
+        self.ended = ChildEvent(cancelled)
+        """Set by `close`, and with `cancelled`."""
+        self._storage = storage.patient(patience_s, until=self.ended) if patience_s else storage
+        self._read_from = self._storage.until(self.ended)
         self._lock = threading.Lock()
         self._leases = ExitStack()
         self._manifest_by_step: dict[int, Manifest] = {}
@@ -58,7 +59,7 @@ class DurableReads:
     ) -> Iterator[tuple[ShardId, Tensor]]:
         """Yield shards of the checkpoint of `step`, as `read_shards` does, with its errors."""
         memory_bytes = READ_MEMORY_BYTES // READERS
-        manifest = self._manifest(step)
+        manifest = self.manifest(step)
         yield from read_shards(
             self._read_from,
             manifest,
@@ -68,14 +69,17 @@ class DurableReads:
             into=into,
         )
 
-    def _manifest(self, step: int) -> Manifest:
-        """Read once, under a lease that retention respects until `close`."""
+    def manifest(self, step: int) -> Manifest:
+        """Return the manifest of `step`, under a lease that retention respects until `close`.
+
+        It is read once.
+        """
         with self._lock:
             if step not in self._manifest_by_step:
                 reading = reading_checkpoint(self._storage, step, cancelled=self._cancelled)
                 self._manifest_by_step[step] = self._leases.enter_context(reading)
                 if (
-                    self._over.is_set()
+                    self.ended.is_set()
                 ):  # `close` may have ended the leases before this one was there
                     self._leases.close()
                     raise Cancelled(f"reading step {step}")
@@ -86,7 +90,7 @@ class DurableReads:
 
         Leases end within the storage's deadlines.
         """
-        self._over.set()
+        self.ended.set()
         self._requests.shutdown(wait=True, cancel_futures=True)
         self._leases.close()
         self._manifest_by_step.clear()

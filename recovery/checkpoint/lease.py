@@ -108,11 +108,11 @@ class DriverLease:
             storage does not answer.
         """
         self.renew()
-        seen = {info.name: info for info in self._others()}
+        seen = {info.name: info for info in self.others()}
         until = time.monotonic() + self.lease_s
         while seen and time.monotonic() < until:
             pause(self.lease_s / RENEWALS / 2)
-            now = {info.name: info for info in self._others()}
+            now = {info.name: info for info in self.others()}
             for name in now.keys() & seen.keys():
                 is_renewed = now[name].modified_s != seen[name].modified_s
                 # Of drivers that wait, the first by name goes on; a holder stays.
@@ -137,7 +137,7 @@ class DriverLease:
         with suppress(StorageError):
             self._storage.delete([self.name])
 
-    def _others(self) -> list[ObjectInfo]:
+    def others(self) -> list[ObjectInfo]:
         """Return leases of drivers that may be alive; remove those of proven dead drivers.
 
         The markers of dead drivers are removed, too. Other objects there are not ours and stay.

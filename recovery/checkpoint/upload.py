@@ -306,7 +306,7 @@ class Uploader:
             own = task.layout.shards_by_worker[task.worker]
             with borrowed.reading() as state:
                 held = shard_views(task.layout.tensors, own, state)
-                views = {shard: _host_copy(held[shard]) for shard in task.ids}
+                views = {shard: host_copy(held[shard]) for shard in task.ids}
             if borrowed.changed:
                 raise UploadFailed(
                     f"the state of step {task.step} was changed while it was being copied"
@@ -343,6 +343,6 @@ def _require_written(storage: Storage, receipt: WorkerReceipt, proof: str | None
         raise StorageMisplaced(storage.uri, reason, "check that the file system is mounted")
 
 
-def _host_copy(view: torch.Tensor) -> torch.Tensor:
+def host_copy(view: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy in host memory, never the tensor itself."""
     return view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

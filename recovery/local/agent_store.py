@@ -54,7 +54,8 @@ class AgentStore:
         self._max_copy_bytes = max_copy_bytes
         self._directories = {"memory": Path(memory_directory), "disk": Path(disk_directory)}
         self._files: dict[tuple[str, Path], SnapshotFile] = {}
-        self._resolved: dict[Source, list[SnapshotFile]] = {}
+        self.resolved: dict[Source, list[SnapshotFile]] = {}
+        """Files found for each source; forgotten once they are gone."""
         self._lock = threading.Lock()
         self._opening = {kind: threading.Lock() for kind in self._directories}
         """Locks held while files of a kind are opened: a hung disk does not block host memory."""
@@ -118,14 +119,14 @@ class AgentStore:
         Raises ShardUnavailable as `read` does.
         """
         with self._lock:
-            known = self._resolved.get(source, [])
+            known = self.resolved.get(source, [])
         for file in known:
             if shard in file.map.extents and _is_there(file):
                 return file
         scanned = self._scan([], source.kind)
         files = [file for kind, file in scanned if file.source(kind, self.node) == source]
         with self._lock:
-            self._resolved[source] = files
+            self.resolved[source] = files
         for file in files:
             if shard in file.map.extents:
                 return file
@@ -172,10 +173,10 @@ class AgentStore:
 
             # Not those of an earlier step in the same file.
             there = {id(file) for file in self._files.values()}
-            for source, files in list(self._resolved.items()):
+            for source, files in list(self.resolved.items()):
                 are_there = there.issuperset(map(id, files))
                 if not files or not are_there:
-                    del self._resolved[source]
+                    del self.resolved[source]
 
     # keeping
 
@@ -381,7 +382,7 @@ class AgentStore:
         """Release all files; each is unmapped with the last view that is still in use."""
         with self._lock:
             self._files.clear()
-            self._resolved.clear()
+            self.resolved.clear()
 
 
 def write_copies_limit(directory: Path | str, num_bytes: int) -> None:

@@ -88,7 +88,7 @@ class SnapshotWriter:
         self.whole = len(shards) == len(held)
         """True if the snapshots hold all of the worker's state."""
         self._map = FileMap.of(worker, layout.tensors, shards)
-        self._closed = False
+        self.closed = False
         self._keep_older = options.keep_older
         self._changed = threading.Condition()
         self.files = SnapshotFiles(self._new_file, units_by_tensor(held), self._changed)
@@ -97,8 +97,8 @@ class SnapshotWriter:
         self._job: tuple[int, BorrowedState | SnapshotLease] | None = None
         self._copied = True
         self._error: RecoveryError | None = None
-        self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
+        self.thread.start()
 
     def _new_file(self, slot: int) -> SnapshotFileWriter:
         path = self.directory / file_name(self.worker, self.generation, slot)
@@ -109,7 +109,7 @@ class SnapshotWriter:
 
         It needs no more files then.
         """
-        return self._closed and self._job is None
+        return self.closed and self._job is None
 
     @property
     def busy(self) -> bool:
@@ -152,7 +152,7 @@ class SnapshotWriter:
         """
         self.wait(timeout_s)
         with self._changed:
-            assert not self._closed, "start() after close()"
+            assert not self.closed, "start() after close()"
             self._copied = isinstance(state, SnapshotLease)
             borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
             self._job = (step, borrowed)
@@ -173,9 +173,9 @@ class SnapshotWriter:
         it still reads must not change, or its snapshot is not committed.
         """
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
 
     def _wait_until(self, done: Callable[[], bool], doing: str, timeout_s: float) -> None:
         with self._changed:
@@ -199,7 +199,7 @@ class SnapshotWriter:
             # again, and says so.
             with contextlib.suppress(SnapshotError):
                 self.files.make()
-        self.files.populate(lambda: self._closed or self.busy)
+        self.files.populate(lambda: self.closed or self.busy)
 
     def _run(self) -> None:
         try:
@@ -219,7 +219,7 @@ class SnapshotWriter:
         Returns False once there is none and the writer is closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._job is not None or self._closed)
+            self._changed.wait_for(lambda: self._job is not None or self.closed)
             if self._job is None:
                 return False
             step, borrowed = self._job

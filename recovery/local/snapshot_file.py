@@ -256,7 +256,7 @@ class SnapshotFileWriter:
         self._sequence = 0
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            self._map, self._descriptor = _create(temporary, file_map, cancelled)
+            self._map, self._descriptor = create_file(temporary, file_map, cancelled)
             os.replace(temporary, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -346,9 +346,10 @@ def has_writer(path: Path) -> bool:
     return False
 
 
-def _create(
+def create_file(
     path: Path, file_map: FileMap, cancelled: Callable[[], bool]
 ) -> tuple[mmap.mmap, Descriptor]:
+    """Create a snapshot file of its full size, locked by this process, and map it."""
     prefix, header = file_map.prefix_and_header()
     make_private_directory(path.parent)
     with open(create_private(path), "w+b") as file:

@@ -95,12 +95,12 @@ class Pushed(msgspec.Struct, frozen=True):
 
 def write_targets(directory: Path | str, targets: ReplicationTargets) -> None:
     make_private_directory(directory)
-    _write(Path(directory), targets.worker, "targets", targets)
+    write_document(Path(directory), targets.worker, "targets", targets)
 
 
 def write_round(directory: Path | str, opened: PushRequest) -> None:
     make_private_directory(directory)
-    _write(Path(directory), opened.worker, "round", opened)
+    write_document(Path(directory), opened.worker, "round", opened)
 
 
 def read_pushed(directory: Path | str, worker: str) -> Pushed | None:
@@ -140,13 +140,13 @@ class Replicator:
         self._limits: dict[float | None, BandwidthLimit] = {}
         self._pool = ClientPool()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="replicator", daemon=True)
+        self.thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancel the push in flight; join the thread."""
         self._stop.set()
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
         self._pool.close()
 
     def _run(self) -> None:
@@ -183,7 +183,7 @@ class Replicator:
         twice.
         """
         try:
-            _write(self._directory, worker, "pushed", done)
+            write_document(self._directory, worker, "pushed", done)
             self._told[worker] = done
             self._untold.discard(worker)
         except OSError as error:
@@ -350,7 +350,8 @@ def _path(directory: Path, worker: str, kind: str) -> Path:
     return directory / f"{urllib.parse.quote(worker, safe='')}.{kind}"
 
 
-def _write(directory: Path, worker: str, kind: str, document: msgspec.Struct) -> None:
+def write_document(directory: Path, worker: str, kind: str, document: msgspec.Struct) -> None:
+    """Write a document that worker and replicator exchange, atomically."""
     write_note(_path(directory, worker, kind), msgspec.msgpack.encode(document))
 
 

@@ -105,10 +105,10 @@ class ShardServer:
             (_Handler,),
             {"store": store, "token": token, "pushes": pushes, "context": context},
         )
-        self._server = _ThreadingServer((host, port), handler, limits.connections)
-        self.port = int(self._server.server_address[1])
+        self.listener = _ThreadingServer((host, port), handler, limits.connections)
+        self.port = int(self.listener.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever,
+            target=self.listener.serve_forever,
             kwargs={"poll_interval": 0.1},
             name="shard-server",
             daemon=True,
@@ -121,10 +121,10 @@ class ShardServer:
         Threads that still run after `timeout_s` are logged.
         """
         until = time.monotonic() + timeout_s
-        self._server.shutdown()
-        self._server.server_close()
+        self.listener.shutdown()
+        self.listener.server_close()
         self._thread.join(timeout_s)
-        self._server.hang_up(until)
+        self.listener.hang_up(until)
 
     def __enter__(self) -> ShardServer:
         return self
@@ -142,11 +142,11 @@ class _ThreadingServer(socketserver.TCPServer):
     def __init__(self, address: tuple[str, int], handler: Any, max_connections: int) -> None:
         super().__init__(address, handler)
         self._max_connections = max_connections
-        self._strangers: dict[threading.Thread, socket.socket] = {}
+        self.strangers: dict[threading.Thread, socket.socket] = {}
         """Connections without a token yet, the oldest first."""
-        self._open: dict[threading.Thread, socket.socket] = {}
+        self.open: dict[threading.Thread, socket.socket] = {}
         """Connections of peers."""
-        self._idle: dict[threading.Thread, None] = {}
+        self.idle: dict[threading.Thread, None] = {}
         """Connections between two requests, the one that has waited longest first."""
         self._threads: list[threading.Thread] = []
         """Threads of connections that are open, or were open a moment ago."""
@@ -165,12 +165,12 @@ class _ThreadingServer(socketserver.TCPServer):
             daemon=True,
         )
         with self._lock:
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                _shut(self._strangers.pop(oldest))
+            if len(self.strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self.strangers))
+                _shut(self.strangers.pop(oldest))
             # Its first call of `note` comes after this block.
             thread.start()
-            self._strangers[thread] = request
+            self.strangers[thread] = request
             self._threads = [each for each in (*self._threads, thread) if each.is_alive()]
 
     def admit(self) -> bool:
@@ -181,13 +181,13 @@ class _ThreadingServer(socketserver.TCPServer):
         """
         with self._lock:
             thread = threading.current_thread()
-            connection = self._strangers.pop(thread, None)
+            connection = self.strangers.pop(thread, None)
             if connection is None:
                 return False
-            if len(self._open) >= self._max_connections and not self._end_an_idle_one():
+            if len(self.open) >= self._max_connections and not self._end_an_idle_one():
                 logger.warning("A peer is hung up on: %d are served", self._max_connections)
                 return False
-            self._open[thread] = connection
+            self.open[thread] = connection
             return True
 
     def _end_an_idle_one(self) -> bool:
@@ -195,11 +195,11 @@ class _ThreadingServer(socketserver.TCPServer):
 
         The peer makes a new one for its next request and does not count this as an error.
         """
-        thread = next(iter(self._idle), None)
+        thread = next(iter(self.idle), None)
         if thread is None:
             return False
-        del self._idle[thread]
-        _shut(self._open[thread])
+        del self.idle[thread]
+        _shut(self.open[thread])
         return True
 
     def note(self, connection: socket.socket, *, idle: bool) -> None:
@@ -209,12 +209,12 @@ class _ThreadingServer(socketserver.TCPServer):
         """
         with self._lock:
             thread = threading.current_thread()
-            known = self._open if thread in self._open else self._strangers
+            known = self.open if thread in self.open else self.strangers
             if thread in known:
                 known[thread] = connection
-            self._idle.pop(thread, None)
-            if idle and thread in self._open:
-                self._idle[thread] = None
+            self.idle.pop(thread, None)
+            if idle and thread in self.open:
+                self.idle[thread] = None
             if self._closing:
                 _shut(connection)
 
@@ -225,14 +225,14 @@ class _ThreadingServer(socketserver.TCPServer):
             self.shutdown_request(request)
             thread = threading.current_thread()
             with self._lock:
-                self._strangers.pop(thread, None)
-                self._open.pop(thread, None)
-                self._idle.pop(thread, None)
+                self.strangers.pop(thread, None)
+                self.open.pop(thread, None)
+                self.idle.pop(thread, None)
 
     def hang_up(self, until: float) -> None:
         with self._lock:
             self._closing = True
-            for connection in (*self._strangers.values(), *self._open.values()):
+            for connection in (*self.strangers.values(), *self.open.values()):
                 _shut(connection)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

@@ -19,14 +19,15 @@ class BorrowedState:
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._state = dict(state)
         self._versions = self._sum_of_versions()
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None
+        """Recorded behind the work in flight; None if the state is in host memory."""
         if any(tensor.is_cuda for tensor in state.values()):
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self.event = torch.cuda.Event()
+            self.event.record()
 
     @property
     def on_device(self) -> bool:
-        return self._event is not None
+        return self.event is not None
 
     @property
     def changed(self) -> bool:
@@ -41,11 +42,11 @@ class BorrowedState:
         an error too, all that was queued there has ended: the host memory that it writes to may be
         unmapped next.
         """
-        if self._event is None:
+        if self.event is None:
             yield self._state
             return
-        stream = _reading_stream(self._event.device)
-        stream.wait_event(self._event)
+        stream = _reading_stream(self.event.device)
+        stream.wait_event(self.event)
         try:
             with torch.cuda.stream(stream):
                 yield self._state

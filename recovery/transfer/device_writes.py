@@ -99,8 +99,10 @@ class DeviceWrites:
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
         self._lock = threading.Lock()
-        self._pinned: dict[ShardId, Tensor] = {}
-        self._room = PINNED_BYTES
+        self.pinned_by_shard: dict[ShardId, Tensor] = {}
+        """Pinned memory of shards that are not written yet."""
+        self.room_bytes = PINNED_BYTES
+        """How much more memory may be pinned."""
 
     def memory_of(self, shard: ShardId, num_bytes: int) -> memoryview | None:
         """Return pinned memory for a shard, the same until the shard is written.
@@ -108,11 +110,11 @@ class DeviceWrites:
         None if no more memory may be pinned.
         """
         with self._lock:
-            pinned = self._pinned.get(shard)
+            pinned = self.pinned_by_shard.get(shard)
             if pinned is not None:
                 return pinned.numpy().data
 
-            if not 0 < num_bytes <= self._room:
+            if not 0 < num_bytes <= self.room_bytes:
                 return None
             try:
                 pinned = self.copies.pinned(num_bytes)
@@ -122,17 +124,17 @@ class DeviceWrites:
                 )
                 return None
 
-            self._pinned[shard] = pinned
-            self._room -= num_bytes
+            self.pinned_by_shard[shard] = pinned
+            self.room_bytes -= num_bytes
             return pinned.numpy().data
 
     def write(self, shard: ShardId, target: Tensor, data: Tensor) -> None:
         """Write a shard; return when the device has it and `data` may be overwritten."""
         self.copies.copy(target, data)
         with self._lock:
-            used = self._pinned.pop(shard, None)
+            used = self.pinned_by_shard.pop(shard, None)
             if used is not None:
-                self._room += used.nbytes
+                self.room_bytes += used.nbytes
 
 
 def writes_to(device: torch.device) -> DeviceWrites | None:

@@ -384,7 +384,7 @@ class Reads:
                     continue
 
                 if not late.is_set():
-                    self._overtaken(late, source)
+                    self.overtake(late, source)
                 late.ended.wait()
                 with late.putting:
                     check(self.cancelled, str(source))
@@ -395,7 +395,8 @@ class Reads:
             with self._lock:
                 self.failures.append(f"{source}: {error}")
 
-    def _overtaken(self, late: _Attempt, by: Source) -> None:
+    def overtake(self, late: _Attempt, by: Source) -> None:
+        """Stop a late attempt and record its source as bad; `by` reads the rest."""
         failed = late.ended.is_set()
         late.set()
         late.ended.wait()

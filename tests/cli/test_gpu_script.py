@@ -56,7 +56,7 @@ def test_a_part_that_hangs_is_ended_and_the_rest_goes_on(
 
 
 def test_a_part_that_crashes_leaves_its_traceback(tmp_path: Path) -> None:
-    result = gpu._in_process("profile", Machine("no such device"), 60.0)
+    result = gpu.run_in_process("profile", Machine("no such device"), 60.0)
     assert result["outcome"] == "failed"
     assert "exit code 2" in result["reason"]
     assert "no such device" in result["errors"]
@@ -78,7 +78,7 @@ def test_each_result_is_printed_and_recorded_as_soon_as_it_is_there(
             raise KeyboardInterrupt
         return {"outcome": "shown", "figures": {}, "seconds": 1.0}
 
-    monkeypatch.setattr(gpu, "_in_process", in_process)
+    monkeypatch.setattr(gpu, "run_in_process", in_process)
     monkeypatch.setenv("AUTOHET_COMMIT", "abc")
     with pytest.raises(KeyboardInterrupt):
         gpu.run_parts(["profile", "streams"], Machine("cuda"), 60.0, on_record.parent)
@@ -92,19 +92,19 @@ def test_each_result_is_printed_and_recorded_as_soon_as_it_is_there(
 
 def test_a_record_keeps_the_parts_of_earlier_runs(on_record: Path) -> None:
     on_record.write_text(json.dumps({"parts": {"step": {"outcome": "shown"}}}))
-    gpu._record(Machine("cuda"), {"profile": {"outcome": "failed"}}, on_record.parent)
+    gpu.record_results(Machine("cuda"), {"profile": {"outcome": "failed"}}, on_record.parent)
     assert set(json.loads(on_record.read_text())["parts"]) == {"step", "profile"}
 
 
 def test_a_cpu_that_poses_as_a_gpu_leaves_no_record(tmp_path: Path) -> None:
-    gpu._record(CPU, {"step": {"outcome": "shown"}}, tmp_path)
+    gpu.record_results(CPU, {"step": {"outcome": "shown"}}, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOHET_COMMIT", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert gpu._commit() == "unknown"
+    assert gpu.current_commit() == "unknown"
 
 
 def skips(machine: Machine) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_four_ranks_train_as_one_plain_process() -> None:
     ],
 )
 def test_an_abort_drill_runs_over_gloo(drill: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = aborts._drill(drill, 3, CPU)
+    found = aborts.run_drill(drill, 3, CPU)
     assert found["right"]
 
 
@@ -194,5 +194,5 @@ def test_an_abort_drill_runs_over_gloo(drill: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", list(gpu.PARTS))
 def test_a_part_shows_what_it_should_on_a_gpu(name: str) -> None:
-    result = gpu._in_process(name, Machine("cuda"), gpu.PARTS[name].deadline_s)
+    result = gpu.run_in_process(name, Machine("cuda"), gpu.PARTS[name].deadline_s)
     assert result["outcome"] in ("shown", "skipped"), result

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from autohet.cli.plan_answers import answer_document
-from autohet.cli.plan_picture import MOST_LISTED, _front_figure, draw, ink, listed_points
+from autohet.cli.plan_picture import MOST_LISTED, draw, front_figure, ink, listed_points
 from planner.errors import ConfigError
 from planner.strategies import plan_with
 from tests.planner.cases import DEMO, fleet, request
@@ -76,7 +76,7 @@ def test_the_front_promises_between_two_prices_what_the_lower_one_buys():
     from matplotlib.figure import Figure
 
     front = _document("fasop", objective="pareto")["front"]
-    line = _front_figure(Figure, front, FLEET).axes[0].lines[0]
+    line = front_figure(Figure, front, FLEET).axes[0].lines[0]
     prices = list(line.get_xdata())
     assert prices == sorted(prices, reverse=True)
     assert line.get_drawstyle() == "steps-pre"

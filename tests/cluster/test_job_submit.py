@@ -108,7 +108,7 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
             jobs = Submissions(port, job_path)
             first = jobs.submit(first_events)
             until(lambda: len(losses_of(first_events)) >= 5, "five steps", 180)
-            status = main_json(["status", "--address", str(fleet._cluster.address)])
+            status = main_json(["status", "--address", str(fleet.cluster.address)])
             assert status["jobs"]["tiny"]["state"] == "training"
             proxy.bytes_per_s = 80e3
             jobs.stop(first, 120)

@@ -35,9 +35,11 @@ def test_preparation_may_take_longer_than_a_workers_start(
     over and over.
     """
     started: list[str] = []
-    start = RayWorkers._start
+    start = RayWorkers.start_worker
     monkeypatch.setattr(
-        RayWorkers, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+        RayWorkers,
+        "start_worker",
+        lambda self, w, seat: (started.append(w), start(self, w, seat))[1],
     )
     monkeypatch.setattr(
         job_run, "check_data", lambda *arguments, **keys: None
@@ -82,9 +84,11 @@ def test_two_gigabytes_are_prepared_once_by_two_nodes(
     Wrong: what one node has prepared is prepared again.
     """
     started: list[str] = []
-    start = RayWorkers._start
+    start = RayWorkers.start_worker
     monkeypatch.setattr(
-        RayWorkers, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+        RayWorkers,
+        "start_worker",
+        lambda self, w, seat: (started.append(w), start(self, w, seat))[1],
     )
     block = "".join(
         f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs\n" for i in range(20_000)

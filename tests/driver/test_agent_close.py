@@ -25,13 +25,13 @@ def test_snapshots_are_gone_before_anything_that_may_take_its_time(
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "a%2F0.g1.0.snapshot").write_bytes(b"dear")
     there = list[bool]()
-    close = agent._data.close
+    close = agent.data.close
 
     def slow() -> None:
         there.append(memory.exists() or disk.exists())
         close()
 
-    monkeypatch.setattr(agent._data, "close", slow)
+    monkeypatch.setattr(agent.data, "close", slow)
     agent.close(forget_snapshots=True)
     assert there == [False]
     assert not (tmp_path / "memory/run").exists()
@@ -47,7 +47,7 @@ def test_a_push_that_is_stuck_keeps_no_snapshot(tmp_path: Path) -> None:
     memory.mkdir(parents=True, exist_ok=True)
     (memory / "a%2F0.g1.0.snapshot").write_bytes(b"dear")
     asked = list[float | None]()
-    agent._replicator._thread.join = asked.append
+    agent.replicator.thread.join = asked.append
     agent.close(forget_snapshots=True)
     assert not memory.exists()
     (within,) = asked

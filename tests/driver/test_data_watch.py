@@ -131,7 +131,7 @@ def test_progress_is_told_now_and_then(caplog: pytest.LogCaptureFixture):
 
 
 def wait_for(preparation: Preparation) -> DataState:
-    preparation._thread.join(60)
+    preparation.thread.join(60)
     preparation.close()
     return preparation.state
 

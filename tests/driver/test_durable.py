@@ -121,9 +121,9 @@ def test_all_checkpoints_are_kept_where_that_is_asked_for(
     durable.claim(Descent(generation=1, parent=None, first_step=0, driver=driver))
     for step in (2, 4, 6, 12):
         commit(step, 1)
-    durable._pool.submit(int).result(20)
+    durable.work_pool.submit(int).result(20)
     durable.claim(Descent(generation=2, parent=1, first_step=4, driver=driver))
-    durable._claims.submit(int).result(20)
+    durable.claim_pool.submit(int).result(20)
     for step in (6, 8, 10):
         commit(step, 2)
     durable.close()
@@ -270,11 +270,11 @@ def test_a_commit_on_an_empty_mount_point_is_no_commit(
     durable.take_lease()
     driver = durable.lease.driver
     durable.claim(Descent(generation=1, parent=None, first_step=0, driver=driver))
-    durable._claims.submit(int).result(20)
+    durable.claim_pool.submit(int).result(20)
     root.rename(away)
     root.mkdir()
     durable.claim(Descent(generation=2, parent=1, first_step=4, driver=driver))
-    durable._claims.submit(int).result(20)
+    durable.claim_pool.submit(int).result(20)
     assert durable.state().unclaimed == 2
     receipts = write_all(storage, 8, layout, full_state(layout.tensors))
     durable.commit(8, 2, layout, receipts)

@@ -236,7 +236,7 @@ def test_an_end_that_is_far_away_is_a_risk_until_it_is_near() -> None:
         wait(lambda: source.notices(watched(), now))
         assert all(each.risk and each.deadline is None for each in source.notices(watched(), now))
         passed = 14 * 86400 - FAR_S / 2
-        for events in source._by_instance.values():
+        for events in source.by_instance.values():
             for key, known in events.items():
                 events[key] = replace(known, moment=known.moment - passed)
         found = source.notices(watched(), time.monotonic())

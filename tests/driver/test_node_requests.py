@@ -153,7 +153,7 @@ def test_a_request_is_what_rays_function_takes(monkeypatch: pytest.MonkeyPatch) 
         "here:1", [{"resources": bundle, "label_selector": labels} for bundle, labels in pairs]
     )
     bundles, selectors, counts = sent
-    (constraint,) = node_requests._constraints(request)
+    (constraint,) = node_requests.resource_constraints(request)
     ours = {
         (
             tuple(sorted(each.request.resources_bundle.items())),

@@ -141,9 +141,9 @@ def test_a_flood_in_the_queue_is_forgotten_oldest_first() -> None:
     try:
         for index in range(MOST_REMEMBERED + 5):
             body = ec2_event(warning, f"i-{index}", str(index))
-            source._remember(*parse_events(body, 0.0, time.time()))
-        assert len(source._by_instance) == MOST_REMEMBERED
-        assert f"i-{MOST_REMEMBERED + 4}" in source._by_instance
+            source.remember(*parse_events(body, 0.0, time.time()))
+        assert len(source.by_instance) == MOST_REMEMBERED
+        assert f"i-{MOST_REMEMBERED + 4}" in source.by_instance
     finally:
         source.close()
 
@@ -162,9 +162,9 @@ def test_a_command_says_what_a_file_says(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_yet_is_read_as_often_as_one_that_is(tmp_path: Path) -> None:
     source = ScriptNotices(str(tmp_path / "later"), None, 60.0)
     try:
-        source._watch.wait_for_first(20.0)
-        assert source._watch.answer == 0, "after a failure it would be asked more seldom"
-        assert not source._watch.trouble
+        source.watch.wait_for_first(20.0)
+        assert source.watch.answer == 0, "after a failure it would be asked more seldom"
+        assert not source.watch.trouble
     finally:
         source.close()
 

@@ -11,7 +11,7 @@ import pytest
 from autohet.cli.main import main
 from autohet.cli.status import describe_job
 from autohet.driver.history.events import EventLog
-from autohet.driver.report.chart import _around, chart
+from autohet.driver.report.chart import chart, round_values
 from autohet.driver.report.events import fleet_over_time, kept_steps, last_run, read_events
 from autohet.driver.report.page import report_page
 from autohet.driver.report.timeline import timeline
@@ -268,7 +268,7 @@ def test_a_curve_goes_where_its_points_do():
     ],
 )
 def test_axes_have_round_numbers_and_room_above_the_curve(low, high, first, second, last):
-    values = _around(low, high)
+    values = round_values(low, high)
     assert (values[0], values[1]) == (pytest.approx(first), pytest.approx(second))
     assert values[-1] > high
     assert values[-1] == pytest.approx(last)

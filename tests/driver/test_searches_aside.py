@@ -111,13 +111,13 @@ def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dro
     fleet = current.cost.fleet
     dropped, search = (planning.search(fleet, current) for _ in range(2))
     dropped.drop()
-    assert dropped._errand() is None
-    assert dropped._errand._child.returncode < 0
+    assert dropped.background_call() is None
+    assert dropped.background_call.child.returncode < 0
     there, here = (
         found(search, within_s=30),
         controller.memory.planning.propose(fleet, current, thorough=True),
     )
-    assert search._errand() is not None
+    assert search.background_call() is not None
     assert (there.plan, there.stay, there.reason, there.searched) == (
         here.plan,
         here.stay,

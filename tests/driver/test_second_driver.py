@@ -88,13 +88,13 @@ def test_in_a_restart_a_check_waits_until_it_passes(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(ConfigError):
         with_patience(check, 60.0)
-    monkeypatch.setattr(supervise, "_restarts", 1)
+    monkeypatch.setattr(supervise, "restart_count", 1)
     assert with_patience(check, 60.0) == 7
 
 
 def test_in_a_restart_a_check_that_never_passes_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "RETRY_S", 0.01)
-    monkeypatch.setattr(supervise, "_restarts", 1)
+    monkeypatch.setattr(supervise, "restart_count", 1)
     tries: list[int] = []
 
     def check() -> None:
@@ -115,7 +115,7 @@ def test_the_storage_of_a_restart_may_be_read_only_for_a_while(
     storage = Path(job.checkpoint_storage)
     storage.parent.mkdir(parents=True, exist_ok=True)
     storage.write_text("a file in the directory's place takes no write, not even root's")
-    monkeypatch.setattr(supervise, "_restarts", 1)
+    monkeypatch.setattr(supervise, "restart_count", 1)
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -154,7 +154,7 @@ def test_a_restart_does_not_begin_anew_in_an_empty_storage(
         preparation.prepare(job, str(cluster), None, events)
 
     prepare()  # the job is started anew, by its user
-    monkeypatch.setattr(supervise, "_restarts", 1)
+    monkeypatch.setattr(supervise, "restart_count", 1)
     before = shown(storage)
     with pytest.raises(ConfigError, match=why):
         with_patience(prepare, 0.1)
@@ -207,7 +207,7 @@ def test_a_file_system_that_is_read_only_for_20_s_is_waited_for_in_a_restart_alo
         with pytest.raises(ConfigError, match="read-only"):
             with_patience(prepare, 60.0)
         assert clock.now == 0.0
-        monkeypatch.setattr(supervise, "_restarts", 1)
+        monkeypatch.setattr(supervise, "restart_count", 1)
         assert with_patience(prepare, 60.0).found is None
     assert 20.0 <= clock.now < 30.0
 

@@ -13,7 +13,7 @@ from autohet.driver.simulate.price_file import read_prices
 from autohet.driver.simulate.prices import PriceHistory
 from autohet.driver.simulate.setups import Setup
 from autohet.driver.simulate.spot_trace import TraceEvent, read_trace
-from planner.cluster import NodeType, cluster_from_document
+from planner.cluster import Node, NodeType, cluster_from_document
 from planner.errors import ConfigError
 from planner.plan import Pipeline, Plan, Stage
 from tests.harness.local_fleet import cluster_document
@@ -101,9 +101,9 @@ def test_one_that_ignores_notices_trains_on_and_goes_back():
 def test_the_interval_is_youngs():
     trainer = trainer_of(two_nodes(), upload_s=0.0, departs_s=4000.0)
     setup = Setup(
-        setup_of([]) or trainer._setup.plan, frozenset(), 2.0, 1.0, 0.0, 0.0, 0.5, 1e10, 0, 0.0
+        setup_of([Node("small-0", KIND)]).plan, frozenset(), 2.0, 1.0, 0.0, 0.0, 0.5, 1e10, 0, 0.0
     )
-    every, step_s = trainer._every(setup)
+    every, step_s = trainer.checkpoint_interval(setup)
     assert every == pytest.approx(
         math.sqrt(2 * 0.5 * 4000.0) / 2.0, rel=0.05
     )  # sqrt(2 x cost x time between failures)

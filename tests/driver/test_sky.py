@@ -353,7 +353,7 @@ def skypilot_python() -> str | None:
 def test_skypilot_itself_takes_the_task_and_the_commands(clouds: Clouds) -> None:
     clouds.supervisor.round()
     clouds.supervisor.round()
-    clouds.supervisor._end_clusters(but=None)
+    clouds.supervisor.end_clusters(but=None)
     commands = [call[:-1] for call in clouds.world.read()["calls"]]
     assert {command[0] for command in commands} == {"launch", "status", "queue", "down"}
     script = Path(__file__).parents[1] / "harness" / "check_with_skypilot.py"

@@ -34,9 +34,9 @@ said = SimpleNamespace(process_id=1)
 answers = {"heard": LatestReport(now, value=said, heard_at=now), "starts": LatestReport(now)}
 observer.worker_reports.answers = answers
 ahead[0] = step_s
-observer._find_losses(observer.clock())
+observer.find_losses(observer.clock())
 print(sorted(observer.losses))
-observer._find_losses(observer.clock() + 3600.0)
+observer.find_losses(observer.clock() + 3600.0)
 print(sorted(observer.losses))
 """
 

@@ -181,9 +181,11 @@ def test_a_device_that_is_absent(
     """A worker that can never start ends the job with its first error; none starts twice."""
     adjust(fleet, big=1, small=2)
     started: list[str] = []
-    start = RayWorkers._start
+    start = RayWorkers.start_worker
     monkeypatch.setattr(
-        RayWorkers, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+        RayWorkers,
+        "start_worker",
+        lambda self, w, seat: (started.append(w), start(self, w, seat))[1],
     )
     outcome, events = run_job(make_job(tmp_path, training={"device": "cuda"}), fleet, tmp_path)
     assert not outcome.ok

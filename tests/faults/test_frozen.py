@@ -70,7 +70,7 @@ def test_the_slow_are_waited_for(
                 lambda run, seen: run.fleet.thaw_node("a", held),
             )
         else:
-            run.fleet._tell(["b/0"], "hold_interpreter", SLOW_S)
+            run.fleet.tell(["b/0"], "hold_interpreter", SLOW_S)
 
     events = Interference()
     events.when(trains_at(6), slow_down)

@@ -119,7 +119,7 @@ def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_b
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert run.controller.memory.generation == 3, "one broke off, and the next did not"
-    assert set(run.orders._slow) == {"d"}
-    assert 1e6 < run.orders._slow["d"] < 4e6
+    assert set(run.orders.slow) == {"d"}
+    assert 1e6 < run.orders.slow["d"] < 4e6
     (change,) = result.summary["reconfigurations"]
     assert change["steps_lost"] == 0

@@ -87,9 +87,9 @@ def test_a_run_goes_on_beside_a_siege(scene: Scene, tmp_path: Path, memory: Path
 
 def targets_of(run: StruckRun, agents: dict[str, AgentEndpoint], memory: Path) -> Targets:
     """The run's store, its agents and its snapshot directories."""
-    rendezvous = run.fleet._rendezvous
+    rendezvous = run.fleet.rendezvous
     ports = {"store": rendezvous.address[1]}
-    captures = {"store": store_captures(rendezvous._key)}
+    captures = {"store": store_captures(rendezvous.key)}
     for name, endpoint in agents.items():
         ports[name] = endpoint.port
         captures[name] = peer_captures("a token of another job")

@@ -341,11 +341,11 @@ class DeferredGroup(Group):
     in_stream_order = True
     clock = _DeferredClock()
 
-    def _create(self, store: Store) -> Any:
+    def create(self, store: Store) -> Any:
         return _DeferredBackEnd(self.name, store, self.rank, self.size, self.timeout_s)
 
     def connect(self) -> None:
-        if self._group is not None:
+        if self.process_group is not None:
             self.barrier_on_host()
 
     def wait_on_stream(self, work: Any) -> None:
@@ -359,7 +359,7 @@ class DeferredGroup(Group):
                 this_stream().settle(tensor, block=False)
 
     def error(self) -> str | None:
-        return None if self._group is None else self._group.failure
+        return None if self.process_group is None else self.process_group.failure
 
     def _abort(self) -> None:
-        self._group.abort()
+        self.process_group.abort()

@@ -153,7 +153,7 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
     from autohet.runtime.groups import generation as groups
 
     back_end = groups.BACK_ENDS["cpu"]
-    begin, create = groups.GenerationGroups.__init__, back_end._create
+    begin, create = groups.GenerationGroups.__init__, back_end.create
     now = -1
 
     def noting(self: Any, store: Any, generation: int, *arguments: Any) -> None:
@@ -167,7 +167,7 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
         return create(self, store)
 
     groups.GenerationGroups.__init__ = noting  # type: ignore[method-assign]
-    back_end._create = late  # type: ignore[method-assign]
+    back_end.create = late  # type: ignore[method-assign]
 
 
 def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:

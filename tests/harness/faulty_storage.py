@@ -23,7 +23,7 @@ class FaultyStorage:
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.calls: list[tuple[str, str]] = []
-        self._faults: list[tuple[str, Callable[[str, Callable[[], Any]], Any], range, str]] = []
+        self.faults: list[tuple[str, Callable[[str, Callable[[], Any]], Any], range, str]] = []
         self._counts: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
 
@@ -38,7 +38,7 @@ class FaultyStorage:
         """Arm: calls number `at` to `at + times - 1` of `method` on names that end in `suffix` go
         through `action`.
         """
-        self._faults.append((method, action, range(at, at + times), suffix))
+        self.faults.append((method, action, range(at, at + times), suffix))
 
     def count(self, method: str, suffix: str = "") -> int:
         return sum(called == method and name.endswith(suffix) for called, name in self.calls)
@@ -100,7 +100,7 @@ class FaultyStorage:
     def _armed(self, method: str, name: str) -> Callable[[str, Callable[[], Any]], Any] | None:
         with self._lock:
             self.calls.append((method, name))
-            for fault_method, action, numbers, suffix in self._faults:
+            for fault_method, action, numbers, suffix in self.faults:
                 if method == fault_method and name.endswith(suffix):
                     key = (method, suffix)
                     self._counts[key] = self._counts.get(key, 0) + 1

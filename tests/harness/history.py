@@ -30,7 +30,7 @@ def keep_history() -> None:
     from autohet.runtime.groups import GenerationGroups
     from autohet.runtime.trainer import StageTrainer
 
-    begin, update = GenerationGroups.__init__, StageTrainer._update
+    begin, update = GenerationGroups.__init__, StageTrainer.apply_update
 
     def numbered(self: Any, store: Any, generation: int, *arguments: Any, **named: Any) -> None:
         self.generation = generation
@@ -48,7 +48,7 @@ def keep_history() -> None:
             tensor.fill_(next_history(history, self.groups.generation))
 
     GenerationGroups.__init__ = numbered  # type: ignore[method-assign]
-    StageTrainer._update = written_down  # type: ignore[method-assign]
+    StageTrainer.apply_update = written_down  # type: ignore[method-assign]
 
 
 def history_of(steps: Iterable[Mapping[str, Any]]) -> int:

@@ -86,7 +86,7 @@ class ProcessFleet(OneObject):
         self._witnesses = FreezeDetector(self.timeouts, self._calls)
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
-        self._rendezvous = Rendezvous(self.address_of(None))
+        self.rendezvous = Rendezvous(self.address_of(None))
         self._polled_at = self._waited_at = 0.0
         self._merged_at = -math.inf
         self._numbers = itertools.count()
@@ -269,7 +269,7 @@ class ProcessFleet(OneObject):
             inventories=inventories,
             checkpoint=self.durable.state(),
             stop_reason=self.stop_reason,
-            store=self._rendezvous.address,
+            store=self.rendezvous.address,
             newest_copies=dict(self._errands.newest_copies),
             holdings=holdings,
         )
@@ -445,21 +445,21 @@ class ProcessFleet(OneObject):
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()
         for worker, order in orders.items():
-            self._workers[worker].process.ask("begin", self._rendezvous.with_secret(order))
+            self._workers[worker].process.ask("begin", self.rendezvous.with_secret(order))
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
-        self._tell(workers, "request_stop", checkpoint)
+        self.tell(workers, "request_stop", checkpoint)
 
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
-        self._tell(workers, "interrupt", generation)
+        self.tell(workers, "interrupt", generation)
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
-        self._tell(workers, "roll_forward", generation, vote)
+        self.tell(workers, "roll_forward", generation, vote)
 
     def open_gate(self, point: FaultPoint) -> None:
-        self._tell([point.worker], "open_gate", point)
+        self.tell([point.worker], "open_gate", point)
 
-    def _tell(self, workers: Sequence[str], method: str, *arguments: Any) -> None:
+    def tell(self, workers: Sequence[str], method: str, *arguments: Any) -> None:
         for worker in workers:
             if worker in self._workers:
                 self._workers[worker].process.ask(method, *arguments)
@@ -508,7 +508,7 @@ class ProcessFleet(OneObject):
         self._workers.clear()
         self._seats.clear()
         self._ended.clear()
-        self._rendezvous.close()
+        self.rendezvous.close()
 
 
 def _checked(endpoint: AgentEndpoint) -> AgentEndpoint:

@@ -127,7 +127,7 @@ def train(
         worst = 0.0
         for parameter, layout in placed.program.storage.items():
             if parameter in expected:
-                wanted = trainer._executor.local_part(expected[parameter], parameter, layout)
+                wanted = trainer.executor.local_part(expected[parameter], parameter, layout)
                 difference = (trainer.state[state_name("param", parameter)] - wanted).abs()
                 worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
         found.append(([step.loss for step in done], [step.gradient_norm for step in done], worst))

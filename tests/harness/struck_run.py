@@ -160,7 +160,7 @@ class StruckRun:
                 self.planning.propose, lambda *_: self.controller.memory.generation >= 1
             )  # type: ignore[method-assign]
         if strike is not None and strike.point == "manifest":
-            storage: Any = self.durable._storage
+            storage: Any = self.durable.storage
             first = f"step-{strike.step:08d}/"  # or a later one, where this one had to wait
             storage.put = self._before(
                 storage.put, lambda name, *_: name.endswith(f"/{MANIFEST_NAME}") and name >= first

@@ -218,7 +218,7 @@ def check_frozen(case: Case) -> int:
         drawn = take_units(specs[name], units[name], whole[name])
         assert torch.equal(tensor, drawn.to(tensor.dtype)), name
         module, kind = used[name][0]
-        weight = module._parameters[kind]
+        weight = getattr(module, kind)
         is_same = weight.data_ptr() == tensor.data_ptr()
         assert is_same == (weight.dtype == tensor.dtype), name
     return len(SEAT.frozen.tensors)
@@ -312,7 +312,7 @@ def flip_bit(tensor: str, element: int, bit: int) -> None:
     """One bit of this worker's copy of a tensor of state, and of what its stage computes with."""
     assert SEAT.trainer is not None
     SEAT.trainer.state[tensor].view(-1).view(torch.int32)[element] ^= 1 << bit
-    SEAT.trainer._state_mended({tensor})
+    SEAT.trainer.rebuild_derived({tensor})
 
 
 def flip_frozen_bit(parameter: str, element: int, bit: int) -> None:

@@ -64,5 +64,5 @@ def test_a_plan_ruled_out_by_its_bound_is_judged_once_it_may_be_kept() -> None:
     plan = plan_with("autohet", asked).plan
     judge = Judge(lambda plan: 2.0, lambda plan: 1.5)
     improver = Improver(Moves(tables_of(asked), random.Random(0)), judge)
-    assert improver._score(plan, 1.0) == float("inf")
-    assert improver._score(plan, 3.0) == 2.0
+    assert improver.score(plan, 1.0) == float("inf")
+    assert improver.score(plan, 3.0) == 2.0

@@ -93,7 +93,7 @@ def test_bytes_over_slow_links_decide_the_seconds() -> None:
     nic = 1e8 * cost.parameters.efficiency_inter
     group = cost.dispatch.group_of(plan_of().stages[0], 1, recomputes=False)
     forward, backward = cost.dispatch.added_s(even, group)
-    load = cost.dispatch._received_shares(even, group)
+    load = cost.dispatch.received_shares(even, group)
     assert load == [pytest.approx(load[0])] * 4
     rows = load[0] * hidden / 4 * (2 + 8 / 4096)
     expected = (3 * rows - 3 / 4 * hidden) / (nic * cost.parameters.all_reduce_efficiency)

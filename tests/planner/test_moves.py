@@ -97,8 +97,8 @@ def test_the_last_of_unlike_pipelines_has_no_microbatches_that_its_memory_does_n
     row = {(tables.kind(r).resource, of.microbatch): r for r, of in enumerate(tables.rows)}
     assert (1, 3) not in row
     large, small = Shape((row[0, 4],), (10,)), Shape((row[1, 1],), (10,))
-    assert drafter._with_odd_one([large, small]) == [large, small]
-    assert drafter._with_odd_one([large, large]) == [large, Shape((row[0, 3],), (10,))]
+    assert drafter.with_odd_one([large, small]) == [large, small]
+    assert drafter.with_odd_one([large, large]) == [large, Shape((row[0, 3],), (10,))]
 
 
 def test_unlike_microbatches_share_few_sequences_so_that_none_is_left_to_whoever_has_small_ones() -> (  # noqa: E501

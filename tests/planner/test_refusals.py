@@ -11,7 +11,7 @@ import pytest
 from planner.cluster import GIB
 from planner.cost.layer_costs import MemoryChoices
 from planner.errors import InfeasibleError
-from planner.search.judge import _lack_of_memory
+from planner.search.judge import lack_of_memory
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 
@@ -42,11 +42,11 @@ def asked(*recompute: str) -> Any:
 
 
 def test_a_gpu_that_cannot_hold_the_logits_makes_no_negative_sum() -> None:
-    said = _lack_of_memory(asked("none"), tables((100.0, 90.0, 78.0), (100.0, 85.0, 78.0)))
+    said = lack_of_memory(asked("none"), tables((100.0, 90.0, 78.0), (100.0, 85.0, 78.0)))
     assert "a stage holds 85.0 GiB beside its layers" in said
     assert "a GPU has 78.0 GiB" in said
     assert "-" not in said.split("Add GPUs")[0]
-    said = _lack_of_memory(asked("none"), tables((400.0, 90.0, 78.0), (400.0, 39.0, 78.0)))
+    said = lack_of_memory(asked("none"), tables((400.0, 90.0, 78.0), (400.0, 39.0, 78.0)))
     assert "one copy needs 800.0 GiB" in said
     assert "488.0 GiB too little" in said
 
@@ -55,19 +55,19 @@ def test_a_gpu_that_cannot_hold_the_logits_makes_no_negative_sum() -> None:
 def test_recomputation_is_a_remedy_only_where_it_is_not_in_use(
     recompute: tuple[str, ...], told: bool
 ) -> None:
-    said = _lack_of_memory(asked(*recompute), tables((400.0, 1.0, 78.0)))
+    said = lack_of_memory(asked(*recompute), tables((400.0, 1.0, 78.0)))
     assert ("recomputation" in said) is told
 
 
 def test_borders_larger_than_the_model_make_no_negative_sum() -> None:
     """Wrong: an embedding that is less than nothing, since it has one border, not two."""
-    said = _lack_of_memory(asked("none"), tables((20.0, 70.0, 78.0), border=50.0))
+    said = lack_of_memory(asked("none"), tables((20.0, 70.0, 78.0), border=50.0))
     assert "one copy needs 195.0 GiB" in said
     assert "-" not in said.split("Add GPUs")[0]
 
 
 def test_selective_recomputation_leaves_full_as_a_remedy() -> None:
-    said = _lack_of_memory(asked("selective"), tables((400.0, 1.0, 78.0)))
+    said = lack_of_memory(asked("selective"), tables((400.0, 1.0, 78.0)))
     assert "full recomputation (training.recompute: full)" in said
 
 

@@ -109,5 +109,5 @@ def test_drafts_are_made_with_less_memory_where_one_near_the_best_was_refused(
     monkeypatch.setattr(
         autohet, "rank", lambda *_: ([best], [Rejected("", "", times * best.step_time_s)])
     )
-    autohet._ranked(asked, tables, [])
+    autohet.rank_drafts(asked, tables, [])
     assert len(asks) == (2 if again else 1)

@@ -200,11 +200,11 @@ def test_a_push_that_another_agent_is_in_the_middle_of_is_not_unfinished(
     again.close()
 
 
-def test_a_store_that_refuses_copies_says_what_it_has_taken(store: AgentStore) -> None:
-    assert (
-        AgentStore(store._directories["memory"], store._directories["disk"], "n0").refuse_copies()
-        is None
-    )
+def test_a_store_that_refuses_copies_says_what_it_has_taken(
+    store: AgentStore, tmp_path: Path
+) -> None:
+    empty = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+    assert empty.refuse_copies() is None
     push(store, "n7/0", 3)
     push(store, "n7/0", 2, generation=2)
     assert store.refuse_copies() == (2, 2)
@@ -306,7 +306,7 @@ def test_what_was_read_of_earlier_steps_is_forgotten(store: AgentStore, tmp_path
         writer.wait(20)
         store.file_of(source("n0/0", step), min(CASE.layout.shards_by_worker["n0/0"]))
     writer.close(20)
-    assert len(store._resolved) <= 3
+    assert len(store.resolved) <= 3
 
 
 def files_of(tmp_path: Path, worker: str) -> list[str]:

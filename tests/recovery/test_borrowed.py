@@ -56,7 +56,7 @@ def stream_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def on_device() -> BorrowedState:
     borrowed = BorrowedState({"a": torch.zeros(4)})
-    borrowed._event = FakeEvent()  # type: ignore[assignment]
+    borrowed.event = FakeEvent()  # type: ignore[assignment]
     return borrowed
 
 

@@ -105,7 +105,7 @@ def test_a_read_of_storage_that_says_nothing_is_cancelled(
     def read(cancelled: threading.Event) -> None:
         with DurableReads(storage, cancelled) as durable:
             if begun:
-                durable._manifest(STEP)
+                durable.manifest(STEP)
                 proxy.mode = mode
             list(durable(storage.uri, STEP, sorted(SHARDS)))
 
@@ -127,7 +127,7 @@ def test_the_end_waits_for_no_read_that_nobody_wants_any_more(
     """Another source has overtaken it: nobody cancels anything."""
     with ThreadPoolExecutor(1) as pool:
         with DurableReads(storage) as durable:
-            durable._manifest(STEP)
+            durable.manifest(STEP)
             proxy.mode = "silent"
             reading = pool.submit(lambda: list(durable(storage.uri, STEP, sorted(SHARDS))))
             until = time.monotonic() + 20

@@ -123,7 +123,10 @@ def test_any_layout_from_any_mixture_of_holders(
     results = run(plan, after, states, fleet)
     check(results, after)
     assert moved(results) == plan.bytes_by_tier
-    assert all(writes._room == device_writes.PINNED_BYTES and not writes._pinned for writes in made)
+    assert all(
+        writes.room_bytes == device_writes.PINNED_BYTES and not writes.pinned_by_shard
+        for writes in made
+    )
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "peer"])
@@ -153,7 +156,7 @@ def test_a_source_that_fails_is_replaced_by_the_next(
     plan = schedule(after.layout, after.node_by_worker, [*kept, S3], STEP, LINKS)
     fleet.faults[kind] = FaultyTier(None, fault, at=5)  # type: ignore[arg-type]
     check(run(plan, after, {}, fleet), after)
-    assert all(not writes._pinned for writes in made)
+    assert all(not writes.pinned_by_shard for writes in made)
 
 
 @pytest.mark.parametrize("room", [0, 1, NUM_BYTES, 3 * NUM_BYTES])
@@ -168,7 +171,7 @@ def test_no_more_is_pinned_than_may_be(
     def watched(writes: DeviceWrites, shard: ShardId, num_bytes: int) -> memoryview | None:
         nonlocal most
         found = memory_of(writes, shard, num_bytes)
-        most = max(most, sum(memory.nbytes for memory in list(writes._pinned.values())))
+        most = max(most, sum(memory.nbytes for memory in list(writes.pinned_by_shard.values())))
         return found
 
     monkeypatch.setattr(DeviceWrites, "memory_of", watched)
@@ -181,7 +184,7 @@ def test_no_more_is_pinned_than_may_be(
     assert most <= room
     assert (copies.num_bytes["pinned"] > 0) == (room >= NUM_BYTES)
     assert copies.num_bytes["pageable"] > 0 or room >= NUM_BYTES
-    assert made[0]._room == room
+    assert made[0].room_bytes == room
 
 
 def test_a_host_that_pins_nothing_restores_all_the_same(fleet: Fleet, posed: Posed) -> None:

@@ -226,7 +226,7 @@ def test_a_reader_that_is_left_behind_ends_when_the_reads_are_closed(committed: 
     )
     reader.start()
     assert slow.standing.wait(20)
-    threading.Thread(target=lambda: reads._over.wait(20) and slow.go_on.set(), daemon=True).start()
+    threading.Thread(target=lambda: reads.ended.wait(20) and slow.go_on.set(), daemon=True).start()
     reads.close()
     reader.join(10)
     assert not reader.is_alive()

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -227,7 +228,7 @@ def test_another_that_gives_up_while_it_is_looked_at_holds_nobody_up(storage: St
         (DriverLease(storage, 2.0), DriverLease(storage, 2.0)), key=lambda lease: lease.name
     )
     other.renew()
-    listed = mine._others
+    listed = mine.others
 
     def others() -> list[ObjectInfo]:
         found = [replace(info, modified_s=info.modified_s + 1) for info in listed()]
@@ -235,7 +236,7 @@ def test_another_that_gives_up_while_it_is_looked_at_holds_nobody_up(storage: St
         return found
 
     def pause(seconds: float) -> None:
-        mine._others = others  # type: ignore[method-assign]
+        mine.others = others  # type: ignore[method-assign]
 
     mine.take(pause)
     assert [info.name for info in storage.list("driver/")] == [mine.name]
@@ -337,7 +338,7 @@ def test_a_lease_is_as_old_as_it_was_when_it_was_seen(
 
     monkeypatch.setattr(storage, "now", standing)
     second.renew()
-    assert [info.name for info in second._others()] == [first.name]
+    assert [info.name for info in second.others()] == [first.name]
     assert Path(storage.uri, first.name).exists()
 
 
@@ -397,14 +398,20 @@ def test_without_the_newest_checkpoint_that_of_the_highest_known_generation_is_t
 
 
 @pytest.mark.parametrize("how", ["lost", "empty", "flipped"])
-def test_a_living_driver_puts_its_own_entries_again(storage: Storage, how: str) -> None:
-    journal = Journal(storage, "a")
+def test_a_living_driver_puts_its_own_entries_again(
+    storage: Storage, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, put = Journal(storage, "a"), storage.put
     journal.claim(entry(1))
+
+    def put_and_damage(*arguments: Any, **named: Any) -> None:
+        monkeypatch.setattr(storage, "put", put)
+        put(*arguments, **named)
+        damage_entry(storage, 2, how)
+
+    monkeypatch.setattr(storage, "put", put_and_damage)
     journal.claim(entry(2, parent=1, first_step=4))
-    damage_entry(storage, 2, how)
-    fresh = Journal(storage, "a")
-    fresh._mine, fresh._put_before = dict(journal._mine), {1, 2}
-    assert fresh.check().unknown == frozenset()
+    assert journal.check().unknown == frozenset()
     assert read_ancestry(storage).entries[2].first_step == 4
 
 

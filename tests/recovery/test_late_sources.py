@@ -354,14 +354,14 @@ def test_a_cancelled_restore_leaves_no_hedge_behind(
 ) -> None:
     """The restore is given up while a hedge waits until the late read writes nothing any more."""
     monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.1)
-    stuck.at, cancelled, overtaken = 0, threading.Event(), Reads._overtaken
+    stuck.at, cancelled, overtaken = 0, threading.Event(), Reads.overtake
 
     def giving_up(reads: Reads, late: Any, by: Source) -> None:
         cancelled.set()
         stuck.wake.set()
         overtaken(reads, late, by)
 
-    monkeypatch.setattr(Reads, "_overtaken", giving_up)
+    monkeypatch.setattr(Reads, "overtake", giving_up)
     with pytest.raises(Cancelled):
         restore_with(fleet, plan_from(fleet, "peer", "s3"), {"peer": stuck}, cancelled=cancelled)
     assert cancelled.is_set()

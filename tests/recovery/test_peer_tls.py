@@ -149,7 +149,7 @@ def test_a_server_hangs_up_on_who_waits_and_on_all_at_its_close(
                 list(clients[number % 2].read(held.source, sorted(held.shards), held.checksums))
             ) == len(held.shards)
             until = time.monotonic() + 20
-            while set(server._server._idle) != set(server._server._open):
+            while set(server.listener.idle) != set(server.listener.open):
                 assert time.monotonic() < until
                 time.sleep(0.005)
         assert len(greetings) == 4
@@ -191,7 +191,7 @@ def test_a_server_closes_while_somebody_is_to_show_the_token(knock: Knock) -> No
 def test_a_server_closes_while_somebody_is_to_shake_hands(knock: Knock) -> None:
     until = time.monotonic() + 20
     while not any(
-        isinstance(each, ssl.SSLSocket) for each in list(knock.server._server._strangers.values())
+        isinstance(each, ssl.SSLSocket) for each in list(knock.server.listener.strangers.values())
     ):
         assert time.monotonic() < until
         time.sleep(0.005)

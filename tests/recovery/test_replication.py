@@ -204,7 +204,7 @@ def test_rounds_share_a_connection_that_the_replicator_closes(
             assert replicate(nodes, writer, step).error is None
         writer.close(20)
         replicator.close()
-        until(lambda: not nodes[1].server._server._open)
+        until(lambda: not nodes[1].server.listener.open)
     assert len(greetings) == 1
 
 
@@ -303,7 +303,7 @@ def test_a_push_under_way_ends_with_its_replicator(tmp_path: Path) -> None:
         writer.start(1, state_of(CASE.layout, WORKER, 1))
         until(lambda: nodes[1].memory.is_dir() and any(nodes[1].memory.iterdir()))
         replicator.close(20)
-        assert not replicator._thread.is_alive()
+        assert not replicator.thread.is_alive()
         assert read_pushed(nodes[0].memory, WORKER) is None
         writer.close(20)
 
@@ -312,7 +312,7 @@ def test_an_answer_that_cannot_be_written_is_written_later(
     nodes: list[Node], writer: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host memory is full for a moment: nobody asks for a step twice."""
-    write, failed = replication._write, list[str]()
+    write, failed = replication.write_document, list[str]()
 
     def full(directory: Path, worker: str, kind: str, document: msgspec.Struct) -> None:
         if kind == "pushed" and len(failed) < 3:
@@ -321,7 +321,7 @@ def test_an_answer_that_cannot_be_written_is_written_later(
         write(directory, worker, kind, document)
 
     ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
-    monkeypatch.setattr(replication, "_write", full)
+    monkeypatch.setattr(replication, "write_document", full)
     assert replicate(nodes, writer, 1).error is None
     assert len(failed) == 3
 

@@ -345,7 +345,7 @@ def test_strangers_take_no_places_from_peers(
                 with ShardClient("127.0.0.1", server.port, TOKEN, 20) as client:
                     ((_, data),) = client.read(HERE, SHARDS[:1], SUMS)
                     assert bytes(data) == content(SHARDS[0])
-            assert len(server._server._strangers) <= 20
+            assert len(server.listener.strangers) <= 20
         finally:
             over.set()
             for thread in threads:
@@ -486,7 +486,7 @@ def test_a_request_under_way_is_not_ended_for_a_new_connection(store: AgentStore
 def wait_until_idle(server: ShardServer) -> None:
     """Until every connection waits for its next request, as far as its server knows."""
     until = time.monotonic() + 20
-    while set(server._server._idle) != set(server._server._open):
+    while set(server.listener.idle) != set(server.listener.open):
         assert time.monotonic() < until
         time.sleep(0.005)
 

@@ -440,7 +440,7 @@ def test_closing_does_not_wait_for_files_that_are_still_being_made(
     assert begun.wait(20)
     closing = threading.Thread(target=writer.close, args=(20,))
     closing.start()
-    while not writer._closed:
+    while not writer.closed:
         time.sleep(0.001)
     go_on.set()
     closing.join(20)
@@ -457,7 +457,7 @@ def test_what_was_started_is_finished_although_its_files_are_not_made_yet(
     assert begun.wait(20)
     writer.close(0.0)
     go_on.set()
-    writer._thread.join(20)
+    writer.thread.join(20)
     assert any(holds(path, 1) for path in tmp_path.iterdir())
 
 
@@ -547,13 +547,13 @@ def test_a_lease_that_ends_as_its_writer_closes_leaves_nothing_to_close_twice(
     """An upload ends when the writer's thread has just ended and `close` has not gone on."""
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
     writer.start(1, state_of(CASE.layout, WORKER, 1))
-    lease, join = writer.lease(1), writer._thread.join
+    lease, join = writer.lease(1), writer.thread.join
 
     def joined(timeout_s: float | None = None) -> None:
         join(timeout_s)
         lease.release()
 
-    writer._thread.join = joined  # type: ignore[method-assign]
+    writer.thread.join = joined  # type: ignore[method-assign]
     writer.close(20)
     assert all(buffer.file.buffer.closed for buffer in writer.files.buffers)
     assert any(holds(path, 1) for path in tmp_path.iterdir())
@@ -579,7 +579,7 @@ def test_a_file_is_closed_by_its_thread_when_that_copies_no_more(
     writer.close(0.0)
     assert not any(buffer.file.buffer.closed for buffer in writer.files.buffers)
     go_on.set()
-    writer._thread.join(20)
+    writer.thread.join(20)
     assert all(buffer.file.buffer.closed for buffer in writer.files.buffers)
     assert any(holds(path, 1) for path in tmp_path.iterdir())
 

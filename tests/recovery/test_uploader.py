@@ -95,14 +95,14 @@ def test_uploader_is_bounded_reports_failure_and_works_again(directory: Storage)
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Copies of an upload are held up until it is set."""
-    found, copy = threading.Event(), checkpoint_upload._host_copy
+    found, copy = threading.Event(), checkpoint_upload.host_copy
 
     def held(view: torch.Tensor) -> torch.Tensor:
         assert threading.current_thread().name == "checkpoint-upload"
         assert found.wait(30)
         return copy(view)
 
-    monkeypatch.setattr(checkpoint_upload, "_host_copy", held)
+    monkeypatch.setattr(checkpoint_upload, "host_copy", held)
     yield found
     found.set()
 
@@ -252,7 +252,7 @@ def test_an_upload_that_is_given_up_is_tried_no_more(directory: Storage) -> None
         uploader.abandon()
         with pytest.raises(StorageFull):
             uploader.wait(30)
-        faulty._faults.clear()
+        faulty.faults.clear()
         uploader.submit(6, "a/0", state, layout, ids)
         assert uploader.wait(30).step == 6
 

@@ -69,9 +69,9 @@ NEAR = 0.03
 """
 IN_FLIGHT_BYTES, ON_HOST = (
     exchange.IN_FLIGHT_BYTES,
-    live_module._on_host,
+    live_module.shard_on_host,
 )  # before the fixture changes them
-_in_proportion = transition._in_proportion
+in_proportion = transition.in_proportion
 
 
 def predicted(
@@ -216,7 +216,7 @@ class CountedHost:
             return found
 
         monkeypatch.setattr(Live, "move_to_host", moving)
-        monkeypatch.setattr(live_module, "_on_host", counted)
+        monkeypatch.setattr(live_module, "shard_on_host", counted)
 
     def _note(self, node: str) -> None:
         with self._lock:

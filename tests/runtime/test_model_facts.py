@@ -41,20 +41,20 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    fact_store._remembered.clear()
+    fact_store.remembered.clear()
 
 
 @pytest.fixture
 def derivations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the specs that are derived."""
     found: list[str] = []
-    derive = model_facts._derive_spec
+    derive = model_facts.derive_spec
 
     def count(of: Job) -> Any:
         found.append(of.name)
         return derive(of)
 
-    monkeypatch.setattr(model_facts, "_derive_spec", count)
+    monkeypatch.setattr(model_facts, "derive_spec", count)
     return found
 
 
@@ -136,10 +136,10 @@ def test_another_release_or_another_program_derives_anew(
     store: Path, derivations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_facts.planned_spec(job())
-    versions = fact_store._versions()
+    versions = fact_store.versions()
     for changed in ("torch", "transformers", "code"):
         others = {**versions, changed: "other"}
-        monkeypatch.setattr(fact_store, "_versions", partial(dict, others))
+        monkeypatch.setattr(fact_store, "versions", partial(dict, others))
         model_facts.planned_spec(job())
     assert len(derivations) == 4
 

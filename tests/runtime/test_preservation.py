@@ -96,7 +96,7 @@ def until(condition):
 def keep(preservation, step):
     """One step's snapshot, waited for."""
     preservation.keep(step, {SPEC.name: torch.full((64,), float(step))}, durable=False)
-    until(lambda: preservation.snapshot_step(preservation._order.generation) == step)
+    until(lambda: preservation.snapshot_step(preservation.order.generation) == step)
 
 
 def round_of(preservation, step):
@@ -151,7 +151,7 @@ def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, pe
     assert not updating.is_alive()
     assert preservation.take_receipts() == []
     stored.set()
-    until(lambda: not preservation._uploads.busy)
+    until(lambda: not preservation.uploads.busy)
     ((_, step, receipt),) = preservation.take_receipts()
     assert (step, receipt.shards) == (1, frozenset(SPEC.shards))
 
@@ -240,7 +240,7 @@ def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(
     until(lambda: preservation.status() == PreservationStatus(failed=True))
     preservation.record_vote(pending=False, failed=True)
     keep(preservation, 2)
-    assert preservation._replication.rounds.open == 2
+    assert preservation.replication.rounds.open == 2
 
 
 def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_its_own(
@@ -268,7 +268,7 @@ def test_a_run_that_goes_back_forgets_the_rounds_it_has_left(preservation, agent
     for step in (1, 2, 3, 4):
         round_of(preservation, step)
     preservation.begin(order(peer[0], 2, start_step=2))
-    assert preservation._replication.complete is None
+    assert preservation.replication.complete is None
     assert {step for generation, step in steps(agent) if generation == 1} <= {1, 2}
 
 
@@ -380,5 +380,5 @@ def test_a_durable_step_reads_the_state_once(preservation, peer, monkeypatch):
 
 
 def stores(preservation):
-    place = preservation._place
+    place = preservation.place
     return AgentStore(place.memory_directory, place.disk_directory, place.node)

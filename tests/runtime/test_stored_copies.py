@@ -136,7 +136,7 @@ def test_events_of_a_run_whose_driver_was_started_again_are_of_all_its_drivers(
     log.close()
     lines = events.read_text().splitlines(keepends=True)
     for before, kept in ((None, []), (0, []), (1, lines[2:])):
-        monkeypatch.setattr(supervise, "_restarts", before)
+        monkeypatch.setattr(supervise, "restart_count", before)
         start = RunCopies(toy_job(tmp_path), events)._start
         assert events.read_bytes()[start:].decode() == "".join(kept)
 

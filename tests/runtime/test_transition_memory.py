@@ -210,7 +210,7 @@ def fleet_of(folder: Path, workers: Sequence[str]) -> Iterator[Fleet]:
 
 
 @pytest.fixture(autouse=True)
-def _in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, size in (
         (exchange, "IN_FLIGHT_BYTES", IN_FLIGHT),
         (restore, "IN_FLIGHT_BYTES", IN_FLIGHT),
@@ -220,13 +220,13 @@ def _in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         schedule_module, "make_messages", partial(make_messages, message_bytes=MESSAGE)
     )
-    to_host = live_module._on_host
+    to_host = live_module.shard_on_host
 
     def on_host(view: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
         with _disable_current_modes():  # the host's memory is not the device's
             return to_host(view, copy)
 
-    monkeypatch.setattr(live_module, "_on_host", on_host)
+    monkeypatch.setattr(live_module, "shard_on_host", on_host)
 
 
 def move(before: Plan, after: Plan, folder: Path) -> None:

@@ -173,7 +173,7 @@ def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, sto
     reason for one of its own.
     """
     worker._report = replace(worker._report, phase=Phase.TRAINING)
-    worker._preservation._transfers.add(StateTransfer("s3", "a/0", 1, 5, 700, 2.0))
+    worker.preservation.transfers.add(StateTransfer("s3", "a/0", 1, 5, 700, 2.0))
     assert worker.report().transfers == ()
     worker.records.add_step(StepRecord(6, 1.0, 1.0, 64, 1.0, 1, 10.0))
     assert [transfer.num_bytes for transfer in worker.report().transfers] == [700]
@@ -388,7 +388,7 @@ def test_what_an_older_generation_kept_is_not_told_as_the_new_ones(worker, job, 
 
 def test_a_disk_that_hangs_holds_up_no_generation(worker, job, store, monkeypatch):
     """Neither the files that are to be made there, nor a spill that is under way."""
-    create, hangs, hung = snapshot_file._create, threading.Event(), list[Path]()
+    create, hangs, hung = snapshot_file.create_file, threading.Event(), list[Path]()
 
     def slow(path, *arguments):
         if "disk" in path.parts:
@@ -396,7 +396,7 @@ def test_a_disk_that_hangs_holds_up_no_generation(worker, job, store, monkeypatc
             assert hangs.wait(60)
         return create(path, *arguments)
 
-    monkeypatch.setattr(snapshot_file, "_create", slow)
+    monkeypatch.setattr(snapshot_file, "create_file", slow)
     try:
         for generation in (1, 2):
             worker.begin(order(job, store, generation, 0))

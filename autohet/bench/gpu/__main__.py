@@ -88,10 +88,10 @@ def run_parts(
         if left_s < LEAST_S:
             result = {"outcome": "not run", "reason": f"the budget of {budget_s:.0f} s is spent"}
         else:
-            result = _in_process(name, machine, min(PARTS[name].deadline_s, left_s))
+            result = run_in_process(name, machine, min(PARTS[name].deadline_s, left_s))
         results[name] = result
         print(json.dumps({name: result}), flush=True)
-        _record(machine, results, directory)
+        record_results(machine, results, directory)
     return results
 
 
@@ -108,7 +108,7 @@ def run_part(name: str, machine: Machine) -> dict[str, Any]:
         return {"outcome": "failed", "reason": str(failure), "figures": failure.figures}
 
 
-def _in_process(name: str, machine: Machine, limit_s: float) -> dict[str, Any]:
+def run_in_process(name: str, machine: Machine, limit_s: float) -> dict[str, Any]:
     """Run a part in a session of its own, so that whatever it has started ends with it."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -141,7 +141,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _record(machine: Machine, results: dict[str, Any], directory: Path) -> None:
+def record_results(machine: Machine, results: dict[str, Any], directory: Path) -> None:
     """Write what was measured on a GPU; a CPU that poses as one leaves no record.
 
     Results of parts that this run did not try stay in the file, each with its own commit.
@@ -155,7 +155,7 @@ def _record(machine: Machine, results: dict[str, Any], directory: Path) -> None:
     document["hardware"] = machine.describe()
     for name, result in results.items():
         if result["outcome"] != "not run":
-            document["parts"][name] = result | {"commit": _commit()}
+            document["parts"][name] = result | {"commit": current_commit()}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -165,7 +165,7 @@ def record_name(gpu: str) -> str:
     return f"gpu-{name}.json"
 
 
-def _commit() -> str:
+def current_commit() -> str:
     """Commit of this tree: AUTOHET_COMMIT where there is no repository, else git's."""
     given = os.environ.get("AUTOHET_COMMIT")
     if given:

@@ -53,11 +53,12 @@ def run(machine: Machine) -> dict[str, Any]:
         "shared_gpu": machine.device_type == "cuda" and machine.count == 1,
     }
     for drill in DRILLS:
-        found[drill] = _drill(drill, size, machine)
+        found[drill] = run_drill(drill, size, machine)
     return found
 
 
-def _drill(drill: str, size: int, machine: Machine) -> Any:
+def run_drill(drill: str, size: int, machine: Machine) -> Any:
+    """Run one drill in `size` processes and return what it found."""
     context = multiprocessing.get_context("spawn")
     store = TCPStore(
         "127.0.0.1",

@@ -374,7 +374,7 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
     """
     on_gpu = machine.device_type == "cuda"
     rows = random_rows(job, machine.device)
-    context = _context_bytes() if on_gpu else 0
+    context = context_bytes() if on_gpu else 0
     trainer = our_trainer(job, machine.device)
     trainer.train_step(rows)
     seconds = [timed_step(machine, trainer, rows)[1] for _ in range(MEASURED_STEPS)]
@@ -397,7 +397,7 @@ def timed_step(machine: Machine, trainer: StageTrainer, rows: Rows) -> tuple[Ste
     return result, time.perf_counter() - began
 
 
-def _context_bytes() -> int:
+def context_bytes() -> int:
     """Return the bytes of device memory in use outside this process's allocator.
 
     The cache that the earlier profile has left is released first; peaks count from here.

@@ -105,14 +105,15 @@ class Durable:
         *,
         lease_s: float = LEASE_S,
     ) -> None:
-        self._storage = storage
+        self.storage = storage
         self._facts = facts
         self._scalars = dict(facts.scalars)
         self._model_files = facts.model_files
         self._cleaner = CheckpointCleaner(storage, facts.job, retention)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
+        self.work_pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
+        """One thread for commits, reads and cleaning, in the order of submission."""
         # A claim has its own thread, since it must not wait for a checkpoint.
-        self._claims = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self.claim_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self.lease = DriverLease(storage, lease_s)
         self._journal = Journal(storage, self.lease.driver)
         self._journal_lock = threading.Lock()
@@ -161,7 +162,7 @@ class Durable:
 
         The answer shows in `state`.
         """
-        self._claims.submit(self._claim, entry)
+        self.claim_pool.submit(self._claim, entry)
 
     def _claim(self, entry: Descent) -> None:
         superseded = None
@@ -202,7 +203,7 @@ class Durable:
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
-            self._pool.submit(self._cleaner.remove_unfinished)
+            self.work_pool.submit(self._cleaner.remove_unfinished)
         return self.state()
 
     def _newest_intact(self) -> NewestCheckpoint:
@@ -210,11 +211,11 @@ class Durable:
 
         Damage that is new shows in `state`.
         """
-        newest = find_newest(self._storage, but=self._rejected, whole=True)
+        newest = find_newest(self.storage, but=self._rejected, whole=True)
         if self._rejected and newest.info is None:
             damaged = (*newest.damaged, *self._rejected.values())
             newest = replace(newest, damaged=damaged)
-        require_some_intact(newest, self._storage)
+        require_some_intact(newest, self.storage)
         with self._lock:
             known = self._state.damaged
             errors = [str(error) for error in newest.damaged]
@@ -238,7 +239,7 @@ class Durable:
         )
         try:
             for shard in wanted:
-                for _ in read_shards(self._storage, manifest, [shard]):
+                for _ in read_shards(self.storage, manifest, [shard]):
                     pass
         except CheckpointCorrupt as error:
             # This raises if another file system lies in the storage's place: then nothing is
@@ -258,7 +259,7 @@ class Durable:
         """
         with self._lock:
             self._reads_under_way += 1
-        self._pool.submit(self._guard, lambda: self._refresh(suspects), None)
+        self.work_pool.submit(self._guard, lambda: self._refresh(suspects), None)
 
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
         """Write the manifest of `step`; the result shows in `state`.
@@ -270,7 +271,7 @@ class Durable:
             self._retry = None
         wanted = _Commit(step=step, generation=generation, layout=layout, receipts=tuple(receipts))
         work = partial(self._commit, wanted)
-        self._pool.submit(self._guard, work, wanted)
+        self.work_pool.submit(self._guard, work, wanted)
 
     def _retry_when_due(self) -> None:
         with self._lock:
@@ -280,7 +281,7 @@ class Durable:
             due = self._retry
             self._retry = None
         if due is not None:
-            self._pool.submit(self._guard, partial(self._commit, due), due)
+            self.work_pool.submit(self._guard, partial(self._commit, due), due)
 
     def _refresh(self, suspects: Collection[Suspect]) -> None:
         try:
@@ -294,7 +295,7 @@ class Durable:
         step = wanted.step
         generation = wanted.generation
         if self._model_files is not None:
-            self._scalars |= self._model_files.store(self._storage)
+            self._scalars |= self._model_files.store(self.storage)
             self._model_files = None
 
         self._check_journal()
@@ -315,7 +316,7 @@ class Durable:
             generation=generation,
         )
         manifest = commit_checkpoint(
-            self._storage, step, wanted.layout, wanted.receipts, facts, ancestry=ancestry
+            self.storage, step, wanted.layout, wanted.receipts, facts, ancestry=ancestry
         )
         self._adopt(manifest)
 
@@ -328,7 +329,7 @@ class Durable:
 
     def _adopt(self, manifest: Manifest) -> None:
         with self._lock:
-            uri = checkpoint_uri(self._storage, manifest.step)
+            uri = checkpoint_uri(self.storage, manifest.step)
             self._state = self._state.followed_by(manifest.step, uri, manifest)
 
     def _guard(self, work: Callable[[], None], attempt: _Commit | None) -> None:
@@ -377,11 +378,11 @@ class Durable:
             if self._closed:
                 return
             self._closed = True
-        for pool in (self._claims, self._pool):
+        for pool in (self.claim_pool, self.work_pool):
             pool.shutdown(wait=not at_once, cancel_futures=at_once)
         if self._keeper is not None:
             # The lease is released last: from then on another driver may begin.
             self._keeper.close()
             self._journal.unmark()
             self.lease.release()
-        self._storage.close()
+        self.storage.close()

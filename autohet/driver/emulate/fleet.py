@@ -59,7 +59,7 @@ class EmulatedFleet:
     directories: Callable[[str], tuple[str, ...]] = lambda name: ()
     nodes: dict[str, EmulatedNode] = field(default_factory=dict)
     head_arguments: Mapping[str, Any] = field(default_factory=dict)
-    _cluster: LocalCluster | None = None
+    cluster: LocalCluster | None = None
     _counts: dict[str, int] = field(default_factory=dict)
 
     def start(self, counts: Mapping[str, int] | None = None) -> str:
@@ -75,15 +75,15 @@ class EmulatedFleet:
             **self.head_arguments,
         }
         with _environment(HEALTH_CHECKS), _groups_of_their_own():
-            self._cluster = LocalCluster(initialize_head=True, head_node_args=head_arguments)
+            self.cluster = LocalCluster(initialize_head=True, head_node_args=head_arguments)
 
         if counts is None:
             counts = first_nodes(self.document)
         for name, count in counts.items():
             for _ in range(count):
                 self.add(name, wait=False)
-        self._cluster.wait_for_nodes(timeout=60)
-        return str(self._cluster.address)
+        self.cluster.wait_for_nodes(timeout=60)
+        return str(self.cluster.address)
 
     def add(
         self,
@@ -97,7 +97,7 @@ class EmulatedFleet:
 
         Its processes see `environment` in addition to this process's own.
         """
-        assert self._cluster is not None
+        assert self.cluster is not None
         entry = self.document["available_node_types"].get(node_type)
         if entry is None:
             raise ConfigError(
@@ -118,7 +118,7 @@ class EmulatedFleet:
 
         variables = {**(environment or {}), NODE_TYPE_NAME_ENV: node_type}
         with _environment(variables), _groups_of_their_own():
-            ray_node = self._cluster.add_node(
+            ray_node = self.cluster.add_node(
                 wait=wait,
                 num_cpus=resources.get("CPU", 1),
                 num_gpus=resources.get("GPU", 1),
@@ -130,9 +130,9 @@ class EmulatedFleet:
 
     def kill(self, name: str) -> None:
         """Kill the machine at once, with its host memory and its disk."""
-        assert self._cluster is not None
+        assert self.cluster is not None
         node = self.nodes.pop(name)
-        self._cluster.remove_node(node.ray_node, allow_graceful=False)
+        self.cluster.remove_node(node.ray_node, allow_graceful=False)
         self._erase(name)
 
     def _erase(self, name: str) -> None:
@@ -167,9 +167,9 @@ class EmulatedFleet:
     def close(self) -> None:
         if ray.is_initialized():
             ray.shutdown()
-        if self._cluster is not None:
-            self._cluster.shutdown()
-            self._cluster = None
+        if self.cluster is not None:
+            self.cluster.shutdown()
+            self.cluster = None
         for name in self.nodes:
             self._erase(name)
         self.nodes.clear()

@@ -38,16 +38,16 @@ class _BackgroundAnswer(Generic[Q, T]):
     def __init__(self, work: Callable[[Planning, Q], T], planning: Planning, question: Q) -> None:
         self._call = partial(work, planning)
         self._question = question
-        self._errand = run_in_background(self._call, question)
+        self.background_call = run_in_background(self._call, question)
 
     def result(self) -> T | None:
-        if not self._errand.ended:
+        if not self.background_call.ended:
             return None
         # The errand has no answer where the other process failed; here the error is raised.
-        return self._errand() or self._call(self._question)
+        return self.background_call() or self._call(self._question)
 
     def drop(self) -> None:
-        self._errand.drop()
+        self.background_call.drop()
 
 
 class _BackgroundSearch:
@@ -60,16 +60,16 @@ class _BackgroundSearch:
         self._cost = planning.make_cost(fleet)
         request = planning.request(fleet, self._cost)
         question = planning.question(current, request, thorough=True)
-        self._errand = run_in_background(replanned, question)
+        self.background_call = run_in_background(replanned, question)
 
     def result(self) -> PlanProposal | None:
-        if not self._errand.ended:
+        if not self.background_call.ended:
             return None
-        decision = self._errand()
+        decision = self.background_call()
         if decision is not None:
             return self._planning.concluded(decision, self._cost)
         # This search also says why there is no plan.
         return self._planning.propose(self._fleet, self._current, thorough=True)
 
     def drop(self) -> None:
-        self._errand.drop()
+        self.background_call.drop()

@@ -41,7 +41,8 @@ class Buyer:
         self._refusals = Refusals()
         self._idle = IdleNodes(self._idle_s)
         self._refused: frozenset[str] = frozenset()
-        self._priced = False
+        self.knows_prices = False
+        """True once spot prices have been seen: a search for them comes only once."""
         self.released: set[str] = set()
         """Living nodes that were given back."""
         self._base = dict(market.counts)
@@ -97,8 +98,8 @@ class Buyer:
             failed = seen.launches.failed
             self._refused = self._refusals.look(failed, alive, seen.now)
         new = self._refused - before
-        prices_are_new = bool(seen.prices) and not self._priced
-        self._priced |= prices_are_new
+        prices_are_new = bool(seen.prices) and not self.knows_prices
+        self.knows_prices |= prices_are_new
 
         if self._refused != before:
             words = refusal_words(self._refused, seen.launches)

@@ -101,7 +101,7 @@ class OrderBuilder:
         self._replication = ReplicationPlanner(job.checkpoint, self.zones)
         self.ancestry = Ancestry()
         self._bad: frozenset[BadCopy] = frozenset()
-        self._slow: dict[str, float] = {}
+        self.slow: dict[str, float] = {}
         self._joined: dict[str, float] = {}
         """Join time of each node that the last orders knew.
 
@@ -391,7 +391,7 @@ class OrderBuilder:
         step = require_restorable_step(layout.shards, holdings)
 
         node_by_worker = seen.nodes_of(layout.workers)
-        links = links_of(seen, self._slow)
+        links = links_of(seen, self.slow)
         transfers = schedule(layout, node_by_worker, holdings, step, links)
         # A leaver's network is for what no other node has, if the time may not suffice for all.
         if transfers.makespan_s > URGENT * _time_left(seen):
@@ -411,14 +411,14 @@ class OrderBuilder:
             for record in (report.broken, report.restore):
                 if record is not None:
                     bad.update(name_as_held(record.bad, report.generation, seen))
-                    self._slow.update(record.slow)
+                    self.slow.update(record.slow)
 
         same = set()
         for name, view in seen.nodes.items():
             if self._joined.get(name) == view.joined_at:
                 same.add(name)
-        for name in self._slow.keys() - same:
-            del self._slow[name]
+        for name in self.slow.keys() - same:
+            del self.slow[name]
 
         kept = set()
         oldest = seen.checkpoint.step or 0

@@ -98,12 +98,12 @@ class AgentActor:
         self._store.remove_unfinished()
 
         self._server = ShardServer(self._store, place.token, host=place.host)
-        self._replicator = Replicator(self._store, memory_directory, place.token)
+        self.replicator = Replicator(self._store, memory_directory, place.token)
         self._endpoint = AgentEndpoint(node, place.host, self._server.port, place.token)
         poll_s = job.elastic.metadata_poll_s
         self._metadata = MetadataWatch(poll_s) if "aws" in notice_sources else None
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
-        self._data = Preparation(job)
+        self.data = Preparation(job)
         self._told_at = 0.0
         # Last: it reports at once, from a thread of its own.
         self._reports: ReportSender | None = None
@@ -136,7 +136,7 @@ class AgentActor:
             signs += self._gpus.signs()
         problems = self._store.problems
         return AgentReport(
-            self._node, self._endpoint, facts, tuple(signs), problems, self._data.state
+            self._node, self._endpoint, facts, tuple(signs), problems, self.data.state
         )
 
     @ray.method(concurrency_group="witness")
@@ -182,14 +182,14 @@ class AgentActor:
         more, or a moment later, so that no caller waits for ever (a peer that is cut off keeps a
         push until its deadline).
         """
-        self._replicator.close(1.0)
+        self.replicator.close(1.0)
         self._server.close(1.0)
         if forget_snapshots:
             self._forget_snapshots()
         for watch in (self._metadata, self._gpus):
             if watch is not None:
                 watch.close()
-        self._data.close()
+        self.data.close()
         self._store.close()
         if self._reports is not None:
             self._reports.close()

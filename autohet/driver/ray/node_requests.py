@@ -217,7 +217,7 @@ def _launched_v2(
         disable_launch_config_check=True,
         node_type_configs=configs,
         max_num_nodes=limit + 1,
-        cluster_resource_constraints=_constraints(request),
+        cluster_resource_constraints=resource_constraints(request),
         current_instances=instances,
     )
     reply = ResourceDemandScheduler().schedule(scheduling_request)
@@ -227,7 +227,7 @@ def _launched_v2(
     return dict(found)
 
 
-def _constraints(request: NodeRequest) -> list[Any]:
+def resource_constraints(request: NodeRequest) -> list[Any]:
     """Build the resource constraints that Ray's SDK and GCS would build for this request.
 
     Ray's own code for it is in `ray.autoscaler.v2.sdk.request_cluster_resources` and in the GCS.

@@ -169,7 +169,7 @@ class RayObserver:
             self._read_nodes(now)
         if self.agent_reports.fresh():
             self._judge_data(now)
-        self._find_losses(now)
+        self.find_losses(now)
 
         silent = self._freezes.silent_nodes
         inventories = self.inventories.take(now, silent, fresh=self.durable.fresh())
@@ -294,9 +294,9 @@ class RayObserver:
                 del self._names[node_id]
             refused_at, _ = self._refused.get(node_id, (-math.inf, ""))
             if node_id not in self._names and now - refused_at >= REFUSED_S:
-                self._track(node, now)
+                self.track(node, now)
 
-    def _track(self, node: RayNode, now: float) -> None:
+    def track(self, node: RayNode, now: float) -> None:
         """Give a new node its name, or refuse it for `REFUSED_S` with a warning.
 
         A node is refused if its facts are missing, or its GPUs cannot compute the job's precision.
@@ -352,7 +352,7 @@ class RayObserver:
             if worker in self.workers:
                 self._lose(worker, reason, now)
 
-    def _find_losses(self, now: float) -> None:
+    def find_losses(self, now: float) -> None:
         """Find workers and agents that have died, fell silent, froze, or never came up."""
         for worker, loss in self.losses.items():
             if loss.for_good and not self._failed_starts.is_excluded(worker, now):

@@ -20,13 +20,13 @@ class Rendezvous:
     """
 
     def __init__(self, host: str) -> None:
-        self._key = secrets.token_bytes(32)
-        self._server = StoreServer(host, self._key)
+        self.key = secrets.token_bytes(32)
+        self._server = StoreServer(host, self.key)
         self.address = (host, self._server.port)
 
     def with_secret(self, order: GenerationOrder) -> GenerationOrder:
         """Return the order with its worker's secret, which is in no observation and no record."""
-        return replace(order, store_secret=generation_secret(self._key, order.generation))
+        return replace(order, store_secret=generation_secret(self.key, order.generation))
 
     def close(self) -> None:
         self._server.close()

@@ -45,9 +45,10 @@ class RayWorkers:
                     continue
                 # An idle worker that died, or one that never came up: try again.
                 self.dismiss([worker])
-            self._start(worker, tracked)
+            self.start_worker(worker, tracked)
 
-    def _start(self, worker: str, tracked: TrackedNode) -> None:
+    def start_worker(self, worker: str, tracked: TrackedNode) -> None:
+        """Start a worker's actor on its node, and forget an earlier loss of it."""
         observer = self._observer
         observer.losses.pop(worker, None)
         node = tracked.view.node

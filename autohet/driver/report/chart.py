@@ -68,12 +68,12 @@ def chart(
     span_x = (high_x - low_x) or 1.0
     low_y = 0.0 if from_zero else min(y for _, y in points)
     high_y = max(y for _, y in points)
-    rows = _around(low_y, high_y)
+    rows = round_values(low_y, high_y)
     span_y = rows[-1] - rows[0]
     scale = _Scale(low_x=low_x, span_x=span_x, low_y=rows[0], span_y=span_y)
     # The y axis grows to round values; the x axis ends where the data do.
     end_x = low_x + span_x
-    columns = [x for x in _around(low_x, end_x) if low_x <= x <= end_x]
+    columns = [x for x in round_values(low_x, end_x) if low_x <= x <= end_x]
 
     parts = _axis(scale, columns, rows, x_unit)
     for x, word in marks:
@@ -114,7 +114,7 @@ def _polyline(scale: _Scale, points: Points, color: str) -> str:
     return f"<polyline points='{' '.join(placed)}' fill=none stroke='{color}' stroke-width=1.8 />"
 
 
-def _around(low: float, high: float) -> list[float]:
+def round_values(low: float, high: float) -> list[float]:
     """Return four to ten round values from at most `low` to more than `high`.
 
     Their distance is 1, 2 or 5 times a power of ten.

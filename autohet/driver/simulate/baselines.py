@@ -122,8 +122,8 @@ class RestartingTrainer:
         if better is None or better.nodes == self._setup.nodes:
             return None
         move_s = self._setup.snapshot_s + self._setup.upload_s + self._restart_s(better)
-        _, step_s = self._every(self._setup)
-        _, better_step_s = self._every(better)
+        _, step_s = self.checkpoint_interval(self._setup)
+        _, better_step_s = self.checkpoint_interval(better)
         steps_if_moved = (self.habits.horizon_s - move_s) / better_step_s
         # A gain below 1% is no reason to restart.
         if steps_if_moved > 1.01 * self.habits.horizon_s / step_s:
@@ -141,7 +141,7 @@ class RestartingTrainer:
     # what it does
     # ------------------------------------------------------------------------------
 
-    def _every(self, setup: Setup) -> tuple[int, float]:
+    def checkpoint_interval(self, setup: Setup) -> tuple[int, float]:
         """Return steps between checkpoints, and the mean step time with these checkpoints."""
 
         def mean_step_s(every: int) -> float:
@@ -177,7 +177,7 @@ class RestartingTrainer:
         if self._setup is None or not self.spans:
             return
         span = self.spans[-1]
-        every, _ = self._every(self._setup)
+        every, _ = self.checkpoint_interval(self._setup)
         trained_s = at - span.begin_s
         span.num_steps = max(0, int(trained_s / span.step_s))
 
@@ -229,7 +229,7 @@ class RestartingTrainer:
             self.waited_s += max(0.0, at - self._idle_since)
             self._idle_since = None
 
-        _, step_s = self._every(setup)
+        _, step_s = self.checkpoint_interval(setup)
         begin_s = at + self._restart_s(setup)
         generation = len(self.spans) + 1
         first_step = self._committed

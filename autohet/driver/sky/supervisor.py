@@ -244,7 +244,7 @@ class Supervisor:
         seen = self._look(record.region)
         decision = decide_round(record, seen, tuple(self._regions), self._limits)
         if decision.action in ("finish", "give_up"):
-            self._end_clusters(but=None)
+            self.end_clusters(but=None)
             self._write_record(decision.record)
             logger.info("Ending, since %s", decision.reason)
             return decision
@@ -296,7 +296,7 @@ class Supervisor:
     def _launch(self, record: Record) -> None:
         """Make `record.region` the only one that trains, from the newest checkpoint."""
         region = record.region
-        self._end_clusters(but=region)
+        self.end_clusters(but=region)
         self._bring_checkpoint(record)
         left_s = self._limits.region_patience_s
         if record.starved_since_s is not None:
@@ -308,7 +308,7 @@ class Supervisor:
             # No capacity, for instance: the next round sees that nothing trains, and decides.
             logger.warning("Nothing is launched in %s: %s", region, error)
 
-    def _end_clusters(self, but: str | None) -> None:
+    def end_clusters(self, but: str | None) -> None:
         """Terminate this job's clusters in all other regions.
 
         Raises:

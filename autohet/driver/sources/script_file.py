@@ -195,7 +195,7 @@ class ScriptNotices:
         self._living: frozenset[str] = frozenset()
         self._recall()
         self._saved = self._shown()
-        self._watch = Watch("the script of notices", self._read, poll_s)
+        self.watch = Watch("the script of notices", self._read, poll_s)
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         ahead = now - time.monotonic()
@@ -286,4 +286,4 @@ class ScriptNotices:
         return run_bounded(self._command).decode("utf-8", "replace")
 
     def close(self) -> None:
-        self._watch.close(COMMAND_TIMEOUT_S + 1.0)
+        self.watch.close(COMMAND_TIMEOUT_S + 1.0)

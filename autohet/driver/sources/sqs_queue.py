@@ -65,7 +65,7 @@ class QueueNotices:
             )
         self._make = make_client or sqs_client
         self._client: Any = None
-        self._by_instance: dict[str, dict[bool, InstanceEvent]] = {}
+        self.by_instance: dict[str, dict[bool, InstanceEvent]] = {}
         """Newest event of each instance by its sort: a risk, or an end."""
         self._make_ec2 = make_ec2 or ec2_client
         # Ids of events and messages, oldest first: dictionaries keep the order, sets do not.
@@ -84,7 +84,7 @@ class QueueNotices:
             if node.instance_id is None:
                 continue
             # The thread replaces an instance's events and never changes them.
-            for event in self._by_instance.get(node.instance_id, {}).values():
+            for event in self.by_instance.get(node.instance_id, {}).values():
                 age_s = now - ahead - event.moment
                 if age_s < STALE_S + (event.in_s or 0.0):
                     notices.append(_notice(node.name, event, now, ahead))
@@ -114,7 +114,7 @@ class QueueNotices:
                 found = ()
             for event in found:
                 for each in self._of_each_instance(event):
-                    self._remember(each)
+                    self.remember(each)
             # Last: if anything before fails, the message comes again.
             self._client.delete_message(QueueUrl=self._url, ReceiptHandle=message["ReceiptHandle"])
         return len(messages)
@@ -146,7 +146,7 @@ class QueueNotices:
                     events.append(replace(event, event_id=event_id, instance_id=instance_id))
         return events
 
-    def _remember(self, event: InstanceEvent) -> None:
+    def remember(self, event: InstanceEvent) -> None:
         """Keep the newest event of each sort for each instance.
 
         Messages may come again, and in any order.
@@ -154,12 +154,12 @@ class QueueNotices:
         if event.event_id in self._seen:
             return
         self._seen[event.event_id] = None
-        known = self._by_instance.get(event.instance_id, {})
+        known = self.by_instance.get(event.instance_id, {})
         if event.risk not in known or known[event.risk].moment <= event.moment:
-            self._by_instance[event.instance_id] = {**known, event.risk: event}
+            self.by_instance[event.instance_id] = {**known, event.risk: event}
 
         _drop_oldest(self._seen, MOST_SEEN)
-        _drop_oldest(self._by_instance, MOST_REMEMBERED)
+        _drop_oldest(self.by_instance, MOST_REMEMBERED)
 
     def close(self) -> None:
         self._watch.close(LONG_POLL_S + 3.0)

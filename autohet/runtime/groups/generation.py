@@ -70,7 +70,8 @@ class GenerationGroups:
         self.back_end = back_end or BACK_ENDS[device.type]
         self._store = PrefixStore(f"generation-{generation}", store)
         self._rendezvous_s = timeouts.rendezvous_s
-        self._groups: dict[tuple[str, tuple[str, ...]], Group] = {}
+        self.built: dict[tuple[str, tuple[str, ...]], Group] = {}
+        """Groups built so far, by purpose and members."""
         self.over = threading.Event()
         """Set by `interrupt`; other waits on behalf of this generation then give up."""
         self.aborted = threading.Event()
@@ -119,7 +120,7 @@ class GenerationGroups:
         """
         key = (purpose if self.back_end.in_stream_order else "any", tuple(members))
         with self._lock:
-            found = self._groups.get(key)
+            found = self.built.get(key)
         if found is not None:
             return found
         self.check()
@@ -132,7 +133,7 @@ class GenerationGroups:
             self.check()
             raise PeerLost(f"building {name}: {error}") from None
         with self._lock:
-            self._groups[key] = made
+            self.built[key] = made
         if self.over.is_set():
             made.interrupt()
         return made
@@ -174,7 +175,7 @@ class GenerationGroups:
         """
         with self._lock:
             is_first = not self.over.is_set()
-            groups = list(self._groups.values())
+            groups = list(self.built.values())
             self.over.set()
         if is_first:
             self.alive.zero_()
@@ -208,7 +209,7 @@ class GenerationGroups:
         if self.over.is_set():
             raise Interrupted("the generation is over")
         with self._lock:
-            groups = list(self._groups.values())
+            groups = list(self.built.values())
         for group in groups:
             failure = group.error()
             if failure is not None:
@@ -224,7 +225,7 @@ class GenerationGroups:
         gloo's threads end once no caller holds works of these groups any more.
         """
         with self._lock:
-            self._groups.clear()
+            self.built.clear()
 
 
 def _abort(group: Group) -> None:

@@ -35,8 +35,9 @@ class GlooGroup(Group):
 
     in_stream_order = False
 
-    def _create(self, store: Store) -> Any:
-        self._waiters: deque[_Waiter] = deque()
+    def create(self, store: Store) -> Any:
+        self.waiters: deque[Waiter] = deque()
+        """Waiting threads that are free for the next wait."""
         self._closed = threading.Event()
         return ProcessGroupGloo(store, self.rank, self.size, self._limit())
 
@@ -55,7 +56,7 @@ class GlooGroup(Group):
         return None
 
     def _wait(self, work: Work) -> None:
-        waiter = self._waiters.pop() if self._waiters else _Waiter(self.name)
+        waiter = self.waiters.pop() if self.waiters else Waiter(self.name)
         waiter.begin(work, self._limit())
         while True:
             try:
@@ -65,7 +66,7 @@ class GlooGroup(Group):
                 if self._closed.is_set():
                     waiter.end()
                     raise RuntimeError("connections were closed under it") from None
-        self._waiters.append(waiter)
+        self.waiters.append(waiter)
         if self._closed.is_set():
             self._end_waiters()
         if error is not None:
@@ -73,17 +74,17 @@ class GlooGroup(Group):
 
     def _abort(self) -> None:
         try:
-            close_connections(self._group, self.rank, self.size)
+            close_connections(self.process_group, self.rank, self.size)
         finally:
             self._closed.set()
             self._end_waiters()
 
     def _end_waiters(self) -> None:
-        while self._waiters:
-            self._waiters.pop().end()
+        while self.waiters:
+            self.waiters.pop().end()
 
 
-class _Waiter:
+class Waiter:
     """Thread that waits for one operation after another and keeps their tensors alive."""
 
     def __init__(self, name: str) -> None:

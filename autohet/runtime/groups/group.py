@@ -35,11 +35,11 @@ class Group(InterruptibleGroup):
 
     def start_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Work | None:
         """Start an in-place all-reduce; a wait ends it."""
-        if self._group is None:
+        if self.process_group is None:
             return None
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        work: Work | None = self._call(lambda: self._group.allreduce([tensor], options))
+        work: Work | None = self._call(lambda: self.process_group.allreduce([tensor], options))
         return work
 
     def start_reduce(self, tensor: Tensor, to: str) -> Work | None:
@@ -47,13 +47,13 @@ class Group(InterruptibleGroup):
 
         The other members' tensors are undefined afterwards.
         """
-        if self._group is None:
+        if self.process_group is None:
             return None
         op: Any = ReduceOp.SUM
         options = dist.ReduceOptions()
         options.reduceOp = op
         options.rootRank = self.members.index(to)
-        work: Work | None = self._call(lambda: self._group.reduce([tensor], options))
+        work: Work | None = self._call(lambda: self.process_group.reduce([tensor], options))
         return work
 
     def start_broadcast(self, tensor: Tensor, source: str) -> Work | None:
@@ -61,11 +61,11 @@ class Group(InterruptibleGroup):
 
         The tensor is contiguous, and has the same size on every member.
         """
-        if self._group is None:
+        if self.process_group is None:
             return None
         options = dist.BroadcastOptions()
         options.rootRank = self.members.index(source)
-        work: Work | None = self._call(lambda: self._group.broadcast([tensor], options))
+        work: Work | None = self._call(lambda: self.process_group.broadcast([tensor], options))
         return work
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
@@ -76,13 +76,13 @@ class Group(InterruptibleGroup):
         assert out.numel() == self.size * part.numel(), (
             f"{self.size} parts of {part.numel()} into {out.numel()}"
         )
-        if self._group is None:
+        if self.process_group is None:
             out.view(-1).copy_(part.view(-1))
             return
         flat_out = out.view(-1)
         flat_part = part.view(-1)
         options = AllgatherOptions()
-        work = self._call(lambda: self._group._allgather_base(flat_out, flat_part, options))
+        work = self._call(lambda: self.process_group._allgather_base(flat_out, flat_part, options))
         self.wait_on_stream(work)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
@@ -91,7 +91,7 @@ class Group(InterruptibleGroup):
         Ends the operation for the stream. `parts` is contiguous, and undefined afterwards. A back
         end without the operation sums all parts.
         """
-        if self._group is not None:
+        if self.process_group is not None:
             self.all_reduce(parts)
         out.copy_(parts[self.rank])
 
@@ -118,27 +118,27 @@ class Group(InterruptibleGroup):
     def _start_all_to_all(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work | None:
-        if self._group is None:
+        if self.process_group is None:
             out.copy_(given)
             return None
         out_rows = list(received)
         given_rows = list(sent)
         options = AllToAllOptions()
         work: Work | None = self._call(
-            lambda: self._group.alltoall_base(out, given, out_rows, given_rows, options)
+            lambda: self.process_group.alltoall_base(out, given, out_rows, given_rows, options)
         )
         return work
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start to send a contiguous tensor, which must not change before a wait."""
         rank = self.members.index(to)
-        work: Work | None = self._call(lambda: self._group.send([tensor], rank, tag))
+        work: Work | None = self._call(lambda: self.process_group.send([tensor], rank, tag))
         return work
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> Work | None:
         """Start to receive into a contiguous tensor."""
         rank = self.members.index(source)
-        work: Work | None = self._call(lambda: self._group.recv([tensor], rank, tag))
+        work: Work | None = self._call(lambda: self.process_group.recv([tensor], rank, tag))
         return work
 
     def barrier_on_host(self) -> None:

@@ -63,15 +63,15 @@ class InterruptibleGroup(ABC):
         self.check_generation: Callable[[], None] = lambda: None
         """Called by the host while it waits; raises the error that ends the generation."""
         self._interrupted = threading.Event()
-        self._group: Any = None
+        self.process_group: Any = None
         if self.size > 1:
-            self._group = self._create(PrefixStore(name, store))
+            self.process_group = self.create(PrefixStore(name, store))
 
     # what a back end brings
     # ------------------------------------------------------------------------------
 
     @abstractmethod
-    def _create(self, store: Store) -> Any:
+    def create(self, store: Store) -> Any:
         """Create the back end's group.
 
         It may block where nothing can wake it (see `GenerationGroups`, which calls it in a thread).
@@ -150,7 +150,7 @@ class InterruptibleGroup(ABC):
         if self._interrupted.is_set():
             return
         self._interrupted.set()
-        if self._group is not None:
+        if self.process_group is not None:
             self._abort()
 
     def _call(self, operation: Callable[[], Any]) -> Any:

@@ -66,7 +66,7 @@ class NcclGroup(Group):
     abort_may_hang = True
     clock = EventClock()
 
-    def _create(self, store: Store) -> Any:
+    def create(self, store: Store) -> Any:
         from torch.distributed import ProcessGroupNCCL
 
         set_nccl_environment()
@@ -81,9 +81,9 @@ class NcclGroup(Group):
 
         The first operation connects on the host, and an abort before it may leave kernels behind.
         """
-        if self._group is None:
+        if self.process_group is None:
             return
-        self._group.eager_connect_single_device(self.device)
+        self.process_group.eager_connect_single_device(self.device)
         self.barrier_on_host()
 
     def wait_on_stream(self, work: Work | None) -> None:
@@ -91,23 +91,23 @@ class NcclGroup(Group):
             self._call(work.wait)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
-        if self._group is None:
+        if self.process_group is None:
             out.copy_(parts[self.rank])
             return
         options = ReduceScatterOptions()
         work = self._call(
-            lambda: self._group._reduce_scatter_base(out.view(-1), parts.view(-1), options)
+            lambda: self.process_group._reduce_scatter_base(out.view(-1), parts.view(-1), options)
         )
         self.wait_on_stream(work)
 
     def error(self) -> str | None:
-        if self._group is None:
+        if self.process_group is None:
             return None
-        found = self._group.get_error()
+        found = self.process_group.get_error()
         return None if found == type(found).SUCCESS else f"NCCL reports {found}"
 
     def _abort(self) -> None:
-        self._group.abort()
+        self.process_group.abort()
 
     @classmethod
     def is_healthy(cls, device: torch.device, limit_s: float) -> bool:

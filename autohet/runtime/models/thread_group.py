@@ -31,7 +31,7 @@ class ThreadGroup:
     ) -> None:
         self._rank = rank
         self._slots = slots
-        self._barrier = barrier
+        self.meeting = barrier
         self._sent = sent
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -56,7 +56,7 @@ class ThreadGroup:
         assert (len(out), len(given)) == (sum(received), sum(sent))
         self._slots[self._rank] = given.detach().clone()
         self._sent[self._rank] = list(sent)
-        self._barrier.wait(DEADLINE_S)
+        self.meeting.wait(DEADLINE_S)
         parts = []
         for rank, theirs in enumerate(self._slots):
             assert theirs is not None
@@ -65,7 +65,7 @@ class ThreadGroup:
             parts.append(rows)
         came = torch.cat(parts)
         # No rank may overwrite its slot before all have read it.
-        self._barrier.wait(DEADLINE_S)
+        self.meeting.wait(DEADLINE_S)
         out.detach().copy_(came)
 
     def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
@@ -76,7 +76,7 @@ class ThreadGroup:
 
     def _exchange(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._slots[self._rank] = tensor.detach().clone()
-        self._barrier.wait(DEADLINE_S)
+        self.meeting.wait(DEADLINE_S)
         parts = [part for part in self._slots if part is not None]
         assert {part.shape for part in parts} == {tensor.shape}, (
             "ranks sum tensors of different shapes"
@@ -85,7 +85,7 @@ class ThreadGroup:
         for part in parts[1:]:
             total = combine(total, part)
         # No rank may overwrite its slot before all have read it.
-        self._barrier.wait(DEADLINE_S)
+        self.meeting.wait(DEADLINE_S)
         tensor.detach().copy_(total)
 
 

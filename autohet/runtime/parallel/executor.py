@@ -73,7 +73,7 @@ class Executor:
         """Scale of this stage's backward passes; None unless it computes in fp16."""
         self._check = check
         self._actions = one_forward_one_backward(self.place.pipeline, self.place.stage_index)
-        self._computed: list[tuple[Any, Any]] = []
+        self.computed: list[tuple[Any, Any]] = []
 
     @property
     def compute_s(self) -> float:
@@ -81,7 +81,7 @@ class Executor:
 
         Read this only after the host has waited for the end of the step.
         """
-        return sum(self.clock.seconds(begin, end) for begin, end in self._computed)
+        return sum(self.clock.seconds(begin, end) for begin, end in self.computed)
 
     def run(
         self,
@@ -99,7 +99,7 @@ class Executor:
         (float64 scalar, 0 unless the stage is the last) and the number of counted targets (int64
         scalar). Raises PeerLost or Interrupted; the step has not happened then.
         """
-        self._computed = []
+        self.computed = []
         if self.preference is not None:
             assert begins is not None
             batch = cache(batch)
@@ -107,7 +107,7 @@ class Executor:
             on_phase("forward")
             begin = self.clock.mark()
             self._run_reference(batch, self.place.pipeline.num_microbatches, begins)
-            self._computed.append((begin, self.clock.mark()))
+            self.computed.append((begin, self.clock.mark()))
         step = _Step(self, batch, on_phase, before_last_backward, begins)
 
         def forward(m: int) -> None:
@@ -126,7 +126,7 @@ class Executor:
             self._check()
             take[action.kind](action.microbatch)
         step.finish()
-        self._computed += step.computed
+        self.computed += step.computed
         return step.loss, step.num_targets
 
     @torch.no_grad()

@@ -207,9 +207,9 @@ class GradientSync:
             self._missing[number] -= 1
         # All holders start sums in one order, so a later bucket that is ready waits for this one.
         while self._next < len(self.buckets) and self._missing[self._next] <= 0:
-            self._start(self._next)
+            self.start_sum(self._next)
 
-    def _start(self, number: int) -> None:
+    def start_sum(self, number: int) -> None:
         """Start a bucket's sum; always in the order of `buckets`, which all holders share."""
         self._next = number + 1
         for part, weight in self._to_weigh[number]:
@@ -246,7 +246,7 @@ class GradientSync:
         shard counts once over all workers. It is finite exactly if those gradients are.
         """
         while self._next < len(self.buckets):
-            self._start(self._next)
+            self.start_sum(self._next)
         for bucket, work in zip(self.buckets, self._works, strict=True):
             group = self._group_of[bucket.buffer]
             if group is not None:

@@ -34,7 +34,8 @@ class BackgroundCall(Generic[_Result]):
             return
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", _CHILD]
-        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        """The other process; absent if there is none."""
         talker = threading.Thread(
             target=self._talk, args=(sent,), name="background-call", daemon=True
         )
@@ -53,16 +54,16 @@ class BackgroundCall(Generic[_Result]):
     def drop(self) -> None:
         """Kill the process, if it still runs; its result is not needed."""
         if not self.ended:
-            self._child.kill()
+            self.child.kill()
 
     def _talk(self, sent: bytes) -> None:
         try:
-            answer, _ = self._child.communicate(sent, timeout=LONGEST_S)
-            if self._child.returncode == 0:
+            answer, _ = self.child.communicate(sent, timeout=LONGEST_S)
+            if self.child.returncode == 0:
                 self._found.append(pickle.loads(answer))
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            self.child.kill()
+            self.child.wait()
 
 
 def run_in_background(

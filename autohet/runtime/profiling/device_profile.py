@@ -98,7 +98,7 @@ def measure_layers(
 
     _warm_up(device)
     for layer in _layer_names(request.config):
-        stage, count = _stage(request, layer, tp, device)
+        stage, count = build_layer_stage(request, layer, tp, device)
         gradients = FlatGradients(stage)
         update_s = _measure_update(request, gradients, device) / count
         for size in request.microbatches:
@@ -138,7 +138,7 @@ def _layer_names(config: Any) -> list[str]:
     return ["embedding", *blocks, "head"]
 
 
-def _stage(
+def build_layer_stage(
     request: ProfileRequest, layer: str, tp: TensorParallel | None, device: torch.device
 ) -> tuple[StageModel, int]:
     """Build a stage with one kind of layer and random weights.

@@ -26,7 +26,7 @@ class FlatGradients:
         self._parameters = list(stage.weights.local_parameters().values())
         self.num_elements = sum(aligned(each.numel()) for each in self._parameters)
         self.flat = torch.zeros(self.num_elements, dtype=torch.float32, device=stage.spec.device)
-        self._views = _views(self.flat, self._parameters)
+        self._views = parameter_views(self.flat, self._parameters)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.dtype == torch.float32:
                 parameter.grad = view
@@ -46,7 +46,7 @@ class FlatGradients:
         first_moments = torch.zeros_like(self.flat)
         second_moments = torch.zeros_like(self.flat)
         parameters = [each.detach() for each in self._parameters]
-        held = _views(masters, self._parameters)
+        held = parameter_views(masters, self._parameters)
         torch._foreach_copy_(held, parameters)
 
         # Parameters in fp32 are their masters in a run; only lower precision has copies to renew.
@@ -69,7 +69,7 @@ class FlatGradients:
         return update
 
 
-def _views(flat: Tensor, parameters: list[torch.nn.Parameter]) -> list[Tensor]:
+def parameter_views(flat: Tensor, parameters: list[torch.nn.Parameter]) -> list[Tensor]:
     """Return the part of the flat tensor of each parameter, in its shape."""
     views = []
     offset = 0

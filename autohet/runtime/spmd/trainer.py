@@ -77,7 +77,7 @@ class SpmdTrainer(Trainer):
         world = over.group(generation.plan.workers, "spmd")
         self._compute = ComputeClock(lambda: over.interrupted)
         clocked: Any = ClockedGroup(world, self._compute)
-        self._executor = ProgramExecutor(captured, placed, clocked, self._compute, generation.pace)
+        self.executor = ProgramExecutor(captured, placed, clocked, self._compute, generation.pace)
         self._world = world
         super().__init__(setup, generation, hooks, world, counts_loss=True)
         self._storage: dict[str, TensorLayout] = {}
@@ -99,8 +99,8 @@ class SpmdTrainer(Trainer):
         """Return this rank's part of a weight; empty if its share is zero."""
         part = self.state.get(state_name("param", name))
         if part is None:
-            captured = self._executor.captured.parameters[name]
-            part = self._executor.local_part(captured, name, self._storage[name])
+            captured = self.executor.captured.parameters[name]
+            part = self.executor.local_part(captured, name, self._storage[name])
             part = part.float()
             assert not part.numel(), f"no state of {name}"
         return part.detach().requires_grad_()
@@ -120,7 +120,7 @@ class SpmdTrainer(Trainer):
             inputs = batch(self.step, sequences)
             self.groups.check()
             self._enter("forward")
-            part = self._executor.run(leaves, inputs)
+            part = self.executor.run(leaves, inputs)
             self._enter("backward")
             part.backward()
             loss += part.detach()
@@ -167,7 +167,7 @@ class SpmdTrainer(Trainer):
                 total += gradient.double().square().sum()
         return total
 
-    def _update(self, vote: Vote) -> None:
+    def apply_update(self, vote: Vote) -> None:
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
         for name in sorted(self._gradients):
             if state_name("param", name) in self.state:

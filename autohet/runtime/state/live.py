@@ -132,7 +132,7 @@ class Live:
         require_host_memory(sum(view.nbytes for view in uncopied))
         for unit, view in views.items():
             shard = ShardId(name, unit)
-            self.in_host_memory[shard] = _on_host(view, copies.get(shard))
+            self.in_host_memory[shard] = shard_on_host(view, copies.get(shard))
         del self.state[name]
         return tensor.nbytes
 
@@ -154,7 +154,7 @@ class Live:
 
 
 @torch.no_grad()
-def _on_host(view: Tensor, copy: Tensor | None) -> Tensor:
+def shard_on_host(view: Tensor, copy: Tensor | None) -> Tensor:
     """Return a shard in host memory: the snapshot's copy if its bits are equal, else a new copy."""
     moved = view.to("cpu", copy=True).contiguous()
     if copy is not None and torch.equal(_bits(copy), _bits(moved)):

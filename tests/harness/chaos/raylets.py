@@ -47,9 +47,9 @@ class RayNodes(EmulatedFleet):
     def has(self, name: str) -> bool:
         """Return whether the raylet of the node that was last started by this name still lives."""
         node = self.nodes.get(name)
-        if node is not None and self._raylet_of(name).poll() is not None:
-            assert self._cluster is not None
-            self._cluster.remove_node(node.ray_node, allow_graceful=False)
+        if node is not None and self.raylet_of(name).poll() is not None:
+            assert self.cluster is not None
+            self.cluster.remove_node(node.ray_node, allow_graceful=False)
             del self.nodes[name]
         return name in self.nodes
 
@@ -62,9 +62,9 @@ class RayNodes(EmulatedFleet):
 
     def strike_raylet(self, name: str, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.kill(self._raylet_of(name).pid, number)
+            os.kill(self.raylet_of(name).pid, number)
 
-    def _raylet_of(self, name: str) -> Any:
+    def raylet_of(self, name: str) -> Any:
         (raylet,) = self.nodes[name].ray_node.all_processes["raylet"]
         return raylet.process
 
@@ -99,7 +99,7 @@ class RayletStriker(Striker):
         return True
 
     def _freeze_raylet(self, strike: Strike, run: Any, name: str, workers: tuple[str, ...]) -> None:
-        process_id = run.fleet._raylet_of(name).pid
+        process_id = run.fleet.raylet_of(name).pid
         os.kill(process_id, signal.SIGSTOP)
         self.frozen.add(process_id)
         struck = {worker: self._struck[worker] for worker in workers if worker in self._struck}

@@ -17,7 +17,7 @@ class Builder:
 
     nodes: list[GraphNode] = field(default_factory=list)
 
-    def _add(
+    def add_node(
         self,
         op: str,
         inputs: tuple[str, ...],
@@ -62,17 +62,17 @@ class Builder:
             (frozenset({0}) | additive,),
             factored=True,
         )
-        return self._add(
+        return self.add_node(
             "linear", inputs, (*shape[:-1], features), signature, 2.0 * math.prod(shape) * features
         )
 
     def unary(self, x: str, op: str = "gelu") -> str:
         letters = "abcdefg"[: len(self.shape(x))]
-        return self._add(op, (x,), self.shape(x), Signature((letters,), letters))
+        return self.add_node(op, (x,), self.shape(x), Signature((letters,), letters))
 
     def add(self, x: str, y: str) -> str:
         letters = "abcdefg"[: len(self.shape(x))]
-        return self._add(
+        return self.add_node(
             "add",
             (x, y),
             self.shape(x),
@@ -83,16 +83,18 @@ class Builder:
         shape = self.shape(x)
         letters = "abcdefg"[: len(shape) - 1] + "."
         inputs = (x, self.leaf("parameter", shape[-1]), self.leaf("parameter", shape[-1]))
-        return self._add("norm", inputs, shape, Signature((letters, ".", "."), letters))
+        return self.add_node("norm", inputs, shape, Signature((letters, ".", "."), letters))
 
     def reshape(self, x: str, shape: tuple[int, ...], before: str, after: str) -> str:
-        return self._add("view", (x,), shape, Signature((before,), after, linear=ONE), alias=True)
+        return self.add_node(
+            "view", (x,), shape, Signature((before,), after, linear=ONE), alias=True
+        )
 
     def attention(self, x: str, heads: int) -> str:
         batch, tokens, width = self.shape(x)
         split = (batch, tokens, heads, width // heads)
         parts = [self.reshape(self.linear(x, width), split, "abh", "abh.") for _ in range(3)]
-        mixed = self._add(
+        mixed = self.add_node(
             "attention",
             tuple(parts),
             split,
@@ -104,7 +106,7 @@ class Builder:
     def embedding(self, ids: str, vocabulary: int, width: int) -> str:
         weight = self.leaf("parameter", vocabulary, width)
         letters = "abcdefg"[: len(self.shape(ids))]
-        return self._add(
+        return self.add_node(
             "embedding",
             (weight, ids),
             (*self.shape(ids), width),
@@ -116,7 +118,7 @@ class Builder:
         if len(shape) == 3:
             x = self.reshape(x, (shape[0] * shape[1], shape[2]), "a.b", "ab")
         rows = self.shape(x)[0]
-        return self._add(
+        return self.add_node(
             "loss",
             (x, self.leaf("input", rows)),
             (),
@@ -128,7 +130,7 @@ class Builder:
         the batch.
         """
         batch, tokens, width = self.shape(x)
-        gates = self._add(
+        gates = self.add_node(
             "gates",
             (self.linear(x, experts, False),),
             (batch, tokens, experts, capacity),
@@ -159,7 +161,7 @@ class Builder:
         flops: float,
     ) -> str:
         contracted = "".join(sorted(set("".join(texts)) - set(output)))
-        return self._add(
+        return self.add_node(
             "einsum",
             inputs,
             shape,
@@ -178,20 +180,22 @@ class Builder:
         signature = Signature(
             ("aY..", "ZY..", "Z"), "aZ..", "Y", frozenset({2}), (frozenset({0, 2}),)
         )
-        return self._add(
+        return self.add_node(
             "conv2d", inputs, shape, signature, 2.0 * math.prod(shape) * before * kernel**2
         )
 
     def pool(self, x: str) -> str:
         batch, channels, height, width = self.shape(x)
-        return self._add(
+        return self.add_node(
             "pool", (x,), (batch, channels, height // 2, width // 2), Signature(("ab..",), "ab..")
         )
 
     def pool_to(self, x: str, size: int) -> str:
         """Adaptive pooling: of a smaller image it repeats values."""
         batch, channels = self.shape(x)[:2]
-        return self._add("pool", (x,), (batch, channels, size, size), Signature(("ab..",), "ab.."))
+        return self.add_node(
+            "pool", (x,), (batch, channels, size, size), Signature(("ab..",), "ab..")
+        )
 
     def graph(self) -> Graph:
         return Graph(self.nodes)

@@ -84,7 +84,7 @@ def small_graph(rng: random.Random) -> Graph:
         x = b.linear(x, rng.choice((4, 9)), False)
     else:
         x = b.add(x, b.unary(x))
-    b._add("sum", (x,), (), Signature(("ab",), "", "ab", linear=(frozenset({0}),)))
+    b.add_node("sum", (x,), (), Signature(("ab",), "", "ab", linear=(frozenset({0}),)))
     return b.graph()
 
 
@@ -152,7 +152,7 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
         table.final_terms(program), shares
     ) == pytest.approx(seconds, rel=1e-9)
     alike = ProgramSearch(table, shares)
-    alike._segments.key = lambda first, last: first  # type: ignore[method-assign,assignment]
+    alike.segments.key = lambda first, last: first  # type: ignore[method-assign,assignment]
     assert alike.dynamic_program()[0] == pytest.approx(seconds, rel=1e-9)
     seen = []
     for layers in (6, 24):

@@ -176,7 +176,7 @@ def divided(lines: list[tuple[float, float]], published: tuple[int, ...]) -> tup
     they were published; what a device takes over its samples is a line (slope, intercept).
     """
     samples, b = sum(published), Builder()
-    b._add("layer", (b.leaf("input", samples),), (), Signature(("a",), "", "a"), float(samples))
+    b.add_node("layer", (b.leaf("input", samples),), (), Signature(("a",), "", "a"), float(samples))
     devices = tuple(
         Device(f"d{j}", 1 / slope, launch_s=intercept) for j, (slope, intercept) in enumerate(lines)
     )

@@ -32,7 +32,7 @@ class Hanging(DeferredGroup):
             ctypes.PyDLL(None).usleep(int(60e6))  # with the interpreter's lock: no thread of this process runs any more
 
 groups = generation.GenerationGroups(HashStore(), 1, "a", torch.device("cpu"), generation.GroupTimeouts(5.0, 5.0), Hanging)
-groups._groups["sync", ("a", "b")] = Hanging("pair", ("a", "b"), "a", HashStore(), torch.device("cpu"), 5.0)
+groups.built["sync", ("a", "b")] = Hanging("pair", ("a", "b"), "a", HashStore(), torch.device("cpu"), 5.0)
 groups.interrupt()
 assert groups.aborted.wait(30)
 print("went on", flush=True)
@@ -71,7 +71,7 @@ def test_the_flags_come_first_and_aborts_wait_for_one_another() -> None:
     GROUPS = GenerationGroups(HashStore(), 1, "a", CPU, GroupTimeouts(5.0, 5.0), Watched)
     Watched.seen, Watched.met, Watched.barrier = [], [], threading.Barrier(2)
     for name in ("one", "other"):
-        GROUPS._groups[name, ("a", "b")] = Watched(name, ("a", "b"), "a", HashStore(), CPU, 5.0)
+        GROUPS.built[name, ("a", "b")] = Watched(name, ("a", "b"), "a", HashStore(), CPU, 5.0)
     GROUPS.interrupt()
     assert GROUPS.aborted.wait(60)
     assert len(Watched.met) == 2, "one abort was waited for before the other began"

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore, Work
 
 from autohet.runtime.groups import GlooGroup, Interrupted
-from autohet.runtime.groups.gloo import _Waiter
+from autohet.runtime.groups.gloo import Waiter
 
 NUM_BYTES = 64 << 20
 """More than the buffers of a connection's two ends take."""
@@ -109,7 +109,7 @@ def test_an_interrupt_wakes_who_waits_for_half_a_message(half_sent: Sending, die
 def test_waiters_end_with_their_group(half_sent: Sending) -> None:
     group, _, _ = half_sent
     before = set(threading.enumerate())
-    group._waiters.extend([_Waiter(group.name) for _ in range(2)])
+    group.waiters.extend([Waiter(group.name) for _ in range(2)])
     waiters = set(threading.enumerate()) - before
     assert len(waiters) == 2
     group.interrupt()

@@ -59,7 +59,9 @@ def on_both(a: Member, b: Member) -> dict[str, Any]:
 
 
 def test_connecting_makes_the_communicator_on_the_group_device() -> None:
-    found = on_both(lambda group: group._group.connected_to, lambda group: group._group.options)
+    found = on_both(
+        lambda group: group.process_group.connected_to, lambda group: group.process_group.options
+    )
     assert found["a"] == CPU
     assert found["b"].group_name == "pair"
     assert found["b"].global_ranks_in_group == [0, 1]
@@ -103,7 +105,7 @@ def test_messages_between_two_members_arrive_in_order() -> None:
 
 def lose_peer(group: NcclGroup, **how: Any) -> Any:
     for name, value in how.items():
-        setattr(group._group, name, value)
+        setattr(group.process_group, name, value)
     return group.wait_on_host(group.start_all_reduce(torch.ones(2)))
 
 
@@ -136,7 +138,7 @@ def test_a_result_after_an_abort_is_no_result() -> None:
     """NCCL counts an aborted operation as completed, and its `wait` returns normally."""
 
     def wait(group: NcclGroup) -> Any:
-        group._group.silent = True
+        group.process_group.silent = True
         work = group.start_all_reduce(torch.ones(2))
         group.interrupt()
         return group.wait_on_host(work)
@@ -156,7 +158,7 @@ def test_generation_groups_report_a_lost_peer() -> None:
         groups.meet(MEMBERS)
         world = groups.group(MEMBERS, "world")
         built.wait()
-        world._group.reported = ErrorType.COMM_ERROR
+        world.process_group.reported = ErrorType.COMM_ERROR
         try:
             groups.check()
         except PeerLost as error:

@@ -103,9 +103,9 @@ def test_ranks_compute_their_own_experts_of_all_tokens() -> None:
     outputs = []
     for first, end in ((0, 8), (0, 3), (3, 8)):
         experts: Any = skeleton(config).model.layers[0].mlp.experts  # type: ignore[union-attr]
-        for name, parameter in list(experts._parameters.items()):
+        for name, parameter in list(experts.named_parameters(recurse=False)):
             stacks.setdefault(name, torch.randn(parameter.shape, generator=generator))
-            experts._parameters[name] = torch.nn.Parameter(stacks[name][first:end])
+            setattr(experts, name, torch.nn.Parameter(stacks[name][first:end]))
         keep_own_experts(experts, first, end)
         out = experts(hidden, index, weights)
         out.sum().backward()
@@ -123,8 +123,8 @@ def test_a_rank_without_tokens_takes_part_in_the_backward_pass(implementation: s
     model: Any = skeleton(tiny_config("mixtral"))
     experts = model.model.layers[0].mlp.experts
     experts.config._experts_implementation = implementation
-    for name, parameter in list(experts._parameters.items()):
-        experts._parameters[name] = torch.nn.Parameter(torch.randn(parameter.shape)[4:])
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        setattr(experts, name, torch.nn.Parameter(torch.randn(parameter.shape)[4:]))
     keep_own_experts(experts, 4, 6)
     hidden = torch.randn(7, 32, requires_grad=True)
     weights = torch.rand(7, 2, requires_grad=True)

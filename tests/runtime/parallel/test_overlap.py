@@ -203,13 +203,13 @@ def test_a_trainer_in_stream_order_overlaps_where_it_may() -> None:
     setup = TrainingSetup(config, case.section(), CPU)
     trainer = StageTrainer(setup, WorkerGeneration(drawn, "w", groups, state))
     started: list[int] = []
-    start = trainer._sync._start
-    trainer._sync._start = lambda number: (started.append(number), start(number))[1]  # type: ignore[func-returns-value, method-assign]
-    finish = trainer._sync.finish
+    start = trainer.gradient_sync.start_sum
+    trainer.gradient_sync.start_sum = lambda number: (started.append(number), start(number))[1]  # type: ignore[func-returns-value, method-assign]
+    finish = trainer.gradient_sync.finish
 
     def finished() -> Any:
         assert started, "no sum had started when the passes ended"
         return finish()
 
-    trainer._sync.finish = finished  # type: ignore[method-assign]
+    trainer.gradient_sync.finish = finished  # type: ignore[method-assign]
     trainer.train_step(rows_of(case))

@@ -38,7 +38,9 @@ def test_gradients_of_microbatches_add_up_in_one_flat_fp32_tensor(dtype: torch.d
     for _ in range(2):
         stage(hidden).sum().backward()
     twin(hidden).sum().backward()
-    views = layer_update._views(gradients.flat, list(stage.weights.local_parameters().values()))
+    views = layer_update.parameter_views(
+        gradients.flat, list(stage.weights.local_parameters().values())
+    )
     for view, other in zip(views, twin.weights.local_parameters().values(), strict=True):
         assert torch.allclose(view, 2.0 * other.grad.float(), rtol=1e-5, atol=1e-6)
     kept = [each.grad for each in stage.weights.local_parameters().values()]
@@ -92,7 +94,7 @@ def test_each_kind_of_block_is_measured_by_itself(name: str, kinds: dict[str, bo
     rows = list(measure_layers(request))
     assert [row.layer for row in rows] == ["embedding", *kinds, "head"]
     for layer, has_experts in kinds.items():
-        stage, count = device_profile._stage(request, layer, None, CPU)
+        stage, count = device_profile.build_layer_stage(request, layer, None, CPU)
         names = {
             each.split(".")[2] for each in stage.weights.local_parameters() if ".experts." in each
         }
@@ -109,4 +111,4 @@ def test_the_profiles_cache_is_no_part_of_the_context(monkeypatch: pytest.Monkey
         torch.cuda, "memory_reserved", lambda: memory["cached"] + memory["workspace"]
     )
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    assert measures._context_bytes() == memory["context"]
+    assert measures.context_bytes() == memory["context"]
