@@ -84,7 +84,7 @@ class ReplanDecision:
     searched: bool
 
 
-def holders_of(plan: Plan, spec_layers: int) -> dict[str, frozenset[LayerPart]]:
+def holders_of(plan: Plan) -> dict[str, frozenset[LayerPart]]:
     """Return the parts of layers that each worker holds under a plan."""
     found = {}
     for pipeline in plan.pipelines:
@@ -126,7 +126,7 @@ def replan(
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
     request = replace(request, cost=cost_like(request.cost, previous))
     alive = set(request.fleet.workers)
-    holders = holders or holders_of(previous, request.spec.num_layers)
+    holders = holders or holders_of(previous)
     held = {worker: layers for worker, layers in holders.items() if worker in alive}
     if not set(previous.workers) <= alive:
         # Every candidate pays the fixed part, and less may be left to train than it takes.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.errors import ConfigError
 from planner.spmd.graph import Graph, GraphNode
-from planner.spmd.layouts import SILENT, dual_of
+from planner.spmd.layouts import FACTORED, SILENT, dual_of
 from planner.spmd.program import Instruction, Program
 from planner.spmd.rules import axis_of
 
@@ -87,15 +87,21 @@ def ring_collectives(
     link_bytes_per_s: bandwidth of its slowest link. latency_s: seconds of one message.
     """
     n = num_devices
-    gather = link_bytes_per_s * n / max(n - 1, 1)
+    # each device sends all parts but its own
+    num_sent = max(n - 1, 1)
+    gather = link_bytes_per_s * n / num_sent
     num_rounds = float(np.ceil(np.log2(max(n, 2))))
     wait_s = latency_s * num_rounds
-    grouped = Collective(gather * GROUPED_SHARE, latency_s * max(n - 1, 1))
+
+    padded = Collective(gather, wait_s)
+    # one broadcast (or reduction) for each device's part, each with its own message
+    grouped = Collective(gather * GROUPED_SHARE, latency_s * num_sent)
     return {
-        "all_gather_padded": Collective(gather, wait_s),
+        "all_gather_padded": padded,
         "all_gather_grouped": grouped,
-        "reduce_scatter_padded": Collective(gather, wait_s),
+        "reduce_scatter_padded": padded,
         "reduce_scatter_grouped": grouped,
+        # a reduce-scatter, then an all-gather
         "all_reduce": Collective(gather / 2, 2 * wait_s),
         "all_to_all": Collective(gather * n, wait_s),
     }
@@ -186,11 +192,12 @@ def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
     # a ratio that is a whole number of units but for rounding must not lose one
     floors = np.floor(exact + 1e-9).astype(int)
     deficits = exact - floors
-    largest_deficits = sorted(range(len(floors)), key=lambda j: (-deficits[j], j))
+    # a stable sort, so that the first of equal deficits comes first
+    largest_deficits = np.argsort(-deficits, kind="stable")
     num_left = units - int(floors.sum())
-    for j in largest_deficits[:num_left]:
-        floors[j] += 1
-    return tuple(int(length) for length in floors)
+    for index in largest_deficits[:num_left]:
+        floors[index] += 1
+    return tuple(floors.tolist())
 
 
 class CostTable:
@@ -208,10 +215,17 @@ class CostTable:
         self.state_bytes = state_bytes
         self.passes = passes
         self.num_devices = len(cluster.devices)
-        self.speeds = np.array([device.flops_per_s for device in cluster.devices])
-        self._traffic = np.array([device.memory_bytes_per_s for device in cluster.devices])
-        self._launch = np.array([device.launch_s for device in cluster.devices])
-        self.limits = np.array([device.memory_bytes for device in cluster.devices])
+        self.speeds = np.zeros(self.num_devices)
+        self._traffic = np.zeros(self.num_devices)
+        self._launch = np.zeros(self.num_devices)
+        self.limits = np.zeros(self.num_devices)
+        for rank, device in enumerate(cluster.devices):
+            self.speeds[rank] = device.flops_per_s
+            self._traffic[rank] = device.memory_bytes_per_s
+            self._launch[rank] = device.launch_s
+            self.limits[rank] = device.memory_bytes
+        # `seconds` of work under the shares `_of`, and `counted` of the program last asked for:
+        # searches ask again and again for the same
         self._seconds: dict[tuple[object, ...], float] = {}
         self._of: Shares | None = None
         self._counted: tuple[Program, Counter[Term]] | None = None
@@ -247,26 +261,19 @@ class CostTable:
         axis = None
         if instruction.letter:
             axis = axis_of(self.graph, node, instruction.letter)
-        inputs = [self.graph.by_name[name] for name in node.inputs]
-        traffic = 0.0
-        launches = 0.0
-        if not node.is_alias:
-            launches = 1.0
-            # backward reads and writes twice what forward does
-            passes = 3.0 if node.needs_gradient else 1.0
-            activation_bytes = sum(each.num_bytes for each in inputs if each.kind != "parameter")
-            traffic = passes * (node.num_bytes + activation_bytes)
-
+        launches = 0.0 if node.is_alias else 1.0
         backward = node.backward_flops if node.needs_gradient else 0.0
+
         found: list[Term] = []
-        if any(layout.kind == "factored" for _, layout in instruction.inputs):
+        if FACTORED in instruction.input_layouts:
             # Half of the backward is the weight's gradient: every rank computes all of it, from
             # the gathered input and output gradient.
             backward /= 2
             found.append(Work(None, backward, 0.0, 0.0))
-            for gathered in (inputs[0], node):
-                found.append(self._wire("all_gather_padded", gathered, (axis,)))
-        found.append(Work(axis, node.flops + backward, traffic, launches))
+            activations = self.graph.by_name[node.inputs[0]]
+            found.append(self._wire("all_gather_padded", activations, (axis,)))
+            found.append(self._wire("all_gather_padded", node, (axis,)))
+        found.append(Work(axis, node.flops + backward, self._traffic_of(node), launches))
 
         reduced_bytes = 0.0
         if instruction.letter and node.signature is not None:
@@ -279,34 +286,57 @@ class CostTable:
             found.append(Wire(seconds))
         return tuple(found)
 
+    def _traffic_of(self, node: GraphNode) -> float:
+        """Return the bytes of activations that an operator reads and writes, with its backward."""
+        if node.is_alias:
+            return 0.0
+        activation_bytes = node.num_bytes
+        for name in node.inputs:
+            source = self.graph.by_name[name]
+            if source.kind != "parameter":
+                activation_bytes += source.num_bytes
+        # backward reads and writes twice what forward does
+        passes = 3.0 if node.needs_gradient else 1.0
+        return passes * activation_bytes
+
     def _conversion(self, node: GraphNode, instruction: Instruction) -> tuple[Term, ...]:
         if instruction.op in SILENT:
             return ()
-        ((_, source),) = instruction.inputs
+        (source,) = instruction.input_layouts
         target = instruction.output
-        axes = []
-        for layout in (source, target):
-            if layout.kind == "sharded":
-                axes.append(self.graph.axes[node.name, layout.dim].name)
+        source_axis = self.graph.axis_along(node.name, source)
+        target_axis = self.graph.axis_along(node.name, target)
+        axes = (source_axis, target_axis)
+
         suffix = f"_{instruction.variant}" if instruction.variant else ""
-        found = [self._wire(f"{instruction.op}{suffix}", node, tuple(axes))]
+        found = [self._wire(f"{instruction.op}{suffix}", node, axes)]
         if node.needs_gradient:
             dual = dual_of(source, target)
-            found.append(self._wire(f"{dual}{suffix}", node, tuple(axes)))
+            found.append(self._wire(f"{dual}{suffix}", node, axes))
         return tuple(found)
 
     def _wire(
         self, name: str, node: GraphNode, axes: tuple[str | None, ...], latency: bool = True
     ) -> Wire:
+        """Return the term of a collective on a node's tensor, cut along the axes that are given.
+
+        axes: None for each side of the collective that is not cut. latency: False to leave it out.
+        """
         if self.num_devices == 1:
             return Wire(0.0)
         collective = self.cluster.collectives[name]
         whole_s = node.num_bytes / collective.bytes_per_s
         wait_s = collective.latency_s if latency else 0.0
-        if name == "all_reduce" or name.endswith("grouped"):
+        # grouped collectives send each part as it is, so they take the same for any shares
+        depends_on_shares = name != "all_reduce" and not name.endswith("grouped")
+        if not depends_on_shares:
             return Wire(wait_s + whole_s)
-        cut_along = tuple(axis for axis in axes if axis is not None)
-        return Wire(wait_s, whole_s * self.num_devices, cut_along)
+        cut_along = []
+        for axis in axes:
+            if axis is not None:
+                cut_along.append(axis)
+        # the largest share is 1 / devices for even parts, which take `whole_s`
+        return Wire(wait_s, whole_s * self.num_devices, tuple(cut_along))
 
     def seconds(self, terms: Iterable[Term], shares: Shares) -> float:
         """The sum over the terms."""
@@ -388,15 +418,15 @@ class CostTable:
             size = self._state_bytes_of(node)
         else:
             size = float(node.num_bytes)
-        layout = instruction.output
-        if layout.kind != "sharded":
-            return None, size
-        return self.graph.axes[node.name, layout.dim].name, size
+        return self.graph.axis_along(node.name, instruction.output), size
 
     def program_bytes(self, program: Program, shares: Shares) -> Floats:
         """Return the bytes of each device: training state and what forward keeps for backward."""
         total = np.zeros(self.num_devices)
         for instruction in program.instructions:
             axis, size = self.bytes_of(instruction)
-            total += size if axis is None else size * shares.of(axis)
+            if axis is None:
+                total += size
+            else:
+                total += size * shares.of(axis)
         return total

@@ -36,9 +36,9 @@ class StageProgram:
 
     @classmethod
     def of(cls, placed: PlacedProgram) -> "StageProgram":
-        units = [(axis.name, row) for axis, row in placed.units.items()]
+        units = tuple(placed.units_by_name.items())
         lines = [_line(instruction) for instruction in placed.program.instructions]
-        return cls(placed.shares.ratios, tuple(units), tuple(lines))
+        return cls(placed.shares.ratios, units, tuple(lines))
 
     @property
     def storage(self) -> dict[str, TensorLayout]:
@@ -92,14 +92,16 @@ class StageProgram:
             ConfigError: that is not so.
         """
         check_ratios(self.ratios, len(workers), what)
+        units = []
         for axis, lengths in self.units:
+            units.append(lengths)
+            # the plan does not say which row of ratios cuts an axis, so either may
             rounded = [round_to_units(row, sum(lengths)) for row in self.ratios]
             if lengths not in rounded:
                 raise ConfigError(
                     f"axis '{axis}' of {what} has units {list(lengths)}, which is not what its"
                     " ratios round to"
                 )
-        units = [lengths for _, lengths in self.units]
         check_rounded(self.ratios, units, workers)
 
     def placed(self, graph: Graph) -> PlacedProgram:
@@ -114,7 +116,7 @@ class StageProgram:
         try:
             program.check(graph)
             placed = PlacedProgram(graph, program, shares)
-            units = {axis.name: row for axis, row in placed.units.items()}
+            units = placed.units_by_name
         except (AssertionError, KeyError) as error:
             raise ConfigError(
                 f"the plan's program is none of this model at this microbatch: {error}"
@@ -126,7 +128,9 @@ class StageProgram:
 
 def _line(instruction: Instruction) -> str:
     note = instruction.letter or instruction.variant
-    head = f"{instruction.op}[{note}]" if note else instruction.op
+    head = instruction.op
+    if note:
+        head = f"{head}[{note}]"
     line = f"{head} {instruction.tensor}:{instruction.output}"
     if not instruction.inputs:
         return line
@@ -135,7 +139,9 @@ def _line(instruction: Instruction) -> str:
 
 
 def _parsed(line: object, what: str) -> Instruction:
-    found = _LINE.fullmatch(line) if isinstance(line, str) else None
+    found = None
+    if isinstance(line, str):
+        found = _LINE.fullmatch(line)
     if found is None:
         raise ConfigError(
             f"{line!r} in 'program' of {what} is no instruction; one is written such as"
@@ -151,6 +157,7 @@ def _parsed(line: object, what: str) -> Instruction:
         letter = note or ""
     else:
         variant = note or ""
+
     texts = inputs.split() if inputs else []
     properties = [_property(text, what) for text in texts]
     return Instruction(op, tensor, tuple(properties), output, letter, variant)
@@ -171,9 +178,22 @@ def _property(text: str, what: str) -> tuple[str, TensorLayout]:
 
 
 def _numbers(row: object, what: str, kind: type[int] | type[float]) -> list[float]:
-    numbers = "whole numbers" if kind is int else "numbers"
-    is_allowed = is_integer if kind is int else is_number
-    # NaN is refused too, as it is not >= 0
-    if isinstance(row, list) and row and all(is_allowed(x) and x >= 0 for x in row):
-        return row
-    raise ConfigError(f"{what} must be a list of {numbers}, none below 0, not {row!r}")
+    """Return a row, checked to be a list of one or more numbers of a kind, none below 0.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    names = "numbers"
+    is_allowed = is_number
+    if kind is int:
+        names = "whole numbers"
+        is_allowed = is_integer
+
+    error = ConfigError(f"{what} must be a list of {names}, none below 0, not {row!r}")
+    if not isinstance(row, list) or not row:
+        raise error
+    for value in row:
+        # NaN is refused too, as it is not >= 0
+        if not is_allowed(value) or not value >= 0:
+            raise error
+    return row

@@ -46,10 +46,16 @@ def table_of(
     """Return the cost of instructions on these workers, in this order."""
     kinds = cost.fleet.node_types_of(workers)
     even = max(1, microbatch // len(workers))
-    known = {kind: _device(cost, kind, graph, microbatch, even) for kind in dict.fromkeys(kinds)}
-    devices = [Device(worker, *known[kind]) for worker, kind in zip(workers, kinds, strict=True)]
-    members = cost.fleet.members_of(workers)
+    rates_by_kind: dict[NodeType, tuple[float, float, float, float]] = {}
+    devices = []
+    for worker, kind in zip(workers, kinds, strict=True):
+        if kind not in rates_by_kind:
+            rates_by_kind[kind] = _rates(cost, kind, graph, microbatch, even)
+        devices.append(Device(worker, *rates_by_kind[kind]))
 
+    # The cost model knows the seconds of an all-reduce. Two sizes of it, one of them next to
+    # nothing, give the latency and the bandwidth from which the ring's collectives follow.
+    members = cost.fleet.members_of(workers)
     n = len(workers)
     size = cost.stage_formats.inside_bytes(microbatch, cost.precision)
     wait_s = cost.links.all_reduce_s(members, 1.0)
@@ -58,13 +64,14 @@ def table_of(
         transfer_s = cost.links.all_reduce_s(members, size) - wait_s
         link = float(2 * (n - 1) / n * size / transfer_s)
     # An all-reduce waits for so many messages in turn (`ring_collectives`).
-    num_messages = 2 * max(1.0, float(np.ceil(np.log2(n))))
+    num_rounds = float(np.ceil(np.log2(n)))
+    num_messages = 2 * max(1.0, num_rounds)
     collectives = ring_collectives(n, link, wait_s / num_messages)
     cluster = SpmdCluster(tuple(devices), collectives)
     return CostTable(graph, cluster, STATE_BYTES[cost.precision], passes)
 
 
-def _device(
+def _rates(
     cost: "CostModel", kind: NodeType, graph: Graph, microbatch: int, even: int
 ) -> tuple[float, float, float, float]:
     """Return FLOP/s, memory, (infinite) memory bandwidth and seconds of a launch.
@@ -79,11 +86,18 @@ def _device(
     if slope <= 0:
         # Measured times may be equal at both sizes, or fall. No rate is infinite or below 0.
         slope = more / size
-    flops = sum(node.flops + node.backward_flops for node in graph.nodes) / microbatch
-    num_launches = sum(node.is_launched for node in graph.nodes)
+
+    flops = []
+    num_launches = 0
+    for node in graph.nodes:
+        flops.append(node.flops + node.backward_flops)
+        if node.is_launched:
+            num_launches += 1
+    flops_per_sequence = sum(flops) / microbatch
+    # what does not grow with the batch is taken to be launches
     launch_s = max(0.0, one - slope) / num_launches
     memory = layers.limit_bytes - layers.fixed_bytes
-    return flops / slope, memory, float("inf"), launch_s
+    return flops_per_sequence / slope, memory, float("inf"), launch_s
 
 
 def _model_s(layers: "LayerCosts") -> float:
@@ -124,9 +138,11 @@ def breakdown_of_program(
         sync_terms += table.terms(load)
     sync_terms += table.final_terms(program)
     sync_s = table.seconds(sync_terms, shares)
+
     seconds: dict[type[Term], float] = {Work: 0.0, Wire: 0.0}
     for term, count in table.counted(program).items():
-        seconds[type(term)] += count * table.seconds((term,), shares)
+        term_s = table.seconds((term,), shares)
+        seconds[type(term)] += count * term_s
 
     kinds = cost.fleet.node_types_of(plan.workers)
     layers = [cost.layers.costs(kind, 1, 1) for kind in kinds]
@@ -137,10 +153,13 @@ def breakdown_of_program(
         "optimizer": _update_s(table, placed, layers),
         "overhead": cost.parameters.step_overhead_s,
     }
+
     used = table.program_bytes(program, shares)
     bytes_by_worker = {}
     for worker, num_bytes, kind in zip(plan.workers, used, kinds, strict=True):
         bytes_by_worker[worker] = int(num_bytes + cost.worker_memory.fixed_bytes(kind))
+
+    # each note once, in order
     notes = dict[str, None]()
     for each in layers:
         notes.update(dict.fromkeys(each.estimated))
@@ -152,14 +171,19 @@ def _update_s(table: CostTable, placed: PlacedProgram, layers: "Sequence[LayerCo
 
     layers: costs of the whole model's layers on each worker.
     """
-    of_parameters = []
+    loads = []
+    sizes = []
     for load in placed.program.loads:
         if placed.graph.by_name[load.tensor].kind == "parameter":
-            of_parameters.append(load)
-    whole_bytes = sum(table.bytes_of(load)[1] for load in of_parameters)
-    held_bytes = table.program_bytes(Program(tuple(of_parameters)), placed.shares)
+            _, num_bytes = table.bytes_of(load)
+            loads.append(load)
+            sizes.append(num_bytes)
+    state_only = Program(tuple(loads))
+    held_bytes = table.program_bytes(state_only, placed.shares)
+    held_parts = held_bytes / sum(sizes)
     whole_s = np.array([each.update_s.sum() for each in layers])
-    return float((held_bytes / whole_bytes * whole_s).max())
+    seconds = held_parts * whole_s
+    return float(seconds.max())
 
 
 def explain_program(cost: "CostModel", plan: Plan, *, by_tensor: bool) -> dict[str, Any]:
@@ -185,10 +209,13 @@ def work_by_worker(cost: "CostModel", plan: Plan) -> dict[str, tuple[float, floa
     for term, count in table.counted(placed.program).items():
         if isinstance(term, Work):
             count_per_pass = count / table.passes
-            total = total + count_per_pass * table.work_s(term, placed.shares)
+            work_s = table.work_s(term, placed.shares)
+            total = total + count_per_pass * work_s
     kinds = cost.fleet.node_types_of(plan.workers)
-    total = total / np.array([kind.slowdown for kind in kinds])
+    slowdowns = np.array([kind.slowdown for kind in kinds])
+    total = total / slowdowns
 
+    # a term is forward and backward together; they are told apart by their FLOPs
     forward = sum(node.flops for node in placed.graph.nodes)
     backward = sum(node.backward_flops for node in placed.graph.nodes)
     part = forward / (forward + backward)

@@ -132,7 +132,17 @@ class Graph:
     def dims(self, name: str) -> tuple[int, ...]:
         """Dimensions of a tensor that may be sharded."""
         node = self.by_name[name]
-        return tuple(dim for dim in range(len(node.shape)) if (name, dim) in self.axes)
+        found = []
+        for dim in range(len(node.shape)):
+            if (name, dim) in self.axes:
+                found.append(dim)
+        return tuple(found)
+
+    def axis_along(self, name: str, layout: TensorLayout) -> str | None:
+        """Return the name of the axis along which a layout cuts a tensor; None if it cuts none."""
+        if layout.kind != "sharded":
+            return None
+        return self.axes[name, layout.dim].name
 
     def sharded_layouts(self, name: str) -> list[TensorLayout]:
         """Return the layouts of a tensor that cut a dimension."""
@@ -146,7 +156,11 @@ class Graph:
 
     @property
     def parameters(self) -> tuple[GraphNode, ...]:
-        return tuple(node for node in self.nodes if node.kind == "parameter")
+        found = []
+        for node in self.nodes:
+            if node.kind == "parameter":
+                found.append(node)
+        return tuple(found)
 
 
 def _leaves_late(nodes: Sequence[GraphNode]) -> tuple[GraphNode, ...]:
@@ -180,15 +194,19 @@ def _axes_of(graph: Graph, most_units: int) -> dict[Dimension, Axis]:
         first: dict[str, Dimension] = {}
         for name, letters in node.signature.letters_by_tensor(node):
             for dim, letter in enumerate(letters):
-                if letter != ".":
-                    key = (name, dim)
-                    alike.setdefault(key, {key})
-                    _join(alike, key, first.setdefault(letter, key))
+                if letter == ".":
+                    continue
+                key = (name, dim)
+                alike.setdefault(key, {key})
+                first_of_letter = first.setdefault(letter, key)
+                _join(alike, key, first_of_letter)
 
     axes: dict[Dimension, Axis] = {}
+    # members of a group share one set, so its identity tells groups apart
     groups = {id(keys): keys for keys in alike.values()}
     for keys in groups.values():
         axis = _axis(graph, keys, most_units)
+        # an axis of one unit cannot be cut
         if axis.units > 1:
             axes.update(dict.fromkeys(keys, axis))
     return axes
@@ -196,6 +214,7 @@ def _axes_of(graph: Graph, most_units: int) -> dict[Dimension, Axis]:
 
 def _join(alike: dict[Dimension, set[Dimension]], one: Dimension, other: Dimension) -> None:
     """Make the groups of two dimensions one; all their members then share one set."""
+    # moving the smaller group keeps the whole of all joins near linear
     few, many = sorted((alike[one], alike[other]), key=len)
     many |= few
     alike.update(dict.fromkeys(few, many))

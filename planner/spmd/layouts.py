@@ -46,15 +46,14 @@ def sharded(dim: int) -> TensorLayout:
     return TensorLayout("sharded", dim)
 
 
-_TABLE: tuple[tuple[str, LayoutKind, LayoutKind, tuple[str, ...]], ...] = (
-    ("all_gather", "sharded", "replicated", ("padded", "grouped")),
-    ("reduce_scatter", "partial", "sharded", ("padded", "grouped")),
-    ("all_reduce", "partial", "replicated", ("",)),
-    ("all_to_all", "sharded", "sharded", ("",)),
-    ("slice", "replicated", "sharded", ("",)),
-    ("mask", "replicated", "partial", ("",)),
-)
-CONVERSIONS: Mapping[str, tuple[str, ...]] = {op: variants for op, _, _, variants in _TABLE}
+CONVERSIONS: Mapping[str, tuple[str, ...]] = {
+    "all_gather": ("padded", "grouped"),
+    "reduce_scatter": ("padded", "grouped"),
+    "all_reduce": ("",),
+    "all_to_all": ("",),
+    "slice": ("",),
+    "mask": ("",),
+}
 """Instructions between layouts and their variants. padded: one collective of parts as large as the
 largest. grouped: one broadcast, or reduction, for each rank's own part. mask: the first rank alone
 keeps its copy, the others have zeros.
@@ -63,7 +62,12 @@ SILENT = frozenset({"slice", "mask"})
 """Instructions that send nothing; nor do their duals."""
 
 _BY_KINDS: Mapping[tuple[LayoutKind, LayoutKind], str] = {
-    (source, target): op for op, source, target, _ in _TABLE
+    ("sharded", "replicated"): "all_gather",
+    ("partial", "sharded"): "reduce_scatter",
+    ("partial", "replicated"): "all_reduce",
+    ("sharded", "sharded"): "all_to_all",
+    ("replicated", "sharded"): "slice",
+    ("replicated", "partial"): "mask",
 }
 
 

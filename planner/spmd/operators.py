@@ -48,10 +48,9 @@ def _letters(shape: Sequence[int]) -> str:
 
 def _blocked(shape: Sequence[int], *dims: int) -> str:
     """Return letters with the given dimensions not shardable."""
-    blocked = {dim % len(shape) for dim in dims}
     letters = list(_letters(shape))
-    for dim in blocked:
-        letters[dim] = "."
+    for dim in dims:
+        letters[dim % len(shape)] = "."
     return "".join(letters)
 
 
@@ -60,12 +59,15 @@ def _broadcast(letters: str, shape: TensorShape, whole: TensorShape) -> str:
 
     A dimension that is stretched has none.
     """
+    # dimensions are matched from the last one on
     first = len(letters) - len(shape)
-    found = []
-    for letter, own, size in zip(letters[first:], shape, whole[first:], strict=True):
+    own_letters = letters[first:]
+    own_whole = whole[first:]
+    found = ""
+    for letter, own, size in zip(own_letters, shape, own_whole, strict=True):
         is_stretched = own == 1 and size != 1
-        found.append("." if is_stretched else letter)
-    return "".join(found)
+        found += "." if is_stretched else letter
+    return found
 
 
 def _each_alone(count: int) -> tuple[frozenset[int], ...]:
@@ -81,8 +83,10 @@ def _elementwise(operation: Operation) -> Signature:
     """
     letters = _letters(operation.output)
     count = len(operation.shapes)
-    linear: tuple[frozenset[int], ...] = ONE if operation.name in _SCALED else ()
-    if operation.name == "mul":
+    linear: tuple[frozenset[int], ...] = ()
+    if operation.name in _SCALED:
+        linear = ONE
+    elif operation.name == "mul":
         linear = _each_alone(count)
     elif operation.name in ("add", "sub") and count == 2:
         # with a number for one term, a sum of parts would add the number more than once
@@ -116,10 +120,13 @@ def _linear(operation: Operation) -> Signature:
 
 def _matmul(operation: Operation) -> Signature | None:
     left, right = operation.shapes
-    has_same_batch = len(left) == len(right) and left[:-2] == right[:-2]
+    left_batch = left[:-2]
+    right_batch = right[:-2]
+    has_same_batch = len(left) == len(right) and left_batch == right_batch
     if not has_same_batch:
+        # one side is broadcast, which no rule is written for
         return None
-    batch = ascii_letters[: len(left) - 2]
+    batch = _letters(left_batch)
     inputs = (batch + "XY", batch + "YZ")
     return Signature(inputs, batch + "XZ", "Y", linear=_each_alone(2))
 
@@ -134,13 +141,15 @@ def _equation(operation: Operation) -> tuple[tuple[str, ...], str]:
 def _einsum(operation: Operation) -> Signature | None:
     texts, output = _equation(operation)
     letters = "".join(texts)
+    # an ellipsis, or an output that is left for torch to derive
     if "." in letters or not output:
         return None
     for text in texts:
         has_diagonal = len(set(text)) < len(text)
         if has_diagonal:
             return None
-    contracted = "".join(sorted(set(letters) - set(output)))
+    summed = set(letters) - set(output)
+    contracted = "".join(sorted(summed))
     return Signature(texts, output, contracted, linear=_each_alone(len(texts)))
 
 
@@ -198,35 +207,43 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
         dims = range(len(shape))
     elif isinstance(dims, int):
         dims = [dims]
-    gone = {dim % len(shape) for dim in dims} if shape else set()
+    gone = set[int]()
+    # a scalar has no dimension, though it may be reduced over "the last one"
+    if shape:
+        gone = {dim % len(shape) for dim in dims}
     text = _letters(shape) if contracted else _blocked(shape, *gone)
 
     keeps_dims = len(operation.output) == len(shape)
     output = ""
+    gone_letters = ""
     for dim, letter in enumerate(text):
         if dim not in gone:
             output += letter
-        elif keeps_dims:
+            continue
+        gone_letters += letter
+        if keeps_dims:
             output += "."
     if not contracted:
         return Signature((text,), output)
-    gone_letters = "".join(text[dim] for dim in gone)
     return Signature((text,), output, gone_letters, linear=ONE)
 
 
 def _permuted(operation: Operation) -> Signature:
-    text = list(_letters(operation.shapes[0]))
+    text = _letters(operation.shapes[0])
     if operation.name == "permute":
-        order = [dim % len(text) for dim in operation.args[1]]
-    else:
-        first = 0
-        second = 1
-        if operation.name == "transpose":
-            first, second = operation.args[1:3]
-        order = list(range(len(text)))
-        order[first], order[second] = order[second], order[first]
-    output = "".join(text[dim] for dim in order)
-    return Signature(("".join(text),), output, linear=ONE)
+        order = operation.args[1]
+        output = "".join(text[dim] for dim in order)
+        return Signature((text,), output, linear=ONE)
+
+    # `t` exchanges the two dimensions of a matrix
+    first = 0
+    second = 1
+    if operation.name == "transpose":
+        first, second = operation.args[1:3]
+    exchanged = list(text)
+    exchanged[first] = text[second]
+    exchanged[second] = text[first]
+    return Signature((text,), "".join(exchanged), linear=ONE)
 
 
 def _reshaped(operation: Operation) -> Signature:
@@ -266,7 +283,9 @@ def _reshaped(operation: Operation) -> Signature:
             after[second] = letter
         i += 1
         j += 1
-    return Signature(("".join(before),), "".join(after), linear=ONE)
+    text = "".join(before)
+    output = "".join(after)
+    return Signature((text,), output, linear=ONE)
 
 
 def _cut(operation: Operation) -> Signature:
@@ -282,14 +301,17 @@ def _cut(operation: Operation) -> Signature:
 
 
 def _concatenated(operation: Operation) -> Signature:
-    text = _blocked(operation.output, operation.argument(1, "dim", 0))
-    every = frozenset(range(len(operation.shapes)))
-    return Signature((text,) * len(operation.shapes), text, linear=(every,))
+    dim = operation.argument(1, "dim", 0)
+    text = _blocked(operation.output, dim)
+    count = len(operation.shapes)
+    every = frozenset(range(count))
+    return Signature((text,) * count, text, linear=(every,))
 
 
 def _convolution(operation: Operation) -> Signature | None:
     if operation.argument(6, "groups", 1) != 1:
         return None
+    # a rank would need the rows of its neighbors, so the image's own dimensions stay whole
     spatial = "." * (len(operation.output) - 2)
     return _weighted(operation, "aY" + spatial, "ZY" + spatial, "aZ" + spatial)
 
@@ -300,7 +322,8 @@ def _loss_sum(operation: Operation) -> Signature:
     Over a sharded vocabulary it all-reduces each row's maximum, normalizer and gathered logit.
     """
     num_rows = operation.shapes[0][0]
-    return Signature(("aY", "a"), "", "aY", reduced_bytes={"Y": 4.0 * 2 * num_rows})
+    reduced_bytes = {"Y": 4.0 * 2 * num_rows}
+    return Signature(("aY", "a"), "", "aY", reduced_bytes=reduced_bytes)
 
 
 def _one_hot(operation: Operation) -> Signature:
@@ -407,6 +430,10 @@ def operator_node(
     """
     op = operation.name
     handler = HANDLERS.get(op)
+    signature = None
+    if handler is not None:
+        signature = handler(operation)
+
     flops = forward_flops(operation)
     backward = 0.0
     if op == "scaled_dot_product_attention":
@@ -415,6 +442,8 @@ def operator_node(
         # one product more for each factor that has a gradient
         num_factors = 3 if op == "einsum" else 2
         backward = flops * sum(node.needs_gradient for node in inputs[:num_factors])
+    passes_gradient = is_floating and op != "detach"
+    needs_gradient = passes_gradient and any(node.needs_gradient for node in inputs)
     return GraphNode(
         name=name,
         kind="op",
@@ -422,10 +451,8 @@ def operator_node(
         inputs=tuple(node.name for node in inputs),
         shape=operation.output,
         item_bytes=item_bytes,
-        needs_gradient=(
-            is_floating and op != "detach" and any(node.needs_gradient for node in inputs)
-        ),
-        signature=handler(operation) if handler else None,
+        needs_gradient=needs_gradient,
+        signature=signature,
         flops=flops,
         backward_flops=backward,
         is_alias=op in ALIASES,

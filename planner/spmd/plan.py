@@ -76,8 +76,14 @@ class PlacedProgram:
             layout = instruction.output
             if layout.kind == "sharded":
                 used.add(self.graph.axes[instruction.tensor, layout.dim])
+        # a set has no order, but documents list the axes
         ordered = sorted(used, key=lambda axis: axis.name)
         return {axis: self.shares.lengths(axis.name) for axis in ordered}
+
+    @property
+    def units_by_name(self) -> dict[str, tuple[int, ...]]:
+        """Units of each rank, by the name of the axis."""
+        return {axis.name: row for axis, row in self.units.items()}
 
     def idle(self, rank: int) -> bool:
         """Return True if a rank's share is 0 along every sharded axis of the program."""
@@ -108,6 +114,8 @@ class _Pairs:
         self.whole = whole
         self.best: tuple[float, Program, Shares] | None = None
         self.has_refused = False
+        # of the pair that comes nearest to fitting, its fullest device: filled share of its
+        # memory, index, bytes
         self.tightest: tuple[float, int, float] = (float("inf"), 0, 0.0)
 
     def shares(self, ratios: Ratios) -> Shares:
@@ -125,12 +133,15 @@ class _Pairs:
         used = self.table.program_bytes(program, shares)
         filled = used / self.table.limits
         worst = int(filled.argmax())
-        if filled[worst] < self.tightest[0]:
-            self.tightest = (float(filled[worst]), worst, float(used[worst]))
-        if filled[worst] > 1 + 1e-9:
+        most_filled = float(filled[worst])
+        if most_filled < self.tightest[0]:
+            self.tightest = (most_filled, worst, float(used[worst]))
+        if most_filled > 1 + 1e-9:
             self.has_refused = True
             return float("inf")
+
         seconds = self.table.program_s(program, shares)
+        # of pairs that are equal but for rounding, the first is kept
         if self.best is None or seconds < self.best[0] * (1 - 1e-12):
             self.best = (seconds, program, shares)
         return seconds
@@ -182,9 +193,11 @@ def synthesize(
     else:
         check_ratios(ratios, table.num_devices, "the cluster")
         starts = [ratios]
+
     pairs = _Pairs(table, pinned or {}, whole)
     for start in starts:
-        pairs.judge(pairs.search(start, ()), start)
+        program = pairs.search(start, ())
+        pairs.judge(program, start)
     if ratios is None and pairs.best is not None:
         pairs.alternate(pairs.best[2].ratios, ())
     if pairs.has_refused:
@@ -196,6 +209,7 @@ def synthesize(
             f"in the program that comes nearest, device '{name}' needs {need / GIB:.2f} GiB, it has"
         )
         raise _fits_no_mix(table, reason, table.limits[worst])
+
     if ratios is None and whole and table.num_devices <= MOST_MOVED:
         _move_units(pairs)
     seconds, program, shares = pairs.best
@@ -223,7 +237,7 @@ def _search_with_charges(
     step_s = table.program_s(program, pairs.shares(starts[-1]))
     for number in range(CHARGES):
         whole_memory_s = step_s * 0.01 * 4**number
-        charge = [float(whole_memory_s / limit) for limit in table.limits]
+        charge = (whole_memory_s / table.limits).tolist()
         before = pairs.best
         nearest = pairs.tightest[0]
         first_and_last = dict.fromkeys((starts[0], starts[-1]))
@@ -231,13 +245,17 @@ def _search_with_charges(
             if free_ratios:
                 pairs.alternate(start, charge, CHARGED_ROUNDS)
             else:
-                pairs.judge(pairs.search(start, charge), start)
+                charged = pairs.search(start, charge)
+                pairs.judge(charged, start)
+
         if pairs.best is not None:
             if pairs.best is before or is_late():
                 return
             continue
+        num_idle += 1
         comes_nearer = pairs.tightest[0] <= 0.99 * nearest
-        num_idle = 0 if comes_nearer else num_idle + 1
+        if comes_nearer:
+            num_idle = 0
         if num_idle >= 2 and number >= TELLING_CHARGE:
             return
 
@@ -247,16 +265,17 @@ def _starts(table: CostTable, segments: int) -> list[Ratios]:
 
     If many can be optimal, they are evenly chosen from them.
     """
-    optimal = closed_form([float(speed) for speed in table.speeds])
+    optimal = closed_form(table.speeds.tolist())
     found = optimal
     if len(optimal) > STARTS:
         found = []
         for number in range(STARTS):
+            # from the first to the last
             index = round(number * (len(optimal) - 1) / (STARTS - 1))
             found.append(optimal[index])
     if np.isfinite(table.limits).all():
         by_memory = table.limits / table.limits.sum()
-        found.append(tuple(map(float, by_memory)))
+        found.append(tuple(by_memory.tolist()))
     return [(row,) * segments for row in dict.fromkeys(found)]
 
 
@@ -268,20 +287,24 @@ def _move_units(pairs: _Pairs) -> None:
     assert pairs.best is not None
     _, program, shares = pairs.best
     placed = PlacedProgram(pairs.table.graph, program, shares)
-    units_of_data = [axis.units for axis in placed.units if axis.is_batch]
-    if not units_of_data:
+    units = 0
+    for axis in placed.units:
+        if axis.is_batch:
+            units = max(units, axis.units)
+    if not units:
         return
-    units = max(units_of_data)
+
     for _ in range(2 * pairs.table.num_devices):
         before, program, shares = pairs.best
         counts = round_to_units(shares.ratios[0], units)
         for source, target in itertools.permutations(range(len(counts)), 2):
-            if counts[source]:
-                moved = list(counts)
-                moved[source] -= 1
-                moved[target] += 1
-                row = tuple(count / units for count in moved)
-                pairs.judge(program, (row, *shares.ratios[1:]))
+            if not counts[source]:
+                continue
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            row = tuple(count / units for count in moved)
+            pairs.judge(program, (row, *shares.ratios[1:]))
         if pairs.best[0] >= before * (1 - 1e-9):
             return
 

@@ -31,6 +31,16 @@ class Instruction:
     variant: str = ""
 
     @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the input tensors."""
+        return tuple(name for name, _ in self.inputs)
+
+    @property
+    def input_layouts(self) -> tuple[TensorLayout, ...]:
+        """Layouts in which the input tensors are wanted."""
+        return tuple(layout for _, layout in self.inputs)
+
+    @property
     def result(self) -> Property:
         return self.tensor, self.output
 
@@ -49,7 +59,11 @@ class Program:
     @cached_property
     def loads(self) -> tuple[Instruction, ...]:
         """Instructions that load a leaf."""
-        return tuple(each for each in self.instructions if each.op == "load")
+        found = []
+        for instruction in self.instructions:
+            if instruction.op == "load":
+                found.append(instruction)
+        return tuple(found)
 
     @cached_property
     def storage(self) -> dict[str, TensorLayout]:
@@ -74,12 +88,12 @@ class Program:
 
 def _is_sound(graph: Graph, instruction: Instruction) -> bool:
     node = graph.by_name[instruction.tensor]
-    layouts = tuple(layout for _, layout in instruction.inputs)
+    layouts = instruction.input_layouts
     if instruction.op == "load":
-        return node.kind != "op" and instruction.output in leaf_layouts(graph, node)
+        is_leaf = node.kind != "op"
+        return is_leaf and instruction.output in leaf_layouts(graph, node)
     if instruction.op == "compute":
-        names = tuple(name for name, _ in instruction.inputs)
-        if names != node.inputs:
+        if instruction.input_names != node.inputs:
             return False
         for rule in rules_of(graph, node):
             if rule.inputs == layouts and rule.output == instruction.output:
@@ -87,7 +101,8 @@ def _is_sound(graph: Graph, instruction: Instruction) -> bool:
         return False
     if len(layouts) != 1:
         return False
-    return conversion_between(layouts[0], instruction.output) == instruction.op
+    conversion = conversion_between(layouts[0], instruction.output)
+    return conversion == instruction.op
 
 
 def layouts_of(graph: Graph, name: str) -> tuple[TensorLayout, ...]:

@@ -87,7 +87,8 @@ def linear_program(
     segments = len(shares.ratios)
 
     # Variables: the ratios by segment and device, then the seconds of each group of terms.
-    num_variables = segments * n + len(grouped)
+    num_ratios = segments * n
+    num_variables = num_ratios + len(grouped)
     blocks = list[Floats]()
     bounds = list[Floats]()
     for number, (work, used) in enumerate(grouped):
@@ -97,24 +98,31 @@ def linear_program(
         else:
             fixed, whole = table.line(work)
         # fixed + ratio * whole <= the group's seconds, on each device
+        group = num_ratios + number
         for segment in used:
+            ratios_of_segment = slice(segment * n, (segment + 1) * n)
             block = np.zeros((n, num_variables))
-            block[:, segment * n : (segment + 1) * n] = np.diag(whole)
-            block[:, segments * n + number] = -1.0
+            block[:, ratios_of_segment] = np.diag(whole)
+            block[:, group] = -1.0
             blocks.append(block)
             bounds.append(-fixed)
 
+    # kept + ratio * shared <= the limit, on each device; in GiB, as solvers want numbers near 1
     kept, shared = _memory(table, program, shares)
     is_limited = np.isfinite(table.limits)
     block = np.zeros((n, num_variables))
     for segment, size in enumerate(shared):
-        block[:, segment * n : (segment + 1) * n] = np.eye(n) * size / GIB
+        ratios_of_segment = slice(segment * n, (segment + 1) * n)
+        block[:, ratios_of_segment] = np.eye(n) * size / GIB
+    room = (table.limits - kept) / GIB
     blocks.append(block[is_limited])
-    bounds.append(((table.limits - kept) / GIB)[is_limited])
+    bounds.append(room[is_limited])
 
-    objective = np.concatenate([np.zeros(segments * n), list(grouped.values())])
+    weights = list(grouped.values())
+    objective = np.concatenate([np.zeros(num_ratios), weights])
+    # the ratios of each segment sum to 1
     sums = np.zeros((segments, num_variables))
-    sums[:, : segments * n] = np.kron(np.eye(segments), np.ones(n))
+    sums[:, :num_ratios] = np.kron(np.eye(segments), np.ones(n))
     answer = linprog(
         objective,
         A_ub=csr_array(np.vstack(blocks)),
@@ -124,11 +132,10 @@ def linear_program(
         method="highs",
     )
     if answer.status != 0:
-        raise InfeasibleError(
-            f"no ratios let this program fit the devices' memory ({answer.message.splitlines()[0]})"
-        )
+        reason = answer.message.splitlines()[0]
+        raise InfeasibleError(f"no ratios let this program fit the devices' memory ({reason})")
     # the solver may return a ratio slightly below 0
-    ratios = answer.x[: segments * n].reshape(segments, n)
+    ratios = answer.x[:num_ratios].reshape(segments, n)
     return normalised_rows(np.maximum(ratios, 0.0))
 
 
@@ -152,19 +159,22 @@ def _grouped(
     found: dict[tuple[Work | None, tuple[int, ...]], float] = {}
     for term, count in table.counted(program).items():
         work: Work | None
-        axes: tuple[str | None, ...]
         if isinstance(term, Wire):
             work = None
             axes = term.axes
             weight = term.scaled_s
+        elif term.axis is None:
+            # every device does all of it, whatever the ratios
+            continue
         else:
             work = term
             axes = (term.axis,)
             weight = 1.0
-        segments = {shares.segment(axis) for axis in axes if axis is not None}
+        segments = {shares.segment(axis) for axis in axes}
         if segments:
             key = (work, tuple(sorted(segments)))
-            found[key] = found.get(key, 0.0) + count * weight
+            before = found.get(key, 0.0)
+            found[key] = before + count * weight
     return found
 
 

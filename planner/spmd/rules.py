@@ -23,7 +23,8 @@ class Rule:
     @property
     def gradient(self) -> tuple[TensorLayout, tuple[TensorLayout, ...]]:
         """Layouts of the backward operator: the output's gradient, and the inputs' gradients."""
-        return self.output.dual, tuple(layout.dual for layout in self.inputs)
+        of_inputs = tuple(layout.dual for layout in self.inputs)
+        return self.output.dual, of_inputs
 
 
 def rules_of(graph: Graph, node: GraphNode) -> tuple[Rule, ...]:
@@ -57,9 +58,12 @@ def _sharded(graph: Graph, node: GraphNode, signature: Signature) -> Iterator[Ru
                 inputs.append(PARTIAL)
             else:
                 inputs.append(REPLICATED)
-        output = PARTIAL if is_contracted else sharded(signature.output.index(letter))
+        output = PARTIAL
+        if not is_contracted:
+            output = sharded(signature.output.index(letter))
         yield Rule(tuple(inputs), output, letter)
 
+        # with the data cut, the weight's gradient can come from everyone's gathered factors
         cuts_data = letter in signature.inputs[0] and not is_contracted
         if signature.factored and cuts_data and _owns_weights(graph, node):
             weights = (FACTORED,) * (len(inputs) - 1)
@@ -94,5 +98,7 @@ def leaf_layouts(graph: Graph, node: GraphNode) -> tuple[TensorLayout, ...]:
 
     A leaf is an input, a constant or a parameter.
     """
-    whole = (REPLICATED, FACTORED) if node.kind == "parameter" else (REPLICATED,)
-    return (*whole, *graph.sharded_layouts(node.name))
+    cut = graph.sharded_layouts(node.name)
+    if node.kind == "parameter":
+        return (REPLICATED, FACTORED, *cut)
+    return (REPLICATED, *cut)

@@ -68,6 +68,7 @@ class _Tensor:
         """Return the cheapest way to have the layout `want`."""
         found = self.paths.get((have, want))
         if found is None:
+            # of ways that take as long, the one with fewer instructions
             ways = self._ways(have, want)
             found = min(ways, key=lambda way: (way[0], len(way[2])))
             self.paths[have, want] = found
@@ -77,19 +78,27 @@ class _Tensor:
         if have >> want & 1:
             yield 0.0, have, ()
             return
+
+        have_wanted = have | 1 << want
         for source in range(len(self.layouts)):
-            if not have >> source & 1:
+            is_held = have >> source & 1
+            if not is_held:
                 continue
+
             edge = self.edges.get((source, want))
             if edge:
                 seconds, instruction = edge
-                yield seconds, have | 1 << want, (instruction,)
+                yield seconds, have_wanted, (instruction,)
+
             for middle in range(len(self.layouts)):
                 first = self.edges.get((source, middle))
                 second = self.edges.get((middle, want))
                 if first and second:
-                    seconds = first[0] + second[0]
-                    yield seconds, have | 1 << want | 1 << middle, (first[1], second[1])
+                    first_s, to_middle = first
+                    second_s, to_wanted = second
+                    # the layout in the middle is kept, for free
+                    have_both = have_wanted | 1 << middle
+                    yield first_s + second_s, have_both, (to_middle, to_wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,9 @@ class ProgramSearch:
         shares = [1.0] * len(self._byte_s)
         if axis is not None:
             shares = self.shares.of(axis).tolist()
-        charges = [charge * part for charge, part in zip(self._byte_s, shares, strict=True)]
+        charges = []
+        for charge, part in zip(self._byte_s, shares, strict=True):
+            charges.append(charge * part)
         return seconds + size * sum(charges)
 
     def _live_places(self) -> list[SearchStep]:
@@ -155,9 +166,14 @@ class ProgramSearch:
         for position, node in enumerate(self.graph.nodes):
             if self._is_fused(node):
                 continue
-            kept = tuple(at for at, name in enumerate(live) if last_read[name] > position)
-            places.append(SearchStep(position, live, kept))
-            live = (*(live[at] for at in kept), node.name)
+            kept = []
+            still_live = []
+            for place, name in enumerate(live):
+                if last_read[name] > position:
+                    kept.append(place)
+                    still_live.append(name)
+            places.append(SearchStep(position, live, tuple(kept)))
+            live = (*still_live, node.name)
         return places
 
     def _options_at(self, step: int) -> tuple[_Option, ...]:
@@ -200,6 +216,7 @@ class ProgramSearch:
             instruction = Instruction("compute", node.name, inputs, rule.output, rule.letter)
             loads_s: list[float] = []
             loads: list[Instruction] = []
+            # a set, since a node may read one tensor twice
             wants: set[tuple[int, int]] = set()
             for name, layout in inputs:
                 if self._is_fused(self.graph.by_name[name]):
@@ -207,10 +224,13 @@ class ProgramSearch:
                     loads_s.append(load_s)
                     loads += path
                 if name in live:
-                    wants.add((live.index(name), self._bit(name, layout)))
+                    place = live.index(name)
+                    wants.add((place, self._bit(name, layout)))
+
             seconds = self.price(instruction) + sum(loads_s)
             bit = self._bit(node.name, rule.output)
-            yield _Option(seconds, tuple(sorted(wants)), bit, instruction, tuple(loads))
+            in_order = tuple(sorted(wants))
+            yield _Option(seconds, in_order, bit, instruction, tuple(loads))
 
     def _leaf_loads(self, node: GraphNode) -> Iterator[Instruction]:
         pin = self._pinned.get(node.name)
@@ -227,7 +247,8 @@ class ProgramSearch:
                 ways.append((self.price(load), (load,)))
             elif FACTORED not in (load.output, want):
                 have = 1 << self._bit(name, load.output)
-                seconds, _, path = self._tensor(name).path(have, self._bit(name, want))
+                wanted = self._bit(name, want)
+                seconds, _, path = self._tensor(name).path(have, wanted)
                 ways.append((self.price(load) + seconds, (load, *path)))
         return min(ways, key=lambda way: way[0])
 
@@ -260,8 +281,10 @@ class ProgramSearch:
             seconds = option.seconds
             masks = list(state)
             for place, bit in option.wants:
-                added, masks[place], _ = self._tensor(live[place]).path(masks[place], bit)
+                tensor = self._tensor(live[place])
+                added, masks[place], _ = tensor.path(masks[place], bit)
                 seconds += added
+            # the innermost loop of the search: a comprehension, as it is the fastest
             following = [masks[at] for at in here.kept]
             following.append(1 << option.bit)
             yield seconds, tuple(following), option
@@ -274,7 +297,8 @@ class ProgramSearch:
             if self._byte_s and len(kept) == CHARGED_STATES:
                 break
             for other in kept[:COMPARED]:
-                if _becomes(tensors, other, state, costs[state] - costs[other]):
+                difference = costs[state] - costs[other]
+                if _becomes(tensors, other, state, difference):
                     break
             else:
                 kept.append(state)
@@ -288,15 +312,22 @@ class ProgramSearch:
         base = 0.0
         for first, last in itertools.pairwise(self.segments.starts()):
             least = min(costs.values())
-            costs = {state: cost - least for state, cost in costs.items()}
             base += least
-            # differences that are equal but for rounding are one beginning
-            begin = sorted((state, f"{cost:.9e}") for state, cost in costs.items())
+            differences: dict[SearchState, float] = {}
+            begin: list[tuple[SearchState, str]] = []
+            for state, cost in costs.items():
+                difference = cost - least
+                differences[state] = difference
+                # differences that are equal but for rounding are one beginning
+                begin.append((state, f"{difference:.9e}"))
+            begin.sort()
+
             key = (self.segments.key(first, last), tuple(begin))
             if key not in known:
-                known[key] = self._solve(first, last, costs)
-            chain.append((first, known[key]))
-            costs = known[key].costs
+                known[key] = self._solve(first, last, differences)
+            solved = known[key]
+            chain.append((first, solved))
+            costs = solved.costs
 
         ends: list[tuple[float, SearchState]] = []
         for state, cost in costs.items():
@@ -305,7 +336,9 @@ class ProgramSearch:
         end_s, state = min(ends)
         _, _, loss_path = self._loss_path(state)
         instructions = [*self._assembled(chain, state), *loss_path]
-        return base + end_s, Program(tuple(dict.fromkeys(instructions)))
+        # a leaf that several readers load alike is loaded once
+        distinct = dict.fromkeys(instructions)
+        return base + end_s, Program(tuple(distinct))
 
     def _loss_path(self, state: SearchState) -> _Way:
         """Return the cheapest conversions from the last state to a partial loss."""
@@ -335,6 +368,7 @@ class ProgramSearch:
 
         A solution that was found for an equal segment is read with this segment's names.
         """
+        # from the last state back to the first, so segments and steps come in reverse
         blocks: list[list[Instruction]] = []
         for first, solved in reversed(chain):
             num_steps = len(solved.back)
@@ -362,9 +396,11 @@ class ProgramSearch:
         live = self._places[step].live
         masks = list(before)
         for place, bit in option.wants:
-            _, masks[place], path = self._tensor(live[place]).path(masks[place], bit)
+            tensor = self._tensor(live[place])
+            _, masks[place], path = tensor.path(masks[place], bit)
             yield from path
-        yield from (*option.loads, option.instruction)
+        yield from option.loads
+        yield option.instruction
 
     def a_star(self) -> float:
         """Return the least seconds, by A*: the rest costs at least every node's cheapest option."""
@@ -385,13 +421,17 @@ class ProgramSearch:
             if (step, state) in done:
                 continue
             done.add((step, state))
+
             spent = bound - rest[step]
+            rest_after = rest[step + 1]
             if step == num_steps:
                 loss_s, _, _ = self._loss_path(state)
-                heapq.heappush(queue, (spent + loss_s + rest[step + 1], step + 1, ()))
+                bound_after = spent + loss_s + rest_after
+                heapq.heappush(queue, (bound_after, step + 1, ()))
                 continue
             for seconds, reached, _ in self._follow(step, state):
-                heapq.heappush(queue, (spent + seconds + rest[step + 1], step + 1, reached))
+                bound_after = spent + seconds + rest_after
+                heapq.heappush(queue, (bound_after, step + 1, reached))
 
 
 def _becomes(
@@ -412,5 +452,7 @@ def _becomes(
 
 def _renamed(instruction: Instruction, names: dict[str, str]) -> Instruction:
     tensor = names.get(instruction.tensor, instruction.tensor)
-    inputs = [(names.get(name, name), layout) for name, layout in instruction.inputs]
+    inputs = []
+    for name, layout in instruction.inputs:
+        inputs.append((names.get(name, name), layout))
     return replace(instruction, tensor=tensor, inputs=tuple(inputs))

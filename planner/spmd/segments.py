@@ -44,9 +44,14 @@ class Segments:
         num_live = [len(place.live) for place in self._places]
         count = len(self._places)
         # the ends of a model are no layers, so they may have fewer live tensors than any layer
-        fewest = min(num_live[count // 4 : 3 * count // 4 + 1])
-        inner = [step for step in range(1, count) if num_live[step] == fewest]
-        return [0, *inner, count]
+        first_quarter = count // 4
+        last_quarter = 3 * count // 4
+        fewest = min(num_live[first_quarter : last_quarter + 1])
+        starts = [0]
+        for step in range(1, count):
+            if num_live[step] == fewest:
+                starts.append(step)
+        return [*starts, count]
 
     def names(self, first: int, last: int) -> list[str]:
         """Return the tensors that live before a segment and those that it makes.
@@ -65,10 +70,14 @@ class Segments:
         """Return a key that is equal for segments that differ in names alone."""
         names = self.names(first, last)
         number = {name: index for index, name in enumerate(names)}
-        nodes = [self._graph.by_name[name] for name in number]
-        return tuple(self._node_key(node, number) for node in nodes)
+        keys = []
+        for name in number:
+            node = self._graph.by_name[name]
+            keys.append(self._node_key(node, number))
+        return tuple(keys)
 
     def _node_key(self, node: GraphNode, number: dict[str, int]) -> object:
+        """Return all that the search reads of a node, with tensors by their `number` here."""
         cuts = []
         for dim in self._graph.dims(node.name):
             axis = self._graph.axes[node.name, dim].name
@@ -81,6 +90,7 @@ class Segments:
             readers.append(name)
             if name in number:
                 readers_inside.append(number[name])
+        # a tensor that is read after the segment is live at its end
         ends_inside = not readers or readers[-1] in number
         inputs = [number.get(name, -1) for name in node.inputs]
         costs = (

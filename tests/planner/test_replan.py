@@ -98,7 +98,7 @@ def test_a_whole_pipeline_with_uneven_shares_stays_and_one_that_lost_a_worker_do
     stage = Stage(0, 8, ("a100-0/0", "a10g-0/0", "a10g-0/1"), tp_shares=(2, 1, 1))
     other = Stage(0, 8, ("a10g-1/0", "a10g-1/1"))
     previous = Plan("tiny", 16, 1, 128, (Pipeline((stage,), 10, 1), Pipeline((other,), 6, 1)))
-    held = holders_of(previous, 8)
+    held = holders_of(previous)
     assert ("3", 0, 4) in held["a100-0/0"]
     assert ("3", 4, 6) in held["a10g-0/0"]
     asked = request(without(whole, "a10g-1"), 16, microbatch_sequences=1)

@@ -337,7 +337,7 @@ class RememberedPlanning(Planning):
         known = []
         if counts in self.memory.plans:
             alive = set(request.fleet.workers)
-            holders = holders_of(current, self.inputs.spec.num_layers)
+            holders = holders_of(current)
             held = {worker: part for worker, part in holders.items() if worker in alive}
             _, fastest = self.memory.plans[counts]
             known.append(align(self._placed(fastest, request), request, held))
