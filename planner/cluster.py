@@ -149,6 +149,11 @@ class Fleet:
             )
         return self._node_by_worker[worker]
 
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """GPU types of the nodes, in order of appearance."""
+        return tuple(dict.fromkeys(node.node_type.gpu_type for node in self.nodes))
+
     def gpu_type(self, worker: str) -> str:
         return self.node_of(worker).node_type.gpu_type
 

@@ -35,7 +35,10 @@ class Likeness:
         used = [0] * self._num_kinds
         pipelines: list[Hashable] = []
         for pipeline in plan.pipelines:
-            stages = [self._stage_key(stage, seen, used) for stage in pipeline.stages]
+            stages = []
+            for stage in pipeline.stages:
+                stages.append(self._stage_key(stage, seen, used))  # numbers new nodes
+
             count = pipeline.num_microbatches
             most = pipeline.most_in_flight if self._in_flight else ()
             size = pipeline.microbatch_sequences

@@ -98,7 +98,8 @@ def improved(found: Drafted) -> Answer:
     report = SearchReport(seconds, tried, proof.lower_bound_s, proof.gap, proof.says)
 
     first_drafts = [each.plan for each in ranked[: limits.SHORTLIST]]
-    kept = dict.fromkeys([*walked, *first_drafts])
+    others = dict.fromkeys([*walked, *first_drafts])
+    others.pop(best.plan, None)
     return Answer(
         strategy="autohet",
         plan=best.plan,
@@ -106,7 +107,7 @@ def improved(found: Drafted) -> Answer:
         search=report,
         rejected=(*found.rejected, *cut, *slower(ranked[1:])),
         idle=idle_workers(request, tables, best.plan),
-        candidates=tuple(plan for plan in kept if plan != best.plan),
+        candidates=tuple(others),
         choice=why,
     )
 
@@ -198,12 +199,15 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
     draft = proposal.draft
     by_stage = proposal.side_by_side
     possible = [number for number in parts if number <= len(draft.pipelines)]
+    plans = []
     if by_stage:
-        plans = [place_by_stage(tables, draft, number) for number in possible]
+        for number in possible:
+            plans.append(place_by_stage(tables, draft, number))
     else:
-        plans = [place(tables, draft)]
+        plans.append(place(tables, draft))
     if tables.is_tied:
-        plans += [place_ends_first(tables, draft, n, by_stage=by_stage) for n in possible]
+        for number in possible:
+            plans.append(place_ends_first(tables, draft, number, by_stage=by_stage))
 
     for plan in plans:
         if plan is not None:

@@ -104,7 +104,8 @@ class Bound:
         for size, stages in enumerate(self.relaxed):
             bottlenecks = _bottlenecks(stages)
             for least, most in _depths(stages.stages):
-                found += [Interval(size, low, high, least, most) for low, high in bottlenecks]
+                for low, high in bottlenecks:
+                    found.append(Interval(size, low, high, least, most))
         return found
 
     def seconds(self, needed: float = 0.0, is_late: Callable[[], bool] = lambda: False) -> float:
@@ -224,7 +225,11 @@ class Bound:
         by_size: dict[int, list[Interval]] = {}
         for interval in intervals:
             by_size.setdefault(interval.size, []).append(interval)
-        return min(self._solve(size, by_size[size]) for size in sorted(by_size))
+
+        least = np.inf
+        for size in sorted(by_size):
+            least = min(least, self._solve(size, by_size[size]))
+        return least
 
     def _solve(self, size: int, intervals: Sequence[Interval]) -> float:
         """Return the least bound of some intervals of one size; keep the cut that each gives."""
@@ -338,7 +343,9 @@ def best_mix(gains: Floats) -> tuple[Floats, float]:
     # the first basis: the row that alone allows the least, all of it from its largest column
     worst = int(gains.max(axis=1).argmin())
     largest = gains[worst].argmax()
-    active = [columns + worst, *(i for i in range(columns) if i != largest)]
+    others = list(range(columns))
+    others.remove(int(largest))
+    active = [columns + worst, *others]
     for _ in range(rows + columns):
         tight = np.vstack([sums, most[active]])
         found = np.linalg.solve(tight, right)
@@ -373,8 +380,12 @@ def _falls(before: Floats, prices: Floats) -> float:
 def _depths(most: int) -> list[tuple[int, int]]:
     """Least and most stages of the first intervals."""
     inner = [depth for depth in limits.BANDS if 4 < depth < most]
-    ends = [0, *inner, most]
-    return [(before + 1, end) for before, end in itertools.pairwise(ends)]
+    found = []
+    least = 1
+    for end in [*inner, most]:
+        found.append((least, end))
+        least = end + 1
+    return found
 
 
 def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
@@ -385,7 +396,8 @@ def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
     ratio = math.log(stages.slowest / stages.quickest, limits.COARSE)
     times = math.ceil(max(0.0, ratio))
     ends = [stages.quickest * limits.COARSE**i for i in range(times + 1)]
-    return list(itertools.pairwise([*ends, np.inf]))
+    ends.append(np.inf)
+    return list(itertools.pairwise(ends))
 
 
 @dataclass(frozen=True, slots=True)

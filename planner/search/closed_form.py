@@ -250,7 +250,7 @@ def _least_bottleneck(tables: Tables, some: Families) -> Floats:
 def _further(tables: Tables, sequences: float, some: Families) -> Floats:
     """Return (n,) microbatches after a pipeline's first, less those that the warm-up hides."""
     any_row = some.rows.max(axis=1)  # all rows of a family have one microbatch size
-    size_of_row = np.array([row.microbatch for row in tables.rows])
+    size_of_row = np.array(tables.sums.microbatch_by_row)
     size = size_of_row[any_row]
     microbatches = np.maximum(sequences / some.number / size, 1.0)
     further = microbatches - 1

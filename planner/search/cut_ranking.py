@@ -109,14 +109,16 @@ class CutRanking:
         """
         pipelines = list[tuple[int, ...]]()
         sequences = list[float]()
+        sizes = list[int]()
         begins = list[int]()
         for uncut in every:
             begins.append(len(pipelines))
             for rows, _ in uncut.pipelines:
                 pipelines.append(rows)
                 sequences.append(uncut.sequences_each)
+                first_row = self.tables.rows[rows[0]]
+                sizes.append(first_row.microbatch)
 
-        sizes = [self.tables.rows[rows[0]].microbatch for rows in pipelines]
         microbatches = np.maximum(np.array(sequences) / sizes, 1.0)
         counts = microbatches.tolist() if ahead else []
         cuts = self.balancer.cut_each(pipelines, counts)

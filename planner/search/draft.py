@@ -240,7 +240,12 @@ class Estimator:
         return Way(fill_s, period, busy, hidden, backward, numbers)
 
     def microbatch(self, shape: Shape) -> int:
+        """Return the sequences of a pipeline's microbatch."""
         return self.tables.rows[shape.rows[0]].microbatch
+
+    def microbatches(self, shapes: Iterable[Shape]) -> list[int]:
+        """Return the sequences of each pipeline's microbatch."""
+        return [self.microbatch(shape) for shape in shapes]
 
     def most_in(self, shape: Shape, seconds: float) -> int:
         """Return the most microbatches that the pipeline completes in `seconds`."""
@@ -266,23 +271,31 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
         return _share_equally(shapes, batch, estimator.microbatch(shapes[0]))
 
     counts = _steady_counts(estimator, shapes, batch)
-    sizes = [estimator.microbatch(shape) for shape in shapes]
+    sizes = estimator.microbatches(shapes)
     left = batch
     for count, size in zip(counts, sizes, strict=True):
         left -= count * size
 
     while left < 0:
-        reducible = [i for i, count in enumerate(counts) if count > 1]
-        if not reducible:
+        # each pipeline keeps one microbatch at least
+        ends_s = {}
+        for i, count in enumerate(counts):
+            if count > 1:
+                ends_s[i] = estimator.pipeline_s(shapes[i], count)
+        if not ends_s:
             break
-        ends = {i: estimator.pipeline_s(shapes[i], counts[i]) for i in reducible}
-        last = max(reducible, key=ends.__getitem__)
+
+        last = max(ends_s, key=ends_s.__getitem__)
         counts[last] -= 1
         left += sizes[last]
 
-    has_one_size = len(set(sizes)) == 1
+    orders = [False]
+    has_several_sizes = len(set(sizes)) > 1
+    if has_several_sizes:
+        orders.append(True)
+
     met = []
-    for large_first in (False,) if has_one_size else (False, True):
+    for large_first in orders:
         draft = _hand_out(estimator, shapes, counts, left, large_first=large_first)
         if draft is not None:
             met.append(draft)
@@ -314,7 +327,7 @@ def _hand_out(
 
     A microbatch goes to the pipeline that would end earliest with it.
     """
-    sizes = [estimator.microbatch(shape) for shape in shapes]
+    sizes = estimator.microbatches(shapes)
     counts = list(counts)
 
     def end_with_next(i: int) -> tuple[int, float, int]:

@@ -131,7 +131,7 @@ def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
 
     Their near-equal pipelines have the same layers on that node: it alone holds some of them.
     """
-    num_nodes = np.array([len(resource.node_names) for resource in tables.resources])
+    num_nodes = np.array([resource.num_nodes for resource in tables.resources])
     uses_alone = (some.rows >= 0) & (num_nodes == 1)
     return np.asarray(uses_alone.any(axis=1))
 
@@ -253,7 +253,10 @@ class Drafter:
         They are climbed to from the best orders and from `in_pattern`, by one stage at a time.
         """
         numbers = set(self.families.number.tolist())
-        ordered = [[uncut] for uncut in self._orders if uncut.number in numbers]
+        ordered = []
+        for uncut in self._orders:
+            if uncut.number in numbers:
+                ordered.append([uncut])
         orders = self._ranking.fastest(ordered)
 
         starts = list(orders)

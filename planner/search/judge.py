@@ -41,8 +41,8 @@ def fewest_in_flight(cost: CostModel, plan: Plan) -> Costed:
     costed = [Costed(way, cost.predict(way)) for way in ways]
     fastest_s = min(each.step_time_s for each in costed)
     most_s = fastest_s * (1 + limits.FINE)
-    # the fewest in flight come first
-    return next(each for each in costed if each.step_time_s <= most_s)
+    nearly_as_fast = [each for each in costed if each.step_time_s <= most_s]
+    return nearly_as_fast[0]  # the fewest in flight come first
 
 
 def seconds_of(request: Request, plan: Plan) -> float:
@@ -328,8 +328,12 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
 
     limit = request.max_usd_per_hour
     if limit is not None:
-        rates = [resource.node_type.usd_per_hour for resource in tables.resources]
-        cheapest = min((rate for rate in rates if rate is not None), default=limit)
+        rates = []
+        for resource in tables.resources:
+            rate = resource.node_type.usd_per_hour
+            if rate is not None:
+                rates.append(rate)
+        cheapest = min(rates, default=limit)
         if cheapest > limit:
             return (
                 f"the cheapest node costs {cheapest:.2f} $/h,"

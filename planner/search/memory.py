@@ -54,7 +54,10 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
             others = []
         known = [*known, first.plan]
 
-    drafts = [_tried(partial(drafted, _assuming(request, each), known)) for each in others]
+    drafts = []
+    for assumed in others:
+        search = partial(drafted, _assuming(request, assumed), known)
+        drafts.append(_tried(search))
     tried = [first, *_fastest_improved(drafts)]
     best = _chosen(tried)
 
@@ -237,9 +240,14 @@ def _chosen(tried: Sequence[_Outcome]) -> Answer:
 
     The first, which does nothing for memory, is returned unless another is clearly faster.
     """
-    found = [each for each in tried if isinstance(each, Answer)]
+    found = []
+    refusals = []
+    for each in tried:
+        if isinstance(each, Answer):
+            found.append(each)
+        elif isinstance(each, InfeasibleError):
+            refusals.append(each)
     if not found:
-        refusals = [each for each in tried if isinstance(each, InfeasibleError)]
         raise refusals[0]
 
     best = min(found, key=lambda each: each.step_time_s)

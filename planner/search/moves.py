@@ -16,7 +16,7 @@ from planner.search.cut import Balancer
 from planner.search.draft import Estimator, Shape, assign_microbatches
 from planner.search.judge import kind_of
 from planner.search.place import stages_on
-from planner.search.tables import Tables
+from planner.search.tables import Tables, tp_degrees_of
 
 GpuGroup = tuple[str, ...]
 Pipelines = list[Pipeline]
@@ -36,7 +36,7 @@ class Moves:
         self.mixed_sizes = mixed_sizes
         self.estimator = Estimator(tables)
         self.balancer = Balancer(tables)
-        self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
+        self.degrees = tp_degrees_of(tables)
         nodes = []
         for name, node_type in tables.node_types.items():
             nodes.append(Node(name, node_type))

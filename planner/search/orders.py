@@ -113,9 +113,8 @@ class Orders:
         self.tables = tables
         self.supply = supply
         self.rows = rows_of(tables, supply, size)
-        kinds = [tables.kind(row) for row in self.rows]
-        self._resource = [kind.resource for kind in kinds]
-        self._degree = [kind.tp_degree for kind in kinds]
+        self._resource = [tables.kind(row).resource for row in self.rows]
+        self._degree = [tables.tp_degree_by_row[row] for row in self.rows]
         num_gpus = sum(supply)
         self._deepest = min(tables.deepest, tables.num_blocks, num_gpus)
         self.levels = self._levels()

@@ -33,10 +33,10 @@ class PricedStages:
         self.stages = min(tables.deepest, tables.num_gpus)
         self.begun_ahead = tables.begun_ahead
 
-        self.rows = np.flatnonzero([row.microbatch == microbatch for row in tables.rows])
-        kinds = [tables.kind(row) for row in self.rows.tolist()]
-        self.resource = np.array([kind.resource for kind in kinds], dtype=np.int64)
-        self.degree = np.array([kind.tp_degree for kind in kinds], dtype=np.int64)
+        self.rows = np.flatnonzero(np.array(tables.sums.microbatch_by_row) == microbatch)
+        resources = [tables.kind(row).resource for row in self.rows.tolist()]
+        self.resource = np.array(resources, dtype=np.int64)
+        self.degree = np.array(tables.tp_degree_by_row, dtype=np.int64)[self.rows]
         whole_s = tables.sums.time_sums[self.rows, -1]
         self.speed = self.microbatch / (whole_s * self.degree)
 

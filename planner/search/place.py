@@ -84,8 +84,8 @@ def place(tables: Tables, draft: Draft) -> Plan | None:
     shapes = draft.shapes
     by_pipeline = []
     for pipeline in _largest_first(tables, shapes):
-        stages = range(len(shapes[pipeline].rows))
-        by_pipeline += [(pipeline, stage) for stage in stages]
+        for stage in range(len(shapes[pipeline].rows)):
+            by_pipeline.append((pipeline, stage))
 
     groups = _fill(tables, shapes, by_pipeline)
     if groups is None:
@@ -121,7 +121,8 @@ def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool
             first_stages.append((pipeline, 0))
             if last > 0:
                 last_stages.append((pipeline, last))
-            inner += [(pipeline, stage) for stage in range(1, last)]
+            for stage in range(1, last):
+                inner.append((pipeline, stage))
 
         together.update(first_stages)
         together.update(last_stages)
@@ -160,7 +161,10 @@ def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
     together: set[_StageIndex] = set()
     for part in parted(len(shapes), parts):
         depth = len(shapes[part[0]].rows)
-        order = [(pipeline, stage) for stage in range(depth) for pipeline in part]
+        order = []
+        for stage in range(depth):
+            for pipeline in part:
+                order.append((pipeline, stage))
         orders.append(order)
         together.update(order)
 
@@ -244,9 +248,13 @@ def _gpus_wanted(tables: Tables, shapes: Sequence[Shape]) -> Counter[tuple[int, 
 
 def parted(number: int, parts: int) -> list[range]:
     """Divide `number` pipelines into parts as equal as possible."""
-    ends = [number * part // parts for part in range(parts + 1)]
-    bounds = itertools.pairwise(ends)
-    return [range(begin, end) for begin, end in bounds]
+    found = []
+    begin = 0
+    for part in range(1, parts + 1):
+        end = number * part // parts
+        found.append(range(begin, end))
+        begin = end
+    return found
 
 
 def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[_Workers]]) -> Plan:

@@ -189,6 +189,11 @@ class Answer:
         """Names of the nodes that the plan uses."""
         return frozenset(node_of(worker) for worker in self.plan.workers)
 
+    def with_front(self, change: Callable[["Answer"], "Answer"]) -> "Answer":
+        """Return the answer with each answer of its front changed."""
+        front = [change(each) for each in self.front]
+        return replace(self, front=tuple(front))
+
     def add_reason(self, why: str) -> "Answer":
         """Return the answer with one more reason in `choice`."""
         return replace(self, choice=f"{self.choice}; {why}" if self.choice else why)
@@ -206,9 +211,12 @@ def with_cut(request: Request, answer: Answer) -> Answer:
 
     cut = ", ".join(dict.fromkeys(left_out)) or "the last parts of the search"
     says = f"the time limit ended the search, so a better plan may exist; not looked at: {cut}"
-    front = tuple(replace(each, search=replace(each.search, cut=cut)) for each in answer.front)
-    marked = replace(answer, search=replace(answer.search, cut=cut), front=front)
-    return marked.add_reason(says)
+
+    def mark(each: Answer) -> Answer:
+        report = replace(each.search, cut=cut)
+        return replace(each, search=report)
+
+    return mark(answer).with_front(mark).add_reason(says)
 
 
 def check_request(request: Request) -> None:

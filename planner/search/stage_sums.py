@@ -63,6 +63,11 @@ class StageSums:
         return len(self.rows[0].forward_s)
 
     @cached_property
+    def microbatch_by_row(self) -> list[int]:
+        """Microbatch size of each row."""
+        return [row.microbatch for row in self.rows]
+
+    @cached_property
     def time_sums(self) -> Floats:
         """(rows, num_layers + 1) forward + backward seconds of the first i layers."""
         times_s = [row.forward_s + row.backward_s for row in self.rows]

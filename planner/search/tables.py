@@ -144,7 +144,7 @@ class Tables:
     @cached_property
     def sizes(self) -> list[int]:
         """Microbatch sizes of the rows, ascending."""
-        return sorted({row.microbatch for row in self.rows})
+        return sorted(set(self.sums.microbatch_by_row))
 
     @property
     def boundary_share(self) -> float:
@@ -243,3 +243,8 @@ class Tables:
                 gpus_by_type = Counter(group.kinds)
                 found[frozenset(gpus_by_type.items()), row.microbatch] = r
         return found
+
+
+def tp_degrees_of(tables: Tables) -> list[int]:
+    """Return the TP degrees of the kinds, ascending."""
+    return sorted({kind.tp_degree for kind in tables.kinds})

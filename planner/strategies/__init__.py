@@ -100,9 +100,9 @@ def _with_formats(request: Request, answer: Answer) -> Answer:
     with_formats = request.cost.stage_choices.with_formats
     plan = with_formats(answer.plan)
     prediction = replace(answer.prediction, plan=plan)
-    front = tuple(_with_formats(request, each) for each in answer.front)
     candidates = tuple(with_formats(each) for each in answer.candidates)
-    return replace(answer, plan=plan, prediction=prediction, front=front, candidates=candidates)
+    changed = replace(answer, plan=plan, prediction=prediction, candidates=candidates)
+    return changed.with_front(lambda each: _with_formats(request, each))
 
 
 def _in_one_zone(strategy: str, request: Request) -> Answer:
@@ -121,15 +121,17 @@ def _priced(answer: Answer) -> Answer:
         "no plan fits the GPUs unless masters and moments lie in host memory: their update there"
         f" takes {update_s:.3g} s of each step's {answer.step_time_s:.3g} s"
     )
-    front = tuple(_priced(each) for each in answer.front)
-    return replace(answer, front=front).add_reason(why)
+    return answer.with_front(_priced).add_reason(why)
 
 
 def _may_offload(request: Request) -> bool:
     """Return True if host memory is separate from the GPUs' memory."""
-    kinds = {node.node_type.gpu_type for node in request.fleet.nodes}
     has_it_already = request.cost.parameters.offload_optimizer
-    return request.cost.choices.offload and not has_it_already and "CPU" not in kinds
+    if has_it_already or not request.cost.choices.offload:
+        return False
+
+    # on a CPU the parameters are in host memory themselves
+    return "CPU" not in request.fleet.gpu_types
 
 
 def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
@@ -147,14 +149,18 @@ def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
         answer = search_objective(STRATEGIES[strategy], cutting, may_idle=may_idle)
     except InfeasibleError:
         raise first_refusal from None
-    front = tuple(_marked(each) for each in answer.front)
     candidates = tuple(_with_cut_sequences(plan) for plan in answer.candidates)
-    return replace(_marked(answer), front=front, candidates=candidates)
+    marked = _marked(answer).with_front(_marked)
+    return replace(marked, candidates=candidates)
 
 
 def _may_cut_sequences(request: Request) -> bool:
+    if not request.cost.parameters.may_cut_sequence:
+        return False
+
+    # stages that recompute selectively do not cut the sequence
     ways = request.cost.choices.recompute
-    return request.cost.parameters.may_cut_sequence and any(way != "selective" for way in ways)
+    return any(way != "selective" for way in ways)
 
 
 def _marked(answer: Answer) -> Answer:

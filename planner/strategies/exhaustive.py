@@ -23,6 +23,7 @@ from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
+from planner.search.cost_tables import microbatch_sizes
 from planner.search.problem import (
     TIME_IS_OVER,
     Answer,
@@ -31,6 +32,7 @@ from planner.search.problem import (
     SearchReport,
     check_request,
 )
+from planner.strategies.staged import differences
 from planner.uneven import uneven_groups
 
 _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
@@ -161,10 +163,9 @@ class _Every:
 
             # from the last one's index on, since a set of pipelines has no order
             for index in range(first, len(pipelines)):
-                used = Counter[int]()
+                rest = list(left)
                 for node, degree in pipelines[index]:
-                    used[node] += degree
-                rest = [have - used[node] for node, have in enumerate(left)]
+                    rest[node] -= degree
                 if min(rest) >= 0:
                     extend((*chosen, pipelines[index]), index, rest)
 
@@ -200,31 +201,17 @@ class _Every:
     def _loads(self, groups: _Groups) -> Iterator[_Load]:
         batch = self.request.global_batch_sequences
         num_blocks = self.request.spec.num_layers
-        stages = range(len(groups))
         for cut in itertools.combinations(range(1, num_blocks), len(groups) - 1):
             ends = (0, *cut, num_blocks)
-            blocks = tuple(end - begin for begin, end in itertools.pairwise(ends))
-            for size in self._sizes():
+            blocks = tuple(differences(ends))
+            for size in microbatch_sizes(self.request):
                 pipeline = self._pipeline(groups, blocks, size, 1, Counter())
-                work = [sum(self.request.cost.stages.seconds(pipeline, each)) for each in stages]
+                work = []
+                for stage in range(len(groups)):
+                    forward_s, backward_s = self.request.cost.stages.seconds(pipeline, stage)
+                    work.append(forward_s + backward_s)
                 for count in range(1, batch // size + 1):
                     yield _Load(blocks, size, count, _least_s(work, count))
-
-    def _sizes(self) -> list[int]:
-        """Return the divisors of the batch and powers of two, or the size asked for."""
-        request = self.request
-        if request.microbatch_sequences is not None:
-            return [request.microbatch_sequences]
-
-        batch = request.global_batch_sequences
-        top = min(request.max_microbatch_sequences, batch)
-        sizes = []
-        for size in range(1, top + 1):
-            divides = batch % size == 0
-            is_power_of_two = size & (size - 1) == 0
-            if divides or is_power_of_two:
-                sizes.append(size)
-        return sizes
 
     def _pipeline(
         self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
@@ -293,11 +280,11 @@ class _Every:
         if limit is not None and usd_per_hour is not None and usd_per_hour > limit:
             return False
 
-        degrees = {stage.tp_degree for stage in plan.stages}
-        if len(degrees) > 1 and not request.mixed_tp:
+        has_mixed_tp = len(plan.tp_degrees) > 1
+        if has_mixed_tp and not request.mixed_tp:
             return False
-        sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
-        if len(sizes) > 1 and not request.mixed_microbatch:
+        has_mixed_microbatch = len(plan.microbatch_sizes) > 1
+        if has_mixed_microbatch and not request.mixed_microbatch:
             return False
 
         holders = request.min_node_disjoint_holders

@@ -21,7 +21,7 @@ from planner.search import limits
 from planner.search.cost_tables import tables_of
 from planner.search.judge import SearchEffort, answer_of
 from planner.search.problem import Answer, Request, check_request
-from planner.search.tables import Tables
+from planner.search.tables import Tables, tp_degrees_of
 from planner.strategies.fleets import thinned_counts, with_count
 from planner.strategies.staged import (
     GpuGroup,
@@ -32,7 +32,6 @@ from planner.strategies.staged import (
     ends_of,
     equal_split,
     gpus_in_groups,
-    tp_degrees_of,
 )
 
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups
@@ -98,10 +97,8 @@ def _try_order(
     change = kinds_change(sums[0])
     tried = 0
     for tp in tp_degrees_of(tables):
-        if whole:
-            gpus = [worker for node in nodes for worker in node.workers]
-        else:
-            gpus = gpus_in_groups(nodes, tp)
+        # a grid that uses every GPU may have groups that leave their node; `stages` refuses them
+        gpus = gpus_in_groups(nodes, 1 if whole else tp)
         groups = Groups(tables, gpus)
 
         for depth, width, microbatch in _grids(tables, len(gpus), tp, whole):
@@ -155,8 +152,10 @@ class BoundaryTransfers:
         tp = len(staged.stages[0][0])
         key = (len(staged.stages), staged.width, tp)
         if key not in self._kinds:
-            pairs = itertools.pairwise(staged.stages)
-            self._kinds[key] = [self._between(senders, receivers) for senders, receivers in pairs]
+            kinds_of_each = []
+            for senders, receivers in itertools.pairwise(staged.stages):
+                kinds_of_each.append(self._between(senders, receivers))
+            self._kinds[key] = kinds_of_each
 
         slowest = []
         for kinds in self._kinds[key]:

@@ -10,7 +10,6 @@ the same answer on a busy machine.
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +33,7 @@ class FleetSpace:
     def __init__(self, request: Request):
         self.request = request
         by_machine = _nodes_by_machine(request)
-        self.nodes = tuple(tuple(nodes) for nodes in by_machine.values())
+        self.nodes = list(by_machine.values())
         self.machines = tuple(by_machine)
         self.most: TypeCounts = tuple(len(nodes) for nodes in self.nodes)
         self.none: TypeCounts = (0,) * len(self.nodes)
@@ -42,7 +41,8 @@ class FleetSpace:
 
         self._machine_of: dict[str, int] = {}
         for index, nodes in enumerate(self.nodes):
-            self._machine_of.update((node.name, index) for node in nodes)
+            for node in nodes:
+                self._machine_of[node.name] = index
 
         self.answered: dict[tuple[TypeCounts, bool], Answer | InfeasibleError] = {}
         """Outcome of each search of a fleet, by numbers of nodes and `brief`.
@@ -53,7 +53,8 @@ class FleetSpace:
     def fleet(self, counts: TypeCounts) -> Fleet:
         chosen = set[str]()
         for count, nodes in zip(counts, self.nodes, strict=True):
-            chosen.update(node.name for node in nodes[:count])
+            for node in nodes[:count]:
+                chosen.add(node.name)
 
         # in the order of the whole fleet, on which placements depend
         whole = self.request.fleet
@@ -62,8 +63,11 @@ class FleetSpace:
 
     def counts_of(self, names: Iterable[str]) -> TypeCounts:
         """Return the numbers of nodes by machine among nodes of these names."""
-        numbers = Counter(self._machine_of[name] for name in names)
-        return tuple(numbers[index] for index in range(len(self.machines)))
+        counts = [0] * len(self.machines)
+        for name in names:
+            machine = self._machine_of[name]
+            counts[machine] += 1
+        return tuple(counts)
 
     def price(self, counts: TypeCounts) -> float:
         machines = zip(counts, self.machines, strict=True)
@@ -340,10 +344,13 @@ def _starts_of_size(space: FleetSpace, size: int) -> list[TypeCounts]:
 
     They have all nodes of a machine that has fewer.
     """
-    every = [min(size, most) for most in space.most]
-    wanted = [with_count(space.none, index, number) for index, number in enumerate(every)]
-    wanted.append(tuple(every))
-    return space.allowed(wanted)
+    every = []
+    wanted = []
+    for index, most in enumerate(space.most):
+        number = min(size, most)
+        every.append(number)
+        wanted.append(with_count(space.none, index, number))
+    return space.allowed([*wanted, tuple(every)])
 
 
 def fastest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearch:
@@ -360,9 +367,12 @@ def fastest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearc
     # too many to look at each: climb from those that are filled with one machine after the other
     machines = range(len(space.most))
     orders = itertools.islice(itertools.permutations(machines), limits.FEWEST_FLEETS // 2)
-    filled = dict.fromkeys(space.filled(space.none, order) for order in orders)
-    starts = [counts for counts in filled if any(counts)]
-    found.climb(starts, lambda counts: _exchanged(space, counts))
+    starts = dict[TypeCounts, None]()  # several orders may fill the same fleet
+    for order in orders:
+        filled = space.filled(space.none, order)
+        if any(filled):
+            starts[filled] = None
+    found.climb(list(starts), lambda counts: _exchanged(space, counts))
     return found
 
 
@@ -389,12 +399,14 @@ def _around(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
 def _exchanged(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
     """Yield fleets with one or half of a machine's nodes less, filled up with other machines."""
     for index, number in enumerate(counts):
-        others = [machine for machine in range(len(counts)) if machine != index]
+        others = list(range(len(counts)))
+        others.remove(index)
         for fewer in sorted({number - 1, number // 2}):
             if not 0 <= fewer < number:
                 continue
 
             left = with_count(counts, index, fewer)
             for first in others:
-                rest = [machine for machine in others if machine != first]
+                rest = list(others)
+                rest.remove(first)
                 yield space.filled(left, [first, *rest])

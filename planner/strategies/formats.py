@@ -63,16 +63,15 @@ def _with_units(request: Request) -> Fleet | None:
 
 def _uses_others(request: Request, answer: Answer) -> bool:
     """Return True if some GPU of the plan lacks units for the precision."""
-    types = {request.fleet.gpu_type(worker) for worker in answer.plan.workers}
-    return not all(can_compute(each, request.cost.precision) for each in types)
+    used = request.fleet.gpu_types_of(answer.plan.workers)
+    return not all(can_compute(gpu_type, request.cost.precision) for gpu_type in used)
 
 
 def _others(request: Request) -> str:
     """Return the GPU types without units for the precision, with their formats, as a phrase."""
     precision = request.cost.precision
-    types = {node.node_type.gpu_type for node in request.fleet.nodes}
     by_format: dict[str, list[str]] = {}
-    for gpu_type in sorted(types):
+    for gpu_type in sorted(request.fleet.gpu_types):
         if not can_compute(gpu_type, precision):
             compute = request.cost.formats.get(gpu_type, precision)
             by_format.setdefault(compute, []).append(gpu_type)

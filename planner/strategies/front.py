@@ -55,8 +55,12 @@ class Front:
 
     def _allowed_fleets(self) -> list[TypeCounts]:
         fewest = self.space.request.min_node_disjoint_holders
-        every = itertools.product(*self._steps)
-        return self.space.allowed(counts for counts in every if sum(counts) >= fewest)
+        found = []
+        for counts in itertools.product(*self._steps):
+            has_enough_nodes = sum(counts) >= fewest
+            if has_enough_nodes and self.space.allows(counts):
+                found.append(counts)
+        return found
 
     def plans(self) -> list[Answer]:
         """Return the front's plans, fastest first, as far as the budget lets them be found."""
@@ -87,9 +91,7 @@ class Front:
             self._search(counts)
 
     def _best_below(self, limit: float) -> _Known | None:
-        # less by more than rounding: a plan of the same price is no further point of the front
-        most = limit * (1 - 1e-9)
-        below = [each for each in self._known if each.usd_per_hour < most]
+        below = [each for each in self._known if _is_less(each.usd_per_hour, limit)]
         return min(below, key=lambda each: (each.step_time_s, each.usd_per_hour), default=None)
 
     def _next(self, limit: float, best_s: float) -> TypeCounts | None:
@@ -177,8 +179,11 @@ class Front:
     def _largest_below(self, limit: float) -> list[TypeCounts]:
         """Return the fleets below a price to which no node can be added."""
         if limit not in self._largest:
-            most = limit * (1 - 1e-9)
-            below = dict.fromkeys(c for c in self.fleets if self.space.price(c) < most)
+            below = dict[TypeCounts, None]()
+            for counts in self.fleets:
+                if _is_less(self.space.price(counts), limit):
+                    below[counts] = None
+
             found = []
             for counts in below:
                 is_largest = not any(more in below for more in self._more(counts))
@@ -193,6 +198,14 @@ class Front:
             at = bisect.bisect_right(numbers, counts[index])
             if at < len(numbers):
                 yield with_count(counts, index, numbers[at])
+
+
+def _is_less(price: float, limit: float) -> bool:
+    """Return True if a price is below a limit by more than rounding.
+
+    A plan of the same price is no further point of the front.
+    """
+    return price < limit * (1 - 1e-9)
 
 
 def _is_part(counts: TypeCounts, other: TypeCounts) -> bool:

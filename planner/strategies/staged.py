@@ -35,7 +35,7 @@ from planner.search.judge import SearchEffort, answer_of
 from planner.search.place import plan_on
 from planner.search.problem import Answer, Request, check_request
 from planner.search.side_by_side import SideBySide
-from planner.search.tables import Tables
+from planner.search.tables import Tables, tp_degrees_of
 
 GpuGroup = tuple[str, ...]
 N = TypeVar("N", int, float)
@@ -63,7 +63,11 @@ class Staged:
     def slowest(self, tables: Tables) -> list[int]:
         """Return the slowest row of each stage."""
         whole_s = tables.sums.time_sums[:, -1]
-        return [max(rows, key=lambda row: (whole_s[row], row)) for rows in self.rows]
+        found = []
+        for rows in self.rows:
+            # of equally slow rows the last, so that the order of the pipelines does not matter
+            found.append(max(rows, key=lambda row: (whole_s[row], row)))
+        return found
 
 
 class Groups:
@@ -107,11 +111,6 @@ class Groups:
             row = self._tables.row_of(group, microbatch)
             self._found[key] = (group, row)
         return self._found[key]
-
-
-def tp_degrees_of(tables: Tables) -> list[int]:
-    """Return the TP degrees of the kinds, ascending."""
-    return sorted({kind.tp_degree for kind in tables.kinds})
 
 
 def gpus_in_groups(nodes: Iterable[Node], tp: int) -> list[str]:
@@ -185,7 +184,8 @@ class Shortlist:
         if seconds < first_s:
             return
 
-        seconds += max(self._sync.after_one_s(estimator, staged.width, shape) for shape in alike)
+        sync_s = [self._sync.after_one_s(estimator, staged.width, shape) for shape in alike]
+        seconds += max(sync_s)
         if seconds >= most_s:
             return
 

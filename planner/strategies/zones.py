@@ -78,8 +78,11 @@ def _largest(request: Request, size: int) -> list[tuple[str, ...]]:
         if zone in gpus:
             gpus[zone] += node.node_type.num_gpus
 
+    def num_gpus(some: tuple[str, ...]) -> int:
+        return sum(gpus[zone] for zone in some)
+
     every = itertools.islice(itertools.combinations(gpus, size), limits.COUNTED_FLEETS)
-    return sorted(every, key=lambda some: -sum(gpus[zone] for zone in some))
+    return sorted(every, key=num_gpus, reverse=True)
 
 
 def in_zones(fleet: Fleet, zones: Iterable[str]) -> Fleet:
@@ -172,21 +175,23 @@ def _front_of(request: Request, known: list[Answer], blind: _Blind) -> Answer:
 def _reported(request: Request, best: Answer, known: Iterable[Answer], blind: _Blind) -> Answer:
     """Complete an answer: the bound for any zones, rejected plans of other zones, idle nodes."""
     of_blind = blind.answer.search
-    of_known = [each.search for each in known]
+    others = []
+    num_tried = of_blind.plans_evaluated
+    for each in known:
+        num_tried += each.search.plans_evaluated
+        if each.plan != best.plan:
+            others.append(_rejected(request, each))
+
     # zones only make plans slower, so the bound without them holds
     bound_s = of_blind.lower_bound_s
     report = replace(
         best.search,
-        plans_evaluated=of_blind.plans_evaluated + sum(each.plans_evaluated for each in of_known),
-        seconds=of_blind.seconds + sum(each.seconds for each in of_known),
+        plans_evaluated=num_tried,
+        seconds=of_blind.seconds + sum(each.search.seconds for each in known),
         lower_bound_s=bound_s,
         gap=None if bound_s is None else best.step_time_s / bound_s - 1,
         proof=of_blind.proof,
     )
-    others = []
-    for each in known:
-        if each.plan != best.plan:
-            others.append(_rejected(request, each))
     idle = (*best.idle, *_idle(request, best))
     answer = replace(best, search=report, idle=idle)
     return answer.add_rejected(*others).add_reason(_where(request, best))
@@ -212,15 +217,15 @@ def _rejected(request: Request, other: Answer) -> Rejected:
 
 def _idle(request: Request, best: Answer) -> Iterator[Idle]:
     """Yield the nodes in zones outside the plan that its own search has not reported as idle."""
-    known = best.known_workers
+    by_zone: dict[str, list[str]] = {}
+    for worker in request.workers_beside(best.known_workers):
+        zone = request.fleet.node_of(worker).node_type.zone
+        by_zone.setdefault(zone, []).append(worker)
+
     for zone in request.cost.zones:
-        workers: list[str] = []
-        for node in request.fleet.nodes:
-            if node.node_type.zone == zone:
-                workers += [worker for worker in node.workers if worker not in known]
-        if workers:
+        if zone in by_zone:
             why = f"a plan that lies in {zone} too is slower, or dearer for data between zones"
-            yield Idle(tuple(workers), why)
+            yield Idle(tuple(by_zone[zone]), why)
 
 
 def _why_none(request: Request, blind: _Blind) -> str:
