@@ -25,6 +25,15 @@ def test_a_conftest_names_the_tests_of_its_directory() -> None:
     assert not [path for path in found if not path.startswith("tests/recovery/")]
 
 
+def test_the_nearest_tests_are_first() -> None:
+    """`scripts/test quick` runs the first of them: wrong if its own test is not among these."""
+    found = affected_files([Path("planner/plan.py")])
+    assert found[0].startswith("tests/planner/")
+    assert "tests/planner/test_plan.py" in found[:60]
+    assert found.index("tests/planner/test_plan.py") < found.index("tests/cli/test_bench.py")
+    assert len(found) > 200
+
+
 def test_a_document_names_no_test() -> None:
     assert affected_files([Path("README.md")]) == []
 
