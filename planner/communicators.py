@@ -134,7 +134,8 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
     workers = sorted(set().union(*weights))
     bit = {worker: 1 << index for index, worker in enumerate(workers)}
 
-    # groups are bit sets, since merging compares many pairs of them
+    # Groups are bit sets, since merging compares many pairs of them. They are taken in sorted
+    # order, so that the answer does not depend on the order of the sets.
     mask_by_set = dict[Members, int]()
     size = dict[int, float]()
     for members in sorted(weights):
@@ -145,11 +146,16 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
     counts = _groups_by_worker(size, len(workers))
     while most is not None and counts and max(counts) > most:
         worst = counts.index(max(counts))
-        groups_of_worst = [mask for mask in sorted(size) if mask >> worst & 1]
+        groups_of_worst = []
+        for mask in sorted(size):
+            has_worst = mask >> worst & 1
+            if has_worst:
+                groups_of_worst.append(mask)
         first, second = _cheapest_pair(groups_of_worst, size)
         union = first | second
+        merged_size = size.pop(first) + size.pop(second)
         # the union may be a group already: its bytes count too
-        size[union] = size.pop(first) + size.pop(second) + size.get(union, 0.0)
+        size[union] = merged_size + size.get(union, 0.0)
         for held, mask in mask_by_set.items():
             if mask in (first, second):
                 mask_by_set[held] = union
@@ -157,7 +163,11 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
 
     groups = dict[Members, Members]()
     for held, mask in mask_by_set.items():
-        groups[held] = tuple(worker for worker in workers if mask & bit[worker])
+        group = []
+        for worker in workers:
+            if mask & bit[worker]:
+                group.append(worker)
+        groups[held] = tuple(group)
     return groups
 
 

@@ -77,19 +77,24 @@ def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
     """Count the live holders of each shard. Shards are cut as by the stage with the most parts."""
     holders = holders_by_shard(plan, fleet, num_layers)
     nodes = dict.fromkeys(fleet.node_of(worker).name for worker in plan.workers)
-    lost = dict[str, tuple[Shard, ...]]()
-    for node in nodes:
-        lost[node] = tuple(shard for shard, held in holders.items() if held == {node})
-
+    lost_by_node: dict[str, list[Shard]] = {node: [] for node in nodes}
     sharded = _shared_out(plan)
+    # as keys of a dictionary: each layer once, in the model's order
+    sharded_in_order = dict[str, None]()
     counts = []
     for shard, held in holders.items():
-        # any lost holder of sharded optimizer state takes a part of it
-        counts.append(1 if shard.layer in sharded else len(held))
+        if len(held) == 1:
+            (only,) = held
+            lost_by_node[only].append(shard)
+        if shard.layer in sharded:
+            sharded_in_order[shard.layer] = None
+            # any lost holder of sharded optimizer state takes a part of it
+            counts.append(1)
+        else:
+            counts.append(len(held))
 
-    layers = dict.fromkeys(shard.layer for shard in holders)
-    sharded_in_order = tuple(layer for layer in layers if layer in sharded)
-    return RedundancyReport(lost, min(counts, default=0), sharded_in_order)
+    lost = {node: tuple(shards) for node, shards in lost_by_node.items()}
+    return RedundancyReport(lost, min(counts, default=0), tuple(sharded_in_order))
 
 
 def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
@@ -147,7 +152,9 @@ def _is_whole(stage: Stage) -> bool:
 
 
 def _workers_of_part(stage: Stage, part: int, parts: int) -> tuple[str, ...]:
-    return stage.workers if _is_whole(stage) else workers_of_unit(stage, part, parts)
+    if _is_whole(stage):
+        return stage.workers
+    return workers_of_unit(stage, part, parts)
 
 
 def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[Shard, set[str]]:
@@ -164,7 +171,8 @@ def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[S
                 workers = _workers_of_part(stage, part, parts)
                 nodes = _nodes_of(workers, fleet)
                 for layer in layers:
-                    found.setdefault(Shard(layer, part, parts), set()).update(nodes)
+                    shard = Shard(layer, part, parts)
+                    found.setdefault(shard, set()).update(nodes)
 
     ordered = sorted(found, key=lambda shard: (_rank(shard.layer, num_layers), shard.part))
     return {shard: found[shard] for shard in ordered}
@@ -256,7 +264,10 @@ def _spans(layers: Iterable[str]) -> list[str]:
             runs.append([layer])
     spans = []
     for run in runs:
-        spans.append(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}")
+        if len(run) == 1:
+            spans.append(run[0])
+        else:
+            spans.append(f"{run[0]}-{run[-1]}")
     return spans
 
 
