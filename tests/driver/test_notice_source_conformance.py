@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from autohet.driver.sources import script_file as script_module
+from autohet.driver.sources import sqs_queue
+from autohet.driver.sources.choose import FACTORIES, make_sources
 from autohet.driver.sources.ec2_events import parse_events
 from autohet.driver.sources.gpu_health import GpuHealth
 from autohet.driver.sources.script_file import MAX_BYTES, ScriptNotices, run_bounded
+from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, account_of
+from autohet.runtime.job.elastic import NOTICE_SOURCES, ElasticSection
 from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.notice_sources import (
     ACCOUNT,
@@ -39,6 +43,25 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
 def working(case: Case) -> Case:
     case.works()
     return case
+
+
+def test_each_source_that_a_job_may_name_has_a_factory_and_a_case() -> None:
+    assert set(FACTORIES) == set(NOTICE_SOURCES), "autohet/driver/sources/choose.py"
+    assert set(SOURCES) == set(NOTICE_SOURCES), "tests/harness/notice_sources.py"
+
+
+def test_the_driver_makes_each_source_that_a_case_drives(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factory that returned None for a configured source would leave it unasked."""
+    monkeypatch.setattr(sqs_queue, "sqs_client", lambda url: FakeQueue())
+    elastic = ElasticSection(notice_queue=QUEUE_URL, notice_file=str(tmp_path / "none"))
+    sources = make_sources(elastic, RayDrains(dict), Scripted())
+    try:
+        assert type(case.source) in [type(source) for source in sources]
+    finally:
+        for source in sources:
+            source.close()
 
 
 def test_a_source_whose_first_question_fails_asks_again(case: Case) -> None:

@@ -324,10 +324,11 @@ def scripted(tmp_path: Path) -> Iterator[Case]:
 
 
 SOURCES = {
-    "metadata": metadata,
+    "ray": drains,
+    "aws": metadata,
+    "gpu": gpus,
     "queue": queue,
     "file": script_file,
-    "drains": drains,
-    "gpus": gpus,
-    "scripted": scripted,
+    "script": scripted,
 }
+"""Case of each source, by its name in `NOTICE_SOURCES`."""
