@@ -20,8 +20,8 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Builds a short model of the job's widths and compares logits and gradients with"
             " transformers' own model: cut at every layer, at TP 1, 2 and 4. Needs no GPU and no"
-            " weights. Exit codes: 0 equal within 1e-5, 1 a module differs (it is named), 2 the"
-            " model cannot be cut, or the job is wrong."
+            " weights. Dropout is not compared. Exit codes: 0 equal within 1e-5, 1 a module differs"
+            " (it is named), 2 the model cannot be cut, or the job is wrong."
         ),
     )
     parser.add_argument("job", metavar="JOB", help="job document (YAML)")
@@ -47,10 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for degree in proof.skipped_degrees:
         print(f"TP {degree}: not checked, since the model cannot be cut into so many parts")
+    without = ""
+    if proof.dropouts:
+        without = ", without dropout"
+        places = ", ".join(f"{place} {rate:g}" for place, rate in proof.dropouts.items())
+        print(
+            f"dropout: not checked ({places}). In a family of your own, compare these places with"
+            " the dropouts of the library's modules"
+        )
     if proof.passed:
         print(
             f"{proof.model_type} is trained as transformers computes it, within {TOLERANCE:g}"
-            f" ({len(proof.cases)} cases)"
+            f" ({len(proof.cases)} cases{without})"
         )
         return 0
     where = proof.first_difference or "a gradient; see the worst parameters above"

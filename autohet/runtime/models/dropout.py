@@ -49,6 +49,15 @@ class ModelDropout:
             return True
         return any(self.residual.values())
 
+    def by_place(self) -> dict[str, float]:
+        """Return the rates above 0 by human-readable place."""
+        rates = {
+            "attention weights": self.attention,
+            "embedding": self.embedding,
+            **self.residual,
+        }
+        return {place: rate for place, rate in rates.items() if rate}
+
 
 NO_DROPOUT = ModelDropout()
 DROPOUT = "seeded_dropout"

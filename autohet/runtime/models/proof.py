@@ -31,6 +31,7 @@ from autohet.runtime.models import (
 )
 from autohet.runtime.models.adapters import ADAPTER
 from autohet.runtime.models.config_keys import entries_by_layer, with_layers
+from autohet.runtime.models.dropout import dropout_of
 from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.experts import CORRECTION_BIAS, is_dense
 from autohet.runtime.models.parameter_spec import PADDED, WHOLE, take_units
@@ -91,7 +92,8 @@ class ModelProof:
     """Results of all comparisons.
 
     `first_difference`: the first module, in order of execution, whose input or output differs from
-    the library's; None if all agree.
+    the library's; None if all agree. `dropouts`: rates of the config's dropouts by place, which
+    were not compared.
     """
 
     model_type: str
@@ -99,6 +101,7 @@ class ModelProof:
     cases: tuple[ProofCase, ...]
     first_difference: str | None = None
     skipped_degrees: tuple[int, ...] = ()
+    dropouts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -112,6 +115,7 @@ class ModelProof:
             "passed": self.passed,
             "first_difference": self.first_difference,
             "skipped_tp_degrees": list(self.skipped_degrees),
+            "unproved_dropouts": dict(self.dropouts),
             "cases": [case.to_document() for case in self.cases],
         }
 
@@ -214,7 +218,15 @@ def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> ModelProof:
     difference = None
     if not all(case.passed for case in cases):
         difference = _first_difference(short, family, parameters, trace)
-    return ModelProof(str(config.model_type), layers, tuple(cases), difference, tuple(skipped))
+    # The library's masks depend on torch's generator, so both models run without dropout.
+    return ModelProof(
+        str(config.model_type),
+        layers,
+        tuple(cases),
+        difference,
+        tuple(skipped),
+        dropout_of(short).by_place(),
+    )
 
 
 def require_proof(config: PreTrainedConfig) -> None:

@@ -20,7 +20,14 @@ from autohet.runtime.models.decoder_check import check_decoder
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.proof import prove_model, require_proof, short_config
 from planner.errors import ConfigError
-from tests.harness.tiny_models import LLAMA_LIKE, batch, random_parameters, stage_chain, tiny_config
+from tests.harness.tiny_models import (
+    LLAMA_LIKE,
+    TINY,
+    batch,
+    random_parameters,
+    stage_chain,
+    tiny_config,
+)
 
 TINY_ARCEE = {"model_type": "arcee", **LLAMA_LIKE}
 OWN_FAMILY = """
@@ -68,6 +75,20 @@ def test_a_family_beside_the_job_is_proved(
     assert {case["tp_degree"] for case in document["cases"]} == {1, 2, 4}
     cuts = {tuple(case["layers_by_stage"]) for case in document["cases"]}
     assert cuts == {(3,), (1, 2), (2, 1), (1, 1, 1)}
+
+
+def test_the_answer_names_dropouts_that_it_does_not_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {"attention_dropout": 0.1, "resid_pdrop": 0.2}
+    model = "autohet.runtime.models.families.phi3:FAMILY"
+    job = write_job(tmp_path, {**TINY["phi3"], **rates}, model)
+    assert main(["check-model", str(job)]) == 0
+    answer = capsys.readouterr().out
+    places = "attention weights 0.1, self_attn.o_proj 0.2, mlp.down_proj 0.2"
+    assert f"dropout: not checked ({places})" in answer
+    assert "cases, without dropout)" in answer
+    assert not prove_model(tiny_config("olmo2"), degrees=(1,)).dropouts
 
 
 def test_a_forgotten_scale_is_named_by_its_place() -> None:
