@@ -22,6 +22,7 @@ from autohet.runtime.models.dropout import (
     dropped_product,
     row_keys,
 )
+from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
@@ -132,12 +133,13 @@ def test_evaluation_drops_nothing() -> None:
         assert stage.loss(tokens, tokens).item() == plain.loss(tokens, tokens).item()
 
 
-RATES: dict[str, dict[str, float]] = {
-    "gpt2": {"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.4},
-    "phi3": {"attention_dropout": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.4},
-    "starcoder2": {"attention_dropout": 0.3, "residual_dropout": 0.2, "embedding_dropout": 0.4},
-    **{name: {"attention_dropout": 0.3} for name in ("llama-grouped", "mistral", "gemma2")},
-}
+def rates_of(name: str) -> dict[str, float]:
+    """A rate for each dropout key of the model's family; no two keys share one."""
+    family = BUILT_IN[TINY[name]["model_type"]]
+    return {key: 0.2 + 0.1 * index for index, key in enumerate(sorted(family.dropouts))}
+
+
+RATES = {name: rates_of(name) for name in TINY}
 SAMPLES = [3, 8]
 
 
