@@ -1,9 +1,6 @@
 """Exact event simulation of a pipeline's 1F1B step, and the bound that search uses.
 
-Source of the schedule: Narayanan et al., "Memory-efficient pipeline-parallel DNN training"
-(PipeDream-Flush), 2021, section 2.2: stage i of P runs min(P - i - 1, K) warm-up forwards, then one
-forward and one backward in turn, then the backwards that remain. If a plan lets stages work ahead,
-there are more warm-up forwards (`planner.in_flight`).
+The order of actions is the runtime's, from `planner.stage_order`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.in_flight import one_each
+from planner.stage_order import action_slots
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]
@@ -193,24 +191,10 @@ def _run_occupying(times: PipelineTimes, k: int, actions: _Actions) -> _Ends:
 def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
     """Return (stage, microbatch) of every action, in an order that respects all dependencies.
 
-    ~microbatch marks a backward.
-
-    The order is that of a lockstep in which every action takes one slot. Stage s goes forward in
-    slots s, s + 1, ... until n_s microbatches are in flight. All stages have done so by slot W, and
-    go backward in slots W + P - 1 - s, W + P + 1 - s, ... and forward between.
+    ~microbatch marks a backward. Each stage's actions are in its `stage_order`.
     """
     depth = len(in_flight)
-    most = np.array(in_flight)[:, None]
-    stage = np.arange(depth)[:, None]
-    microbatch = np.arange(k)[None, :]
-
-    warm_up_end = int((stage + most).max())
-    first_backward = warm_up_end + depth - 1 - stage
-    warm_up = stage + microbatch
-    between_backwards = first_backward + 1 + 2 * (microbatch - most)
-    forward = np.where(microbatch < most, warm_up, between_backwards)
-    backward = first_backward + 2 * microbatch
-
+    forward, backward = action_slots(in_flight, k)
     slots = np.concatenate([forward.ravel(), backward.ravel()])
     order = np.argsort(slots, kind="stable")
     stages = np.tile(np.repeat(np.arange(depth), k), 2)[order]

@@ -1,13 +1,14 @@
 """Schedule of one stage as data: one-forward-one-backward.
 
-Source: 1F1B; PipeDream-Flush, Narayanan et al. 2021, section 2.2.
-
 Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) unless the
 plan sets another number. It runs n - 1 forwards, then one forward and one backward in turn, then
-drains. A receive blocks until its message has arrived. A send may block while CHANNEL_DEPTH earlier
-ones in its direction have not been received. With depth d there is no deadlock as long as a stage
-keeps at most 2 d more than the stage after it. Before the stage takes its first gradient, the next
-stage takes its own number and d more (it can send d gradients), and d wait in the channel.
+drains. That order is `planner.stage_order`, which the planner simulates; this module adds the
+messages.
+
+A receive blocks until its message has arrived. A send may block while CHANNEL_DEPTH earlier ones in
+its direction have not been received. With depth d there is no deadlock as long as a stage keeps at
+most 2 d more than the stage after it. Before the stage takes its first gradient, the next stage
+takes its own number and d more (it can send d gradients), and d wait in the channel.
 `planner.plan.check_plan` admits at most MOST_AHEAD more, which is less.
 """
 
@@ -16,7 +17,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from planner.in_flight import one_each
 from planner.plan import Pipeline
+from planner.stage_order import stage_order
 
 CHANNEL_DEPTH = 2
 
@@ -43,16 +46,13 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[StageAction
     They are the same on every rank of the stage.
     """
     num_stages = len(pipeline.stages)
-    num_microbatches = pipeline.num_microbatches
-    warm_up = pipeline.in_flight(stage) - 1
+    in_flight = pipeline.most_in_flight or one_each(num_stages)
     actions: list[StageAction] = []
-    for microbatch in range(warm_up):
-        actions += _forward(stage, num_stages, microbatch)
-    for microbatch in range(num_microbatches - warm_up):
-        actions += _forward(stage, num_stages, warm_up + microbatch)
-        actions += _backward(stage, num_stages, microbatch)
-    for microbatch in range(num_microbatches - warm_up, num_microbatches):
-        actions += _backward(stage, num_stages, microbatch)
+    for microbatch in stage_order(in_flight, stage, pipeline.num_microbatches):
+        if microbatch >= 0:
+            actions += _forward(stage, num_stages, microbatch)
+        else:
+            actions += _backward(stage, num_stages, ~microbatch)
     return actions
 
 
