@@ -20,6 +20,7 @@ from planner.search.problem import (
     SearchReport,
     with_cut,
 )
+from planner.strategies.answer_checks import check_answer
 from planner.strategies.dispatch import dispatch_reason
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
@@ -53,7 +54,7 @@ def plan_with(strategy: str, request: Request) -> Answer:
 
     Raises:
         InfeasibleError: no plan fits.
-        ConfigError: the strategy is unknown.
+        ConfigError: the strategy is unknown, or answered with a plan that does not do the work.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
@@ -64,6 +65,7 @@ def plan_with(strategy: str, request: Request) -> Answer:
         answer = search(request)
     else:
         answer = _or_offloading(search, request)
+    check_answer(strategy, request, answer)
     return _with_reasons(request, with_cut(request, answer))
 
 

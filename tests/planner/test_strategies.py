@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -16,10 +17,10 @@ from planner.cost.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import ModelSpec
-from planner.plan import check_plan
+from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
-from planner.strategies import STRATEGIES, plan_with
+from planner.strategies import STRATEGIES, Answer, Request, plan_with
 from tests.planner.cases import (
     DEMO,
     GIB,
@@ -264,3 +265,51 @@ def test_a_model_that_no_gpu_holds_a_block_of_is_infeasible_and_no_error() -> No
     for strategy in ("autohet", "metis", "fasop", "megatron", "varuna"):
         with pytest.raises(InfeasibleError):
             plan_with(strategy, asked)
+
+
+def _half(plan: Plan) -> Plan:
+    pipelines = []
+    for each in plan.pipelines:
+        pipelines.append(dataclasses.replace(each, num_microbatches=each.num_microbatches // 2))
+    return dataclasses.replace(plan, pipelines=tuple(pipelines))
+
+
+def _half_and_says_so(plan: Plan) -> Plan:
+    return dataclasses.replace(_half(plan), global_batch_sequences=12)
+
+
+def _twice_as_large_microbatches(plan: Plan) -> Plan:
+    pipelines = []
+    for each in _half(plan).pipelines:
+        size = 2 * each.microbatch_sequences
+        pipelines.append(dataclasses.replace(each, microbatch_sequences=size))
+    return dataclasses.replace(plan, pipelines=tuple(pipelines))
+
+
+def _on_a_stranger(plan: Plan) -> Plan:
+    first = plan.workers[0]
+    return Plan.from_json(plan.to_json().replace(f'"{first}"', '"stranger/0"'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (_half, "process 12 sequences a step, but global_batch_sequences is 24"),
+        (_half_and_says_so, "global_batch_sequences is 12, but the request's is 24"),
+        (_twice_as_large_microbatches, r"have \[2\] sequences, but the request's have 1"),
+        (_on_a_stranger, "worker 'stranger/0' is not in the fleet"),
+    ],
+)
+def test_a_strategy_that_does_less_than_asked_is_named_and_not_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Plan], Plan], why: str
+) -> None:
+    asked = request(fleet(("A100", 2, 1)), 24, max_tp_degree=1, microbatch_sequences=1)
+
+    def search(asked: Request) -> Answer:
+        answer = STRATEGIES["varuna"](asked)
+        return dataclasses.replace(answer, plan=spoil(answer.plan))
+
+    assert plan_with("varuna", asked).plan.global_batch_sequences == 24
+    monkeypatch.setitem(STRATEGIES, "wrong", search)
+    with pytest.raises(ConfigError, match=f"^strategy 'wrong' answered .*{why}"):
+        plan_with("wrong", asked)
