@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from autohet.runtime.job.requirements import require_at_least, require_positive
+from autohet.runtime.job.requirements import require, require_at_least, require_positive
 from planner.plan import ComputeFormat
 
 GIB = 1 << 30
 
-
+DEFAULT_STRATEGY = "autohet"
 MAX_TRANSFER_SHARE = 0.05
 """Limit on the price of data between zones over that of the nodes, unless the job sets `max_zones`.
 """
@@ -18,7 +18,7 @@ MAX_TRANSFER_SHARE = 0.05
 class ParallelismSection:
     """Limits and wishes for the planner."""
 
-    strategy: str = "autohet"
+    strategy: str = DEFAULT_STRATEGY
     """Name of the search that chooses the plan."""
     spmd: bool = False
     """Let `autohet` choose one SPMD program on uneven shares over pipelines, if that is faster."""
@@ -90,6 +90,7 @@ class ParallelismSection:
     """
 
     def __post_init__(self) -> None:
+        _check_strategy(self.strategy)
         for name in (
             "microbatch_sequences",
             "max_tp_degree",
@@ -118,3 +119,16 @@ class ParallelismSection:
         if self.max_zones is not None or self.objective != "time":
             return None
         return MAX_TRANSFER_SHARE
+
+
+def _check_strategy(strategy: str) -> None:
+    if strategy == DEFAULT_STRATEGY:
+        return
+    # Every worker loads the job, and the searches take half a second to import.
+    from planner.strategies import STRATEGIES
+
+    names = ", ".join(STRATEGIES)
+    require(
+        strategy in STRATEGIES,
+        f"parallelism.strategy is '{strategy}', which does not exist; choose one of: {names}",
+    )

@@ -29,6 +29,7 @@ from autohet.runtime.job import (
 from autohet.runtime.job.emulated_profile import emulated_profile
 from planner.errors import ConfigError
 from planner.profile import ProfileKey
+from planner.strategies import STRATEGIES
 
 
 def minimal(**sections: Any) -> dict[str, Any]:
@@ -55,6 +56,14 @@ def test_what_plan_needs_is_enough_and_the_rest_has_defaults() -> None:
     assert job.data is None
     assert job.emulation is None
     assert job.checkpoint_storage == "runs/job/checkpoints"
+
+
+def test_a_strategy_that_does_not_exist_is_refused_where_the_job_is_loaded() -> None:
+    for strategy in STRATEGIES:
+        job = Job.from_document(minimal(parallelism={"strategy": strategy}))
+        assert job.parallelism.strategy == strategy
+    with pytest.raises(ConfigError, match=r"parallelism\.strategy is 'evn', .*autohet, metis"):
+        Job.from_document(minimal(parallelism={"strategy": "evn"}))
 
 
 @pytest.mark.parametrize(
