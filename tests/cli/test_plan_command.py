@@ -6,6 +6,7 @@ import json
 import pytest
 
 from autohet.cli.main import main
+from planner.strategies import STRATEGIES
 
 JOB = """
 name: small
@@ -189,6 +190,14 @@ def test_wrong_input_is_one_message_and_exit_code_2(case, capsys, file, text, na
 def test_what_is_not_there_is_named(case, capsys, arguments, named):
     assert _run(case, *arguments, "--json") == 2
     assert named in capsys.readouterr().err
+
+
+def test_help_names_exactly_the_strategies_that_exist(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    listed = words.partition("the search: ")[2].partition(" (default")[0]
+    assert listed.split(", ") == list(STRATEGIES), "plan_options.py names them by hand"
 
 
 def test_every_strategy_of_the_contract_answers_and_is_in_the_help(case, capsys):
