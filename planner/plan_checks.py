@@ -5,7 +5,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from planner.errors import ConfigError
-from planner.in_flight import MOST_AHEAD
+from planner.in_flight import MOST_AHEAD, one_each
 
 if TYPE_CHECKING:
     from planner.plan import Pipeline, Plan
@@ -86,15 +86,25 @@ def _check_in_flight(pipeline: "Pipeline", index: int) -> None:
         )
     if most and most[-1] != 1:
         raise ConfigError(
-            f"in_flight of the last stage of pipeline {index} is {most[-1]}; it must be 1"
+            f"in_flight of the last stage of pipeline {index} is {most[-1]}; it must be 1."
+            f" {_suggest_in_flight(depth)}"
         )
     for stage, (number, later) in enumerate(itertools.pairwise(most)):
         # a later stage returns what an earlier one keeps, so numbers fall from stage to stage
         if not later < number <= later + MOST_AHEAD:
             raise ConfigError(
                 f"in_flight of stage {stage} of pipeline {index} is {number}; it must be one to"
-                f" {MOST_AHEAD} more than that of the stage after it, {later}"
+                f" {MOST_AHEAD} more than that of the stage after it, {later}."
+                f" {_suggest_in_flight(depth)}"
             )
+
+
+def _suggest_in_flight(depth: int) -> str:
+    largest = list(range(1 + MOST_AHEAD * (depth - 1), 0, -MOST_AHEAD))
+    return (
+        f"Set in_flight to at most {largest} (each stage 1 to {MOST_AHEAD} more than the next), or"
+        f" leave it out for 1F1B's {list(one_each(depth))}"
+    )
 
 
 def _check_layers(pipeline: "Pipeline", index: int, num_layers: int) -> None:

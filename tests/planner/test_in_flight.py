@@ -3,6 +3,7 @@ says.
 """
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,19 @@ def test_working_ahead_hides_transfers_that_hold_1f1b_up() -> None:
 def test_numbers_that_could_not_run_are_refused(most: tuple[int, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_plan(plan(*most), 3)
+
+
+@pytest.mark.parametrize("most", [(8, 8, 8), (9, 2, 1), (2, 2, 1)])
+def test_a_refusal_names_numbers_that_are_admitted(most: tuple[int, ...]) -> None:
+    """GPipe's numbers, K at each stage, are refused; the user needs some that are not."""
+    with pytest.raises(ConfigError) as refusal:
+        check_plan(plan(*most), 3)
+    message = str(refusal.value)
+    suggested = re.findall(r"\[([\d, ]+)\]", message)
+    assert suggested == ["7, 4, 1", "3, 2, 1"]
+    for numbers in suggested:
+        check_plan(plan(*map(int, numbers.split(", "))), 3)
+    assert "each stage 1 to 3 more than the next" in message
 
 
 def test_documents_carry_them() -> None:
