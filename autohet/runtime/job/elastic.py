@@ -6,6 +6,11 @@ from typing import Literal
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
 
 NOTICE_SOURCES = ("ray", "aws", "gpu", "queue", "file", "script")
+SOURCE_KEYS: dict[str, tuple[str, ...]] = {
+    "queue": ("notice_queue",),
+    "file": ("notice_file", "notice_command"),
+}
+"""Keys of `elastic` that configure a source; the source is read if exactly one of them is set."""
 SHORTEST_STEP_TIMEOUT_S = 60.0
 """Least derived step timeout: the first step also compiles, connects and touches memory.
 
@@ -165,7 +170,7 @@ class ElasticSection:
     After more of them the run goes on without the nodes that fail, or ends with a checkpoint.
     """
     notice_sources: tuple[str, ...] = NOTICE_SOURCES
-    """Sources of notices that are read.
+    """Sources of notices that are read; the default reads all that are configured.
 
     ray: node draining (KubeRay's SIGTERM too); aws: EC2 instance metadata; gpu: NVML; queue:
     `notice_queue`; file: `notice_file` or `notice_command`; script: the events of `script`.
@@ -184,7 +189,7 @@ class ElasticSection:
     See autohet/driver/sources/script_file.py.
     """
     notice_command: tuple[str, ...] = ()
-    """Command and arguments; its output is read as `notice_file` is. Empty: none."""
+    """Command and arguments; its output is read in place of `notice_file`. Empty: none."""
     request_nodes: dict[str, int] | None = None
     """Nodes to request from Ray's autoscaler, by node type of the cluster file.
 
@@ -245,6 +250,31 @@ class ElasticSection:
                 source in NOTICE_SOURCES,
                 f"elastic.notice_sources names {source!r}; known: {', '.join(NOTICE_SOURCES)}",
             )
+        for source, keys in SOURCE_KEYS.items():
+            self._require_effect(source, keys)
+
+    def _require_effect(self, source: str, keys: tuple[str, ...]) -> None:
+        """Check that a source that is named alone is configured, and that no key is ignored."""
+        given = [f"elastic.{key}" for key in keys if getattr(self, key)]
+        require(
+            len(given) < 2,
+            f"{' and '.join(given)} are both set, but source {source!r} reads only one of them;"
+            " remove one",
+        )
+        named = ", ".join(self.notice_sources)
+        require(
+            not given or source in self.notice_sources,
+            f"{''.join(given)} is set, but elastic.notice_sources is [{named}] without"
+            f" {source!r}; add {source!r} to it, or remove {''.join(given)}",
+        )
+        # A job that lists every source means, as the default does, those that are configured.
+        is_all = set(self.notice_sources) == set(NOTICE_SOURCES)
+        wanted = " or ".join(f"elastic.{key}" for key in keys)
+        require(
+            bool(given) or is_all or source not in self.notice_sources,
+            f"elastic.notice_sources names {source!r}, which needs {wanted}; set it, or remove"
+            f" {source!r} from elastic.notice_sources",
+        )
 
     def timeouts(self, predicted_step_s: float | None = None) -> Timeouts:
         """Return the deadlines of this run, given or derived, in seconds.

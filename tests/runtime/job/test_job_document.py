@@ -26,6 +26,7 @@ from autohet.runtime.job import (
     Timeouts,
     TrainingSection,
 )
+from autohet.runtime.job.elastic import NOTICE_SOURCES, SOURCE_KEYS
 from autohet.runtime.job.emulated_profile import emulated_profile
 from planner.errors import ConfigError
 from planner.profile import ProfileKey
@@ -120,6 +121,26 @@ def test_round_trip_and_pickle() -> None:
             ["'gcp'", "ray, aws, gpu, queue, file, script"],
         ),
         (
+            minimal(elastic={"notice_sources": ["queue"]}),
+            ["names 'queue'", "needs elastic.notice_queue", "remove 'queue'"],
+        ),
+        (
+            minimal(elastic={"notice_sources": ["ray", "file"]}),
+            ["names 'file'", "needs elastic.notice_file or elastic.notice_command", "remove"],
+        ),
+        (
+            minimal(elastic={"notice_sources": ["ray"], "notice_file": "/tmp/n"}),
+            ["elastic.notice_file is set", "notice_sources is [ray] without 'file'", "add 'file'"],
+        ),
+        (
+            minimal(elastic={"notice_sources": ["ray", "aws"], "notice_queue": "https://q"}),
+            ["elastic.notice_queue is set", "[ray, aws] without 'queue'", "add 'queue'"],
+        ),
+        (
+            minimal(elastic={"notice_file": "/tmp/n", "notice_command": ["cat", "/tmp/n"]}),
+            ["elastic.notice_file and elastic.notice_command are both set", "remove one"],
+        ),
+        (
             minimal(elastic={"script": [{"at_step": 1, "event": "arrival"}]}),
             ["arrival needs node_type"],
         ),
@@ -146,6 +167,29 @@ def test_what_is_wrong_is_named_with_its_remedy(document: dict[str, Any], words:
         Job.from_document(document)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "elastic",
+    [
+        {},
+        {"notice_sources": list(reversed(NOTICE_SOURCES))},
+        {"notice_queue": "https://q"},
+        {"notice_sources": ["queue", "file"], "notice_queue": "https://q", "notice_file": "/n"},
+        {"notice_sources": ["file"], "notice_command": ["true"]},
+        {"notice_sources": []},
+    ],
+)
+def test_all_sources_means_those_that_are_configured(elastic: dict[str, Any]) -> None:
+    Job.from_document(minimal(elastic=elastic))
+
+
+def test_each_key_of_a_source_is_checked_for_its_effect() -> None:
+    """A new key outside the table could be set, or be missing, without effect or message."""
+    checked = {key for keys in SOURCE_KEYS.values() for key in keys}
+    notice_keys = {field.name for field in fields(ElasticSection) if "notice_" in field.name}
+    assert notice_keys - {"notice_sources"} == checked
+    assert set(SOURCE_KEYS) <= set(NOTICE_SOURCES)
 
 
 @pytest.mark.parametrize(
