@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.aws_image import BASE, publish_base_image
 from tests.harness.aws_readme import BUCKET, SYSTEM, environment_missing, readme_commands
 from tests.harness.local_fleet import until
-from tests.harness.notice_sources import Case
+from tests.harness.notice_sources import Case, driver_now
 from tests.harness.s3_server import s3_server
 
 pytestmark = pytest.mark.thorough
@@ -98,7 +97,7 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
             source.close()
         assert notice is not None
         assert notice.deadline is not None
-        assert 100 < notice.deadline - time.monotonic() <= 121
+        assert 100 < notice.deadline - driver_now() <= 121
         assert "Messages" not in client("sqs").receive_message(QueueUrl=made["queue"]), (
             "it is deleted"
         )

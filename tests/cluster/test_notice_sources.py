@@ -37,7 +37,7 @@ from tests.harness.local_fleet import (
     trains_a_while,
     until,
 )
-from tests.harness.notice_sources import Case, ec2_event
+from tests.harness.notice_sources import Case, driver_now, ec2_event
 from tests.harness.s3_server import s3_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
@@ -97,7 +97,7 @@ def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Pat
         notice = case.wait(lambda departure, _: departure is not None)
         assert notice is not None
         assert notice.deadline is not None
-        assert 60 < notice.deadline - time.monotonic() <= 91
+        assert 60 < notice.deadline - driver_now() <= 91
         ray.kill(lease)
         pod.wait(60)
     finally:

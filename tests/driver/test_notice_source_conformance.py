@@ -28,6 +28,7 @@ from tests.harness.notice_sources import (
     SOURCES,
     Case,
     FakeQueue,
+    driver_now,
     ec2_event,
     foreign_events,
 )
@@ -78,9 +79,10 @@ def test_a_notice_names_its_end_by_the_drivers_clock(working: Case) -> None:
     assert notice is not None
     if working.has_deadline:
         assert notice.deadline is not None
-        assert 90 < notice.deadline - time.monotonic() <= 101
+        assert 90 < notice.deadline - driver_now() <= 101
     else:
         assert notice.deadline is None
+    assert abs(notice.seen_at - driver_now()) < 20
     assert not notice.risk
     assert notice.source
 
@@ -136,7 +138,20 @@ def test_what_is_said_of_others_is_theirs(working: Case) -> None:
     notice = working.wait(lambda departure, _: departure is not None)
     assert notice is not None
     assert notice.deadline is not None
-    assert notice.deadline - time.monotonic() > 90
+    assert notice.deadline - driver_now() > 90
+
+
+def test_the_next_node_of_a_name_gets_no_notice_of_the_last_one(working: Case) -> None:
+    """A source that binds by name would drain the replacement of each node that left."""
+    if working.hint is not None:
+        working.hint()
+        working.wait(lambda _, risk: risk is not None)
+    working.say(100)
+    working.wait(lambda departure, _: departure is not None)
+    working.replace_node()
+    assert working.look() == (None, None)
+    working.settle()
+    assert working.look() == (None, None)
 
 
 def test_a_hint_is_no_departure_until_one_comes(working: Case) -> None:

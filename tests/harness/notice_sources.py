@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,16 @@ from tests.harness.imds_server import ImdsServer
 
 MINE, OTHER = "i-0123456789abcdef0", "i-0aaaaaaaaaaaaaaaa"
 DEEP = "[" * 60_000
+CLOCK_AHEAD_S = 5000.0
+"""Seconds by which the driver's clock is ahead of this process's monotonic clock in each case.
+
+A source that ignores the driver's clock gives deadlines that are wrong by as much.
+"""
+
+
+def driver_now() -> float:
+    """Return the time on the driver's clock."""
+    return time.monotonic() + CLOCK_AHEAD_S
 
 
 @dataclass
@@ -48,6 +58,7 @@ class Case:
     of_others: Callable[[float], None] | None = None
     has_deadline: bool = True
     signs: Callable[[], tuple[Any, ...]] = tuple
+    node: WatchedNode = field(default_factory=lambda: WatchedNode("n", "ray-id", MINE))
     board: NoticeMerger = field(init=False)
     nodes: list[WatchedNode] = field(default_factory=list)
 
@@ -56,9 +67,15 @@ class Case:
 
     def look(self) -> tuple[Notice | None, Notice | None]:
         """The departure and the risk that stand of the one node."""
-        now = time.monotonic()
-        self.board.look(self.nodes or [WatchedNode("n", "ray-id", MINE, self.signs(), now)], now)
+        now = driver_now()
+        node = replace(self.node, signs=self.signs(), heard_at=now)
+        self.board.look(self.nodes or [node], now)
         return self.board.departures.get("n"), self.board.risks.get("n")
+
+    def replace_node(self) -> None:
+        """Put another instance of the same name in the node's place; it sees no signs."""
+        self.node = WatchedNode(self.node.name, "ray-id of the next", "i-0bbbbbbbbbbbbbbbb")
+        self.signs = tuple
 
     def wait(
         self, done: Callable[[Notice | None, Notice | None], bool], timeout_s: float = 20.0
@@ -317,7 +334,7 @@ def scripted(tmp_path: Path) -> Iterator[Case]:
     source = Scripted()
 
     def give(in_s: float, node: str = "n") -> None:
-        now = time.monotonic()
+        now = driver_now()
         source.by_node[node] = Notice(node, "scripted notice", now, now + in_s)
 
     yield Case(source, say=give, works=lambda: None, of_others=lambda in_s: give(in_s, "another"))

@@ -28,6 +28,8 @@ class Sign:
 class WatchedNode:
     """Node of this job under the names that sources use.
 
+    `name` is not unique in time: a replacement may have the name of the node that left.
+
     `signs`: the newest signs of its agent, reported at `heard_at` on the driver's clock.
     """
 
@@ -42,9 +44,17 @@ class NoticeSource(Protocol):
     """Source of notices; called by the driver's one thread, many times a second.
 
     Work that takes time runs in a thread of the source.
+
+    A notice belongs to one node by `ray_id` or `instance_id`, never by `name`, and ends with that
+    node. A source whose messages give only a name binds each message to the `ray_id` of the node
+    that has the name when the message is first read (`script_file`).
+
+    Times of a notice are on the driver's clock: a source that reads another clock adds `now` less
+    that clock's time.
+
     tests/driver/test_notice_source_conformance.py holds for each source: garbage and replays change
-    nothing; notices of other nodes are not passed on; a source whose first poll fails polls again;
-    later news replaces earlier.
+    nothing; notices of other nodes, or of an earlier node of the name, are not passed on; a source
+    whose first poll fails polls again; later news replaces earlier.
     """
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
