@@ -8,6 +8,9 @@ hours later, at the first checkpoint or at the first restore.
 from __future__ import annotations
 
 import contextlib
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +26,15 @@ PART_BYTES = 5 << 20
 """Smallest part of an S3 upload that is not its last."""
 MAX_SKEW_S = 60.0
 RACERS = 4
+START_TIMEOUT_S = 60.0
+"""Limit on the start of another process, beside the time of its request."""
 WRITES = "use a store with S3's semantics, or a shared directory"
+READ_ELSEWHERE = """
+import pickle, sys
+sys.path, pickled, name = pickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(pickle.loads(pickled).get(name))
+"""
+"""Program of a process that reads one object, as a worker does."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +101,11 @@ class _Check:
 
 
 class _Walk:
-    """Shared state of the checks: the storage and the names of their objects."""
+    """Shared state of the checks: the storage, the names of their objects and the begin."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.begun = time.monotonic()
         self.prefix = f"{PREFIX}{token_hex(8)}/"
         self.small = self.prefix + "small"
         self.large = self.prefix + "large"
@@ -126,7 +138,7 @@ def check_conformance(storage: Storage, *, thorough: bool = False) -> Conformanc
 
     Blocks for some requests and two parts of 5 MiB. Raises no StorageError. `thorough` adds what a
     job's start has no time for: names with special characters, overwriting, a race of conditional
-    puts.
+    puts, a read in another process.
     """
     bound = _with_small_parts(storage)
     walk = _Walk(bound)
@@ -141,7 +153,8 @@ def check_conformance(storage: Storage, *, thorough: bool = False) -> Conformanc
                 break
         region, endpoint = _facts(bound) if results[0].ok else (None, None)
     finally:
-        with contextlib.suppress(StorageError):
+        # The checks have reported what such a storage raises.
+        with contextlib.suppress(Exception):
             bound.delete([info.name for info in bound.list(walk.prefix)])
         bound.close()
 
@@ -164,23 +177,36 @@ def _run(check: _Check, walk: _Walk) -> CheckResult:
     error: StorageError | None = None
     problem: str | None = None
     remedy: str | None = None
+    required = check.required
     try:
         problem = check.run(walk)
     except StorageError as failed:
         error = failed
-        problem = failed.reason
-        remedy = failed.remedy or None
+    except Exception as failed:  # noqa: BLE001 - any error is the result of the check
+        error = _must_raise_storage_error(walk.storage, failed)
+        # Retries and fallbacks catch StorageError only, so anything else ends the run.
+        required = True
+    if error is not None:
+        problem = error.reason
+        remedy = error.remedy or None
 
     return CheckResult(
         name=check.name,
         what=check.what,
         ok=error is None,
-        required=check.required,
+        required=required,
         seconds=round(time.monotonic() - begun, 3),
         problem=problem,
         remedy=remedy,
         error=error,
     )
+
+
+def _must_raise_storage_error(storage: Storage, failed: Exception) -> StorageError:
+    reason = f"raised {type(failed).__name__} ({failed}), but a storage must raise StorageError"
+    error = StorageError(storage.uri, reason, "convert the error in the storage's class")
+    error.__cause__ = failed
+    return error
 
 
 def _facts(storage: Storage) -> tuple[str | None, str | None]:
@@ -280,9 +306,58 @@ def _race(walk: _Walk) -> str | None:
 
 
 def _list(walk: _Walk) -> str | None:
-    found = {info.name: info.size for info in walk.storage.list(walk.prefix)}
+    listed = list(walk.storage.list(walk.prefix))
+    found = {info.name: info.size for info in listed}
     expected = {walk.small: 10, walk.large: len(walk.content)}
     walk.require(expected.items() <= found.items(), walk.prefix, "a list lacks what was just put")
+
+    names = [info.name for info in listed]
+    walk.require(names == sorted(set(names)), walk.prefix, "a list is not sorted by name")
+    return None
+
+
+def _modified(walk: _Walk) -> str | None:
+    """Check `modified_s`, by which leases expire and old checkpoints are removed."""
+    storage = walk.storage
+    listed = {info.name: info.modified_s for info in storage.list(walk.prefix)}
+    walk.require(walk.small in listed, walk.prefix, "a list lacks what was just put")
+    age_s = storage.now() - listed[walk.small]
+    most_s = time.monotonic() - walk.begun + MAX_SKEW_S
+    reason = (
+        f"a list says that an object was put {age_s:.0f} s ago by the storage's clock; it was put"
+        f" within the last {most_s:.0f} s"
+    )
+    walk.require(-MAX_SKEW_S <= age_s <= most_s, walk.small, reason)
+    return None
+
+
+def _process(walk: _Walk) -> str | None:
+    """Read in another process: workers get the storage as a pickle."""
+    storage = walk.storage
+    try:
+        pickled = pickle.dumps(storage)
+    except Exception as error:
+        reason = f"cannot be pickled for a worker ({error})"
+        remedy = "give its class a __reduce__ that opens it anew"
+        raise StorageError(storage.uri, reason, remedy) from error
+
+    command = [sys.executable, "-c", READ_ELSEWHERE]
+    message = pickle.dumps((sys.path, pickled, walk.small))
+    timeout_s = storage.options.request_timeout_s + START_TIMEOUT_S
+    try:
+        done = subprocess.run(
+            command, input=message, capture_output=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"another process has not read it within {timeout_s:.0f} s"
+        raise walk.wrong(walk.small, reason) from None
+
+    errors = done.stderr.decode(errors="replace").strip().splitlines()
+    why = errors[-1] if errors else f"exit code {done.returncode}"
+    walk.require(done.returncode == 0, walk.small, f"another process cannot read it ({why})")
+    # Libraries may print to the same stream before.
+    is_same = done.stdout.endswith(b"0123456789")
+    walk.require(is_same, walk.small, "another process reads other bytes")
     return None
 
 
@@ -354,11 +429,13 @@ _CHECKS = (
     _Check("ranges", "read ranges of it", _ranges),
     _Check("conditional-put", "put only if the name is free", _conditional_put),
     _Check("list", "list what was put", _list),
+    _Check("modified", "list times by the storage's own clock", _modified),
     _Check("missing", "tell a missing object from a refused one", _missing),
     _Check("abort", "abort an upload and list unfinished ones", _abort, required=False),
     _Check("clock", "compare this machine's clock", _clock, required=False),
     _Check("overwrite", "read after overwriting", _overwrite, thorough=True),
     _Check("names", "names with special characters", _names, required=False, thorough=True),
     _Check("race", "one of several concurrent conditional puts wins", _race, thorough=True),
+    _Check("process", "read in another process", _process, thorough=True),
     _Check("delete", "delete several objects at once", _delete),
 )
