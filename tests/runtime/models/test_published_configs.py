@@ -19,7 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.models import FAMILIES, family_of, load_config, read_config
-from autohet.runtime.models.config_keys import REFUSED, WITHOUT_EFFECT
+from autohet.runtime.models.config_keys import (
+    DECODER_KEYS,
+    OLDER_SPELLINGS,
+    REFUSED,
+    WITHOUT_EFFECT,
+)
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.pretrained import pretrained_parameters
 from planner.errors import ConfigError
@@ -118,18 +123,95 @@ def sources_of_modules(model_type: str) -> list[str]:
     return [inspect.getsource(each) for each in own]
 
 
-@pytest.mark.parametrize("model_type", sorted(BUILT_IN))
-def test_every_key_of_the_librarys_class_and_modules_is_classified(model_type: str) -> None:
-    """A key that a later release of transformers adds, or that we left out, fails here."""
-    config_class = CONFIG_MAPPING[model_type]
+def keys_of_the_library(model_type: str) -> tuple[set[str], set[str]]:
+    """Fields of the library's config class, and keys that its modules read."""
     code = "".join(sources_of_modules(model_type))
     read = set(re.findall(r"config\.([a-z]\w*)\b(?!\()", code))
     read |= set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
-    fields = {field.name for field in dataclasses.fields(config_class)}
+    fields = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    return fields, read - {"to_dict"}
+
+
+@pytest.mark.parametrize("model_type", sorted(BUILT_IN))
+def test_every_key_of_the_librarys_class_and_modules_is_classified(model_type: str) -> None:
+    """A key that a later release of transformers adds, or that we left out, fails here."""
+    fields, read = keys_of_the_library(model_type)
     family = BUILT_IN[model_type]
     classified = family.config_keys | family.unread_keys | WITHOUT_EFFECT | set(REFUSED)
-    assert fields | read - {"to_dict"} <= classified
+    assert fields | read <= classified
     assert not family.config_keys & (WITHOUT_EFFECT | set(REFUSED))
+
+
+READ_BY_THE_CONFIG_CLASS = OLDER_SPELLINGS | {
+    "original_max_position_embeddings",  # moved into rope_parameters by RotaryEmbeddingConfigMixin
+    "qk_head_dim",  # set by DeepSeek's class, and saved
+    "rope_local_base_freq",  # moved into rope_parameters by Gemma's class
+    "sliding_window_pattern",  # turned into layer_types by Cohere's and Gemma's classes
+}
+"""Keys that are no fields, and that no module reads: the class turns them into fields."""
+
+
+@pytest.mark.parametrize("model_type", sorted(BUILT_IN))
+def test_every_key_of_a_family_is_the_librarys(model_type: str) -> None:
+    """A job's key that the library does not know would have no effect and give no warning."""
+    fields, read = keys_of_the_library(model_type)
+    aliases = CONFIG_MAPPING[model_type].attribute_map
+    known = fields | read | set(aliases) | set(aliases.values()) | READ_BY_THE_CONFIG_CLASS
+    unknown = sorted(BUILT_IN[model_type].config_keys - known)
+    assert not unknown, f"remove {unknown} from config_keys: transformers' {model_type} has none"
+
+
+OTHER_SPELLINGS = frozenset(
+    {"no_rope_layer_interval", "qk_head_dim", "rope_local_base_freq", "sliding_window_pattern"}
+)
+"""Keys from which the library makes other fields, which the example gives."""
+OF_ONE_MODULE = frozenset(
+    {"activation_function", "hidden_activation", "layer_norm_eps", "layer_norm_epsilon"}
+)
+"""Keys that one module of the library reads for itself, whatever stage it is in."""
+SHOWN_ELSEWHERE: dict[str, set[str]] = {
+    "gemma3_text": {"attention_bias"},  # as gemma2, whose example has it
+    "gpt2": {"n_inner", "scale_attn_by_inverse_layer_idx"},  # LEFT_OVER
+    "mixtral": {"num_experts_per_tok"},  # its default, 2 of 6 experts, shows
+    "olmoe": {"clip_qkv"},  # a clamp of each element on its own
+    "qwen3": {  # LEFT_OVER, and qwen2's windows
+        "attention_bias",
+        "max_window_layers",
+        "sliding_window",
+        "use_sliding_window",
+    },
+    "qwen3_moe": {  # mlp_only_layers chooses dense blocks too; windows are those of mixtral
+        "decoder_sparse_step",
+        "sliding_window",
+        "use_sliding_window",
+    },
+}
+"""Keys of older families that their tiny models leave at the default, with the reason."""
+
+
+def is_shown(key: str, model_type: str) -> bool:
+    """True if a tiny model of the type gives the key a value with an effect.
+
+    A switch that is on by default has one.
+    """
+    default = getattr(CONFIG_MAPPING[model_type](), key, None)
+    if default is True:
+        return True
+    documents = [each for each in TINY.values() if each["model_type"] == model_type]
+    return any(
+        getattr(AutoConfig.for_model(**document), key, None) != default for document in documents
+    )
+
+
+@pytest.mark.parametrize("model_type", sorted(BUILT_IN))
+def test_the_example_shows_every_special_key(model_type: str) -> None:
+    """At its default a key proves nothing: parity tests pass with a hook that ignores it."""
+    family = BUILT_IN[model_type]
+    special = family.config_keys - DECODER_KEYS - OTHER_SPELLINGS - OF_ONE_MODULE
+    special -= set(family.dropouts)  # test_dropout.py sets each of them
+    special -= SHOWN_ELSEWHERE.get(model_type, set())
+    hidden = sorted(key for key in special if not is_shown(key, model_type))
+    assert not hidden, f"give the example of {model_type} values other than the default of {hidden}"
 
 
 LEFT_OVER: dict[str, Any] = {

@@ -49,7 +49,7 @@ def _check_latent_attention(config: PreTrainedConfig) -> None:
 FAMILY = auto_family(
     "deepseek_v3",
     config_keys=DECODER_KEYS
-    | ROUTED_KEYS
+    | ROUTED_KEYS - {"num_experts"}
     | {
         "attention_bias",
         "first_k_dense_replace",
