@@ -23,7 +23,7 @@ from autohet.runtime.precision import check_computes, computes
 from autohet.runtime.spmd.language_model import check_without_dropout
 from planner.cluster import Cluster
 from planner.errors import ConfigError
-from recovery.storage.address import S3Address, parse_address
+from recovery.storage.address import parse_address
 from recovery.storage.conformance import check_conformance
 from recovery.storage.errors import StorageUriError
 from recovery.storage.protocol import Storage
@@ -79,10 +79,10 @@ def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses
         # A cluster file may bring a second machine at any time.
         num_machines = max(num_machines, 2)
     try:
-        address = parse_address(job.checkpoint_storage)
+        path = parse_address(job.checkpoint_storage).local_path
     except StorageUriError as error:
         raise ConfigError(f"checkpoint.storage {error}") from None
-    if num_machines < 2 or isinstance(address, S3Address) or is_shared(Path(address.path)):
+    if num_machines < 2 or path is None or is_shared(Path(path)):
         return
     given = "is not given" if job.checkpoint.storage is None else f"is '{job.checkpoint.storage}'"
     raise ConfigError(

@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 import pyarrow.fs
 
-from recovery.storage.address import DirectoryAddress, parse_address
+from recovery.storage.address import S3Address, parse_address
+from recovery.storage.errors import StorageUnsupported
 from recovery.storage.protocol import Storage
 
 
@@ -19,16 +20,22 @@ def filesystem_of(storage: Storage) -> tuple[pyarrow.fs.FileSystem, str]:
 
     Raises:
         StorageError: the bucket does not answer.
+        StorageUnsupported: Ray has no file system for this kind of storage.
     """
     address = parse_address(storage.uri)
-    if isinstance(address, DirectoryAddress):
-        path = Path(address.path).absolute().as_posix()
+    if address.local_path is not None:
+        path = Path(address.local_path).absolute().as_posix()
         return pyarrow.fs.LocalFileSystem(), path
 
     # Only here, since boto3 takes 0.3 s to import.
     from recovery.storage.s3 import S3Storage
 
-    assert isinstance(storage, S3Storage)
+    if not isinstance(storage, S3Storage) or not isinstance(address, S3Address):
+        raise StorageUnsupported(
+            storage.uri,
+            "is no directory and no bucket, so Ray cannot read its checkpoints",
+            "read them with autohet checkpoint export",
+        )
     facts = storage.facts()
     endpoint = urlsplit(facts.endpoint)
     is_aws = (endpoint.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))

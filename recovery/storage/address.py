@@ -23,12 +23,22 @@ class S3Address:
     bucket: str
     prefix: str
 
+    @property
+    def local_path(self) -> str | None:
+        """None: every machine sees the bucket."""
+        return None
+
 
 @dataclass(frozen=True)
 class DirectoryAddress:
     """A directory path, decoded where it came from a file URI."""
 
     path: str
+
+    @property
+    def local_path(self) -> str:
+        """Path on this machine; others see it only if its file system is shared."""
+        return self.path
 
 
 def parse_address(uri: str) -> S3Address | DirectoryAddress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -86,6 +87,15 @@ def test_several_machines_want_shared_storage(tmp_path: Path) -> None:
     mistyped = make_job(tmp_path, checkpoint={"storage": "s3:/bucket/prefix"})
     with pytest.raises(ConfigError, match=r"checkpoint\.storage s3:/bucket/prefix.*two slashes"):
         checks.check_shared_storage(mistyped, None, set())
+
+
+def test_a_further_kind_of_storage_says_itself_whether_it_is_on_one_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path, checkpoint={"storage": "new://place"})
+    everywhere = SimpleNamespace(local_path=None)
+    monkeypatch.setattr(checks, "parse_address", lambda uri: everywhere)
+    checks.check_shared_storage(job, None, {"10.0.0.1", "10.0.0.2"})
 
 
 def one_format_job(directory: Path, formats: Literal["auto", "off"] = "off") -> Job:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from autohet.driver import result_files
 from autohet.driver.result_files import filesystem_of
+from recovery.storage.errors import StorageUnsupported
 from recovery.storage.open import open_storage
 from tests.harness.s3_server import S3Server, s3_server
 
@@ -35,3 +39,11 @@ def test_directory_is_the_same_place(tmp_path: Path, name: str) -> None:
         storage.put("file", b"1")
         filesystem, path = filesystem_of(storage)
         assert filesystem.get_file_info(f"{path}/file").is_file
+
+
+def test_a_further_kind_of_storage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = SimpleNamespace(local_path=None)
+    storage: Any = SimpleNamespace(uri="new://place")
+    monkeypatch.setattr(result_files, "parse_address", lambda uri: address)
+    with pytest.raises(StorageUnsupported, match=r"^new://place: .*Ray cannot read"):
+        filesystem_of(storage)
