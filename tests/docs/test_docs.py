@@ -19,6 +19,7 @@ import yaml
 
 from autohet.cli.main import build_parser
 from autohet.runtime.job import Job
+from autohet.runtime.models.families import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -96,3 +97,9 @@ def test_the_reference_names_every_key_of_a_job(tmp_path: Path) -> None:
     keys = {field.name for section in sections for field in dataclasses.fields(section)}
     assert keys <= set(rows)
     assert "## autohet train" in (tmp_path / "commands.md").read_text()
+
+
+def test_the_list_of_built_in_families_is_complete() -> None:
+    guide = (ROOT / "docs" / "guides" / "own_model.md").read_text()
+    (listed,) = re.findall(r"transformers are built in: (.*?)\.\n", guide, re.DOTALL)
+    assert re.findall(r"`(\w+)`", listed) == sorted(BUILT_IN)
