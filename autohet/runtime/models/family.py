@@ -285,16 +285,24 @@ class Family:
 
 
 def _check_dropout_keys(family: Family, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if a dropout of the config has no known place in the model."""
+    """Raise ConfigError if dropouts of the config have no known place in the model."""
+    unplaced: dict[str, float] = {}
     for key, value in sorted(config.to_dict().items()):
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
         is_rate = isinstance(value, int | float) and value > 0
         is_known = key in family.dropouts or key in UNREAD_DROPOUTS
         if is_dropout and is_rate and not is_known:
-            raise ConfigError(
-                f"model.config: {key} of {config.model_type} is {value}, but the family does not"
-                " say what it drops; set it to 0, or name its places in the family's dropouts"
-            )
+            unplaced[key] = value
+    if not unplaced:
+        return
+    rates = [f"{key} of {config.model_type} is {value}" for key, value in unplaced.items()]
+    it, its, drops = (
+        ("it", "its", "it drops") if len(rates) == 1 else ("them", "their", "they drop")
+    )
+    raise ConfigError(
+        f"model.config: {', '.join(rates)}, but the family does not say what {drops}; set {it} to"
+        f" 0, or name {its} places in the family's dropouts"
+    )
 
 
 def _config_key(config: PreTrainedConfig) -> str:

@@ -309,6 +309,15 @@ def test_a_dropout_without_a_place_is_refused() -> None:
         family_of(config).take_dropout(config)
 
 
+def test_all_dropouts_without_a_place_are_named_at_once() -> None:
+    config = tiny_config("llama-grouped")
+    config.hidden_dropout = 0.1
+    config.resid_pdrop = 0.2
+    both = r"hidden_dropout of llama is 0\.1, resid_pdrop of llama is 0\.2, .* set them to 0"
+    with pytest.raises(ConfigError, match=both):
+        family_of(config).take_dropout(config)
+
+
 def test_a_rate_that_is_no_probability_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"resid_pdrop is 1\.0, but must be .* less than 1"):
         tiny_config("gpt2", resid_pdrop=1.0)
