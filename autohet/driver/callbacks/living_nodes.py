@@ -24,8 +24,7 @@ class LivingNodes:
         kind = event["kind"]
         node = event.get("node")
         has_changed = False
-        now = event["time"]
-        gone = [name for name, at in self._leaving.items() if at <= now]
+        gone = [name for name, at in self._leaving.items() if at <= event["time"]]
         if kind == "arrival":
             self._arrivals[event["node"]] = event
             has_changed = True
@@ -34,7 +33,7 @@ class LivingNodes:
             self._arrivals[event["node"]] = {**known, "usd_per_hour": event["usd_per_hour"]}
             has_changed = True
         elif kind == "notice" and event.get("deadline_s") is not None:
-            self._leaving[event["node"]] = now + event["deadline_s"]
+            self._leaving[event["node"]] = event["time"] + event["deadline_s"]
         elif kind == "death":
             # An older version's events have `nodes` alone.
             gone += event.get("gone", event.get("nodes", ()))
