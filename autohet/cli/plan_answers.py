@@ -200,19 +200,22 @@ def _request(session: Session) -> Any:
     wishes = job.parallelism
     objective = args.objective or wishes.objective
     max_transfer_share = wishes.max_transfer_share if objective == "time" else None
+    cost = session.cost_model()
+    min_holders = _wanted_holders(session)
+    # Read last: the limit is the search's, not that of what is prepared for it.
     deadline_s = math.inf
     if args.time_limit:
         deadline_s = time.monotonic() + args.time_limit
     return Request(
         session.fleet,
         session.inputs.spec,
-        session.cost_model(),
+        cost,
         job.training.global_batch_sequences,
         job.training.sequence_length,
         microbatch_sequences=wishes.microbatch_sequences,
         max_tp_degree=wishes.max_tp_degree,
         max_stages=wishes.max_pipeline_stages,
-        min_node_disjoint_holders=_wanted_holders(session),
+        min_node_disjoint_holders=min_holders,
         objective=objective,
         max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
         max_zones=wishes.max_zones,

@@ -186,11 +186,10 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
     from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
 
-    has_cuda = torch.cuda.is_available()
     device = args.device
     if device == "auto":
-        device = "cuda" if has_cuda else "cpu"
-    if device == "cuda" and not has_cuda:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but this machine has no CUDA device")
 
     section: Any = job.model

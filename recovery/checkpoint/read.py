@@ -262,6 +262,8 @@ def _read(
                 done = flying.popleft()
                 ahead -= done.span.num_bytes
                 reader.reuse(done)
+                # Its buffer is free now, not only after the next span.
+                del done
         finally:
             over.set()
             _call_off(flying)

@@ -255,7 +255,9 @@ class _Balancer:
         held = self._ends(shard, originals)
         relayed = self._ends(shard, ())
         for node, workers in groups:
-            leader = min(workers, key=lambda worker: (self._busy_bytes(worker), worker))
+            leader = workers[0]
+            if len(workers) > 1:
+                leader = min(workers, key=lambda worker: (self._busy_bytes(worker), worker))
             source, depth = self._best(shard, node, held, relayed, served)
             tier = S3 if source.kind == "s3" else PEER
             self._take(leader, shard, source, tier, depth)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autohet.driver.control.observation import Notice
 from autohet.driver.sources.merge import NoticeMerger, merged
 from autohet.driver.sources.protocol import WatchedNode
-from autohet.driver.sources.simple import Scripted
+from autohet.driver.sources.simple import RayDrains, Scripted
 
 EC2 = Notice("n", "EC2 instance metadata: terminate", 10.0, 130.0)
 DRAIN = Notice("n", "Ray is draining it", 11.0, 90.0)
@@ -59,3 +61,13 @@ def test_a_source_that_breaks_takes_no_other_with_it() -> None:
     source = Scripted()
     source.by_node["n"] = EC2
     assert NoticeMerger([Broken(), source]).look([WatchedNode("n", "r")], 0.0) == [EC2]
+
+
+def test_drains_that_cannot_be_read_stay_known() -> None:
+    """Wrong: a node that Ray drains already is drained again, with another deadline."""
+    answers = iter([{"ray-1": 60.0}])
+    drains = RayDrains(lambda: next(answers))
+    drains.notices([], 10.0)
+    with pytest.raises(StopIteration):
+        drains.notices([], 11.0)
+    assert drains.known == {"ray-1": 70.0}

@@ -28,9 +28,11 @@ class RayDrains:
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         if now - self._read_at >= self._poll_s:
-            self.known = {}
+            known: dict[str, float | None] = {}
             for ray_id, left_s in self._read().items():
-                self.known[ray_id] = None if left_s is None else now + left_s
+                known[ray_id] = None if left_s is None else now + left_s
+            # Only now: if the read fails, the last answer still counts.
+            self.known = known
             self._read_at = now
 
         notices = []

@@ -105,8 +105,8 @@ class FrozenWeights:
     def reload(self, names: Collection[str]) -> None:
         """Read held slices of these parameters from the origin again, into the same memory."""
         for name, whole in first_weights(self._model, self._config, names, self._seed):
-            local = take_units(self._specs[name], self._units[name], whole)
-            self.tensors[name].copy_(local)
+            # A name for the slice would keep it alive while the next whole tensor is read.
+            self.tensors[name].copy_(take_units(self._specs[name], self._units[name], whole))
 
     def _drop(self, name: str) -> None:
         self._units.pop(name, None)
