@@ -22,6 +22,7 @@ import grimp
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("autohet", "planner", "recovery", "tests")
+sys.path.insert(0, str(ROOT))  # `tests` is not installed
 
 
 def main() -> None:

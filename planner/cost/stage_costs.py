@@ -315,7 +315,8 @@ class StageCosts:
         if self.parameters.full_shard and holders > 1:
             # a layer is whole only while it runs or is about to
             state = memory.state_bytes[entries] / holders
-            layers = [self.spec.layers[entry] for entry in entries]
+            all_layers = self.spec.layers
+            layers = [all_layers[entry] for entry in entries]
             width = self.parameters.sync_bytes_per_parameter
             fixed += gathered_scalars(layers, stage.tp_degree) * width
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,6 +34,29 @@ def test_the_nearest_tests_are_first() -> None:
     assert "tests/planner/test_plan.py" in found[:60]
     assert found.index("tests/planner/test_plan.py") < found.index("tests/cli/test_bench.py")
     assert len(found) > 200
+
+
+def test_the_script_runs_as_a_contributor_runs_it() -> None:
+    """Wrong: it finds `tests` only where PYTHONPATH names the root."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "scripts/changed_tests.py", "--most", "1", "HEAD"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import changed_tests as c; c.import_distances(['planner.plan'])"],
+        cwd=ROOT / "scripts",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert loaded.returncode == 0, loaded.stderr
 
 
 def test_a_document_names_no_test() -> None:
