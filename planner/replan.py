@@ -18,7 +18,7 @@ from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import ModelSpec
 from planner.plan import FINEST_TP_DEGREE, Pipeline, Plan
-from planner.redundancy import layer_named, stages_with_layers
+from planner.redundancy import layer_named, layers_of, stages_with_layers
 from planner.repair import recut, repair
 from planner.search import limits
 from planner.search.bound import NO_PROOF, proof_of
@@ -413,12 +413,13 @@ def _match(plan: Plan, places: list[_Slot], held: Holders) -> dict[_Slot, tuple[
     import numpy as np
     from scipy.optimize import linear_sum_assignment
 
-    layers = [stages_with_layers(pipeline) for pipeline in plan.pipelines]
     wanted: list[set[str]] = []
     groups: list[tuple[str, ...]] = []
     has: list[set[str]] = []
     for p, s in places:
-        stage, names = layers[p][s]
+        pipeline = plan.pipelines[p]
+        stage = pipeline.stages[s]
+        names = layers_of(stage, s, len(pipeline.stages))
         wanted.append(set(names))
         groups.append(stage.workers)
         has.append(_layers_held(stage.workers, held))

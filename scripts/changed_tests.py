@@ -32,10 +32,11 @@ def main() -> None:
     asked = parser.parse_args()
     changed = [Path(name) for name in changed_files(asked.commit or branch_point())]
     found = affected_files(changed)
-    for path in found[: asked.most]:
+    nearest = found[: asked.most]
+    for path in nearest:
         print(path)
 
-    num_left_out = len(found) - len(found[: asked.most])
+    num_left_out = len(found) - len(nearest)
     if num_left_out:
         print(
             f"{num_left_out} more test files import the change through others; scripts/test runs"
@@ -80,7 +81,7 @@ def affected_files(changed: list[Path]) -> list[str]:
     for name, distance in distances.items():
         path = Path(*name.split(".")).with_suffix(".py")
         if path.name.startswith("test_") and (ROOT / path).exists():
-            files[str(path.as_posix())] = distance
+            files[path.as_posix()] = distance
     for path in modules:
         if path.name == "conftest.py":
             for each in (ROOT / path.parent).rglob("test_*.py"):

@@ -165,7 +165,7 @@ def _formats(cost: CostModel, answer: Any) -> dict[str, Any]:
     """
     if not cost.formats:
         return {}
-    types = {node.node_type.gpu_type for node in cost.fleet.nodes}
+    types = cost.fleet.gpu_types
     formats = {gpu: compute for gpu, compute in cost.formats.items() if gpu in types}
 
     gain = None

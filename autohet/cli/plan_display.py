@@ -442,8 +442,7 @@ def segment_label(stage: Stage) -> str:
 def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
     """Return (terminal colour, picture colour) by GPU type, in order of appearance in the fleet."""
     colours = {}
-    types = dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes)
-    for index, gpu in enumerate(types):
+    for index, gpu in enumerate(fleet.gpu_types):
         colours[gpu] = COLOURS[index % len(COLOURS)]
     return colours
 

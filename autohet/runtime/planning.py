@@ -55,9 +55,7 @@ class PlanningInputs:
         compute in the job's precision, whatever the job says of formats.
         """
         training = self.job.training
-        types: list[str] = []
-        if not one_format:
-            types = [node.node_type.gpu_type for node in fleet.nodes]
+        types = () if one_format else fleet.gpu_types
         workload = Workload(
             self.spec,
             sequence_length or training.sequence_length,

@@ -173,7 +173,7 @@ def synthetic_fleet(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
 
 
 def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes: Any) -> Request:
-    gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
+    gpus = fleet.gpu_types
     cost = CostModel(
         fleet,
         Workload(

@@ -15,7 +15,7 @@ from planner.cost.prediction import Prediction
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import Plan
-from planner.redundancy import layer_named, layers_of
+from planner.redundancy import layer_named, stages_with_layers
 from planner.replan import MigrationCost
 from planner.strategies import plan_with
 
@@ -48,8 +48,7 @@ def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
     each = MigrationCost().state_bytes_per_parameter
     found = {}
     for pipeline in plan.pipelines:
-        for index, stage in enumerate(pipeline.stages):
-            names = layers_of(stage, index, len(pipeline.stages))
+        for stage, names in stages_with_layers(pipeline):
             num_parameters = sum(layer_named(spec, name).parameters for name in names)
             whole = num_parameters * each
             for rank, worker in enumerate(stage.workers):
