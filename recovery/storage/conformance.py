@@ -19,7 +19,7 @@ from secrets import token_hex
 from typing import Any
 
 from recovery.storage.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
-from recovery.storage.protocol import Storage
+from recovery.storage.protocol import ObjectInfo, Storage
 
 PREFIX = "check-"
 PART_BYTES = 5 << 20
@@ -110,6 +110,8 @@ class _Walk:
         self.small = self.prefix + "small"
         self.large = self.prefix + "large"
         self.claimed = self.prefix + "claimed"
+        self.listed: list[ObjectInfo] = []
+        """Objects that the check `list` saw: a start of a job lists once."""
         self.content = (token_hex(32).encode() * (PART_BYTES // 64 + 2))[: PART_BYTES + 1000]
 
     def wrong(self, name: str, reason: str) -> StorageError:
@@ -306,22 +308,21 @@ def _race(walk: _Walk) -> str | None:
 
 
 def _list(walk: _Walk) -> str | None:
-    listed = list(walk.storage.list(walk.prefix))
-    found = {info.name: info.size for info in listed}
+    walk.listed = list(walk.storage.list(walk.prefix))
+    found = {info.name: info.size for info in walk.listed}
     expected = {walk.small: 10, walk.large: len(walk.content)}
     walk.require(expected.items() <= found.items(), walk.prefix, "a list lacks what was just put")
 
-    names = [info.name for info in listed]
+    names = [info.name for info in walk.listed]
     walk.require(names == sorted(set(names)), walk.prefix, "a list is not sorted by name")
     return None
 
 
 def _modified(walk: _Walk) -> str | None:
     """Check `modified_s`, by which leases expire and old checkpoints are removed."""
-    storage = walk.storage
-    listed = {info.name: info.modified_s for info in storage.list(walk.prefix)}
+    listed = {info.name: info.modified_s for info in walk.listed}
     walk.require(walk.small in listed, walk.prefix, "a list lacks what was just put")
-    age_s = storage.now() - listed[walk.small]
+    age_s = walk.storage.now() - listed[walk.small]
     most_s = time.monotonic() - walk.begun + MAX_SKEW_S
     reason = (
         f"a list says that an object was put {age_s:.0f} s ago by the storage's clock; it was put"

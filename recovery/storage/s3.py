@@ -109,12 +109,17 @@ class S3Storage:
             "Bucket": connection.bucket,
             "Prefix": connection.prefix + prefix,
         }
+        found = []
         while True:
             page = connection.call(prefix, lambda client: client.list_objects_v2(**request))
             for item in page.get("Contents", ()):
                 name = item["Key"].removeprefix(connection.prefix)
-                yield ObjectInfo(name, int(item["Size"]), item["LastModified"].timestamp())
+                modified_s = item["LastModified"].timestamp()
+                found.append(ObjectInfo(name, int(item["Size"]), modified_s))
             if not page.get("IsTruncated"):
+                # Directory buckets, and some stores, list in an order of their own.
+                found.sort(key=lambda info: info.name)
+                yield from found
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]
 

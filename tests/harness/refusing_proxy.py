@@ -155,6 +155,30 @@ def ignored_conditions(request: Request) -> Refusal | None:
     return None
 
 
+@dataclass(frozen=True)
+class ObjectList(Refusal):
+    """A list of these objects, in this order."""
+
+    names: tuple[str, ...] = ()
+
+    @property
+    def body(self) -> bytes:
+        about = "<LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size>"
+        inside = "".join(f"<Contents><Key>{name}</Key>{about}</Contents>" for name in self.names)
+        return (
+            "<?xml version='1.0'?><ListBucketResult><IsTruncated>false</IsTruncated>"
+            f"{inside}</ListBucketResult>"
+        ).encode()
+
+
+def unsorted_list(request: Request) -> Refusal | None:
+    """List objects by no order of their names, as S3 documents of directory buckets."""
+    if "list-type" not in request.query:
+        return None
+    prefix = request.query["prefix"][0]
+    return ObjectList(200, "", "", names=(f"{prefix}b", f"{prefix}c", f"{prefix}a"))
+
+
 def no_checksums(request: Request) -> Refusal | None:
     """Refuse CRC headers, as Backblaze B2 did."""
     for name in request.headers:

@@ -200,6 +200,11 @@ def test_without_conditional_puts_one_of_many_writers_wins(
             assert [info.name for info in storage.list("claims/generations/")] == []
 
 
+def test_a_list_is_sorted_whatever_the_stores_order(before: Any, s3_uri: str) -> None:
+    with before(refuse.unsorted_list), closing(open_storage(s3_uri, OPTIONS)) as storage:
+        assert [info.name for info in storage.list("x/")] == ["x/a", "x/b", "x/c"]
+
+
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resolve every host under s3.test to this machine."""
