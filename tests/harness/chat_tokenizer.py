@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -38,14 +41,30 @@ TEXT = [
 ]
 
 
-def save_chat_tokenizer(directory: Path, template: str | None = MARKED) -> PreTrainedTokenizerFast:
+TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+
+def trl_template(name: str) -> str:
+    return (TRL_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def special_tokens_of(template: str) -> list[str]:
+    """What a template's tokenizer has as tokens of their own."""
+    return sorted({*SPECIAL, *re.findall(r"<[|｜]?[\w▁]+[|｜]?>|\[/?INST\]|</s>", template)})
+
+
+def save_chat_tokenizer(
+    directory: Path,
+    template: str | dict[str, str] | None = MARKED,
+    special: Sequence[str] = SPECIAL,
+) -> PreTrainedTokenizerFast:
     """Train one on a few lines, save it, return it as transformers loads it."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=SPECIAL,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

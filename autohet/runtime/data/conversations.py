@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from autohet.runtime.data.chat.targets import ASSISTANTS, TRAINED_KEYS, warn_once
-from autohet.runtime.data.chat.template import ChatMessage, Conversation
+from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython")
@@ -103,12 +103,7 @@ def _text_part(part: Any, number: int) -> dict[str, str]:
 
 
 def _has_content(message: ChatMessage) -> bool:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    if isinstance(content, str):
-        content = content.strip()
-    return bool(content or message.get("tool_calls"))
+    return bool(text_of_content(message.get("content")).strip() or message.get("tool_calls"))
 
 
 def tools_of(record: dict[str, Any]) -> Any:

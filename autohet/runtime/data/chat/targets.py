@@ -18,6 +18,7 @@ from autohet.runtime.data.chat.template import (
     Conversation,
     MarkedSpan,
     RenderedText,
+    text_of_content,
 )
 from autohet.runtime.data.records import BrokenRecord
 
@@ -62,7 +63,7 @@ class _Turns:
             BrokenRecord: the turn's text cannot be told apart.
         """
         pieces = self._whole.of(turn)
-        if not self._whole.pieces:
+        if self._is_printed_elsewhere(turn):
             return [self._span_between_prefixes(turn)]
         if not pieces:
             # The template left the message out.
@@ -71,6 +72,12 @@ class _Turns:
         spans = [(max(start, each.begin), each.end) for each in pieces if each.end > start]
         begin = spans[-1][0] if spans else start
         return [*spans[:-1], (begin, self._end(turn, pieces[-1].end))]
+
+    def _is_printed_elsewhere(self, turn: int) -> bool:
+        """Return True if the message's text is not in its own pieces, but in the conversation."""
+        content = text_of_content(self._conversation.messages[turn].get("content")).strip()
+        own = "".join(self.text[each.begin : each.end] for each in self._whole.of(turn))
+        return not self._whole.pieces or (content not in own and content in self.text)
 
     def start(self, turn: int) -> int:
         """Return the place where the prompt for message `turn` ends.
@@ -87,12 +94,12 @@ class _Turns:
             if before and now:
                 shared = before[0].begin, now[0].begin
         place = shared[1] + _agreement(prompt.text[shared[0] :], whole.text[shared[1] :])
-        if place == own and whole.text.startswith(self._template.header, own):
-            # The prompt goes on with an open turn, which the whole conversation closes.
-            return own + len(self._template.header)
-        if place >= own:
-            return place
-        return own + _agreement(prompt.tail or self._template.header, whole.text[own:])
+        # The prompt may go on with an open turn, or leave the header's white space to the template.
+        header = (prompt.tail or self._template.header).lstrip()
+        text = whole.text[own:]
+        indent = len(text) - len(text.lstrip())
+        agreed = _agreement(header, text[indent:])
+        return max(place, own + indent + agreed if agreed else own)
 
     def _prompt(self, turn: int) -> Rendering:
         try:

@@ -123,7 +123,7 @@ class ChatTemplate:
     def render_pieces(self, conversation: Conversation, *, prompt: bool = False) -> Rendering:
         """Render a conversation, with the message that each piece of the text belongs to.
 
-        One piece without a message: the template does not print messages in a loop.
+        Without pieces: the template does not print messages in a loop.
         """
         text = self.render(conversation, prompt=prompt)
         unknown = Rendering(text, [])
@@ -143,7 +143,8 @@ class ChatTemplate:
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             # A template may look into text that has marks in it.
             return unknown
-        return found if found.text == text else unknown
+        is_known = any(piece.message is not None for piece in found.pieces)
+        return found if is_known and found.text == text else unknown
 
     def _rendered(self, conversation: Conversation, *, prompt: bool, marks: bool) -> RenderedText:
         from jinja2.exceptions import TemplateError
@@ -182,7 +183,7 @@ class ChatTemplate:
     def _fitted(self, message: ChatMessage) -> ChatMessage:
         content = message.get("content")
         if isinstance(content, list) and not self._renders_parts:
-            content = "".join(part["text"] for part in content)
+            content = text_of_content(content)
         if isinstance(content, str) and self._needs_part:
             content = _part(content)
         fitted = message if content is None else {**message, "content": content}
@@ -278,6 +279,13 @@ def _part(text: str) -> list[dict[str, str]]:
 
 def _is_printed(text: str) -> bool:
     return _QUESTION in text and _ANSWER in text
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of a message's content; empty if it has none."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
 
 
 def _user(content: Any) -> ChatMessage:
