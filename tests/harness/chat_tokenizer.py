@@ -57,18 +57,20 @@ def save_chat_tokenizer(
     directory: Path,
     template: str | dict[str, str] | None = MARKED,
     special: Sequence[str] = SPECIAL,
+    texts: Sequence[str] = TEXT,
+    size: int = 400,
 ) -> PreTrainedTokenizerFast:
     """Train one on a few lines, save it, return it as transformers loads it."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=size,
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(TEXT, trainer)
+    backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     )
