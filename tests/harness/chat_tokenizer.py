@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,12 +26,13 @@ MARKED = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NO_PREFIX = (  # an earlier turn is shortened once another follows, as thinking is by Qwen3's
+GATHERED = (  # printed after the loop, and an earlier turn is shortened once another follows
+    "{% set all = namespace(text='') %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
-    "{{ message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
+    "{% set start = '<think></think>' if loop.last and message['role'] == 'assistant' else '' %}"
+    "{% set start = '<|im_start|>' + message['role'] + '\n' + start %}"
+    "{% set all.text = all.text + start + message['content'] + '<|im_end|>\n' %}"
+    "{% endfor %}{{ all.text }}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
@@ -75,5 +77,6 @@ def save_chat_tokenizer(
         tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = template
+    shutil.rmtree(directory, ignore_errors=True)  # Named templates have files of their own.
     tokenizer.save_pretrained(directory)
     return tokenizer
