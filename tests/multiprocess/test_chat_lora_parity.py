@@ -40,9 +40,9 @@ from tests.multiprocess.test_parity import (
     grid,
     plan_document,
 )
-from tests.runtime.data.test_chat_templates import OUTPUT, TOOLS, answer, ask, call
+from tests.runtime.data.test_chat_templates import OUTPUT, answer, ask, call
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 MODELS = {
     "qwen3": QWEN3,
@@ -62,16 +62,19 @@ AFTER = grid(1, 3, 2)
 ADAPTER = AdapterSection(rank=4, alpha=16.0)
 SETTINGS = {**TRAINING, "learning_rate": 3e-3, "clip_norm": 0.05}
 VOCABULARY = 1000
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d"}}]
 
 
 def write_chats(path: Path, count: int) -> Path:
-    """Chats of three turns, each with a call, its output and an answer."""
+    """Chats of three turns, the second with a call and its output."""
     draw = random.Random(3)
     lines = []
     for _ in range(count):
         messages: list[dict[str, Any]] = []
         for turn in range(3):
-            messages += [ask(draw.randint(1, 99)), call(as_text=turn == 1), OUTPUT]
+            messages.append(ask(draw.randint(1, 99)))
+            if turn == 1:
+                messages += [call(as_text=True), OUTPUT]
             messages.append(answer(draw.randint(1, 99)))
         lines.append(json.dumps({"messages": messages, "tools": TOOLS}))
     path.write_text("\n".join(lines))
@@ -90,7 +93,7 @@ def trained(
         root / "tokenizer",
         template,
         special_tokens_of(template),
-        [template, source.read_text()],
+        [template] * 3 + [source.read_text()],
         VOCABULARY,
     )
     data = DataSection(
@@ -99,10 +102,10 @@ def trained(
         tokenizer=str(root / "tokenizer"),
         cache=str(root / "cache"),
     )
-    dataset = prepare_dataset(data, LENGTH * 3)
+    dataset = prepare_dataset(data, LENGTH * 2)
     assert (dataset.facts.num_documents, dataset.facts.num_cut) == (80, 0)
     model = {**MODELS[name], "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
-    training = {**SETTINGS, "sequence_length": LENGTH * 3}
+    training = {**SETTINGS, "sequence_length": LENGTH * 2}
     path = str(dataset.path)
     case = Case(model, grid(1, 1, 1), training, STEPS, dataset=path, adapter=ADAPTER)
     return name, case, run_trl(case, tokenizer, root / "trl")

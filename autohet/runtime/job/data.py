@@ -69,10 +69,14 @@ class DataSection:
     messages_field: str = "messages"
     """Field that holds a conversation (`kind: chat`).
 
-    It is a list of messages with `role` and `content`, or `from` and `value`.
+    It is a list of messages with `role` and `content`, or `from` and `value`. The fields `tools`,
+    `system` and `chat_template_kwargs` of the record belong to it.
     """
     chat_template: str | None = None
-    """File with a Jinja template, or the template itself; null: the tokenizer's."""
+    """File with a Jinja template, or the template itself; null: the tokenizer's.
+
+    The tokenizer's template `tool_use` renders conversations with tools.
+    """
     train_on: Literal["assistant", "completion", "all"] | None = None
     """Tokens that are targets of the loss.
 
