@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autohet.runtime.data.chat.targets import render_chat, render_completion
+from autohet.runtime.data.chat.targets import render_chat, render_completion, render_each_turn
 from autohet.runtime.data.chat.template import ChatTemplate, RenderedText
 from autohet.runtime.data.conversations import RECORD_FIELDS, conversation_of, messages_of
 from autohet.runtime.data.marks import MAX_TOKEN
@@ -58,7 +58,7 @@ class ExampleKind(Protocol):
         """
 
     def encode(self, extracted: Sequence[Any]) -> list[Example]:
-        """Return one example for each extracted content."""
+        """Return the examples of each extracted content, in order."""
 
 
 def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
@@ -96,12 +96,14 @@ class ChatExamples:
     def identity(self) -> str:
         return f"chat {self.template.identity} {self.field} {self.train_on}"
 
-    def extract(self, record: Any) -> RenderedText:
+    def extract(self, record: Any) -> list[RenderedText]:
         conversation = conversation_of(_object(record), self.field)
-        return render_chat(self.template, conversation, self.train_on)
+        if self.train_on == "turns":
+            return render_each_turn(self.template, conversation)
+        return [render_chat(self.template, conversation, self.train_on)]
 
-    def encode(self, extracted: Sequence[RenderedText]) -> list[Example]:
-        return encode_rendered(self.tokenizer, extracted)
+    def encode(self, extracted: Sequence[list[RenderedText]]) -> list[Example]:
+        return encode_rendered(self.tokenizer, [each for found in extracted for each in found])
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: Sequence[RenderedText]) -> list[Example]:

@@ -141,6 +141,25 @@ def test_what_cannot_be_trained_on_is_said(targets: Any, caplog: pytest.LogCaptu
         assert word in caplog.text
 
 
+def test_each_turn_may_be_a_document(tmp_path: Path, make_data: MakeData) -> None:
+    """Under Qwen3's template, whose earlier turns lose their reasoning in the whole text."""
+    library = save_chat_tokenizer(tmp_path / "tokenizer", trl_template("qwen3"))
+    thoughts = [{"content": f"a{turn}", "reasoning_content": f"r{turn}"} for turn in range(3)]
+    messages = turns(thoughts[0], {**thoughts[1], "weight": 0}, thoughts[2])
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    keys = {"kind": "chat", "tokenizer": str(tmp_path / "tokenizer"), "train_on": "turns"}
+    wanted = []
+    for last in (0, 2):
+        so_far = messages[: 2 * last + 1]
+        prompt = library.apply_chat_template(so_far, add_generation_prompt=True, return_dict=False)
+        ids = library.apply_chat_template(messages[: 2 * last + 2], return_dict=False)
+        assert ids[: len(prompt)] == prompt
+        assert library.decode(ids[len(prompt) :]).startswith(f"<think>\nr{last}\n</think>")
+        wanted.append((ids, [place >= len(prompt) for place in range(len(ids))]))
+    assert sorted(documents_of(prepare_dataset(make_data(path, **keys), 255))) == sorted(wanted)
+
+
 RECORD = {
     "text": "q",
     "messages": turns("a"),

@@ -112,7 +112,8 @@ def examples_of(library: PreTrainedTokenizerFast, name: str) -> ChatExamples:
 
 def ours(library: PreTrainedTokenizerFast, name: str, messages: Messages, tools: Any) -> Example:
     kind = examples_of(library, name)
-    return kind.encode([kind.extract({"messages": messages, "tools": tools})])[0]
+    (example,) = kind.encode([kind.extract({"messages": messages, "tools": tools})])
+    return example
 
 
 def runs_of(mask: list[bool]) -> list[tuple[int, int]]:

@@ -224,6 +224,19 @@ def render_chat(template: ChatTemplate, conversation: Conversation, train_on: st
     return RenderedText(rendered.text, spans)
 
 
+def render_each_turn(template: ChatTemplate, conversation: Conversation) -> list[RenderedText]:
+    """Render the conversation up to each turn of the assistant, with that turn as the target.
+
+    One rendering without a target if the data marks all turns as untrained.
+    """
+    messages = conversation.messages
+    found = []
+    for turn in assistant_turns(messages):
+        if is_trained(messages, turn):
+            found.append(render_chat(template, conversation.first(turn + 1), "completion"))
+    return found or [render_chat(template, conversation, "completion")]
+
+
 def render_completion(
     template: ChatTemplate, prompt: Conversation, completion: list[ChatMessage], train_on: str
 ) -> RenderedText:
@@ -291,7 +304,7 @@ def _warn_of_lost_text(messages: Any, turns: list[int], text: str, spans: list[M
             if str(message.get(key) or "").strip() not in written:
                 warn_once(
                     "the chat template leaves out the reasoning of some turns, which is not trained"
-                    " on; a template in data.chat_template can keep it"
+                    " on; data.train_on: turns renders each turn as the last one"
                 )
         for call in message.get("tool_calls", ()):
             if str(call.get("function", call).get("name", "")) not in written:
