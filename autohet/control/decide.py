@@ -31,7 +31,7 @@ from autohet.control.values.states import (
     Training,
     Waiting,
 )
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 
 AGENT_START_S = 10.0
 """Seconds after which a node is announced even if its agent has not reported its type."""

@@ -12,7 +12,7 @@ from autohet.control.values.actions import Drain
 from autohet.control.values.fleet_event import FleetEvent
 from autohet.control.values.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase, WorkerReport
-from planner.inputs.cluster import Fleet, node_of
+from planner.inputs.fleet import Fleet, node_of
 
 MOST_NAMED = 6
 

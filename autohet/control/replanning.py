@@ -13,7 +13,7 @@ from autohet.control.values.change import Change
 from autohet.control.values.effects import Decision, event
 from autohet.control.values.observation import Observation
 from autohet.control.values.states import State, Training
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 
 
 def ask_for_plan(

@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.values.states import Building, Training
 from autohet.driver.loop.events import EventLog
-from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.layout import layout_of_plan, layouts_of
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from tests.harness.fake_job import fake_job
 from tests.harness.faulty_workforce import FaultyWorkforce
 from tests.harness.promises import CheckedController, Promises, RememberedPlanning
@@ -113,7 +113,7 @@ class AnyFleet(RuleBasedStateMachine):
         planning = RememberedPlanning(inputs, clock=lambda: 0.0)
         planning.hasty, planning.looks = hasty, looks
         self.controller = CheckedController(
-            job, workforce, planning, OrderBuilder(job, config), EventLog(None)
+            job, workforce, planning, OrderBuilder(job, layouts_of(config)), EventLog(None)
         )
         if resumed:
             self.resume(planning, config)

@@ -15,7 +15,7 @@ from autohet.runtime.data.parts import divide
 from autohet.runtime.facts.preparation import Preparation, shared_datasets
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, DataState
-from planner.inputs.cluster import Node
+from planner.inputs.fleet import Node
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

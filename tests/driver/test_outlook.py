@@ -17,7 +17,7 @@ from autohet.control.planning.outlook import (
 )
 from autohet.control.values.change import Change
 from autohet.control.values.observation import NodeView, Notice, Observation
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 
 SPOT = NodeType("spot", "A10G", 1, 24 << 30, 32e9, 3e9, spot=True)
 STEADY = replace(SPOT, name="steady", spot=False)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from autohet.control import fleet
 from autohet.control.job_memory import JobMemory
 from autohet.control.planning.outlook import gather_s
-from autohet.control.planning.proposals import PendingSearch, Planning, PlanProposal
+from autohet.control.planning.proposals import PendingSearch, PlanProposal
 from autohet.control.states import quiescing, sourcing, waiting
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding
@@ -28,8 +28,9 @@ from autohet.control.values.states import (
     Training,
 )
 from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.planning import Planning
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from tests.harness.faulty_workforce import FaultyWorkforce
 from tests.harness.scripted_workforce import TICK_S
 

@@ -11,7 +11,7 @@ from autohet.control.values.actions import CommitCheckpoint
 from autohet.control.values.effects import Deciding, Effects, event
 from autohet.control.values.observation import Age, Observation
 from autohet.runtime.messages import GenerationOrder, StateTransfer, UploadRetried
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from recovery.state.layout import Layout
 
 

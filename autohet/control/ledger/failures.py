@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from autohet.control.values.observation import Observation
 from autohet.runtime.messages import Phase
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 
 MAX_ERROR_CHARACTERS = 120
 LOST = "lost"

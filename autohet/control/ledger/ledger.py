@@ -20,7 +20,6 @@ from autohet.control.values.change import Change
 from autohet.control.values.effects import Effects, event
 from autohet.control.values.observation import Observation
 from autohet.runtime.job import Job
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.messages import (
     EvaluationRecord,
     GenerationOrder,
@@ -28,6 +27,7 @@ from autohet.runtime.messages import (
     StepRecord,
     WorkerReport,
 )
+from autohet.runtime.step.learning_rate import learning_rate
 from autohet.runtime.step.loss_scale import LossScales
 
 WARM_STEPS = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.planning.proposals import PlanProposal
-from autohet.runtime.job.learning_rate import learning_rate
+from autohet.runtime.step.learning_rate import learning_rate
 from planner.cost.model import CostModel
 from planner.inputs.catalogue import find_gpu_type
 from planner.plans.plan import Pipeline, Plan, Stage

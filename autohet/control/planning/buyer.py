@@ -18,7 +18,7 @@ from autohet.control.planning.buying import (
     releasable,
     with_spares,
 )
-from autohet.control.planning.proposals import Pending, Planning
+from autohet.control.planning.proposals import Pending, Planner
 from autohet.control.values.actions import Action, AskForNodes, GiveBack
 from autohet.control.values.observation import Launches, Observation
 from autohet.runtime.job import Job
@@ -30,7 +30,7 @@ STILL = "Deciding to ask for the same nodes still"
 class Buyer:
     """Adapts what is requested of the autoscaler. Owned by the controller, as part of its state."""
 
-    def __init__(self, job: Job, planning: Planning, market: Market) -> None:
+    def __init__(self, job: Job, planning: Planner, market: Market) -> None:
         self._planning = planning
         self._market = market
         self._fixed = job.elastic.request_nodes is not None

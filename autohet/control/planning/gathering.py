@@ -15,7 +15,7 @@ from autohet.control.planning.outlook import REMEMBERED
 from autohet.control.values.change import Change
 from autohet.control.values.observation import Notice, Observation
 from autohet.runtime.job.elastic import Timeouts
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from recovery.state.layout import Layout
 
 

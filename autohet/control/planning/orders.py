@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from autohet.control.planning.outlook import MOST_S
@@ -19,18 +18,16 @@ from autohet.control.planning.restore_sources import (
     without,
 )
 from autohet.control.values.observation import Observation
-from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerReport
-from autohet.runtime.models.registry import family_of
 from autohet.runtime.step.loss_scale import LossScales
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from planner.plans.plan import Plan
-from recovery.checkpoint.commit import assign_writers
 from recovery.errors import NotRestorable
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source, require_restorable_step, restorable_step
 from recovery.state.layout import Layout
+from recovery.state.writers import assign_writers
 from recovery.transfer.schedule import TransferSchedule, schedule
 
 URGENT = 0.25
@@ -80,21 +77,15 @@ class OrderBuilder:
     def __init__(
         self,
         job: Job,
-        model_config: Any,
+        layouts: Callable[[Plan], Layout],
         pace: Callable[[PlanProposal], Mapping[str, Any]] | None = None,
         driver: str = "",
-        layouts: Callable[[Plan], Layout] | None = None,
         zones: ZoneTable | None = None,
     ) -> None:
         self.job = job
         self.zones = zones or EC2_ZONES
-        self.model_config = model_config
         self._pace = pace
         self.driver = driver
-        if layouts is None:
-            # This imports the library's modules. A decision imports nothing.
-            family_of(model_config).parameter_specs(model_config)
-            layouts = partial(layout_of_plan, config=model_config)
         self._layout = layouts
         self._planned: tuple[Plan, Layout] | None = None
         self._layouts: dict[int, Layout] = {}

@@ -16,7 +16,7 @@ from autohet.control.planning.replication_price import (
 )
 from autohet.control.values.observation import Observation
 from autohet.runtime.job.checkpoint import CheckpointSection
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.inputs.zones import ZoneTable
 from recovery.peers.replication_targets import Peer, ReplicationTarget, replication_targets
 from recovery.state.layout import Layout, ShardId

@@ -146,7 +146,7 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
     """
     proposal = state.proposal
     fleet = proposal.cost.fleet
-    kept = memory.planning.inputs.kept
+    kept = memory.planning.kept
     host_memory = proposal.cost.memory_of.host_memory(proposal.plan, kept)
     lacks = sentences(host_memory)
     yield from _warn_of_new(lacks, memory.warnings.host_memory)

@@ -259,7 +259,7 @@ def _paces(memory: JobMemory) -> Paces:
         type_by_worker[worker] = gpu_type
         type_by_node[planned.node_of(worker).name] = gpu_type
     factors = node_factors(memory, type_by_node)
-    return measured, memory.proposal.compute_s(factors), type_by_worker
+    return measured, memory.planning.compute_s(memory.proposal, factors), type_by_worker
 
 
 def _find_slow(memory: JobMemory, paces: Paces) -> dict[str, float]:

@@ -16,7 +16,7 @@ from autohet.runtime.messages import (
     StateTransfer,
     WorkerReport,
 )
-from planner.inputs.cluster import Node, NodeType, node_of
+from planner.inputs.fleet import Node, NodeType, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId

@@ -16,7 +16,7 @@ from autohet.control.planning.orders import Book
 from autohet.control.planning.proposals import PendingSearch, PlanProposal
 from autohet.control.values.change import Change
 from autohet.control.values.fleet_event import FleetEvent
-from planner.inputs.cluster import Node
+from planner.inputs.fleet import Node
 
 
 @dataclass

@@ -21,7 +21,6 @@ from autohet.control.ledger.run_summary import (
     utilisation_by_gpu_type,
 )
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.planning.proposals import Planning
 from autohet.control.values.actions import (
     Action,
     AskForNodes,
@@ -47,6 +46,7 @@ from autohet.control.values.effects import Decision, Remark, Round, Supersede
 from autohet.control.values.observation import Failures, Observation, Prune, Workforce
 from autohet.control.values.states import Ended, State
 from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.recorder import Recorder
 from autohet.runtime.job import Job
 

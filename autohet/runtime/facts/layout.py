@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
@@ -184,6 +185,15 @@ def unit_elements(spec: ParameterSpec, unit: int) -> int:
     if spec.split_dim is None:
         return total
     return total // spec.shape[spec.split_dim] * spec.unit_length(unit)
+
+
+def layouts_of(config: PreTrainedConfig) -> Callable[[Plan], Layout]:
+    """Return the layouts of one model's plans.
+
+    Imports the library's modules now, so that a decision imports nothing later.
+    """
+    family_of(config).parameter_specs(config)
+    return partial(layout_of_plan, config=config)
 
 
 def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:

@@ -15,7 +15,7 @@ from planner.cost.memory.host_memory import Kept
 from planner.cost.model import CostModel
 from planner.cost.parameters import MIN_COMPILED_PARAMETERS, CostParameters
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.inputs.profile import ProfileTable, read_profile
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from planner.plans.communicators import COMMUNICATOR_BYTES
