@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from autohet.control.job_state import Training
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.outlook import MOST_S
-from autohet.control.values.states import Training
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
 from autohet.runtime.facts.planning import PlanningInputs, planning_inputs

@@ -19,8 +19,7 @@ from recovery.checkpoint.commit import (
     write_shards,
 )
 from recovery.checkpoint.manifest import DataFile, encode_manifest
-from recovery.state.layout import Layout, TensorSpec
-from recovery.state.writers import assign_writers
+from recovery.state.layout import Layout, TensorSpec, assign_writers
 from recovery.storage.open import open_storage
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from autohet.control.job_state import Waiting
 from autohet.control.values.observation import NodeView
-from autohet.control.values.states import Waiting
 from autohet.driver.ray.data_watch import DataWatch, describe_preparation
 from autohet.runtime.data.parts import divide
 from autohet.runtime.facts.preparation import Preparation, shared_datasets

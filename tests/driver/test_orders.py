@@ -9,7 +9,7 @@ import pytest
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import PlanProposal
 from autohet.control.values.observation import CheckpointState, NodeView, Notice, Observation
-from autohet.runtime.facts.layout import layout_of_plan, layouts_of
+from autohet.runtime.facts.layout import layout_builder, layout_of_plan
 from autohet.runtime.messages import (
     AgentEndpoint,
     InterruptedRestore,
@@ -31,7 +31,7 @@ STEP = 7
 
 def make_book(**checkpoint):
     job = fake_job(checkpoint=checkpoint)
-    return OrderBuilder(job, layouts_of(load_config(job.model)))
+    return OrderBuilder(job, layout_builder(load_config(job.model)))
 
 
 def plan_of(*pipelines):

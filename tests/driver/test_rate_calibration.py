@@ -12,7 +12,7 @@ from autohet.control.values.observation import NodeView
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.planning import make_planning
-from autohet.runtime.facts.layout import layouts_of
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.models.config import load_config
 from planner.inputs.fleet import Fleet, Node, NodeType
@@ -39,7 +39,7 @@ def _mixed(by_type):
         endpoint = AgentEndpoint(name, "here", 1, "token")
         workforce.nodes[name] = NodeView(Node(name, kind), workforce.now, endpoint)
     workforce.slow = {name: by_type.get(kind.gpu_type, 1.0) for name, kind in NODES.items()}
-    orders = OrderBuilder(job, layouts_of(load_config(job.model)))
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)))
     controller = Controller(job, workforce, make_planning(job), orders, EventLog(None))
     workforce.controller = controller
     return controller, workforce

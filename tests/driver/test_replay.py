@@ -27,7 +27,7 @@ from autohet.driver.loop.planning import make_planning
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.driver.loop.replay import replay_run
 from autohet.driver.loop.value_codec import decode, encode
-from autohet.runtime.facts.layout import layouts_of
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.messages import AgentEndpoint, DataState, Phase, StepRecord, WorkerReport
 from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
@@ -46,7 +46,7 @@ def recorded(path: Path, steps: int) -> tuple[Controller, ScriptedWorkforce, Rec
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBuilder(job, layouts_of(load_config(job.model)), paces_of, "me")
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder = recorder
     recorder.begin(job=job, driver="me", generation=0, first_step=0)
@@ -241,7 +241,7 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBuilder(job, layouts_of(load_config(job.model)), paces_of, "me")
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder, controller.memory.buyer = recorder, Buyer(job, planning, market)
     recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)

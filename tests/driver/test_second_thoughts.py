@@ -2,8 +2,8 @@
 worth a move.
 """
 
+from autohet.control.job_state import Quiescing
 from autohet.control.planning.proposals import PlanProposal
-from autohet.control.values.states import Quiescing
 from autohet.driver.loop.planning import Planning
 from planner.answers.repair import repair
 from planner.inputs.fleet import Fleet

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from autohet.control.ledger.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.control.ledger.ledger import NOTHING_TOLD, ToldSteps
 from autohet.control.planning.orders import OrderBuilder
 from autohet.driver.job.run_record import steps_told
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.value_codec import decode, encode
-from autohet.runtime.facts.layout import layout_of_plan, layouts_of
+from autohet.runtime.facts.layout import layout_builder, layout_of_plan
 from planner.inputs.fleet import Fleet, Node
 from tests.driver.test_controller import run, trained
 from tests.driver.test_controller_states import SMALL, inputs_of
@@ -28,7 +28,7 @@ def restarted(told: ToldSteps) -> Controller:
     job, inputs, config = inputs_of(1)
     force, planning = FaultyWorkforce(SMALL), RememberedPlanning(inputs, clock=lambda: 0.0)
     controller = Controller(
-        job, force, planning, OrderBuilder(job, layouts_of(config)), EventLog(None)
+        job, force, planning, OrderBuilder(job, layout_builder(config)), EventLog(None)
     )
     fleet = Fleet(1, tuple(Node(f"small-{index}", SMALL) for index in range(2)))
     layout = layout_of_plan(planning.propose(fleet, None).plan, config)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from autohet.control.job_state import Building, Waiting
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Building, Waiting
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.job.job_run import JobRun, Outcome
 from autohet.driver.loop.planning import make_planning

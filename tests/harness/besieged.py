@@ -46,8 +46,7 @@ from recovery.peers import protocol
 from recovery.peers.client import ShardClient
 from recovery.peers.server import ShardServer
 from recovery.state.ancestry import Descent
-from recovery.state.layout import Layout, ShardId, TensorSpec
-from recovery.state.writers import assign_writers
+from recovery.state.layout import Layout, ShardId, TensorSpec, assign_writers
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
 from tests.harness.hostile_user import Targets, hostile_user

@@ -23,8 +23,7 @@ from recovery.checkpoint.write import write_shards
 from recovery.errors import ShardCorrupt
 from recovery.local.snapshot import SnapshotWriter
 from recovery.state.borrowed import BorrowedState
-from recovery.state.layout import Layout, TensorSpec
-from recovery.state.writers import assign_writers
+from recovery.state.layout import Layout, TensorSpec, assign_writers
 from recovery.storage.errors import StorageFull, StorageThrottled, StorageTimeout
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage

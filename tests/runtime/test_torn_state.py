@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import PlanProposal
 from autohet.control.values.observation import NodeView, Observation
-from autohet.runtime.facts.layout import layouts_of
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
 from autohet.runtime.models.config import load_config
@@ -58,7 +58,7 @@ class Scene:
         self.worker = Worker(place, self.job, phase_hook=hook)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.kept = AgentStore(tmp_path / "memory", tmp_path / "ssd", NODE)
-        self.book = OrderBuilder(self.job, layouts_of(load_config(self.job.model)))
+        self.book = OrderBuilder(self.job, layout_builder(load_config(self.job.model)))
 
     def order(self, generation: int, report: WorkerReport | None = None) -> Any:
         """What the product orders for a generation, given the worker's report and what the node's

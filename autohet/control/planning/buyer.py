@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from autohet.control.planning.buying import (
     IdleNodes,
@@ -18,10 +19,12 @@ from autohet.control.planning.buying import (
     releasable,
     with_spares,
 )
-from autohet.control.planning.proposals import Pending, Planner
 from autohet.control.values.actions import Action, AskForNodes, GiveBack
-from autohet.control.values.observation import Launches, Observation
-from autohet.runtime.job import Job
+
+if TYPE_CHECKING:
+    from autohet.control.planning.proposals import Pending, Planner
+    from autohet.control.values.observation import Launches, Observation
+    from autohet.runtime.job import Job
 
 LOOK_S = 5.0
 STILL = "Deciding to ask for the same nodes still"

@@ -11,13 +11,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from autohet.control.planning.proposals import Planner
-from autohet.control.values.observation import Observation
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster
-from planner.inputs.fleet import Fleet, NodeType
-from planner.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from autohet.control.planning.proposals import Planner
+    from autohet.control.values.observation import Observation
+    from planner.inputs.cluster import Cluster
+    from planner.inputs.fleet import Fleet, NodeType
+    from planner.plans.plan import Plan
 
 FAILURES = 3
 """Failed launches of a type, with none that succeeds between, before another type is requested."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from autohet.runtime.job import Job
-from planner.cost.memory.host_memory import Kept
-from planner.cost.model import CostModel
-from planner.cost.prediction import Prediction
-from planner.inputs.fleet import Fleet, NodeBound
-from planner.plans.plan import Plan
+if TYPE_CHECKING:
+    from autohet.runtime.job import Job
+    from planner.cost.model import CostModel
+    from planner.cost.prediction import Prediction
+    from planner.inputs.fleet import Fleet, NodeBound
+    from planner.plans.plan import Plan
 
 MOST_LISTED = 8  # pipelines, in a sentence
 Q = TypeVar("Q")
@@ -109,10 +109,6 @@ class Planner(Protocol):
     bound: NodeBound | None
     """Bound on the nodes of a fleet that may exist; a living fleet is within it."""
 
-    @property
-    def kept(self) -> Kept:
-        """Snapshots and copies that each node keeps in host memory."""
-
     def expect(self, horizon_s: float, move_s: float) -> None:
         """Set the expectations for the next plans.
 
@@ -142,6 +138,9 @@ class Planner(Protocol):
 
     def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         """Return a pending `work(planner, question)`, whose result the caller does not wait for."""
+
+    def host_memory_lacks(self, proposal: PlanProposal) -> list[str]:
+        """Return one sentence for each node type whose host memory is short."""
 
     def compute_s(self, proposal: PlanProposal, slowdowns: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of compute that each worker needs for a step.

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
-from autohet.control.ledger.told_steps import ToldSteps
+from autohet.control.ledger.ledger import ToldSteps
 from autohet.control.planning.buying import best_counts
 from autohet.driver.checkpoints.resumption import found_checkpoint
 from autohet.driver.emulated.fleet import first_nodes, is_emulated

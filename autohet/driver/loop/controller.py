@@ -15,6 +15,7 @@ from typing import Any
 from autohet.control.decide import decide, fail_at_once
 from autohet.control.failures import MOST_FAILURES, RETRIES
 from autohet.control.job_memory import JobMemory
+from autohet.control.job_state import Ended, State
 from autohet.control.ledger.run_summary import (
     ledger_status,
     ledger_summary,
@@ -44,7 +45,6 @@ from autohet.control.values.actions import (
 )
 from autohet.control.values.effects import Decision, Remark, Round, Supersede
 from autohet.control.values.observation import Failures, Observation, Prune, Workforce
-from autohet.control.values.states import Ended, State
 from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.recorder import Recorder

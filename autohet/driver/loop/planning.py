@@ -22,7 +22,7 @@ from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.step.precision import check_plan_formats
 from planner.answers.replan import MigrationCost, ReplanDecision, replan
-from planner.cost.memory.host_memory import Kept
+from planner.cost.memory.host_memory import sentences
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
@@ -84,12 +84,9 @@ class Planning:
         self.clock = clock
         self.horizon_s = inputs.job.parallelism.horizon_s or MOST_S
         self.move_s = MOVE_PRIOR_S
+        self._max_transfer_share = inputs.job.parallelism.max_transfer_share
         self.bound: NodeBound | None = None
         """Bound on the nodes of a fleet that may exist; a living fleet is within it."""
-
-    @property
-    def kept(self) -> Kept:
-        return self.inputs.kept
 
     def expect(self, horizon_s: float, move_s: float) -> None:
         """Set the expectations for the next plans.
@@ -173,6 +170,11 @@ class Planning:
         """
         return _AtOnce(lambda: work(self, question))
 
+    def host_memory_lacks(self, proposal: PlanProposal) -> list[str]:
+        """Return one sentence for each node type whose host memory is short."""
+        nodes = proposal.cost.memory_of.host_memory(proposal.plan, self.inputs.kept)
+        return sentences(nodes)
+
     def compute_s(self, proposal: PlanProposal, slowdowns: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of compute that each worker needs for a step.
 
@@ -247,7 +249,7 @@ class Planning:
             objective=wishes.objective,
             max_usd_per_hour=wishes.max_usd_per_hour,
             max_zones=wishes.max_zones,
-            max_transfer_share=wishes.max_transfer_share,
+            max_transfer_share=self._max_transfer_share,
             bound=self.bound,
             min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
             time_limit_s=wishes.search_time_limit_s,

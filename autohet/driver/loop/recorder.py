@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic
 
+from autohet.control.job_state import State
 from autohet.control.planning.proposals import (
     Pending,
     PendingSearch,
@@ -32,7 +33,6 @@ from autohet.control.planning.proposals import (
 from autohet.control.values.actions import Action
 from autohet.control.values.effects import Decision, Round
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import State
 from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.value_codec import encode
 from planner.errors import ConfigError

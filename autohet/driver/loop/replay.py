@@ -14,7 +14,7 @@ from typing import Any
 
 from autohet.control.decide import decide
 from autohet.control.job_memory import JobMemory
-from autohet.control.ledger.told_steps import NOTHING_TOLD
+from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import (
@@ -38,7 +38,7 @@ from autohet.driver.loop.recorder import (
     decided_document,
 )
 from autohet.driver.loop.value_codec import decode
-from autohet.runtime.facts.layout import layouts_of
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
@@ -343,6 +343,6 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
         paced = job.emulation is not None
     pace = paces_of if paced else None
     config = load_config(job.model)
-    orders = OrderBuilder(job, layouts_of(config), pace, header["driver"], zones=zones)
+    orders = OrderBuilder(job, layout_builder(config), pace, header["driver"], zones=zones)
     memory = memory_at_start(header, planning, orders)
     return replay(memory, planning, documents)

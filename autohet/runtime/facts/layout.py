@@ -21,9 +21,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.family import Family
-from autohet.runtime.models.parameter_names import stage_parameter_names
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_units
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.spmd.layout import program_units
 from planner.plans.plan import Plan, TensorShare
 from planner.plans.redundancy import EMBEDDING as EMBEDDING_LAYER
@@ -187,8 +186,8 @@ def unit_elements(spec: ParameterSpec, unit: int) -> int:
     return total // spec.shape[spec.split_dim] * spec.unit_length(unit)
 
 
-def layouts_of(config: PreTrainedConfig) -> Callable[[Plan], Layout]:
-    """Return the layouts of one model's plans.
+def layout_builder(config: PreTrainedConfig) -> Callable[[Plan], Layout]:
+    """Return the function from a plan of this model to its layout.
 
     Imports the library's modules now, so that a decision imports nothing later.
     """

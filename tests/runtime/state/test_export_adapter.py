@@ -29,8 +29,7 @@ from recovery.checkpoint.commit import (
     write_shards,
 )
 from recovery.checkpoint.manifest import Manifest
-from recovery.state.layout import Layout
-from recovery.state.writers import assign_writers
+from recovery.state.layout import Layout, assign_writers
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 from tests.harness.tiny_models import TINY, random_parameters, stage_chain
