@@ -112,7 +112,7 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
 WATCHED = """
 import logging, sys, time
 from pathlib import Path
-from autohet.driver.recording import replay
+from autohet.driver.loop import replay
 from autohet.driver.loop.replay import replay_run
 
 EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
