@@ -132,11 +132,13 @@ class _Completions:
 
     def _known(self) -> str:
         """Return the identity of the chat template; empty if the data can only be texts."""
+        if self._data.chat_template is not None:
+            return self._loaded().identity
+        if self._data.tokenizer == "bytes":
+            return ""
         try:
             return self._loaded().identity
         except ConfigError:
-            if self._data.chat_template is not None:
-                raise
             return ""
 
     def _loaded(self) -> ChatTemplate:

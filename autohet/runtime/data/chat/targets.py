@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -148,7 +149,7 @@ class _Turns:
                 "the chat template's generation marks hold none of the assistant's turns; fix the"
                 " marks in data.chat_template"
             )
-        turn_of = [self._whole.message_at(begin) for begin, _ in spans]
+        turn_of: Sequence[int | None] = [self._whole.message_at(begin) for begin, _ in spans]
         if not set(turn_of) <= set(all_turns):
             if len(spans) != len(all_turns) and turns != all_turns:
                 raise BrokenRecord(

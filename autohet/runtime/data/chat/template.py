@@ -140,7 +140,7 @@ class ChatTemplate:
         }
         try:
             found = render_pieces(self.template, conversation.messages, variables)
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        except (TemplateError, ImportError, AttributeError, LookupError, TypeError, ValueError):
             # A template may look into text that has marks in it.
             return unknown
         is_known = any(piece.message is not None for piece in found.pieces)
