@@ -42,7 +42,7 @@ from tests.multiprocess.test_parity import (
 )
 from tests.runtime.data.test_chat_templates import OUTPUT, answer, ask, call
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300, func_only=True)]
 PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 MODELS = {
     "qwen3": QWEN3,
@@ -59,7 +59,14 @@ PLANS = {
 IN_CI = {("qwen3", "TP and cuts across"), ("gptoss", "DP, PP and TP")}
 AFTER = grid(1, 3, 2)
 """What six survivors go on with."""
-ADAPTER = AdapterSection(rank=4, alpha=16.0)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS: dict[str, str | tuple[str, ...]] = {
+    "qwen3": "all-linear",
+    "phi3_5": "all-linear",
+    "gptoss": ATTENTION,
+    "deepseekv3": ("kv_b_proj", "o_proj"),
+}
+"""peft takes the dense and shared maps of a mixture of experts for its experts."""
 SETTINGS = {**TRAINING, "learning_rate": 3e-3, "clip_norm": 0.05}
 VOCABULARY = 1000
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d"}}]
@@ -107,7 +114,8 @@ def trained(
     model = {**MODELS[name], "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
     training = {**SETTINGS, "sequence_length": LENGTH * 2}
     path = str(dataset.path)
-    case = Case(model, grid(1, 1, 1), training, STEPS, dataset=path, adapter=ADAPTER)
+    adapter = AdapterSection(rank=4, alpha=16.0, targets=TARGETS[name])
+    case = Case(model, grid(1, 1, 1), training, STEPS, dataset=path, adapter=adapter)
     return name, case, run_trl(case, tokenizer, root / "trl")
 
 
