@@ -6,6 +6,7 @@ Losses and adapters of 8 steps, fp32, within 2e-5 (relative; of the largest weig
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -56,7 +57,11 @@ PLANS = {
     "unequal microbatch size": plan_document(*ASYMMETRIC["unequal microbatch size"]),
     "TP and cuts across": plan_document(*ASYMMETRIC["TP and cuts across"]),
 }
-IN_CI = {("qwen3", "TP and cuts across"), ("gptoss", "DP, PP and TP")}
+IN_CI = {("qwen3", "TP and cuts across"), ("phi3_5", "unequal microbatch size")}
+CASES = [
+    pytest.param(model, plan, marks=() if (model, plan) in IN_CI else pytest.mark.slow)
+    for model, plan in itertools.product(MODELS, PLANS)
+]
 AFTER = grid(1, 3, 2)
 """What six survivors go on with."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -88,7 +93,7 @@ def write_chats(path: Path, count: int) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Case, TrlRun]:
@@ -123,7 +128,7 @@ def with_plan(case: Case, plan: dict[str, Any]) -> Case:
     return replace(case, plan={**plan, "sequence_length": case.training["sequence_length"]})
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("trained", "plan"), CASES, indirect=["trained"])
 def test_chats_with_tools_equal_trl(
     pool: Any, trained: tuple[str, Case, TrlRun], plan: str
 ) -> None:
