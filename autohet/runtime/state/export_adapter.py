@@ -76,7 +76,7 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
     adapter = _require_adapter(manifest)
     config = _config_of(manifest)
     model = skeleton(config)
-    paths = target_paths(adapter, family_of(config), model)
+    paths = target_paths(adapter, family_of(config).layers, model)
     is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
 
     # peft writes whole numbers without a decimal point.

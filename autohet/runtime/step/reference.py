@@ -69,7 +69,7 @@ def lora_config(config: PreTrainedConfig, model: PreTrainedModel) -> Any:
 
     adapter = adapter_of(config)
     assert adapter is not None
-    paths = target_paths(adapter, family_of(config), skeleton(config))
+    paths = target_paths(adapter, family_of(config).layers, skeleton(config))
     alpha: Any = adapter.alpha  # peft declares an int and takes any number
     return LoraConfig(
         r=adapter.rank,

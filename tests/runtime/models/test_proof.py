@@ -142,18 +142,18 @@ def library_model(name: str) -> nn.Module:
 
 
 def test_weights_shared_between_blocks_are_refused() -> None:
-    config, model = tiny_config("olmo2"), library_model("olmo2")
+    family, config, model = FAMILIES["olmo2"], tiny_config("olmo2"), library_model("olmo2")
     layers: Any = model.get_submodule("model.layers")
     layers[2].mlp = layers[0].mlp
     with pytest.raises(ConfigError, match=r"shares model\.layers\.2\.mlp.*model\.layers\.0"):
-        check_decoder(FAMILIES["olmo2"], config, model)
+        check_decoder(config, model, family.layers, family.parts_beside_blocks, None)
 
 
 def test_parameters_that_no_stage_would_hold_are_refused() -> None:
-    config, model = tiny_config("olmo2"), library_model("olmo2")
+    family, config, model = FAMILIES["olmo2"], tiny_config("olmo2"), library_model("olmo2")
     model.get_submodule("model").register_module("projection", nn.Linear(2, 2, device="meta"))
     with pytest.raises(ConfigError, match=r"model\.projection\.weight outside"):
-        check_decoder(FAMILIES["olmo2"], config, model)
+        check_decoder(config, model, family.layers, family.parts_beside_blocks, None)
 
 
 def test_a_block_with_two_outputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,6 @@ from autohet.runtime.models.layers.dropout import DropoutRows, dropped_product
 from autohet.runtime.models.layers.recomputation import is_replaying
 from autohet.runtime.models.layers.tensor_parallel import RowParallel, TensorParallel, leave
 from planner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from autohet.runtime.models.family import Family
 
 ADAPTER = "autohet_adapter"
 """Attribute of a config: the `Adapter` as a mapping; absent if all weights are trained."""
@@ -111,13 +108,15 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str]:
+def target_paths(adapter: Adapter, layers: str, model: nn.Module) -> list[str]:
     """Return the paths of the linear maps of the library's model that have an adapter.
+
+    layers: path of the model's list of blocks.
 
     Raises:
         ConfigError: a target matches no linear map, or a block has none.
     """
-    prefix = f"{family.layers}."
+    prefix = f"{layers}."
     linear: list[str] = []
     for path, module in model.named_modules():
         if path.startswith(prefix) and is_linear(module):
@@ -127,13 +126,11 @@ def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str
             raise ConfigError(_unmatched(pattern, linear))
 
     found = [path for path in linear if adapter.matches(path)]
-    blocks = model.get_submodule(family.layers)
-    num_blocks = len(list(blocks.children()))
-    adapted_blocks = {family.layer_of(f"{path}.") for path in found}
-    without = set(range(num_blocks)) - adapted_blocks
-    if without:
+    for index, _ in model.get_submodule(layers).named_children():
+        if any(path.startswith(f"{prefix}{index}.") for path in found):
+            continue
         raise ConfigError(
-            f"model.adapter.targets match no linear map of block {min(without)}, and a stage of"
+            f"model.adapter.targets match no linear map of block {index}, and a stage of"
             " such blocks alone would have nothing to train; name targets that each block has"
         )
     return found
