@@ -129,8 +129,6 @@ class Family:
     Any other key of the config's class is refused if it is not at its default. Empty: nothing is
     known of its keys, so unknown ones are only logged.
     """
-    unread_keys: frozenset[str] = frozenset()
-    """Keys that the library's modules read, and that have no effect all the same."""
     example: Mapping[str, Any] | None = None
     """Config of a tiny model with every special field at a value that shows.
 

@@ -1,20 +1,11 @@
-"""Names of the parameters of a run and of a stage."""
+"""Names of the parameters of a stage."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models.parameter_spec import (
-    EMBEDDING,
-    HEAD,
-)
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from autohet.runtime.models.registry import family_of
-
-
-def trainable_names(config: PreTrainedConfig) -> list[str]:
-    """Return the names of the parameters that a run trains: all, or its adapters."""
-    specs = family_of(config).parameter_specs(config)
-    return [name for name, spec in specs.items() if spec.trainable]
 
 
 def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers: int) -> list[str]:

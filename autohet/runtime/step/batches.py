@@ -47,8 +47,6 @@ class Batches:
         self._reader = ThreadPoolExecutor(1, "batches") if prefetch else None
         self._asked: list[SequencePart] = []
         self._ahead: dict[SequencePart, Future[Tensor]] = {}
-        self.num_foreseen = 0
-        """Requested parts that had been read ahead."""
 
     def __call__(self, step: int, sequences: range) -> Batch:
         """Return tokens and targets of positions of a global batch.
@@ -58,7 +56,7 @@ class Batches:
         if self._reader is None:
             rows = self._rows(step, sequences)
         else:
-            rows = self._taken((step, sequences), self._reader)
+            rows = self._take((step, sequences), self._reader)
         return _batch_of(rows.to(self._device, non_blocking=True))
 
     def begins(self, step: int, sequences: range) -> Tensor:
@@ -85,12 +83,10 @@ class Batches:
             return rows.pin_memory()
         return rows
 
-    def _taken(self, part: SequencePart, reader: ThreadPoolExecutor) -> Tensor:
+    def _take(self, part: SequencePart, reader: ThreadPoolExecutor) -> Tensor:
         """Return a part's rows, read ahead or now, and start to read the one that follows."""
         rows = self._ahead.pop(part, None)
-        if rows is not None:
-            self.num_foreseen += 1
-        else:
+        if rows is None:
             rows = reader.submit(self._rows, *part)
         following = self._following(part)
         if following is not None and following not in self._ahead:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from autohet.cli.main import main
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.decoder_check import check_decoder
 from autohet.runtime.models.family import Family
@@ -48,7 +48,7 @@ def known_families() -> Iterator[None]:
 
 
 def source(config: dict[str, Any], family: str | None) -> Any:
-    return SimpleNamespace(config=config, pretrained=None, revision=None, family=family)
+    return ModelSection(config=config, family=family)
 
 
 def write_job(folder: Path, config: dict[str, Any], family: str) -> Path:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.layers.dropout import DropoutRows, dropped_product
+from autohet.runtime.models.layers.dropout import DropoutRows, multiply_dropped
 from autohet.runtime.models.layers.recomputation import is_replaying
 from autohet.runtime.models.layers.tensor_parallel import RowParallel, TensorParallel, leave
 from planner.errors import ConfigError
@@ -190,7 +190,7 @@ class AdapterDropout:
         if self.rows.keys is None:
             found: Tensor = lora_a(x)
             return found
-        return dropped_product(x, lora_a.weight, self.rows.keys, self.columns, self.rate)
+        return multiply_dropped(x, lora_a.weight, self.rows.keys, self.columns, self.rate)
 
 
 class AdaptedLinear(nn.Module):
@@ -233,7 +233,7 @@ class AdaptedLinear(nn.Module):
         elif self.tp is None:
             total = product + self._update(x)
         else:
-            total = self._summed(product, self._update(x), self.tp)
+            total = self._sum_over_group(product, self._update(x), self.tp)
         if self.bias is None:
             return total
         return total + self.bias
@@ -247,7 +247,7 @@ class AdaptedLinear(nn.Module):
         update: Tensor = self.lora_B(low) * self.scaling
         return update
 
-    def _summed(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
+    def _sum_over_group(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
         """Sum product and update over all ranks, in the product's memory.
 
         Selective recomputation keeps the product, so a replay finds the sum there.
