@@ -39,7 +39,8 @@ class Group(InterruptibleGroup):
             return None
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        return self._call(lambda: self.process_group.allreduce([tensor], options))
+        work: Work | None = self._call(lambda: self.process_group.allreduce([tensor], options))
+        return work
 
     def start_reduce(self, tensor: Tensor, to: str) -> Work | None:
         """Start to sum over the group into `tensor` of the member `to`; a wait ends the operation.
@@ -52,7 +53,8 @@ class Group(InterruptibleGroup):
         options = dist.ReduceOptions()
         options.reduceOp = op
         options.rootRank = self.members.index(to)
-        return self._call(lambda: self.process_group.reduce([tensor], options))
+        work: Work | None = self._call(lambda: self.process_group.reduce([tensor], options))
+        return work
 
     def start_broadcast(self, tensor: Tensor, source: str) -> Work | None:
         """Start to copy `tensor` of the member `source` to all members; a wait ends the operation.
@@ -63,7 +65,8 @@ class Group(InterruptibleGroup):
             return None
         options = dist.BroadcastOptions()
         options.rootRank = self.members.index(source)
-        return self._call(lambda: self.process_group.broadcast([tensor], options))
+        work: Work | None = self._call(lambda: self.process_group.broadcast([tensor], options))
+        return work
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
         """Gather every member's `part` in rank order into `out`; end the operation for the stream.
@@ -121,19 +124,22 @@ class Group(InterruptibleGroup):
         out_rows = list(received)
         given_rows = list(sent)
         options = AllToAllOptions()
-        return self._call(
+        work: Work | None = self._call(
             lambda: self.process_group.alltoall_base(out, given, out_rows, given_rows, options)
         )
+        return work
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start to send a contiguous tensor, which must not change before a wait."""
         rank = self.members.index(to)
-        return self._call(lambda: self.process_group.send([tensor], rank, tag))
+        work: Work | None = self._call(lambda: self.process_group.send([tensor], rank, tag))
+        return work
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> Work | None:
         """Start to receive into a contiguous tensor."""
         rank = self.members.index(source)
-        return self._call(lambda: self.process_group.recv([tensor], rank, tag))
+        work: Work | None = self._call(lambda: self.process_group.recv([tensor], rank, tag))
+        return work
 
     def barrier_on_host(self) -> None:
         """Wait on the host until every member has called this."""

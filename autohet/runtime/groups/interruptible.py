@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import Work
@@ -25,7 +25,6 @@ from planner.plans.communicators import max_sync_groups
 from planner.plans.plan import Plan
 
 HOST_POLL_S = 2e-4
-_Result = TypeVar("_Result")
 
 
 class InterruptibleGroup(ABC):
@@ -154,7 +153,7 @@ class InterruptibleGroup(ABC):
         if self.process_group is not None:
             self._abort()
 
-    def _call(self, operation: Callable[[], _Result]) -> _Result:
+    def _call(self, operation: Callable[[], Any]) -> Any:
         if self._interrupted.is_set():
             raise Interrupted(self.name)
         try:

@@ -29,7 +29,13 @@ from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
 from autohet.runtime.models.parameter_spec import pad_vocabulary
 from autohet.runtime.models.pretrained import check_plain_weights, settle_weights
-from autohet.runtime.models.registry import FAMILIES, family_of, import_family, untrained_error
+from autohet.runtime.models.registry import (
+    FAMILIES,
+    family_of,
+    import_family,
+    untrained_error,
+    used_keys,
+)
 from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -127,31 +133,35 @@ def read_config(
         ConfigError: the model type is unknown, a value is wrong, or there is no config at the place
         named.
     """
+    is_mapping = isinstance(source, Mapping)
+    where = "model.config" if is_mapping else f"model.pretrained '{source}'"
     if isinstance(source, Mapping):
-        config = _from_document(dict(source), "model.config")
-        if config.model_type in FAMILIES:
-            settle_keys(config, source, "model.config", typed_by_hand=True)
-            check_window(config, "model.config")
-            check_rope(config, "model.config")
-        else:
-            unknown = sorted(set(source) - known_keys(config) - WITHOUT_EFFECT)
-            if unknown:
-                logger.warning(
-                    "model.config: %s has no key %s; the default is used",
-                    config.model_type,
-                    ", ".join(unknown),
-                )
-        return _without_quantization(config)
-    where = f"model.pretrained '{source}'"
-    document = _read_document(str(source), revision)
+        document = dict(source)
+    else:
+        document = _read_document(str(source), revision)
     config = _from_document(document, where)
     if config.model_type not in FAMILIES:
-        return config
-    settle_keys(config, document, where, typed_by_hand=False)
+        if not is_mapping:
+            return config
+        _warn_of_unknown(config, document)
+        return _without_quantization(config)
+    settle_keys(config, document, where, used_keys(config.model_type), typed_by_hand=is_mapping)
     check_window(config, where)
     check_rope(config, where)
-    settle_weights(str(source), config, family_of(config), revision)
+    if not is_mapping:
+        settle_weights(str(source), config, family_of(config), revision)
     return _without_quantization(config)
+
+
+def _warn_of_unknown(config: PreTrainedConfig, document: Mapping[str, Any]) -> None:
+    """Log the keys of a document that mean nothing to a config that no family describes."""
+    unknown = sorted(set(document) - known_keys(config, frozenset()) - WITHOUT_EFFECT)
+    if unknown:
+        logger.warning(
+            "model.config: %s has no key %s; the default is used",
+            config.model_type,
+            ", ".join(unknown),
+        )
 
 
 def _read_document(source: str, revision: str | None) -> dict[str, Any]:

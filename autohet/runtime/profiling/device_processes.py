@@ -93,7 +93,7 @@ def _run(
     """
     with tempfile.TemporaryDirectory() as directory:
         call = (function, device_type, degree, argument, Path(directory))
-        processes: Any = torch.multiprocessing.spawn(_enter, call, degree, join=False)  # type: ignore[no-untyped-call]
+        processes: Any = torch.multiprocessing.spawn(_enter, call, degree, join=False)
         end = time.monotonic() + LIMIT_S
         try:
             while not processes.join(timeout=1.0):

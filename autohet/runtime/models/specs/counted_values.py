@@ -46,6 +46,18 @@ Beside the gradient of the widest product, a gated block has those of its gate a
 class _SilentGroup(ReduceGroup):
     """Tensor-parallel group whose operations are no-ops, since only shapes count here."""
 
+    def all_reduce(self, tensor: Tensor) -> None: ...
+
+    def all_reduce_max(self, tensor: Tensor) -> None: ...
+
+    def all_gather(self, out: Tensor, part: Tensor) -> None: ...
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None: ...
+
+    def all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None: ...
+
 
 class _KeptProducts(TorchDispatchMode):
     """Counter of the bytes that `selective` recomputation keeps of a forward pass."""

@@ -30,6 +30,7 @@ from autohet.runtime.models.layers.tensor_parallel import (
     pad_sequence,
     split_sequence,
 )
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.models.stages.block_changes import adapt_blocks, balance_routers, cut_blocks
 from autohet.runtime.models.stages.block_inputs import BlockInputs
@@ -295,8 +296,6 @@ def build_stage(
         ConfigError: the parts of the tensor-parallel group do not divide the model's heads, or are
         more than its experts, or a stage with sequence_parallel would recompute selectively.
     """
-    from autohet.runtime.models.registry import family_of
-
     family = family_of(config)
     finest = family.max_tp_degree(config)
     if tp is not None and tp.cuts_sequence and recompute == "selective":
