@@ -65,7 +65,7 @@ def write_job(folder: Path, config: dict[str, Any], family: str) -> Path:
 def test_a_family_beside_the_job_is_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The documented example (autohet/runtime/models/README.md)."""
+    """The documented example (docs/guides/own_model.md)."""
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "my_model.py").write_text(OWN_FAMILY)
     monkeypatch.chdir(tmp_path)
