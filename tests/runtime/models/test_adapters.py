@@ -59,9 +59,10 @@ CASES = [(name, shares) for name in ADAPTERS for shares in SHARES[name]]
 CUTS = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "selective"))
 
 
-def trainable_names(config: Any) -> list[str]:
+def trainable(config: Any) -> set[str]:
+    """Return the names of the parameters that a run trains."""
     specs = family_of(config).parameter_specs(config)
-    return [name for name, spec in specs.items() if spec.trainable]
+    return {name for name, spec in specs.items() if spec.trainable}
 
 
 def adapted_config(name: str, adapter: AdapterSection) -> Any:
@@ -77,7 +78,7 @@ def test_any_cut_of_an_adapted_model_equals_peft(name: str, shares: tuple[int, .
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
     logits, loss, gradients = peft_gradients(config, parameters, *batch(config))
-    assert set(gradients) == set(trainable_names(config))
+    assert set(gradients) == trainable(config)
 
     def work(tp: Any) -> list[Any]:
         found = []
@@ -114,7 +115,7 @@ def test_a_stage_computes_no_gradient_of_a_frozen_weight() -> None:
 
 def test_first_adapters_are_drawn_as_peft_draws_them_whatever_else_is_drawn() -> None:
     config = adapted_config("llama", ADAPTERS["llama"])
-    names = trainable_names(config)
+    names = trainable(config)
     drawn = dict(initial_parameters(config, names, seed=3))
     (alone,) = initial_parameters(config, names[4:5], seed=3)
     assert torch.equal(alone[1], drawn[alone[0]])
