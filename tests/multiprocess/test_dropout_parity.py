@@ -14,17 +14,7 @@ import pytest
 
 from autohet.runtime.job import AdapterSection
 from planner.plans.plan import Plan
-from tests.harness.training_case import (
-    Case,
-    build,
-    leave,
-    rebuild,
-    run_case,
-    show_state,
-    train,
-)
-from tests.multiprocess.test_adapter_parity import UNEVEN
-from tests.multiprocess.test_parity import (
+from tests.harness.parity import (
     ASYMMETRIC,
     GPT2,
     QWEN3,
@@ -36,6 +26,16 @@ from tests.multiprocess.test_parity import (
     plan_document,
     with_memory,
 )
+from tests.harness.training_case import (
+    Case,
+    build,
+    leave,
+    rebuild,
+    run_case,
+    show_state,
+    train,
+)
+from tests.multiprocess.test_adapter_parity import UNEVEN
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 STEPS = 5
