@@ -19,7 +19,6 @@ from tests.harness import training_case
 from tests.harness.parity import (
     ASYMMETRIC,
     BALANCED,
-    BIAS,
     LAYERS,
     MIXTURES,
     TOLERANCE,
@@ -36,6 +35,7 @@ from tests.multiprocess.test_chat_parity import (
     train_from,
     train_until_death,
 )
+from tests.multiprocess.test_experts_parity import BIAS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 STEPS = DEATH + 3

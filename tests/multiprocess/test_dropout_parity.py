@@ -18,7 +18,6 @@ from tests.harness.parity import (
     ASYMMETRIC,
     GPT2,
     QWEN3,
-    SEQUENCE_CUT,
     TOLERANCE,
     TRAINING,
     check_weights,
@@ -36,6 +35,7 @@ from tests.harness.training_case import (
     train,
 )
 from tests.multiprocess.test_adapter_parity import UNEVEN
+from tests.multiprocess.test_shares_parity import SEQUENCE_CUT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 STEPS = 5
