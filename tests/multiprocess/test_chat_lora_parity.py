@@ -21,6 +21,16 @@ from autohet.runtime.job import AdapterSection, DataSection
 from planner.plans.plan import Plan
 from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer, special_tokens_of, trl_template
+from tests.harness.parity import (
+    ASYMMETRIC,
+    LLAMA,
+    MIXTURES,
+    QWEN3,
+    TOLERANCE,
+    check_weights,
+    grid,
+    plan_document,
+)
 from tests.harness.training_case import Case
 from tests.harness.trl_reference import TrlRun, run_trl
 from tests.multiprocess.test_chat_parity import (
@@ -30,16 +40,6 @@ from tests.multiprocess.test_chat_parity import (
     TRAINING,
     train_from,
     train_until_death,
-)
-from tests.multiprocess.test_parity import (
-    ASYMMETRIC,
-    LLAMA,
-    MIXTURES,
-    QWEN3,
-    TOLERANCE,
-    check_weights,
-    grid,
-    plan_document,
 )
 from tests.runtime.data.test_chat_templates import OUTPUT, answer, ask, call
 

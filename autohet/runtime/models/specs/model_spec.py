@@ -21,7 +21,7 @@ from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.experts import check_experts, num_experts, own_correction_bias
 from autohet.runtime.models.registry import FAMILIES
-from autohet.runtime.models.specs.counted_values import counted_block, counted_head
+from autohet.runtime.models.specs.counted_values import count_block, count_head
 from planner.errors import ConfigError
 from planner.plans.model_spec import Experts, ExplicitScores, KeptValues, LayerSpec, ModelSpec
 
@@ -159,7 +159,7 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     family = FAMILIES.get(config.model_type)
     kept = None
     if family is not None and _is_trainable(family, config):
-        kept = counted_head(config, precision)
+        kept = count_head(config, precision)
         specs = _with_counted_values(specs, config, precision)
 
     tied = _is_tied(module)
@@ -227,7 +227,7 @@ def _with_counted_values(specs: list[LayerSpec], config: Any, precision: str) ->
     by_size: dict[int, KeptValues] = {}
     for layer, spec in enumerate(specs):
         if spec.parameters not in by_size:
-            by_size[spec.parameters] = counted_block(config, precision, layer)
+            by_size[spec.parameters] = count_block(config, precision, layer)
     return [replace(spec, autograd=by_size[spec.parameters]) for spec in specs]
 
 
@@ -354,7 +354,7 @@ def _block_spec(block: Any, path: str, config: Any, widths: _Widths, precision: 
     key_value_parameters, key_value_units = _key_values(block, config)
     return LayerSpec(
         parameters=_num_parameters(block),
-        replicated_parameters=_replicated(block, path, config, widths.hidden),
+        replicated_parameters=_count_replicated(block, path, config, widths.hidden),
         matmul_parameters=int(sum(products)),
         attention_width=widths.heads * widths.head_size,
         split_activation_values=float(attention + feed_forward),
@@ -378,7 +378,7 @@ def _experts(block: Any, config: Any) -> Experts | None:
     return Experts(number, min(routed, number), parameters, has_shared=has_shared)
 
 
-def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:
+def _count_replicated(block: Any, path: str, config: Any, hidden: int) -> int:
     """Count the scalars of a block that every tensor-parallel rank holds whole.
 
     The family's split decides. For unknown families, vectors of the hidden size count.
