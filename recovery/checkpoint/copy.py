@@ -14,6 +14,7 @@ from recovery.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest, enco
 from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import step_prefix
 from recovery.state.checksum import checksum
+from recovery.storage.contents import holds
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ def copy_checkpoint(
 
     Afterwards a driver on `target` resumes from this checkpoint, as one on `source` would. Call it
     while no driver uses either storage. The manifest is written last: a copy that is cut short
-    leaves no checkpoint, and a second call sends only what is missing. A data file is held in
-    memory while it is checked (1 GiB by default). `beside` returns prefixes of further objects that
-    the checkpoint needs.
+    leaves no checkpoint, and a second call sends only what is missing or damaged. A data file is
+    held in memory while it is checked (1 GiB by default). `beside` returns prefixes of further
+    objects that the checkpoint needs.
 
     Raises:
         CheckpointMissing: `source` has no such checkpoint. CheckpointConflict: `target` holds
@@ -45,13 +46,13 @@ def copy_checkpoint(
         require_files(source, manifest)
         _require_same_job(target, manifest)
         prefix = step_prefix(manifest.step)
-        there = {info.name: info.size for info in target.list(prefix)}
         total = sum(file.num_bytes for file in manifest.files)
         done = 0
         for file in manifest.files:
             name = prefix + file.name
-            if there.get(name) != file.num_bytes:
-                target.put(name, _checked(source, manifest, file))
+            data = _checked(source, manifest, file)
+            if not holds(target, name, data):
+                target.put(name, data)
             done += file.num_bytes
             if progress is not None:
                 progress(done, total)

@@ -29,7 +29,7 @@ from recovery.storage.retry import Patience
 from recovery.storage.s3_client import ClientFacts
 from recovery.storage.s3_connection import S3Connection, date_of
 from recovery.storage.s3_errors import denied_deletion
-from recovery.storage.s3_upload import MIN_PART_BYTES, MultipartUploads, put_whole
+from recovery.storage.s3_upload import MultipartUploads, put_whole
 
 _DELETE_BATCH = 1000
 
@@ -70,7 +70,7 @@ class S3Storage:
                 put_whole(connection, name, payload, {"IfNoneMatch": "*"})
             else:
                 put_by_claim(self, name, payload)
-        elif payload.size > max(self.options.part_bytes, MIN_PART_BYTES):
+        elif self._multipart.takes(payload):
             self._multipart.put(name, payload)
         else:
             put_whole(connection, name, payload, {})
@@ -102,6 +102,19 @@ class S3Storage:
         except ObjectMissing:
             return None
         return int(answer["ContentLength"])
+
+    def has_checksum_of(self, name: str, payload: Payload) -> bool:
+        """Return True if S3 recorded the CRC-32C of `payload` with the object."""
+        target = self._connection.target(name)
+        try:
+            answer = self._connection.call(
+                name, lambda client: client.head_object(**target, ChecksumMode="ENABLED")
+            )
+        except StorageError:
+            # Some stores do not know the header; with KMS it takes a further right.
+            return False
+        recorded = answer.get("ChecksumCRC32C")
+        return recorded is not None and recorded == self._multipart.checksum_of(payload)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         connection = self._connection
