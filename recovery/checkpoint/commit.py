@@ -24,10 +24,12 @@ from recovery.checkpoint.errors import (
     CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
+    ManifestForeign,
     ManifestInvalid,
+    ManifestMisplaced,
     Superseded,
 )
-from recovery.checkpoint.journal import read_ancestry
+from recovery.checkpoint.journal import read_ancestry, read_generation
 from recovery.checkpoint.manifest import (
     MANIFEST_NAME,
     DataFile,
@@ -112,25 +114,29 @@ def commit_checkpoint(
     """Commit the checkpoint of `step`, once every shard of `layout` is in `receipts`.
 
     One coordinator calls it. Idempotent: if this job's checkpoint of this step is committed
-    already, that one is returned, no matter which process wrote it. A checkpoint of an abandoned
-    history is replaced (`ancestry` knows its generation, and it is not on the newest one's line).
+    already, that one is returned, no matter which process wrote it. It is replaced if files of it
+    are missing, or if it is of an abandoned history (`ancestry` knows its generation, and it is not
+    on the newest one's line).
 
     Raises:
         CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
         CheckpointConflict: the step belongs to another job or model, or two receipts disagree about
         a shard. Superseded: this step was committed by a generation that is newer than all that
-        `ancestry` knows: the caller stood still meanwhile.
+        `ancestry` knows: the caller stood still meanwhile. ManifestForeign: the step is of another
+        run.
     """
     committed = _committed_or_quarantined(storage, step)
-    if committed is not None and not of_present_history(ancestry, committed.generation, step):
-        if committed.generation > (ancestry.newest or 0):
-            raise Superseded(storage.uri, committed.generation, "unknown")
-        # Its data files stay until they are old enough for `remove_orphans`.
-        storage.delete([step_prefix(step) + MANIFEST_NAME])
-    elif committed is not None:
-        return _same_state(storage, committed, facts.job, layout.tensors)
+    if committed is not None and of_present_history(ancestry, committed.generation, step):
+        same = _same_state(storage, committed, facts.job, layout.tensors)
+        wrong = wrong_files(storage, same)
+        if not wrong:
+            return same
+        logger.warning("%s of step %d is damaged; the step is committed again", wrong[0], step)
+    elif committed is not None and committed.generation > (ancestry.newest or 0):
+        raise Superseded(storage.uri, committed.generation, "unknown")
 
     files = _chosen_files(storage, step, layout, list(receipts))
+    claimed = ancestry.entries.get(facts.generation)
     manifest = Manifest(
         step=step,
         generation=facts.generation,
@@ -142,8 +148,13 @@ def commit_checkpoint(
         num_bytes=layout.num_bytes,
         tensors=tuple(_tensor_entry(layout.tensors[name]) for name in sorted(layout.tensors)),
         files=files,
+        run="" if claimed is None else claimed.run,
+        driver="" if claimed is None else claimed.driver,
     )
     _check_files(storage, manifest)
+    if committed is not None:
+        # Its data files stay until they are old enough for `remove_orphans`.
+        storage.delete([step_prefix(step) + MANIFEST_NAME])
     return _put_manifest(storage, manifest)
 
 
@@ -198,7 +209,7 @@ def find_newest(
     unknown = _unknown_entries(ancestry, ())
     for info in infos:
         try:
-            manifest = _committed(storage, info.step)
+            manifest = _committed(storage, info.step, ancestry)
             if whole and manifest is not None:
                 require_files(storage, manifest)
         except (ManifestInvalid, CheckpointDamaged) as error:
@@ -259,11 +270,16 @@ def of_present_history(ancestry: Ancestry, generation: int, step: int) -> bool:
     return generation not in ancestry.entries and ancestry.begins_after(newest, step)
 
 
-def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
+def open_checkpoint(
+    storage: Storage, step: int | None = None, ancestry: Ancestry | None = None
+) -> Manifest:
     """Return the checked manifest of the committed checkpoint of `step` (the newest when None).
 
+    `ancestry` is the storage's journal if the caller has read it.
+
     Raises:
-        CheckpointMissing: there is none. ManifestInvalid: it is damaged.
+        CheckpointMissing: there is none. ManifestInvalid: it is damaged. ManifestMisplaced: it is
+        of another step or run than the place where it lies.
     """
     if step is None:
         newest = find_newest(storage)
@@ -272,28 +288,59 @@ def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
             raise CheckpointMissing(storage.uri, None)
         return newest.manifest
 
-    manifest = _committed(storage, step)
+    manifest = _committed(storage, step, ancestry)
     if manifest is None:
         there = tuple(info.step for info in list_checkpoints(storage))
         raise CheckpointMissing(storage.uri, step, there)
     return manifest
 
 
-def _committed(storage: Storage, step: int) -> Manifest | None:
+def _committed(storage: Storage, step: int, ancestry: Ancestry | None = None) -> Manifest | None:
     name = step_prefix(step) + MANIFEST_NAME
+    uri = f"{storage.uri}/{name}"
     try:
-        return decode_manifest(storage.get(name), f"{storage.uri}/{name}")
+        manifest = decode_manifest(storage.get(name), uri)
     except ObjectMissing:
         return None
+    if ancestry is None:
+        ancestry = read_generation(storage, manifest.generation, manifest.driver)
+    _check_place(manifest, step, uri, ancestry)
+    return manifest
+
+
+def _check_place(manifest: Manifest, step: int, uri: str, ancestry: Ancestry) -> None:
+    """Raise ManifestMisplaced unless the manifest is of this step's directory and of this run."""
+    if manifest.step != step:
+        raise ManifestMisplaced(
+            uri,
+            f"is of step {manifest.step}, not {step}: its directory was copied or renamed; rename"
+            f" it to {step_prefix(manifest.step).rstrip('/')}, or remove it",
+        )
+    remedy = "move its directory out of this storage"
+    claimed = ancestry.entries.get(manifest.generation)
+    if claimed is not None and manifest.driver and claimed.driver not in ("", manifest.driver):
+        raise ManifestForeign(
+            uri,
+            f"is of another run: driver {manifest.driver} wrote its generation"
+            f" {manifest.generation}, that of this storage is of {claimed.driver}; {remedy}",
+        )
+    if manifest.run and ancestry.run not in ("", manifest.run):
+        raise ManifestForeign(
+            uri,
+            f"is of run {manifest.run}, the journal of this storage of {ancestry.run}; {remedy}",
+        )
 
 
 def _committed_or_quarantined(storage: Storage, step: int) -> Manifest | None:
     """Return the committed manifest.
 
-    A damaged one is kept under another name, so that the step can be committed again.
+    One that is damaged, or of another step, is kept under another name, so that the step can be
+    committed again.
     """
     try:
         return _committed(storage, step)
+    except ManifestForeign:
+        raise
     except ManifestInvalid as error:
         name = step_prefix(step) + MANIFEST_NAME
         data = storage.get(name)

@@ -81,6 +81,17 @@ class ManifestInvalid(CheckpointError, ValueError):
         return f"{self.uri} is not a valid manifest: {self.reason}"
 
 
+class ManifestMisplaced(ManifestInvalid):
+    """A manifest is intact, but of another step than its directory."""
+
+    def __str__(self) -> str:
+        return f"{self.uri} {self.reason}"
+
+
+class ManifestForeign(ManifestMisplaced):
+    """A manifest is intact, but of another run than the storage's journal."""
+
+
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(CheckpointError):
     """Raised if files of a committed checkpoint are missing or have another size."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -45,6 +46,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     first_step: int
     driver: str = ""
     checksum: int | None = None
+    run: str = ""
 
 
 class JournalUnreachable(StorageMisplaced):
@@ -66,6 +68,7 @@ class Journal:
         self._mine: dict[int, Descent] = {}
         """Entries of this driver that are to be there."""
         self._put_before: set[int] = set()
+        self._run = ""
         self._marked = False
 
     @property
@@ -93,7 +96,7 @@ class Journal:
         Raises:
             JournalUnreachable: neither the marker nor any entry that was there before is there.
         """
-        found = read_entries(self._storage, self._known)
+        found = read_entries(self._storage, self._known, self._run)
         self._require_storage(found)
         self._known = found.readable
         return found.ancestry()
@@ -154,8 +157,14 @@ class Journal:
             return found
         raise Superseded(self._storage.uri, newest.generation, newest.driver or "unknown")
 
+    def adopt_run(self, run: str) -> None:
+        """Use the run of the checkpoint that is gone on from, if the journal records none."""
+        self._run = self._run or read_ancestry(self._storage).run or run
+
     def _put(self, entry: Descent) -> None:
         """Put an entry; one of this driver's that was damaged is written again."""
+        self.adopt_run(uuid.uuid4().hex)
+        entry = msgspec.structs.replace(entry, run=self._run)
         name = entry_name(entry.generation)
         data = encode_entry(entry)
         try:
@@ -200,8 +209,19 @@ def read_ancestry(storage: Storage) -> Ancestry:
     return read_entries(storage, {}).ancestry()
 
 
-def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
-    """List the journal's entries and read those that are not in `known`."""
+def read_generation(storage: Storage, generation: int, driver: str) -> Ancestry:
+    """Return the entry of one generation if it is that of `driver`, else the whole journal."""
+    entry = _read(storage, entry_name(generation), generation)
+    if entry is None or entry.driver != driver:
+        return read_ancestry(storage)
+    return Ancestry({generation: entry})
+
+
+def read_entries(storage: Storage, known: Mapping[int, Descent], run: str = "") -> Entries:
+    """List the journal's entries and read those that are not in `known`.
+
+    An entry of another run than `run` (by default, that of most entries) is not readable.
+    """
     numbers = set()
     for info in storage.list(PREFIX):
         match = _ENTRY.match(info.name)
@@ -213,6 +233,13 @@ def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
         entry = known.get(number) or _read(storage, entry_name(number), number)
         if entry is not None:
             readable[number] = entry
+
+    run = run or Ancestry(readable).run
+    for number, entry in list(readable.items()):
+        if entry.run not in ("", run):
+            name = entry_name(number)
+            logger.warning("%s/%s is of run %s, not of %s", storage.uri, name, entry.run, run)
+            del readable[number]
     return Entries(readable, frozenset(numbers))
 
 
@@ -223,7 +250,11 @@ def encode_entry(entry: Descent) -> bytes:
 
 
 def _checksum(entry: Descent) -> int:
-    return zlib.crc32(msgspec.json.encode(entry))
+    fields = msgspec.structs.asdict(entry)
+    if not entry.run:
+        # As versions wrote it that knew no run.
+        del fields["run"]
+    return zlib.crc32(msgspec.json.encode(fields))
 
 
 def _read(storage: Storage, name: str, generation: int) -> Descent | None:

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -18,7 +18,8 @@ from recovery.checkpoint.commit import (
     why_unknown,
 )
 from recovery.checkpoint.dcp import METADATA_NAME
-from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
+from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid, ManifestMisplaced
+from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
 from recovery.checkpoint.ownership import LEASE_CONTENT, owned
 from recovery.checkpoint.write import step_prefix
@@ -127,28 +128,28 @@ def apply_retention(
     history. Those of steps in `best` are kept in addition to the newest ones. One coordinator calls
     it.
 
-    Never removes the newest, one in `reading`, or one that another process holds a lease on.
-    Removes nothing while a manifest or an entry of the journal is damaged or lost. Of a checkpoint,
-    only the files that its manifest names are removed, and other objects that are proven to be this
-    package's. The manifest is removed first: a removal that is interrupted leaves an uncommitted
-    prefix, which `remove_orphans` finishes.
+    Never removes the newest, one in `reading`, one that another process holds a lease on, or one of
+    another step or run than the place where it lies. Removes nothing while a manifest or an entry
+    of the journal is damaged or lost. Of a checkpoint, only the files that its manifest names are
+    removed, and other objects that are proven to be this package's. The manifest is removed first:
+    a removal that is interrupted leaves an uncommitted prefix, which `remove_orphans` finishes.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
 
-    manifests, problem = _read_all(storage, job)
-    if problem:
-        return Removal((), unknown=problem)
-    steps = list(manifests)
+    found = _read_all(storage, job)
+    if found.problem:
+        return Removal((), unknown=found.problem)
+    manifests = found.manifests
     # Read after the manifests: a checkpoint that is committed meanwhile is no abandoned one.
     newest = newest_checkpoint(storage)
-    old = _unneeded_steps(steps, None if newest is None else newest.step, keep, best)
+    old = _unneeded_steps(list(manifests), None if newest is None else newest.step, keep, best)
+    kept = list(found.misplaced)
     if not old:
-        return Removal(())
+        return Removal((), tuple(kept))
 
     now = storage.now()
     removed = []
-    kept = []
     count = 0
     for step in old:
         objects = list(storage.list(step_prefix(step)))
@@ -193,17 +194,28 @@ def _unneeded_steps(
     return unneeded + abandoned
 
 
-def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], str]:
-    """Return the manifests of the job's committed checkpoints by step, oldest first.
+@dataclass(frozen=True)
+class _Found:
+    """Manifests of committed checkpoints by step, oldest first, and those in a wrong place.
 
-    The second value is the reason why it is not known which of them are needed; empty if it is
-    known.
+    `problem` is the reason why it is not known which of them are needed; empty if it is known.
     """
+
+    manifests: Mapping[int, Manifest]
+    misplaced: tuple[tuple[int, str], ...]
+    problem: str
+
+
+def _read_all(storage: Storage, job: str | None) -> _Found:
     manifests = {}
+    misplaced = []
     problem = ""
+    ancestry = read_ancestry(storage)
     for info in list_checkpoints(storage):
         try:
-            manifest = open_checkpoint(storage, info.step)
+            manifest = open_checkpoint(storage, info.step, ancestry)
+        except ManifestMisplaced as error:
+            misplaced.append((info.step, str(error)))
         except ManifestInvalid as error:
             problem = problem or str(error)
         except CheckpointMissing:
@@ -211,7 +223,8 @@ def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], s
         else:
             if job is None or manifest.job == job:
                 manifests[info.step] = manifest
-    return manifests, problem or why_unknown(storage, manifests.values())
+    problem = problem or why_unknown(storage, manifests.values())
+    return _Found(manifests, tuple(misplaced), problem)
 
 
 def remove_orphans(
@@ -225,19 +238,21 @@ def remove_orphans(
     `writing` are steps in progress: they stay, whatever their age. Nothing is removed while a
     manifest or an entry of the journal is damaged or lost.
     """
-    manifests, problem = _read_all(storage, None)
-    if problem:
-        return Removal((), unknown=problem)
+    found = _read_all(storage, None)
+    if found.problem:
+        return Removal((), unknown=found.problem)
 
     now = storage.now()
     by_step = _objects_by_step(storage)
     removed = []
-    kept = []
+    kept = list(found.misplaced)
+    for step in dict(kept):
+        by_step.pop(step, None)
     count = storage.abort_uploads("step-", min_age_s)
     for step, objects in sorted(by_step.items()):
         if step in writing or _leased(objects, now):
             continue
-        manifest = manifests.get(step)
+        manifest = found.manifests.get(step)
         if manifest is not None:
             objects = _strays(manifest, objects, now - min_age_s)
         elif max(info.modified_s for info in objects) >= now - min_age_s:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from autohet.driver.checkpoints.evaluation_losses import best_steps, losses_of
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.checkpoint.errors import ManifestMisplaced
 from recovery.checkpoint.manifest import Scalar
 from recovery.checkpoint.retention import Removal, apply_retention, remove_orphans
 from recovery.errors import RecoveryError
@@ -65,8 +67,9 @@ class CheckpointCleaner:
 
         generations = []
         for info in list_checkpoints(self._storage):
-            checkpoint = open_checkpoint(self._storage, info.step)
-            generations.append(checkpoint.generation)
+            with suppress(ManifestMisplaced):
+                checkpoint = open_checkpoint(self._storage, info.step)
+                generations.append(checkpoint.generation)
         return generations
 
     def _best_steps(self, scalars: Mapping[str, Scalar]) -> frozenset[int]:
