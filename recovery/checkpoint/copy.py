@@ -6,13 +6,28 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from recovery.checkpoint.commit import checkpoint_uri, find_newest, require_files
+from recovery.checkpoint.commit import (
+    checkpoint_uri,
+    list_checkpoints,
+    of_present_history,
+    open_checkpoint,
+    require_files,
+)
 from recovery.checkpoint.dcp import METADATA_NAME
-from recovery.checkpoint.errors import CheckpointConflict, CheckpointCorrupt
+from recovery.checkpoint.errors import (
+    CheckpointConflict,
+    CheckpointCorrupt,
+    CheckpointMissing,
+    ManifestInvalid,
+    ManifestMisplaced,
+)
 from recovery.checkpoint.journal import PREFIX as JOURNAL
+from recovery.checkpoint.journal import read_ancestry
+from recovery.checkpoint.lease import has_living_driver
 from recovery.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest, encode_manifest
 from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import step_prefix
+from recovery.state.ancestry import Ancestry
 from recovery.state.checksum import checksum
 from recovery.storage.contents import holds
 from recovery.storage.protocol import Storage
@@ -39,12 +54,13 @@ def copy_checkpoint(
     objects that the checkpoint needs.
 
     Raises:
-        CheckpointMissing: `source` has no such checkpoint. CheckpointConflict: `target` holds
-        checkpoints of another job. CheckpointCorrupt: a shard's bytes are not the manifest's.
+        CheckpointMissing: `source` has no such checkpoint. CheckpointConflict: a driver uses
+        `target`, or it holds checkpoints of another job, or one that a driver would go on from
+        instead. CheckpointCorrupt: a shard's bytes are not the manifest's.
     """
     with reading_checkpoint(source, step) as manifest:
         require_files(source, manifest)
-        _require_same_job(target, manifest)
+        _require_free(source, target, manifest)
         prefix = step_prefix(manifest.step)
         total = sum(file.num_bytes for file in manifest.files)
         done = 0
@@ -70,11 +86,43 @@ def copy_checkpoint(
     return manifest
 
 
-def _require_same_job(target: Storage, manifest: Manifest) -> None:
-    held = find_newest(target).manifest
-    if held is not None and held.job != manifest.job:
-        reason = f"is of job {held.job!r}, not {manifest.job!r}; use a storage prefix of its own"
+def _require_free(source: Storage, target: Storage, copied: Manifest) -> None:
+    """Raise CheckpointConflict unless a driver on `target` goes on from `copied` afterwards."""
+    if has_living_driver(target):
+        reason = "is not copied there, since a driver uses that storage; stop it first"
+        raise CheckpointConflict(target.uri, copied.step, reason)
+
+    ours = read_ancestry(source)
+    theirs = read_ancestry(target)
+    for info in reversed(list_checkpoints(target)):
+        try:
+            held = open_checkpoint(target, info.step, theirs)
+        except (ManifestInvalid, CheckpointMissing) as error:
+            if isinstance(error, ManifestMisplaced) and info.step == copied.step:
+                # It is not ours to replace.
+                raise
+            continue
+        if held.job != copied.job:
+            reason = f"is of job {held.job!r}, not {copied.job!r}"
+        elif held != copied and _goes_on(ours, theirs, held, copied.step):
+            reason = f"would be gone on from, and not step {copied.step} of {source.uri}"
+        else:
+            continue
+        reason += "; use a storage prefix of its own, or remove it"
         raise CheckpointConflict(target.uri, held.step, reason)
+
+
+def _goes_on(ours: Ancestry, theirs: Ancestry, held: Manifest, step: int) -> bool:
+    """Return True if `held` of the target competes with the copy of `step`.
+
+    It is of the copy's own history and not older, or of a history that the copy does not know.
+    """
+    number = held.generation
+    is_forgotten = number < min(ours.entries, default=0)
+    is_known = number in theirs.entries and number not in theirs.unknown
+    if is_known and not is_forgotten and theirs.entries[number] != ours.entries.get(number):
+        return True
+    return held.step >= step and of_present_history(ours, number, held.step)
 
 
 def _checked(source: Storage, manifest: Manifest, file: DataFile) -> bytearray:

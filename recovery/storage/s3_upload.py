@@ -65,12 +65,13 @@ class MultipartUploads:
         "Checking object integrity", composite checksums).
         """
         if not self.takes(payload):
-            return checksum_of(payload.read(0, payload.size))
+            return checksum_of(memoryview(payload.read(0, payload.size)))
         part_bytes = self._part_bytes(payload)
         parts = []
         for offset in range(0, payload.size, part_bytes):
             length = min(part_bytes, payload.size - offset)
-            parts.append(b64decode(checksum_of(payload.read(offset, length))))
+            part = memoryview(payload.read(offset, length))
+            parts.append(b64decode(checksum_of(part)))
         return f"{checksum_of(b''.join(parts))}-{len(parts)}"
 
     def put(self, name: str, payload: Payload) -> None:
