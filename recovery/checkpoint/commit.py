@@ -173,8 +173,7 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 class NewestCheckpoint:
     """Newest checkpoint that was found intact, if any, and what is wrong with later ones.
 
-    `unknown` is the reason why the journal does not show which history is the present one; empty if
-    it does.
+    `unknown` is the reason why it is not known to be of the job's present history; empty if it is.
     """
 
     info: CheckpointInfo | None
@@ -228,6 +227,8 @@ def find_newest(
         return NewestCheckpoint(None, None, tuple(damaged), unknown)
     if unknown:
         found.sort(key=lambda each: (each[1].generation, each[0].step), reverse=True)
+    else:
+        unknown = all_abandoned(ancestry)
     info, manifest = found[0]
     return NewestCheckpoint(info, manifest, tuple(damaged), unknown)
 
@@ -249,9 +250,23 @@ def _unknown_entries(ancestry: Ancestry, manifests: Iterable[Manifest]) -> str:
     return f"the journal's entries of these generations are lost or damaged: {names}"
 
 
-def why_unknown(storage: Storage, manifests: Iterable[Manifest]) -> str:
+def why_unknown(ancestry: Ancestry, manifests: Collection[Manifest]) -> str:
     """Return why the checkpoints of the job's present history are not known; empty if they are."""
-    return _unknown_entries(read_ancestry(storage), manifests)
+    unknown = _unknown_entries(ancestry, manifests)
+    if unknown or not manifests:
+        return unknown
+    for manifest in manifests:
+        if of_present_history(ancestry, manifest.generation, manifest.step):
+            return ""
+    return all_abandoned(ancestry)
+
+
+def all_abandoned(ancestry: Ancestry) -> str:
+    """Describe a storage whose checkpoints are all of histories that the newest generation left."""
+    return (
+        f"no checkpoint is of generation {ancestry.newest}, which left the histories of those that"
+        " are there"
+    )
 
 
 def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from recovery.cancellation import call_until
 from recovery.checkpoint.commit import (
     list_checkpoints,
-    newest_checkpoint,
+    of_present_history,
     open_checkpoint,
     why_unknown,
 )
@@ -24,6 +24,7 @@ from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
 from recovery.checkpoint.ownership import LEASE_CONTENT, owned
 from recovery.checkpoint.write import step_prefix
 from recovery.errors import Cancelled
+from recovery.state.ancestry import Ancestry
 from recovery.storage.errors import StorageError
 from recovery.storage.protocol import ObjectInfo, Storage
 
@@ -123,9 +124,9 @@ def apply_retention(
 ) -> Removal:
     """Remove all but the newest `keep` committed checkpoints of `job`.
 
-    `keep` is at least 1; None keeps all. `job` None: checkpoints of any job. Checkpoints of later
-    steps than the newest of the job's present history are removed, too: they belong to an abandoned
-    history. Those of steps in `best` are kept in addition to the newest ones. One coordinator calls
+    `keep` is at least 1; None keeps all. `job` None: checkpoints of any job. Checkpoints of an
+    abandoned history are removed, too, and count for nothing; while there are no others, nothing is
+    removed. Those of steps in `best` are kept in addition to the newest ones. One coordinator calls
     it.
 
     Never removes the newest, one in `reading`, one that another process holds a lease on, or one of
@@ -140,10 +141,7 @@ def apply_retention(
     found = _read_all(storage, job)
     if found.problem:
         return Removal((), unknown=found.problem)
-    manifests = found.manifests
-    # Read after the manifests: a checkpoint that is committed meanwhile is no abandoned one.
-    newest = newest_checkpoint(storage)
-    old = _unneeded_steps(list(manifests), None if newest is None else newest.step, keep, best)
+    old = _unneeded_steps(found, keep, best)
     kept = list(found.misplaced)
     if not old:
         return Removal((), tuple(kept))
@@ -169,29 +167,8 @@ def apply_retention(
                 )
             )
         else:
-            count += 1 + _delete_all(storage, owned(storage, step, objects, manifests[step]))
+            count += 1 + _delete_all(storage, owned(storage, step, objects, found.manifests[step]))
     return Removal(tuple(removed), tuple(kept), count)
-
-
-def _unneeded_steps(
-    steps: list[int], newest: int | None, keep: int | None, best: Collection[int]
-) -> list[int]:
-    """Return those of the ascending `steps` that `apply_retention` may remove.
-
-    `newest` is the newest step of the job's present history.
-    """
-    present = []
-    abandoned = []
-    for step in steps:
-        if newest is not None and step > newest:
-            abandoned.append(step)
-        else:
-            present.append(step)
-
-    unneeded = []
-    if keep is not None:
-        unneeded = [step for step in present[:-keep] if step not in best]
-    return unneeded + abandoned
 
 
 @dataclass(frozen=True)
@@ -203,7 +180,24 @@ class _Found:
 
     manifests: Mapping[int, Manifest]
     misplaced: tuple[tuple[int, str], ...]
+    ancestry: Ancestry
     problem: str
+
+
+def _unneeded_steps(found: _Found, keep: int | None, best: Collection[int]) -> list[int]:
+    """Return the steps that `apply_retention` may remove."""
+    present = []
+    abandoned = []
+    for step, manifest in found.manifests.items():
+        if of_present_history(found.ancestry, manifest.generation, step):
+            present.append(step)
+        else:
+            abandoned.append(step)
+
+    unneeded = []
+    if keep is not None:
+        unneeded = [step for step in present[:-keep] if step not in best]
+    return unneeded + abandoned
 
 
 def _read_all(storage: Storage, job: str | None) -> _Found:
@@ -223,8 +217,10 @@ def _read_all(storage: Storage, job: str | None) -> _Found:
         else:
             if job is None or manifest.job == job:
                 manifests[info.step] = manifest
-    problem = problem or why_unknown(storage, manifests.values())
-    return _Found(manifests, tuple(misplaced), problem)
+    # Read after the manifests: a checkpoint that is committed meanwhile is no abandoned one.
+    ancestry = read_ancestry(storage)
+    problem = problem or why_unknown(ancestry, manifests.values())
+    return _Found(manifests, tuple(misplaced), ancestry, problem)
 
 
 def remove_orphans(
