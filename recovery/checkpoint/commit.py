@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from recovery.checkpoint.dcp import METADATA_NAME, encode_dcp_metadata
 from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointDamaged,
@@ -39,6 +38,7 @@ from recovery.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from recovery.checkpoint.stock_metadata import correct_metadata, offer_metadata
 from recovery.checkpoint.write import (
     CheckpointPart,
     WorkerReceipt,
@@ -130,6 +130,7 @@ def commit_checkpoint(
         same = _same_state(storage, committed, facts.job, layout.tensors)
         wrong = wrong_files(storage, same)
         if not wrong:
+            correct_metadata(storage, same)
             return same
         logger.warning("%s of step %d is damaged; the step is committed again", wrong[0], step)
     elif committed is not None and committed.generation > (ancestry.newest or 0):
@@ -456,17 +457,19 @@ def require_files(storage: Storage, manifest: Manifest) -> None:
 
 
 def _put_manifest(storage: Storage, manifest: Manifest) -> Manifest:
-    """Write `.metadata`, then the manifest if there is none yet; return the committed manifest."""
+    """Write `.metadata` and the manifest, if there are none yet; return the committed manifest."""
     prefix = step_prefix(manifest.step)
     encoded = encode_manifest(manifest)
-    storage.put(prefix + METADATA_NAME, encode_dcp_metadata(manifest))
+    is_new = offer_metadata(storage, manifest)
     try:
         # If there is none: of two coordinators one commits, and both get the same manifest.
         storage.put(prefix + MANIFEST_NAME, encoded, if_none_match=True)
     except ObjectExists:
         winner = _committed(storage, manifest.step)
         assert winner is not None, "a conditional put said that the manifest exists"
-        # Ours went over the winner's .metadata, whose files are not ours.
-        storage.put(prefix + METADATA_NAME, encode_dcp_metadata(winner))
+        # Ours may have come before the winner's, whose files are not ours.
+        correct_metadata(storage, winner)
         return _same_state(storage, winner, manifest.job, manifest.specs)
+    if not is_new:
+        correct_metadata(storage, manifest)
     return decode_manifest(encoded, prefix + MANIFEST_NAME)

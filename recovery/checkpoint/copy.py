@@ -13,7 +13,6 @@ from recovery.checkpoint.commit import (
     open_checkpoint,
     require_files,
 )
-from recovery.checkpoint.dcp import METADATA_NAME
 from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointCorrupt,
@@ -26,6 +25,7 @@ from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.lease import has_living_driver
 from recovery.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest, encode_manifest
 from recovery.checkpoint.retention import reading_checkpoint
+from recovery.checkpoint.stock_metadata import correct_metadata, offer_metadata
 from recovery.checkpoint.write import step_prefix
 from recovery.state.ancestry import Ancestry
 from recovery.state.checksum import checksum
@@ -77,9 +77,11 @@ def copy_checkpoint(
             _copy_all(source, target, further)
         _replace_journal(source, target)
 
-        target.put(prefix + METADATA_NAME, source.get(prefix + METADATA_NAME))
+        is_new = offer_metadata(target, manifest)
         # Last: before, the target has no checkpoint of this step.
         target.put(prefix + MANIFEST_NAME, encode_manifest(manifest))
+        if not is_new:
+            correct_metadata(target, manifest)
         require_files(target, manifest)
 
     logger.info("Copied step %d to %s", manifest.step, checkpoint_uri(target, manifest.step))

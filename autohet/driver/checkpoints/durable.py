@@ -205,7 +205,7 @@ class Durable:
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
-            self.work_pool.submit(self._cleaner.remove_unfinished)
+            self.work_pool.submit(self._cleaner.tidy, newest.manifest)
         return self.state()
 
     def _newest_intact(self) -> NewestCheckpoint:
