@@ -20,7 +20,9 @@ from recovery.storage.claims import CLAIMS, put_by_claim
 from recovery.storage.errors import (
     ObjectExists,
     ObjectMissing,
+    ObjectTruncated,
     StorageError,
+    StoragePermissionDenied,
     StorageUnsupported,
 )
 from recovery.storage.payload import Buffer, Payload, as_payload
@@ -101,6 +103,11 @@ class S3Storage:
             answer = self._connection.call(name, lambda client: client.head_object(**target))
         except ObjectMissing:
             return None
+        except StoragePermissionDenied:
+            # The answer to a HEAD has no reason, that to a GET has.
+            with contextlib.suppress(ObjectTruncated):
+                self.get(name, 0, 1)
+            raise
         return int(answer["ContentLength"])
 
     def has_checksum_of(self, name: str, payload: Payload) -> bool:

@@ -55,6 +55,8 @@ _THROTTLED = {
     "429",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+_NO_REASON = {"400", "401", "403"}
+"""Codes of refusals without a body, which botocore makes of the status."""
 _FOREIGN_KEYS = {
     "InvalidAccessKeyId": "the storage does not know the access key",
     "InvalidClientTokenId": "the storage does not know the access key",
@@ -120,11 +122,13 @@ def translate(uri: str, error: Exception) -> tuple[StorageError, bool]:
 def reads_new_credentials(error: Exception) -> bool:
     """Return True if the request may succeed with credentials that are read again.
 
-    A long process holds the credentials that it began with.
+    A long process holds the credentials that it began with. The answer to a HEAD has no body: its
+    status is all that it says.
     """
     if not isinstance(error, boto.ClientError):
         return False
-    return _code_of(error.response) in _EXPIRED | set(_FOREIGN_KEYS)
+    code = _code_of(error.response)
+    return code in _EXPIRED | set(_FOREIGN_KEYS) | _NO_REASON
 
 
 def refuses_checksums(error: Exception) -> bool:
@@ -297,6 +301,9 @@ def _from_refusal(uri: str, error: boto.ClientError) -> StorageError | None:
     if code.startswith("KMS.") or code == "KMSNotConfigured":
         remedy = "enable that key, or change the bucket's default encryption"
         return StorageError(uri, f"the KMS key of the bucket cannot be used ({told})", remedy)
+    if code == "400":
+        reason = f"refused, and the answer to a HEAD has no reason ({told})"
+        return StoragePermissionDenied(uri, reason, _NEW_KEYS)
     if code in _DENIED or _status_of(error.response) in (401, 403):
         return _denied(uri, error)
     return None
