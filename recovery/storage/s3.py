@@ -125,15 +125,16 @@ class S3Storage:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         connection = self._connection
-        request: dict[str, Any] = {
-            "Bucket": connection.bucket,
-            "Prefix": connection.prefix + prefix,
-        }
+        request: dict[str, Any] = {"Bucket": connection.bucket}
         found = []
         while True:
-            page = connection.call(prefix, lambda client: client.list_objects_v2(**request))
+            page = connection.page(
+                prefix, lambda client, start: client.list_objects_v2(**request, Prefix=start)
+            )
             for item in page.get("Contents", ()):
                 name = item["Key"].removeprefix(connection.prefix)
+                if not name.startswith(prefix):
+                    continue
                 modified_s = item["LastModified"].timestamp()
                 found.append(ObjectInfo(name, int(item["Size"]), modified_s))
             if not page.get("IsTruncated"):

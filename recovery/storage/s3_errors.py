@@ -21,6 +21,7 @@ from recovery.storage.errors import (
     ObjectExists,
     ObjectMissing,
     ObjectTruncated,
+    RequestRefused,
     StorageError,
     StorageFailing,
     StorageFull,
@@ -256,7 +257,7 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
         return StorageUnsupported(uri, reason, "use another store"), False
     if status >= 500 or code in _AGAIN:
         return StorageFailing(uri, f"server error {status} ({told})", "try again later"), True
-    return StorageError(uri, f"refused ({told or status})"), False
+    return RequestRefused(uri, f"refused ({told or status})"), False
 
 
 def _from_state(uri: str, code: str, status: int) -> StorageError | None:

@@ -178,17 +178,21 @@ class MultipartUploads:
     def _list(self, prefix: str) -> Iterator[dict[str, Any]]:
         """Yield the unfinished uploads under a prefix, whoever began them."""
         connection = self.connection
-        request = {"Bucket": connection.bucket, "Prefix": connection.prefix + prefix}
+        request = {"Bucket": connection.bucket}
         while True:
-            page = connection.call(prefix, lambda client: client.list_multipart_uploads(**request))
+            page = connection.page(
+                prefix, lambda client, start: client.list_multipart_uploads(**request, Prefix=start)
+            )
             for item in page.get("Uploads", ()):
                 # Be sure of it, whatever a server makes of the prefix: uploads of others must stay.
-                if item["Key"].startswith(request["Prefix"]):
+                if item["Key"].startswith(connection.prefix + prefix):
                     yield item
             if not page.get("IsTruncated"):
                 return
             request["KeyMarker"] = page["NextKeyMarker"]
-            request["UploadIdMarker"] = page["NextUploadIdMarker"]
+            # Directory buckets have no such marker.
+            if page.get("NextUploadIdMarker"):
+                request["UploadIdMarker"] = page["NextUploadIdMarker"]
 
 
 def _in_parallel(action: Callable[[int], T], numbers: Iterable[int], concurrency: int) -> list[T]:

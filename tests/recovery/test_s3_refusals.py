@@ -8,11 +8,17 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recovery.checkpoint.journal import Journal
+from recovery.checkpoint.lease import DriverLease
+from recovery.checkpoint.read import read_shards, verify
+from recovery.checkpoint.retention import apply_retention, reading_checkpoint, remove_orphans
+from recovery.state.ancestry import Descent
 from recovery.storage.conformance import ConformanceReport, check_conformance
 from recovery.storage.errors import (
     ObjectExists,
@@ -22,6 +28,7 @@ from recovery.storage.errors import (
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage, StorageOptions
 from tests.harness import refusing_proxy as refuse
+from tests.harness.checkpoint_cases import make_checkpoint
 from tests.harness.refusing_proxy import Refusal, RefusingProxy, Request, Rule, refusing_proxy
 from tests.harness.s3_server import S3Server
 
@@ -60,8 +67,9 @@ def _check(uri: str) -> ConformanceReport:
         (refuse.ignored_conditions,),
         (refuse.no_checksums, refuse.content_md5),
         (refuse.no_multi_delete,),
+        (refuse.directory_bucket,),
     ],
-    ids=["v2", "region", "region-v2", "md5", "501", "ignored", "checksums", "multi-delete"],
+    ids=["v2", "region", "region-v2", "md5", "501", "ignored", "checksums", "multi", "directory"],
 )
 def test_path_is_green(before: Any, s3_uri: str, rules: tuple[Rule, ...]) -> None:
     with before(*rules):
@@ -313,3 +321,67 @@ def test_unknown_profile_and_sso_login_have_their_sentences(
     monkeypatch.setenv("AWS_PROFILE", "lab")
     with pytest.raises(StoragePermissionDenied, match=r"SSO login .*'lab'.*aws sso login"):
         open_storage(s3_uri, OPTIONS).put("a", b"1")
+
+
+def test_checkpoints_live_in_a_directory_bucket(before: Any, s3_uri: str) -> None:
+    """Wrong: the check passes, and the job's first list is refused."""
+    with before(refuse.directory_bucket), closing(open_storage(s3_uri, OPTIONS)) as storage:
+        storage.put("stepping/other", b"1")
+        walk_a_run(storage)
+        assert [info.name for info in storage.list("steppi")] == ["stepping/other"]
+
+
+def walk_a_run(storage: Storage) -> None:
+    """Make every request that a run, its workers, its successor and `autohet checkpoint` make."""
+    lease = DriverLease(storage)
+    lease.take()
+    journal = Journal(storage, lease.driver)
+    journal.mark()
+    journal.claim(Descent(generation=2, parent=None, first_step=0, driver=lease.driver))
+    for step in (1, 2):
+        make_checkpoint(storage, step)
+        # A worker that is started again finds its files.
+        make_checkpoint(storage, step)
+    storage.put("large", bytes(6 << 20))
+    with reading_checkpoint(storage, 2) as manifest:
+        assert dict(read_shards(storage, manifest)).keys() == manifest.shards
+    assert verify(storage).ok
+    with pytest.raises(ZeroDivisionError):
+        storage.put("broken", BrokenPayload())
+    apply_retention(storage, keep=1)
+    remove_orphans(storage)
+    journal.unmark()
+    lease.release()
+
+
+class BrokenPayload:
+    """A payload of two parts that ends early."""
+
+    size = 6 << 20
+
+    def read(self, offset: int, length: int) -> bytes:
+        raise ZeroDivisionError
+
+
+def shape_of(request: Request) -> tuple[object, ...]:
+    """What a store may refuse: the operation, its prefix, its conditions and headers."""
+    query = request.query
+    words = {"list-type", "uploads", "uploadId", "partNumber", "delete", "max-keys"} & query.keys()
+    prefix = query.get("prefix", [""])[0]
+    headers = {"range", "if-none-match", "x-amz-checksum-mode"} & request.headers.keys()
+    in_bucket = request.key.strip("/").count("/") > 0
+    ends = prefix != "" and not prefix.endswith("/")
+    return request.method, in_bucket, tuple(sorted(words)), ends, tuple(sorted(headers))
+
+
+def test_the_check_walks_every_request_that_a_run_makes(before: Any, s3_uri: str) -> None:
+    small = replace(OPTIONS, part_bytes=5 << 20)
+    with before() as proxy:
+        with closing(open_storage(s3_uri, small)) as storage:
+            walk_a_run(storage)
+        product = {shape_of(request) for request in proxy.requests}
+        proxy.requests.clear()
+        assert _check(s3_uri).ok
+        walked = {shape_of(request) for request in proxy.requests}
+    assert len(product) > 12
+    assert product - walked == set()
