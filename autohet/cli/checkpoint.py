@@ -317,6 +317,7 @@ def _export(args: argparse.Namespace) -> _Result:
 
     if args.base is not None and not args.merge:
         raise ConfigError("--base is for --merge alone: add it, or leave --base out")
+    folder = _output_directory(args.out)
     storage = _open(args.storage)
     with (
         reading_checkpoint(storage, args.step) as manifest,
@@ -325,7 +326,7 @@ def _export(args: argparse.Namespace) -> _Result:
         summary = export_checkpoint(
             storage,
             manifest,
-            args.out,
+            folder,
             ExportOptions(dtype=args.dtype, merge=args.merge, base=args.base),
             progress,
         )
@@ -334,6 +335,18 @@ def _export(args: argparse.Namespace) -> _Result:
         f"{_size(summary.num_bytes)} of {summary.dtype} in {len(summary.files)} file(s)"
     )
     return _Result(asdict(summary), lambda console: console.print(line, soft_wrap=True))
+
+
+def _output_directory(uri: str) -> str:
+    """Return the path of `--out`, which may be a file URI."""
+    from recovery.storage.address import DirectoryAddress, parse_address
+
+    address = parse_address(uri)
+    if not isinstance(address, DirectoryAddress):
+        raise ConfigError(
+            f"--out is {uri}, and an export is written to a directory; name one, then copy it there"
+        )
+    return address.path
 
 
 def _copy(args: argparse.Namespace) -> _Result:

@@ -248,7 +248,11 @@ def _unknown_entries(ancestry: Ancestry, manifests: Iterable[Manifest]) -> str:
     if not lost:
         return ""
     names = ", ".join(map(str, sorted(lost)))
-    return f"the journal's entries of these generations are lost or damaged: {names}"
+    return (
+        f"the journal's entries of these generations are lost or damaged: {names}; put them back"
+        f" from a backup, or move the entries in generations/ up to {max(lost)} and the checkpoints"
+        " of these generations out of the storage"
+    )
 
 
 def why_unknown(ancestry: Ancestry, manifests: Collection[Manifest]) -> str:

@@ -241,6 +241,56 @@ def test_without_conditional_puts_one_of_many_writers_wins(
             assert [info.name for info in storage.list("claims/generations/")] == []
 
 
+@pytest.mark.parametrize(
+    ("method", "refusal", "reason", "remedy"),
+    [
+        ("PUT", Refusal(403, "QuotaExceeded", "Quota exceeded."), "no space left", "quota"),
+        (
+            "POST",
+            Refusal(403, "AccessDenied", "Access Denied because object protected by object lock."),
+            "the object is locked",
+            "without Object Lock",
+        ),
+    ],
+    ids=["quota", "lock"],
+)
+def test_a_403_that_is_no_missing_permission(
+    before: Any,
+    s3_uri: str,
+    method: str,
+    refusal: Refusal,
+    reason: str,
+    remedy: str,
+) -> None:
+    """Wrong: "allow s3:PutObject" to a role that has it."""
+
+    def rule(request: Request) -> Refusal | None:
+        return refusal if request.method == method else None
+
+    with before(rule), closing(open_storage(s3_uri, OPTIONS)) as storage:
+        ask = {"PUT": lambda: storage.put("a", b"1"), "POST": lambda: storage.delete(["a"])}[method]
+        with pytest.raises(StorageError, match=reason) as said:
+            ask()
+    assert remedy in said.value.remedy
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_certificate_for_another_host_is_named(
+    before: Any, s3_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str
+) -> None:
+    """Wrong: "check the network"."""
+    context, pem = refuse.private_authority(tmp_path, "other.test")
+    with before(tls=context) as proxy:
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(pem))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://{host}:{proxy.port}")
+        with (
+            closing(open_storage(s3_uri, OPTIONS)) as storage,
+            pytest.raises(StorageError, match="for another host name") as said,
+        ):
+            storage.size("a")
+    assert "AWS_ENDPOINT_URL" in said.value.remedy
+
+
 def test_a_list_is_sorted_whatever_the_stores_order(before: Any, s3_uri: str) -> None:
     with before(refuse.unsorted_list), closing(open_storage(s3_uri, OPTIONS)) as storage:
         assert [info.name for info in storage.list("x/")] == ["x/a", "x/b", "x/c"]
