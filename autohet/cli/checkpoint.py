@@ -20,7 +20,7 @@ from rich.table import Table
 
 from autohet.runtime.process.terminal import PlainConsole, visible
 from planner.errors import ConfigError
-from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
+from recovery.checkpoint.errors import CheckpointMissing, LaterRelease, ManifestInvalid
 from recovery.errors import RecoveryError
 from recovery.storage.errors import BucketMissing, StoragePermissionDenied, StorageUriError
 
@@ -30,6 +30,7 @@ _USER_ERRORS = (
     BucketMissing,
     StoragePermissionDenied,
     CheckpointMissing,
+    LaterRelease,
 )
 """Errors that the user can fix: exit code 2; all other failures are 1."""
 
@@ -295,6 +296,9 @@ def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
         if args.step is not None:
             raise
         return None
+    except LaterRelease:
+        # That is no damage.
+        raise
     except ManifestInvalid as error:
         return VerifyReport(step, checkpoint_uri(storage, step), 0, 0, (str(error),))
 

@@ -23,6 +23,7 @@ from recovery.checkpoint.errors import (
     CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
+    LaterRelease,
     ManifestForeign,
     ManifestInvalid,
     ManifestMisplaced,
@@ -46,6 +47,7 @@ from recovery.checkpoint.write import (
     step_prefix,
     write_shards,
 )
+from recovery.release import RELEASE
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.storage.errors import ObjectExists, ObjectMissing
@@ -142,7 +144,7 @@ def commit_checkpoint(
         step=step,
         generation=facts.generation,
         job=facts.job,
-        created_by=f"autohet, torch {torch.__version__}",
+        created_by=f"autohet {RELEASE}, torch {torch.__version__}",
         created_unix_s=round(time.time(), 3),
         scalars=dict(facts.scalars),
         model_config=dict(facts.model_config),
@@ -201,6 +203,9 @@ def find_newest(
     If entries of the journal are lost or damaged, the newest is the one of the highest generation,
     and of its highest step: generations rise, and each commits only steps of its own history. If
     the journal leads to none, it is the highest step of all.
+
+    Raises:
+        LaterRelease: a later step, or the journal, is of a later release.
     """
     infos = [info for info in reversed(list_checkpoints(storage)) if info.step not in but]
     ancestry = read_ancestry(storage)
@@ -212,6 +217,9 @@ def find_newest(
             manifest = _committed(storage, info.step, ancestry)
             if whole and manifest is not None:
                 require_files(storage, manifest)
+        except LaterRelease:
+            # Going on from an older one would leave what the later release has trained.
+            raise
         except (ManifestInvalid, CheckpointDamaged) as error:
             damaged.append(error)
             continue
@@ -359,7 +367,7 @@ def _committed_or_quarantined(storage: Storage, step: int) -> Manifest | None:
     """
     try:
         return _committed(storage, step)
-    except ManifestForeign:
+    except (ManifestForeign, LaterRelease):
         raise
     except ManifestInvalid as error:
         name = step_prefix(step) + MANIFEST_NAME

@@ -17,6 +17,7 @@ from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointCorrupt,
     CheckpointMissing,
+    LaterRelease,
     ManifestInvalid,
     ManifestMisplaced,
 )
@@ -100,7 +101,8 @@ def _require_free(source: Storage, target: Storage, copied: Manifest) -> None:
         try:
             held = open_checkpoint(target, info.step, theirs)
         except (ManifestInvalid, CheckpointMissing) as error:
-            if isinstance(error, ManifestMisplaced) and info.step == copied.step:
+            is_foreign = isinstance(error, ManifestMisplaced) and info.step == copied.step
+            if is_foreign or isinstance(error, LaterRelease):
                 # It is not ours to replace.
                 raise
             continue

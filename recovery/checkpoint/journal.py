@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from recovery.checkpoint.errors import Superseded
+from recovery.checkpoint.errors import VERSION, LaterRelease, Superseded
 from recovery.checkpoint.lease import MARKER_CONTENT
 from recovery.documents import DocumentDamaged, decode_json
+from recovery.release import RELEASE
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.storage.errors import ObjectExists, ObjectMissing, StorageError, StorageMisplaced
 from recovery.storage.protocol import Storage
@@ -38,7 +39,8 @@ def entry_name(generation: int) -> str:
 class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Stored form of an entry.
 
-    `checksum` is the CRC-32 of the descent's own JSON (None: written by a version that had none).
+    `checksum` is the CRC-32 of this JSON without a checksum (version 1: of the descent's first four
+    fields; None: written by a version that had none). `release` wrote it.
     """
 
     generation: int
@@ -47,6 +49,8 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     driver: str = ""
     checksum: int | None = None
     run: str = ""
+    version: int = 1
+    release: str = ""
 
 
 class JournalUnreachable(StorageMisplaced):
@@ -245,22 +249,39 @@ def read_entries(storage: Storage, known: Mapping[int, Descent], run: str = "") 
 
 def encode_entry(entry: Descent) -> bytes:
     """Encode the entry as JSON, with its checksum."""
-    stored = _Stored(**msgspec.structs.asdict(entry), checksum=_checksum(entry))
-    return msgspec.json.encode(stored)
+    stored = _Stored(**msgspec.structs.asdict(entry), version=VERSION, release=RELEASE)
+    return msgspec.json.encode(msgspec.structs.replace(stored, checksum=_checksum(stored)))
 
 
-def _checksum(entry: Descent) -> int:
-    fields = msgspec.structs.asdict(entry)
-    if not entry.run:
-        # As versions wrote it that knew no run.
-        del fields["run"]
-    return zlib.crc32(msgspec.json.encode(fields))
+def _checksum(stored: _Stored) -> int:
+    if stored.version != 1:
+        return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(stored, checksum=None)))
+    fields = msgspec.structs.asdict(stored)
+    first = {name: fields[name] for name in ("generation", "parent", "first_step", "driver")}
+    return zlib.crc32(msgspec.json.encode(first))
+
+
+def _require_readable(data: bytes, uri: str) -> None:
+    class Head(msgspec.Struct):
+        version: int = 1
+        release: str = "unknown"
+
+    head = decode_json(data, Head)
+    if head.version > VERSION:
+        reason = f"is of version {head.version}, written by autohet {head.release}"
+        raise LaterRelease(uri, reason)
 
 
 def _read(storage: Storage, name: str, generation: int) -> Descent | None:
-    """Return the entry; None if it is gone or damaged: its content is then unknown."""
+    """Return the entry; None if it is gone or damaged: its content is then unknown.
+
+    Raises:
+        LaterRelease: it is of a later release.
+    """
     try:
-        stored = decode_json(storage.get(name), _Stored)
+        data = storage.get(name)
+        _require_readable(data, f"{storage.uri}/{name}")
+        stored = decode_json(data, _Stored)
     except ObjectMissing:
         return None
     except DocumentDamaged as error:
@@ -268,12 +289,11 @@ def _read(storage: Storage, name: str, generation: int) -> Descent | None:
         return None
 
     fields = msgspec.structs.asdict(stored)
-    checksum = fields.pop("checksum")
-    entry = Descent(**fields)
+    entry = Descent(**{field: fields[field] for field in Descent.__struct_fields__})
     if entry.generation != generation:
         logger.warning("%s/%s is of generation %d", storage.uri, name, entry.generation)
         return None
-    if checksum is not None and checksum != _checksum(entry):
+    if stored.checksum is not None and stored.checksum != _checksum(stored):
         logger.warning("%s/%s is damaged: its checksum is wrong", storage.uri, name)
         return None
     return entry

@@ -14,14 +14,12 @@ from typing import Any
 
 import msgspec
 
-from recovery.checkpoint.errors import ManifestInvalid
+from recovery.checkpoint.errors import VERSION, LaterRelease, ManifestInvalid
 from recovery.documents import DocumentDamaged, decode_json
 from recovery.state.layout import ShardId, TensorSpec
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "autohet-checkpoint"
-VERSION = 3
-"""Version of the manifests that this release writes. It reads version 2, too."""
 
 ITEM_OVERHEAD_BYTES = 64 << 10
 """Limit on the bytes that an item has around its elements.
@@ -193,6 +191,7 @@ def _check_version(data: bytes, uri: str) -> int:
     class Head(msgspec.Struct):
         format: str = ""
         version: int = 0
+        created_by: str = "another release"
 
     try:
         head = decode_json(data, Head)
@@ -200,10 +199,11 @@ def _check_version(data: bytes, uri: str) -> int:
         raise ManifestInvalid(uri, str(error)) from error
     if head.format != FORMAT:
         raise ManifestInvalid(uri, f"format {head.format!r} is not {FORMAT!r}")
-    if head.version not in (2, VERSION):
-        raise ManifestInvalid(
-            uri, f"version {head.version} is not {VERSION}; read it with the release that wrote it"
-        )
+    if head.version > VERSION:
+        raise LaterRelease(uri, f"is of version {head.version}, written by {head.created_by}")
+    if head.version < 2:
+        reason = f"version {head.version} is older than autohet 0.1.0; a commit before it reads it"
+        raise ManifestInvalid(uri, reason)
     return head.version
 
 

@@ -35,6 +35,7 @@ from autohet.runtime.models.config_keys import used_keys
 from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo, NewestCheckpoint, find_newest
+from recovery.checkpoint.errors import LaterRelease
 from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import TensorSpec
 from recovery.storage.protocol import Storage
@@ -51,7 +52,10 @@ def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> Ch
         ConfigError: all are damaged, or it is of another job or model: this one would overwrite
         it, or could not be restored. StorageError: the storage does not answer.
     """
-    newest = find_newest(storage, whole=True)
+    try:
+        newest = find_newest(storage, whole=True)
+    except LaterRelease as error:
+        raise ConfigError(f"{error}, or name another checkpoint.storage") from error
     if newest.info is None or newest.manifest is None:
         require_some_intact(newest, storage)
         return None
