@@ -301,8 +301,35 @@ def test_pretrained_weights_of_the_same_shapes_are_told_apart(tmp_path: Path) ->
     assert not changes(then, now)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "then"),
+    [
+        ("training", "no_decay", "norms_and_biases", "none"),
+        ("training", "label_smoothing", 0.1, "0.0"),
+        ("training", "z_loss", 1e-4, "0.0"),
+        ("data", "isolate_documents", True, "null"),
+        ("data", "skip_broken_lines", True, "false"),
+    ],
+)
+def test_a_key_that_the_checkpoints_release_lacked_is_what_that_release_did(
+    tmp_path: Path, section: str, key: str, value: object, then: str
+) -> None:
+    """Wrong: the decay of norms and biases ends without a word. Its manifests had seed and step."""
+    plain = {"steps": STEPS, "no_decay": "none"}
+    path, _ = write_documents(tmp_path, cluster_document(big=1), training=plain)
+    job = Job.from_yaml(path)
+    old: Any = SimpleNamespace(
+        scalars={"seed": job.training.seed, "step": 5}, model_config=saved_document(job.model)
+    )
+    assert identity_changes(job, "there", old) == []
+    changed(path, section, **{key: value})
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} was {then} "):
+        identity_changes(Job.from_yaml(path), "there", old)
+
+
 def test_an_older_checkpoint_knows_fewer_keys_and_its_seed(tmp_path: Path) -> None:
-    job, _ = write_documents(tmp_path, cluster_document(big=1), training={"steps": STEPS})
+    training = {"steps": STEPS, "no_decay": "none"}
+    job, _ = write_documents(tmp_path, cluster_document(big=1), training=training)
     document = saved_document(Job.from_yaml(job).model)
     old = SimpleNamespace(scalars={"seed": 99, "step": 5}, model_config=document)
     with pytest.raises(ConfigError, match=r"training\.seed was 99"):

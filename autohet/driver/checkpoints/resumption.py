@@ -215,12 +215,13 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         ConfigError: something differs that changes the mathematics, and is not allowed to.
     """
     model = job.model
-    then = with_implied(manifest.scalars)
-    then.setdefault("training.seed", then.get("seed", job.training.seed))
-    then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
     weights = None
     if model.pretrained is not None:
         weights = weights_identity(model.pretrained, model.revision)
+    now = job.identity(weights)
+    then = with_implied(manifest.scalars, now)
+    then.setdefault("training.seed", then.get("seed", job.training.seed))
+    then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
 
     document = saved_document(model)
     kind = str(document["model_type"])
@@ -232,7 +233,7 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         keys -= dropouts  # they had no effect
 
     found = config_changes(manifest.model_config, document, keys)
-    found += changes(then, job.identity(weights))
+    found += changes(then, now)
     return check_changes(found, job.checkpoint.allow_changes, uri)
 
 
