@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from recovery.release import RELEASE as __version__
 
 if TYPE_CHECKING:
-    from autohet.driver.elastic_trainer import ElasticTrainer
+    from autohet.driver.job.elastic_trainer import ElasticTrainer
 
 __all__ = ["ElasticTrainer", "__version__"]
 
@@ -19,5 +19,5 @@ def __getattr__(name: str) -> Any:
     `import autohet` costs nothing.
     """
     if name == "ElasticTrainer":
-        return importlib.import_module("autohet.driver.elastic_trainer").ElasticTrainer
+        return importlib.import_module("autohet.driver.job.elastic_trainer").ElasticTrainer
     raise AttributeError(f"module 'autohet' has no attribute {name!r}")

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from autohet.runtime.batches import Batches, EvaluationRows
+from autohet.runtime.copies.preservation import Preservation
 from autohet.runtime.data import TokenDataset, prepare_dataset
-from autohet.runtime.device import choose_device
-from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import frozen_units
 from autohet.runtime.groups import (
     GenerationGroups,
     GroupTimeouts,
@@ -30,8 +29,6 @@ from autohet.runtime.groups import (
     reconfigure,
 )
 from autohet.runtime.job import Job
-from autohet.runtime.layout import frozen_units
-from autohet.runtime.length_work import LengthWork, length_work
 from autohet.runtime.messages import (
     STANDING_PHASES,
     GenerationOrder,
@@ -41,9 +38,8 @@ from autohet.runtime.messages import (
     WorkerPlace,
     WorkerReport,
 )
-from autohet.runtime.models import COMPUTE_DTYPES, load_config
-from autohet.runtime.precision import format_of
-from autohet.runtime.preservation import Preservation
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.process.store_connector import StoreConnector
@@ -52,9 +48,14 @@ from autohet.runtime.state.arrived_shards import ArrivedShards
 from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
-from autohet.runtime.step_commit import StateVersion, Trainer
-from autohet.runtime.trainer import StageTrainer
-from autohet.runtime.training_loop import TrainingLoop, TrainingResources, UnreportedRecords
+from autohet.runtime.step.batches import Batches, EvaluationRows
+from autohet.runtime.step.device import choose_device
+from autohet.runtime.step.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.length_work import LengthWork, length_work
+from autohet.runtime.step.precision import format_of
+from autohet.runtime.step.step_commit import StateVersion, Trainer
+from autohet.runtime.step.trainer import StageTrainer
+from autohet.runtime.step.training_loop import TrainingLoop, TrainingResources, UnreportedRecords
 from planner.errors import ConfigError
 from recovery.errors import Cancelled
 from recovery.state.layout import Layout
@@ -151,16 +152,16 @@ class Worker:
         """
         with self._lock:
             steps, evaluations = self.records.take()
-            receipts = tuple(self.preservation.take_receipts())
+            receipts = tuple(self.preservation.uploads.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
-            transfers = self.preservation.take_transfers() if told else ()
+            transfers = self.preservation.transfers.take() if told else ()
             report = replace(
                 self._report,
                 steps=steps,
                 receipts=receipts,
                 transfers=transfers,
                 evaluations=evaluations,
-                memory_shortage=self.preservation.shortage,
+                memory_shortage=self.preservation.snapshots.shortage,
             )
             live = self.live
             if live is None:
@@ -175,8 +176,8 @@ class Worker:
                 live_generation=live.generation,
                 prepared_step=prepared if version.whole else None,
                 vote=live.last_vote,
-                snapshot_step=self.preservation.snapshot_step(live.generation),
-                replicated_step=self.preservation.replicated_step(live.generation),
+                snapshot_step=self.preservation.snapshots.newest(live.generation),
+                replicated_step=self.preservation.replication.complete_step(live.generation),
             )
 
     def begin(self, order: GenerationOrder) -> None:
@@ -425,7 +426,7 @@ class Worker:
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
         same = live.version == StateVersion(order.start_step) and order.continues(live.generation)
-        return live.known(same, arrived, self.preservation.snapshot_of)
+        return live.known(same, arrived, self.preservation.snapshots.lease)
 
     def _train(
         self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]

@@ -40,13 +40,7 @@ from recovery.checkpoint.manifest import (
     encode_manifest,
 )
 from recovery.checkpoint.stock_metadata import correct_metadata, offer_metadata
-from recovery.checkpoint.write import (
-    CheckpointPart,
-    WorkerReceipt,
-    assign_writers,
-    step_prefix,
-    write_shards,
-)
+from recovery.checkpoint.write import CheckpointPart, WorkerReceipt, step_prefix, write_shards
 from recovery.release import RELEASE
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.layout import Layout, ShardId, TensorSpec
@@ -59,7 +53,6 @@ __all__ = [
     "CheckpointPart",
     "NewestCheckpoint",
     "WorkerReceipt",
-    "assign_writers",
     "checkpoint_uri",
     "commit_checkpoint",
     "find_newest",

@@ -2,10 +2,11 @@
 worth a move.
 """
 
-from autohet.driver.control.states import Quiescing
-from autohet.driver.planning.proposals import Planning, PlanProposal
-from planner.cluster import Fleet
-from planner.repair import repair
+from autohet.control.job_state import Quiescing
+from autohet.control.planning.proposals import PlanProposal
+from autohet.driver.loop.planning import Planning
+from planner.answers.repair import repair
+from planner.inputs.fleet import Fleet
 from tests.driver.test_controller import causes, make, run, trained
 
 

@@ -16,24 +16,26 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from autohet.driver.checkpoints.resumption import found_checkpoint
-from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
+from autohet.runtime.facts.layout import frozen_layout, frozen_units
 from autohet.runtime.job import Job
-from autohet.runtime.layout import frozen_layout, frozen_units
 from autohet.runtime.messages import Phase, WorkerPlace
-from autohet.runtime.models import family_of, load_config, saved_document
+from autohet.runtime.models.config import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
-from autohet.runtime.replica_check import HeldReplicas, ReplicaCheck
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import FrozenWeights, first_weights
+from autohet.runtime.step.batches import Batches
+from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.errors import Cancelled
 from recovery.state.holdings import Holding, Source
 from recovery.storage.open import open_storage
 from recovery.transfer.schedule import schedule
+from tests.harness.parity import ADAM_EPS
 from tests.harness.peft_reference import train_peft
 from tests.runtime.test_worker import ME, follow, order
 
@@ -65,7 +67,7 @@ def document(root: Path, model: dict[str, Any]) -> dict[str, Any]:
         "precision": "fp32",
         "device": "cpu",
         "learning_rate": 1e-2,
-        "eps": 1e-4,
+        "eps": ADAM_EPS,
     }
     return {
         "name": "one",

@@ -20,25 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from autohet.runtime.models import (
-    Family,
-    ParameterSpec,
-    StageModel,
-    build_stage,
-    family_of,
-    local_units,
-    stage_parameter_names,
-)
-from autohet.runtime.models.adapters import ADAPTER
 from autohet.runtime.models.config_keys import entries_by_layer, with_layers
-from autohet.runtime.models.dropout import dropout_of
 from autohet.runtime.models.error_text import first_line
-from autohet.runtime.models.experts import CORRECTION_BIAS, is_dense
-from autohet.runtime.models.parameter_spec import PADDED, WHOLE, take_units
-from autohet.runtime.models.tensor_parallel import TensorParallel
+from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.adapters import ADAPTER
+from autohet.runtime.models.layers.dropout import dropout_of
+from autohet.runtime.models.layers.experts import CORRECTION_BIAS, is_dense
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.parameter_spec import (
+    PADDED,
+    WHOLE,
+    ParameterSpec,
+    local_units,
+    take_units,
+)
+from autohet.runtime.models.registry import family_of, stage_parameter_names
+from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
-from planner.plan import TensorShare
+from planner.plans.plan import TensorShare
 
 TOLERANCE = 1e-5
 """Largest allowed difference in a tensor, relative to its largest element; all in fp32."""
@@ -364,7 +364,7 @@ def _compare(
     errors: dict[str, float] = {}
     for name, spec in family_of(config).parameter_specs(config).items():
         if name in expected.gradients:
-            gradient = _joined(spec, name, results)
+            gradient = _join(spec, name, results)
             errors[name] = _error(gradient, expected.gradients[name], floor)
     worst = max(errors, key=lambda name: errors[name])
     logits_error = _error(logits, expected.logits)
@@ -404,7 +404,7 @@ def _train(
     return _Result(hidden.detach(), gradients)
 
 
-def _joined(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
+def _join(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
     """Join the ranks' gradients to the whole gradient, as gradient sync sums them."""
     if spec.split_dim is None:
         if not spec.partial_gradient:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from autohet.runtime.groups import Group
-from autohet.runtime.pacing import sleep_until
+from autohet.runtime.step.pacing import sleep_until
 
 
 class ComputeClock:
@@ -55,9 +55,9 @@ class ClockedGroup:
         found = getattr(self._group, name)
         if not callable(found):
             return found
-        return partial(self._timed, found)
+        return partial(self._stop_during, found)
 
-    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _stop_during(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self._clock.pause()
         try:
             return call(*arguments)

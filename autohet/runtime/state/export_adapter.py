@@ -14,15 +14,16 @@ from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.job import ModelSection
 from autohet.runtime.job.identity import PRETRAINED
-from autohet.runtime.models import adapter_of, family_of
-from autohet.runtime.models.adapters import (
+from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     B_SUFFIX,
     Adapter,
+    adapter_of,
     is_linear,
     target_paths,
 )
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.frozen import first_weights
 from planner.errors import ConfigError
@@ -75,7 +76,7 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
     adapter = _require_adapter(manifest)
     config = _config_of(manifest)
     model = skeleton(config)
-    paths = target_paths(adapter, family_of(config), model)
+    paths = target_paths(adapter, family_of(config).layers, model)
     is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
 
     # peft writes whole numbers without a decimal point.
@@ -118,7 +119,7 @@ def _last_component(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
+def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
     """Return the base's weights with the adapter's updates added.
 
     base: place of the base, if it differs from the run's.
@@ -190,6 +191,3 @@ def _config_of(manifest: Manifest) -> PreTrainedConfig:
     model_type = document.pop("model_type")
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **document)
     return config
-
-
-__all__ = ["ExportedWeights", "merged_weights", "peft_config", "peft_weights"]

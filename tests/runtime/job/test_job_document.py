@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from autohet.driver.elastic_trainer import as_job
+from autohet.driver.job.elastic_trainer import as_job
 from autohet.runtime.job import (
     CheckpointSection,
     DataSection,
@@ -29,7 +29,7 @@ from autohet.runtime.job import (
 from autohet.runtime.job.elastic import NOTICE_SOURCES, SOURCE_KEYS
 from autohet.runtime.job.emulated_profile import emulated_profile
 from planner.errors import ConfigError
-from planner.profile import ProfileKey
+from planner.inputs.profile import ProfileKey
 from planner.strategies import STRATEGIES
 
 

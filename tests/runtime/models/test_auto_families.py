@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import load_config, saved_document
-from autohet.runtime.models.attention import attention
-from autohet.runtime.models.logits import LogitAdjustment
+from autohet.runtime.job import ModelSection
+from autohet.runtime.models.config import load_config, saved_document
+from autohet.runtime.models.layers.attention import attention
+from autohet.runtime.models.layers.logits import LogitAdjustment
 from planner.errors import ConfigError
 from tests.harness.tiny_models import (
     AUTO,
@@ -29,7 +29,7 @@ from tests.harness.tiny_models import (
 
 
 def source(**config: Any) -> Any:
-    return SimpleNamespace(config=config, pretrained=None, revision=None)
+    return ModelSection(config=config)
 
 
 @pytest.mark.parametrize("name", AUTO)
@@ -71,7 +71,7 @@ def test_a_capped_attention_in_chunks_is_one_of_the_whole(monkeypatch: pytest.Mo
     states = [each.requires_grad_() for each in (query, key, value)]
     outputs, gradients = [], []
     for chunk in (1024, 16):
-        monkeypatch.setattr("autohet.runtime.models.attention.CHUNK_TOKENS", chunk)
+        monkeypatch.setattr("autohet.runtime.models.layers.attention.CHUNK_TOKENS", chunk)
         out, _ = attention(torch.nn.Identity(), *states, None, scaling=0.5, softcap=2.0)
         outputs.append(out)
         gradients.append(torch.autograd.grad(out.square().sum(), states))

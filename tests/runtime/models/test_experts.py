@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,24 +17,28 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config
-from autohet.runtime.models.experts import (
+from autohet.runtime.job import ModelSection
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.layers.experts import (
     CORRECTION_BIAS,
     ROUTERS,
     is_dense,
     keep_own_experts,
     num_experts,
 )
-from autohet.runtime.models.kernels import wants_compiled
-from autohet.runtime.models.loss_terms import LossTerms
-from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.parameter_spec import WHOLE, local_shape, local_units
 from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
+from autohet.runtime.models.stages.kernels import wants_compiled
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from autohet.runtime.state.optimizer import move_bias
 from planner.errors import ConfigError
-from planner.plan import Recompute, TensorShare
+from planner.plans.plan import Recompute, TensorShare
 from tests.harness.tiny_models import (
     AUTO,
     MIXTURES,
@@ -66,7 +69,7 @@ def test_files_with_single_experts_are_read_as_stacks(name: str, tmp_path: Path)
     parameters = saved(name, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert sum(".experts.0." in each for each in stored) >= 3, "the files hold single experts"
-    given = SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None)
+    given = ModelSection(config=None, pretrained=str(tmp_path), revision=None)
     config = load_config(given)
     read = dict(pretrained_parameters(str(tmp_path), config, family_of(config), parameters))
     assert read.keys() == parameters.keys()
@@ -77,7 +80,7 @@ def test_files_with_single_experts_are_read_as_stacks(name: str, tmp_path: Path)
 def test_files_with_stacks_are_read_too(name: str, tmp_path: Path) -> None:
     parameters = saved(name, tmp_path)
     save_file(parameters, tmp_path / "model.safetensors", {"format": "pt"})
-    config = load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+    config = load_config(ModelSection(pretrained=str(tmp_path)))
     read = dict(pretrained_parameters(str(tmp_path), config, family_of(config), parameters))
     assert all(torch.equal(read[each], parameters[each]) for each in parameters)
 
@@ -89,7 +92,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     del stored[lost]
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=lost):
-        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+        load_config(ModelSection(pretrained=str(tmp_path)))
 
 
 def test_ranks_compute_their_own_experts_of_all_tokens() -> None:
@@ -156,7 +159,7 @@ def test_what_would_change_the_mathematics_is_refused(
 ) -> None:
     config = {**AUTO[name], **changes}
     with pytest.raises(ConfigError, match=message):
-        load_config(SimpleNamespace(config=config, pretrained=None, revision=None))
+        load_config(ModelSection(config=config))
 
 
 def balanced_gradients(name: str, weight: float) -> dict[str, torch.Tensor]:
@@ -248,11 +251,11 @@ def test_tensors_of_prediction_modules_are_left_out(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.layers.3.mlp.experts.0.up_proj.weight_scale_inv"] = torch.ones(1, 1)
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+    load_config(ModelSection(pretrained=str(tmp_path)))
     stored["model.layers.2.mlp.extra.weight_scale_inv"] = torch.ones(1, 1)
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.extra"):
-        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+        load_config(ModelSection(pretrained=str(tmp_path)))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -318,7 +321,7 @@ def test_the_spec_has_the_experts_of_the_fullest_rank(name: str) -> None:
 
 def test_more_parts_than_experts_are_refused() -> None:
     config = tiny_config("mixtral", num_attention_heads=8)  # of 6 experts
-    eight = TensorParallel(None, 0, 8)  # type: ignore[arg-type]
+    eight = TensorParallel.even(None, 0, 8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="TP degree 8 does not divide this model's 6 experts"):
         build_stage(config, range(3), eight, torch.device("cpu"), torch.float32)
 
@@ -350,8 +353,8 @@ def test_widths_that_grouped_products_do_not_take(shares: tuple[int, ...]) -> No
 def test_blocks_with_experts_are_not_compiled_unasked() -> None:
     (stage,) = stage_chain(tiny_config("olmoe"), random_parameters(tiny_config("olmoe")), [3])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autohet.runtime.models.kernels.MIN_COMPILED_PARAMETERS", 0)
-        patch.setattr("autohet.runtime.models.kernels.can_compile", lambda device: True)
+        patch.setattr("autohet.runtime.models.stages.kernels.MIN_COMPILED_PARAMETERS", 0)
+        patch.setattr("autohet.runtime.models.stages.kernels.can_compile", lambda device: True)
         assert not wants_compiled("auto", stage)
         assert wants_compiled(True, stage)
 

@@ -10,8 +10,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from autohet.runtime.models import TensorParallel, build_stage, compilation, kernels
-from autohet.runtime.models.kernels import LIBRARY, compile_blocks, use_library, wants_compiled
+from autohet.runtime.models.layers import compilation
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.stages import kernels
+from autohet.runtime.models.stages.kernels import (
+    LIBRARY,
+    compile_blocks,
+    use_library,
+    wants_compiled,
+)
+from autohet.runtime.models.stages.stage import build_stage
 from tests.harness.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -65,7 +73,7 @@ def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(
 def test_blocks_that_communicate_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autohet.worker")
     stage, _ = stage_of()
-    stage.spec = replace(stage.spec, tp=TensorParallel(None, 0, 2))
+    stage.spec = replace(stage.spec, tp=TensorParallel.even(None, 0, 2))
     assert not compile_blocks(stage)
     assert "communicate" in caplog.text
 

@@ -5,22 +5,23 @@ at every TP degree.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.job import Job
-from autohet.runtime.layout import tensor_specs
-from autohet.runtime.models import family_of, load_config, local_shape, local_units
+from autohet.runtime.facts.layout import tensor_specs
+from autohet.runtime.facts.planning import planning_inputs
+from autohet.runtime.job import Job, ModelSection
+from autohet.runtime.models.config import load_config
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.parameter_spec import local_shape, local_units
 from autohet.runtime.models.pretrained import pretrained_parameters
-from autohet.runtime.planning import planning_inputs
-from autohet.runtime.reference import reference_model
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.reference import reference_model
 from planner.errors import ConfigError
-from planner.plan import TensorShare
+from planner.plans.plan import TensorShare
 from tests.harness.tiny_models import (
     TINY,
     judge,
@@ -36,11 +37,7 @@ NAMES = ["llama", "llama-biased-tied", "gpt2", "gpt2-untied"]
 
 
 def padded_config(name: str) -> Any:
-    return load_config(
-        SimpleNamespace(
-            config=TINY[name], pretrained=None, revision=None, vocabulary_multiple=MULTIPLE
-        )
-    )
+    return load_config(ModelSection(config=TINY[name], vocabulary_multiple=MULTIPLE))
 
 
 @pytest.mark.parametrize("name", NAMES)

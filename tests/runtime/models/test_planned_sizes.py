@@ -4,26 +4,26 @@ and TP degree.
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from autohet.runtime.models import (
+from autohet.runtime.job import ModelSection
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.parameter_spec import (
     EMBEDDING,
     HEAD,
     ParameterSpec,
-    family_of,
-    load_config,
     local_shape,
     local_units,
 )
-from autohet.runtime.models.model_spec import model_spec_from_config
-from planner.cost.memory import TokensOnRank, memory_terms
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
+from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.model_spec import ModelSpec
-from planner.plan import Stage, TensorShare
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import Stage, TensorShare
 
 HEADS = {
     "hidden_size": 64,
@@ -113,9 +113,7 @@ def planned_scalars(spec: ModelSpec, degree: float) -> np.ndarray:
 def test_the_planner_counts_the_bytes_that_each_rank_holds(name: str) -> None:
     """With a padded vocabulary all ranks hold the same."""
     source, degrees = CONFIGS[name], (1, 2, 4, 8)
-    config = load_config(
-        SimpleNamespace(config=source, pretrained=None, revision=None, vocabulary_multiple=64)
-    )
+    config = load_config(ModelSection(config=source, vocabulary_multiple=64))
     spec = model_spec_from_config(name, source, vocabulary_multiple=64)
     assert spec.max_tp_degree == max(degrees)
     for degree in degrees:
@@ -134,7 +132,7 @@ def test_where_sizes_do_not_divide_it_counts_the_mean_of_the_ranks(name: str) ->
         "n_inner" if name == "gpt2" else "intermediate_size": 173,
         "vocab_size": 501,
     }
-    config = load_config(SimpleNamespace(config=source, pretrained=None, revision=None))
+    config = load_config(ModelSection(config=source))
     spec = model_spec_from_config(name, source)
     for degree in (2, 8):
         assert planned_scalars(spec, degree) == pytest.approx(

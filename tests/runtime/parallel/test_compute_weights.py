@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.layout import layout_of_plan, state_name
+from autohet.runtime.facts.layout import layout_of_plan, state_name
 from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.stage_dtypes import StageDtypes
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.state.borrowed import BorrowedState
 from tests.harness.toy_model import ExactConfig
 
@@ -52,7 +52,7 @@ def test_a_gather_fills_what_others_own_and_leaves_alone_the_masters_that_a_snap
     )
     state = {name: torch.randn(tensors[name].local_shape(held)) for name, held in units.items()}
     weights = ComputeWeights(
-        local, Groups(), state, StageDtypes.uniform(torch.float32), torch.device("cpu")
+        local, Groups(), state, StageDtypes(*[torch.float32] * 4), torch.device("cpu")
     )  # type: ignore[arg-type]
     whole = [name for name, held in local.units.items() if local.owned.get(name) == held]
     others = [name for name in local.units if name not in local.owned]

@@ -1,0 +1,138 @@
+"""Training of one generation: its steps, the evaluations that are due, and copies of the state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from autohet.runtime.copies.preservation import Preservation
+from autohet.runtime.job import Job
+from autohet.runtime.messages import EvaluationRecord, GenerationOrder, Phase, StepRecord
+from autohet.runtime.process.step_profile import StepProfiler
+from autohet.runtime.step.batches import Batches, EvaluationRows
+from autohet.runtime.step.step_commit import EvaluationEnded, Trainer
+from autohet.runtime.step.votes import Vote
+from recovery.errors import RecoveryError
+
+logger = logging.getLogger("autohet.worker")
+
+
+class UnreportedRecords:
+    """Committed steps and evaluations that no report of the worker has contained yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: list[StepRecord] = []
+        self._evaluations: list[EvaluationRecord] = []
+
+    def add_step(self, record: StepRecord) -> None:
+        with self._lock:
+            self._steps.append(record)
+
+    def add_evaluation(self, record: EvaluationRecord) -> None:
+        with self._lock:
+            self._evaluations.append(record)
+
+    def take(self) -> tuple[tuple[StepRecord, ...], tuple[EvaluationRecord, ...]]:
+        """Return all records and forget them."""
+        with self._lock:
+            taken = tuple(self._steps), tuple(self._evaluations)
+            self._steps = []
+            self._evaluations = []
+            return taken
+
+
+@dataclass(frozen=True)
+class TrainingResources:
+    """What a worker trains with in all of its generations.
+
+    evaluation_rows: None if the job has no evaluation. records: receives what is trained.
+    """
+
+    job: Job
+    device: torch.device
+    batches: Batches
+    evaluation_rows: EvaluationRows | None
+    preservation: Preservation
+    profiler: StepProfiler
+    records: UnreportedRecords
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """Steps of one generation on its trainer; the generation's thread runs it."""
+
+    order: GenerationOrder
+    trainer: Trainer
+    resources: TrainingResources
+
+    def run(self) -> Phase:
+        """Train until the order's last step or a stop request; blocks.
+
+        Raises:
+            PeerLost, Interrupted: the generation is over.
+        """
+        order = self.order
+        trainer = self.trainer
+        if trainer.step >= order.end_step:
+            # The fleet changed on the last step: this generation has only that step to make
+            # durable.
+            self.resources.preservation.keep(trainer.step, trainer.state, durable=True)
+        if not order.is_evaluated and not self._evaluate_when_due():
+            return Phase.STOPPED
+        try:
+            return self._train_steps()
+        finally:
+            self.resources.profiler.stop(trainer.step - 1)
+
+    def _train_steps(self) -> Phase:
+        """Run the steps that are left, with the evaluations that are due."""
+        profiler = self.resources.profiler
+        while self.trainer.step < self.order.end_step:
+            profiler.before(self.trainer.step)
+            record = self.trainer.train_step(self.resources.batches)
+            profiler.after(record.step)
+            self.resources.records.add_step(record)
+            assert self.trainer.last_vote is not None
+            _, vote = self.trainer.last_vote
+            self._keep_copies(vote)
+            if vote.stops or not self._evaluate_when_due():
+                return Phase.STOPPED
+        return Phase.FINISHED
+
+    def _evaluate_when_due(self) -> bool:
+        """Evaluate the state if the job asks for it at this step; return False to stop.
+
+        All workers stop an evaluation if one is to stop; the next generation then evaluates. If a
+        checkpoint is wanted too, the result is True and one more step is run: its vote makes that
+        step durable and ends the generation.
+        """
+        order = self.order
+        step = self.trainer.step
+        section = self.resources.job.evaluation
+        rows = self.resources.evaluation_rows
+        if section is None or rows is None or not section.is_due(step, order.end_step):
+            return True
+        result = self.trainer.evaluate(rows)
+        if isinstance(result, EvaluationEnded):
+            return result.checkpoint and step < order.end_step
+        self.resources.records.add_evaluation(result)
+        return True
+
+    def _keep_copies(self, vote: Vote) -> None:
+        """Keep copies of the state that a committed step left, as its vote decides."""
+        order = self.order
+        trainer = self.trainer
+        preservation = self.resources.preservation
+        try:
+            preservation.record_vote(
+                pending=vote.replicating > 0, failed=vote.replication_failures > 0
+            )
+            due = preservation.turns.take(trainer.step, writing=vote.writing > 0)
+            durable = due or vote.checkpoints > 0 or trainer.step == order.end_step
+            preservation.keep(trainer.step, trainer.state, durable=durable)
+        except RecoveryError as error:
+            logger.warning("step %d is not preserved: %s", trainer.step, error)
