@@ -22,6 +22,8 @@ from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
     ADAPTER,
+    DATA_DIGEST,
+    DATA_SOURCE,
     KeyChange,
     changes,
     check_changes,
@@ -234,7 +236,11 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
 
     found = config_changes(manifest.model_config, document, keys)
     found += changes(then, now)
-    return check_changes(found, job.checkpoint.allow_changes, uri)
+    allowed = set(job.checkpoint.allow_changes)
+    if manifest.scalars.get(DATA_DIGEST):
+        # Nodes whose data has other tokens are refused before the first step.
+        allowed.add(DATA_SOURCE)
+    return check_changes(found, allowed, uri)
 
 
 def _dropout_keys(model_type: str) -> frozenset[str]:

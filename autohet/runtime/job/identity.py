@@ -39,6 +39,8 @@ MAY_CHANGE = frozenset(
         "data.cache",
         "data.build_timeout_s",
         "data.trust_remote_code",
+        # It decides how weights are drawn, and a run that goes on has its own.
+        "model.config.initializer_range",
     }
 )
 """Keys of `training` and `data` that may differ between two parts of a run.
@@ -53,6 +55,8 @@ PLACES = frozenset({"storage", "memory_directory", "local_directory", "allow_cha
 """Fields of the free sections that say where a run is, not what it is."""
 DATA_DIGEST = "data.sha256"
 """SHA-256 of all tokens of the run's dataset."""
+DATA_SOURCE = "data.source"
+"""Place of the data: it may change where DATA_DIGEST is recorded, which the nodes compare."""
 PRETRAINED = "model.pretrained"
 FROM_SEED = "none: drawn from training.seed"
 FAMILY = "model.family"
