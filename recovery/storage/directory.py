@@ -185,7 +185,7 @@ class DirectoryStorage:
             os.fsync(file.fileno())
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
-        seen = set()
+        seen: set[str] = set()
         # A step's directory may be a link to another disk.
         for parent, folders, files in os.walk(folder, onerror=_raise_unless_gone, followlinks=True):
             real = os.path.realpath(parent)
