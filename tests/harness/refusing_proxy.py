@@ -179,6 +179,16 @@ def unsorted_list(request: Request) -> Refusal | None:
     return ObjectList(200, "", "", names=(f"{prefix}b", f"{prefix}c", f"{prefix}a"))
 
 
+def directory_bucket(request: Request) -> Refusal | None:
+    """Refuse what directory buckets refuse: a list by a prefix that does not end in a slash."""
+    is_list = request.method == "GET" and {"list-type", "uploads"} & request.query.keys()
+    prefix = request.query.get("prefix", [""])[0]
+    if is_list and prefix and not prefix.endswith("/"):
+        message = "This bucket does not support a prefix that does not end in a delimiter."
+        return Refusal(400, "InvalidArgument", message)
+    return None
+
+
 def no_checksums(request: Request) -> Refusal | None:
     """Refuse CRC headers, as Backblaze B2 did."""
     for name in request.headers:

@@ -37,6 +37,8 @@ logger = logging.getLogger("autohet.sources")
 COMMAND_TIMEOUT_S = 10.0
 MAX_BYTES = 1 << 20
 MOST_SAID = 10_000
+MOST_LOGGED = 10
+"""Lines that cannot be read and are logged, each once; a command may print the same for ever."""
 UNKNOWN_S = 60.0
 """Seconds for which a line may name a node that is not there yet.
 
@@ -237,18 +239,26 @@ class ScriptNotices:
                 continue
             count[line] += 1
             key = f"{count[line]} {line}"
-            if key in self._refused or key in self._lines or len(self._lines) >= MOST_SAID:
+            is_known = line in self._refused or key in self._lines
+            if is_known or len(self._lines) >= MOST_SAID:
                 continue
             try:
                 said = parse_line(line, now)
             except ValueError as error:
-                self._refused.add(key)
-                logger.warning("The script of notices says %s", error)
+                self._refuse(line, error)
                 continue
             with self._lock:
                 if not self._is_repeated(line, count[line]):
                     self._lines[key] = Line(said, time.time())
         return len(self._lines)
+
+    def _refuse(self, line: str, error: ValueError) -> None:
+        if len(self._refused) < MOST_SAID:
+            self._refused.add(line)
+        if len(self._refused) <= MOST_LOGGED:
+            logger.warning("The script of notices says %s", error)
+        if len(self._refused) == MOST_LOGGED:
+            logger.warning("Further lines of the script of notices are not logged")
 
     def _is_repeated(self, text: str, number: int) -> bool:
         """Return true if the equal line before it still stands.

@@ -26,6 +26,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.state.export_config import default_generation_config
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
+from recovery.storage.contents import holds
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -70,14 +71,13 @@ class ModelFiles:
         return f"{PREFIX}{digest.hexdigest()[:16]}/"
 
     def store(self, storage: Storage) -> dict[str, str]:
-        """Store the files that are missing; return the manifest's scalar that names their prefix.
+        """Store what is missing or damaged; return the manifest's scalar that names the prefix.
 
         Raises:
             StorageError: the storage does not accept them.
         """
-        sizes = {info.name: info.size for info in storage.list(self.prefix)}
         for name, content in self.contents.items():
-            if sizes.get(self.prefix + name) != len(content):
+            if not holds(storage, self.prefix + name, content):
                 storage.put(self.prefix + name, content)
         return {SCALAR: self.prefix}
 
