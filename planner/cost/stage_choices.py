@@ -47,7 +47,7 @@ class StageChoices:
         as many microbatches in flight as fit, at most `most` more at each stage than at the next.
         """
         if self._parameters.offload_optimizer:
-            plan = plan.offloading()
+            plan = plan.with_offloading()
         # shares depend on formats, and what fits in memory on both
         plan = self.with_formats(plan)
         plan = self._memory.with_shares(plan)
@@ -64,20 +64,14 @@ class StageChoices:
 
         Fewest in flight first; each plan once.
         """
-        ways = dict[Plan, None]()
-        for most in range(1, MOST_AHEAD + 1):
-            ways[self.working_ahead(plan, most)] = None
-        return list(ways)
+        ways = [self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)]
+        return list(dict.fromkeys(ways))
 
     def with_formats(self, plan: Plan) -> Plan:
         """Return the plan with the format of each stage's GPU types, where not the precision."""
         if not self._formats.by_type or plan.spmd is not None:
             return plan
-        pipelines = []
-        for pipeline in plan.pipelines:
-            stages = [self._with_format(stage) for stage in pipeline.stages]
-            pipelines.append(replace(pipeline, stages=tuple(stages)))
-        return replace(plan, pipelines=tuple(pipelines))
+        return plan.map_stages(self._with_format)
 
     def _with_format(self, stage: Stage) -> Stage:
         unnamed = replace(stage, compute=None)
@@ -97,13 +91,12 @@ class StageChoices:
         """
         if self._dispatch.allowed == "sum" or plan.spmd is not None:
             return plan
-        pipelines = []
-        for pipeline in plan.pipelines:
-            stages = []
-            for index in range(len(pipeline.stages)):
-                stages.append(self._with_dispatch(pipeline, index))
-            pipelines.append(replace(pipeline, stages=tuple(stages)))
-        return replace(plan, pipelines=tuple(pipelines))
+
+        def choose(pipeline: Pipeline) -> Pipeline:
+            stages = [self._with_dispatch(pipeline, i) for i in range(len(pipeline.stages))]
+            return replace(pipeline, stages=tuple(stages))
+
+        return plan.map_pipelines(choose)
 
     def _with_dispatch(self, pipeline: Pipeline, index: int) -> Stage:
         by_sum, sending = self._ways_of(pipeline.stages[index])

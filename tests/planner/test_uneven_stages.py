@@ -19,7 +19,8 @@ from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.inputs.cluster import GIB, Fleet
 from planner.inputs.profile import ProfileTable
 from planner.plans.model_spec import ModelSpec
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.search.bounds.bound import Bound
 from planner.search.memory import search_with_memory
 from planner.search.problem import limits

@@ -23,9 +23,9 @@ from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.cluster import Fleet, NodeBound
 from planner.inputs.zones import ZoneTable
-from planner.plans.plan import Plan, check_plan
+from planner.plans.plan import Plan
+from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import require_disjoint_holders
-from planner.spmd.fleet import work_by_worker
 from planner.strategies import Answer, Request, plan_with
 from planner.strategies.autohet_uneven import check_like_gpus
 
@@ -84,7 +84,7 @@ class PlanProposal:
         """Return `compute_s` of a plan of one program; factors: slowdown by worker."""
         found = {}
         passes = self.plan.pipelines[0].num_microbatches
-        work = work_by_worker(self.cost, self.plan)
+        work = self.cost.programs.work_by_worker(self.plan)
         for worker, (forward_s, backward_s) in work.items():
             found[worker] = passes * (forward_s + backward_s) * factors[worker]
         return found
@@ -399,7 +399,7 @@ class Planning:
         check_like_gpus(plan, fleet, self.inputs.spec)
         check_plan_formats(self.job, plan, fleet)
         if self.job.training.offload == "optimizer" and plan.spmd is None:
-            plan = plan.offloading()
+            plan = plan.with_offloading()
 
         cost = self.make_cost(fleet, one_format=True)
         return PlanProposal(plan, cost.predict(plan), cost)

@@ -14,7 +14,7 @@ from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from planner.inputs.catalogue import canonical_gpu_type
 from planner.inputs.cluster import Cluster, Fleet, NodeType
-from planner.inputs.formats import can_compute, check_formats
+from planner.plans.formats import can_compute, check_formats
 from planner.plans.plan import ComputeFormat, Plan
 
 logger = logging.getLogger("autohet")

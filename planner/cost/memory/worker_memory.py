@@ -1,5 +1,7 @@
 """Bytes of one worker: what it may use, what it always needs, and what each layer needs."""
 
+from typing import NamedTuple
+
 from planner.cost.basis import CostBasis
 from planner.cost.memory.training_bytes import (
     MemoryTerms,
@@ -10,8 +12,25 @@ from planner.cost.memory.training_bytes import (
 from planner.inputs.cluster import NodeType
 from planner.plans.plan import Recompute, TensorShare
 
-TermsByUse = dict[tuple[str, int, int, Recompute, TensorShare | None], MemoryTerms]
-"""Bytes of layers by format, TP degree, microbatch size, recomputation and share."""
+
+class MemoryUse(NamedTuple):
+    """Way in which a worker holds its layers.
+
+    share: its own share, if the TP degree does not define it. cuts_sequence, offloads: its stage is
+    sequence parallel, or has masters and moments in host memory, whatever the parameters say.
+    """
+
+    compute: str
+    tp_degree: int
+    microbatch: int
+    recompute: Recompute
+    share: TensorShare | None = None
+    cuts_sequence: bool = False
+    offloads: bool = False
+
+
+TermsByUse = dict[MemoryUse, MemoryTerms]
+"""Bytes of layers by use."""
 
 
 class WorkerMemory:
@@ -36,48 +55,33 @@ class WorkerMemory:
         """Return bytes of a GPU that a plan may use: its memory less the margin."""
         return (1.0 - self._parameters.memory_margin) * node_type.gpu_memory_bytes
 
-    def terms(
-        self,
-        compute: str,
-        tp_degree: int,
-        microbatch: int,
-        recompute: Recompute,
-        share: TensorShare | None = None,
-    ) -> MemoryTerms:
-        """Return the bytes of every layer where it computes in one format.
-
-        share: the worker's own share, if the TP degree does not define it.
-        """
-        key = (compute, tp_degree, microbatch, recompute, share)
-        known = self._known.get(key)
+    def terms(self, use: MemoryUse) -> MemoryTerms:
+        """Return the bytes of every layer."""
+        known = self._known.get(use)
         if known is None:
-            known = self._known[key] = self._terms(*key)
+            known = self._known[use] = self._terms(use)
         return known
 
-    def _terms(
-        self,
-        compute: str,
-        tp_degree: int,
-        microbatch: int,
-        recompute: Recompute,
-        share: TensorShare | None,
-    ) -> MemoryTerms:
+    def _terms(self, use: MemoryUse) -> MemoryTerms:
         parameters = self._parameters
         spec = self._spec
-        cut: float = tp_degree
-        if share is not None:
-            spec = spec.with_share(share)
+        cut: float = use.tp_degree
+        if use.share is not None:
+            spec = spec.with_share(use.share)
             # the TP degree at which even parts would be as large
-            cut = 1 / share.fraction
+            cut = 1 / use.share.fraction
         length = self._sequence_length
-        on_rank = TokensOnRank(microbatch * length, length, compute, cut)
-        memory = memory_terms(spec, on_rank, recompute, parameters)
+        on_rank = TokensOnRank(use.microbatch * length, length, use.compute, cut)
+        memory = memory_terms(spec, on_rank, use.recompute, parameters)
 
         # selective recomputation is not combined with it
-        cuts_sequence = parameters.sequence_parallel and recompute != "selective"
-        if cuts_sequence and tp_degree > 1:
-            inside = self._formats.inside_bytes(microbatch, compute)
+        may_cut = use.tp_degree > 1 and use.recompute != "selective"
+        if use.cuts_sequence or (parameters.sequence_parallel and may_cut):
+            inside = self._formats.inside_bytes(use.microbatch, use.compute)
             value_bytes = inside / self._spec.hidden_size
             by_modules = parameters.autograd_activations
-            memory = with_cut_sequence(memory, spec, value_bytes, tp_degree, recompute, by_modules)
-        return memory.offloaded() if parameters.offload_optimizer else memory
+            memory = with_cut_sequence(
+                memory, spec, value_bytes, use.tp_degree, use.recompute, by_modules
+            )
+        offloads = use.offloads or parameters.offload_optimizer
+        return memory.offload() if offloads else memory

@@ -15,16 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.search.drafts.climb import climb
-from planner.search.drafts.closed_form import Families, families, ranked
+from planner.arrays import Bools
+from planner.search.drafts.closed_form import Families, families, rank_families
 from planner.search.drafts.combined_families import cut_combined_families
 from planner.search.drafts.cut import Balancer
-from planner.search.drafts.cut_ranking import CutRanking
+from planner.search.drafts.cut_ranking import CutRanking, SharedNodes, climb
 from planner.search.drafts.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
 from planner.search.drafts.regroup import regroup
-from planner.search.drafts.shared_nodes import SharedNodes
 from planner.search.drafts.side_by_side import SideBySide, Sync
 from planner.search.drafts.uncut import (
     CutPipelines,
@@ -55,7 +53,7 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     Drafts that probably hold some layer on too few nodes come last, and only if the request is not
     brief.
     """
-    every = families(tables, request.mixed_tp)
+    every = families(tables)
     known = (Estimator(tables), Balancer(tables))
     if request.min_node_disjoint_holders < 2:
         return _proposals_of(request, tables, every, every, known)
@@ -109,7 +107,6 @@ def _proposals_of(
         options = DraftOptions(
             side_by_side,
             parts=parts,
-            mixed_sizes=request.mixed_microbatch,
             keep=keep,
             beside=every,
             orders=orders,
@@ -126,7 +123,7 @@ def _resources_in(tables: Tables, some: Families) -> frozenset[int]:
     return frozenset(tables.kind(row).resource for row in used)
 
 
-def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
+def _on_one_node(tables: Tables, some: Families) -> Bools:
     """Return (n,) True for families that use a node type of which the fleet has one node.
 
     Their near-equal pipelines have the same layers on that node: it alone holds some of them.
@@ -142,14 +139,13 @@ class DraftOptions:
 
     side_by_side: the same stages of all pipelines lie side by side; else each pipeline is on nodes
     of its own, and only then may different families train beside each other. parts: of pipelines
-    that lie side by side on nodes of their own. mixed_sizes: pipelines may differ in their
-    microbatch. keep: maximum number of drafts. beside: families that may train beside each other
-    (None: the drafter's). orders: equal pipelines whose stages follow each other in any order.
+    that lie side by side on nodes of their own. keep: maximum number of drafts. beside: families
+    that may train beside each other (None: the drafter's). orders: equal pipelines whose stages
+    follow each other in any order.
     """
 
     side_by_side: bool = False
     parts: int = 1
-    mixed_sizes: bool = True
     keep: int = limits.DRAFTS
     beside: Families | None = None
     orders: tuple[UncutPipelines, ...] = ()
@@ -175,7 +171,6 @@ class Drafter:
         self.families = every
         self.beside = options.beside or every
         self.together = options.side_by_side
-        self.mixed_sizes = options.mixed_sizes
         self.keep = options.keep
         self._orders = options.orders
         self._usable = _resources_in(tables, every)
@@ -192,7 +187,7 @@ class Drafter:
         found = list[Proposal]()
         in_pattern = list[CutPipelines]()
         batch = self.tables.batch
-        quickest = ranked(self.tables, batch, self.families, self._ranking.sync)
+        quickest = rank_families(self.tables, batch, self.families, self._ranking.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
             if found and is_late():
                 break
@@ -253,10 +248,7 @@ class Drafter:
         They are climbed to from the best orders and from `in_pattern`, by one stage at a time.
         """
         numbers = set(self.families.number.tolist())
-        ordered = []
-        for uncut in self._orders:
-            if uncut.number in numbers:
-                ordered.append([uncut])
+        ordered = [[uncut] for uncut in self._orders if uncut.number in numbers]
         orders = self._ranking.fastest(ordered)
 
         starts = list(orders)
@@ -308,12 +300,10 @@ class Drafter:
         for possible in tables.sizes:
             if possible < size and tables.batch % possible == 0:
                 smaller.append(possible)
-        if not smaller or not self.mixed_sizes or len(shapes) == 1:
+        if not smaller or len(shapes) == 1:
             return []
 
-        row_of = {}
-        for index, row in enumerate(tables.rows):
-            row_of[row.kind, row.microbatch] = index
+        row_of = {(row.kind, row.microbatch): index for index, row in enumerate(tables.rows)}
         *others, last = shapes
         rows = list[int]()
         for row_index in last.rows:

@@ -17,7 +17,8 @@ from autohet.runtime.parallel.schedule import (
     one_forward_one_backward,
 )
 from planner.plans.in_flight import MOST_AHEAD
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 
 
 def pipeline_of(
