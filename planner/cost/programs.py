@@ -13,7 +13,7 @@ from planner.cost.layers.layer_cost_model import LayerCostModel
 from planner.cost.layers.layer_costs import LayerCosts
 from planner.cost.memory.worker_memory import WorkerMemory
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Plan
 from planner.spmd.costs import CostTable, Device, SpmdCluster, Term, Wire, Work, ring_collectives
 from planner.spmd.graph import Decoder, Graph

@@ -21,7 +21,7 @@ from planner.cost.memory.offload import offloaded_update_s
 from planner.cost.memory.stage_terms import NOT_SHARED, RankBytes, Sharing, StageTerms, traits_of
 from planner.cost.memory.training_bytes import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms
 from planner.cost.memory.worker_memory import MemoryUse, WorkerMemory
-from planner.inputs.cluster import Member, NodeType
+from planner.inputs.fleet import Member, NodeType
 from planner.plans.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.plans.redundancy import layers_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import TensorShare
 
 # of a stage's seconds: for less its shares are neither cut finer nor changed, which moves state

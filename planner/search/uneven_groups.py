@@ -12,7 +12,7 @@ from planner.arrays import Floats
 from planner.cost.layers.layer_costs import LayerCosts
 from planner.cost.model import CostModel
 from planner.cost.stage_costs import spread_tp_s
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.formats import shared_format
 from planner.plans.plan import TensorShare
 from planner.plans.shares import UnevenGroup, place_shares, whole_shares

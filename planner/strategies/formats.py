@@ -7,7 +7,7 @@ types gain, and no larger fleet gets a worse plan than its part.
 from dataclasses import replace
 
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.formats import can_compute
 from planner.search.problem.request import Answer, Rejected, Request, Search, narrow_to
 from planner.search.walk.judge import describe

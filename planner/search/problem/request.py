@@ -8,7 +8,7 @@ from typing import Any, Literal
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet, NodeBound, node_of
+from planner.inputs.fleet import Fleet, NodeBound, node_of
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Plan
 from planner.plans.shares import UnevenGroup

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
-from planner.inputs.cluster import NodeType, node_of
+from planner.inputs.fleet import NodeType, node_of
 from planner.plans.plan import Plan, Stage
 from planner.search.problem import limits
 from planner.search.walk.moves import Moves
