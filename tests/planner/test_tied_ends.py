@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autohet.bench.planner.synthetic import tied
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.cost.basis import Workload
 from planner.cost.model import CostModel
