@@ -146,7 +146,8 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     from planner.answers.robustness import robustness
 
     if answer.plan.spmd is not None:
-        return request.cost.programs.explain(answer.plan, by_tensor=explained)
+        cost: CostModel = request.cost
+        return cost.programs.explain(answer.plan, by_tensor=explained)
     found = robustness(request.cost, answer.plan, answer.candidates)
     document = {"robustness": found.to_document()}
     if explained:
