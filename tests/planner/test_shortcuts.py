@@ -105,7 +105,7 @@ def test_drafts_are_made_with_less_memory_where_one_near_the_best_was_refused(
     answer = plan_with("megatron", asked)
     best = Costed(answer.plan, answer.prediction)
     asks = list[Tables]()
-    monkeypatch.setattr(autohet, "_placed", lambda _, mine: asks.append(mine) or [])
+    monkeypatch.setattr(autohet, "_place_drafts", lambda _, mine: asks.append(mine) or [])
     monkeypatch.setattr(
         autohet, "rank", lambda *_: ([best], [Rejected("", "", times * best.step_time_s)])
     )
