@@ -4,6 +4,7 @@ It makes devices and collectives of them, and predicts the cost of a plan of one
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,25 +25,17 @@ STATE_BYTES = {"fp32": 16.0, "bf16": 18.0, "fp16": 18.0}
 """Bytes of a parameter: fp32 weight, gradient and AdamW's two moments, and the 16-bit copy."""
 
 
+@dataclass(frozen=True)
 class ProgramCosts:
     """Costs of SPMD programs on one fleet.
 
     decoders: cache of the model's graphs by microbatch size, None where no graph is known.
     """
 
-    def __init__(
-        self,
-        basis: CostBasis,
-        layers: LayerCostModel,
-        memory: WorkerMemory,
-        decoders: dict[int, Decoder | None],
-    ) -> None:
-        self._basis = basis
-        self._fleet = basis.fleet
-        self._precision = basis.workload.precision
-        self._layers = layers
-        self._memory = memory
-        self._decoders = decoders
+    basis: CostBasis
+    layers: LayerCostModel
+    memory: WorkerMemory
+    decoders: dict[int, Decoder | None]
 
     def decoder(self, microbatch: int) -> Decoder:
         """Return the model's graph.
@@ -50,11 +43,11 @@ class ProgramCosts:
         Raises:
             InfeasibleError: none is known, or the model can have none.
         """
-        workload = self._basis.workload
-        if microbatch not in self._decoders:
+        workload = self.basis.workload
+        if microbatch not in self.decoders:
             make = workload.decoder
-            self._decoders[microbatch] = None if make is None else make(microbatch)
-        decoder = self._decoders[microbatch]
+            self.decoders[microbatch] = None if make is None else make(microbatch)
+        decoder = self.decoders[microbatch]
         if decoder is None:
             spec = workload.spec
             raise InfeasibleError(
@@ -67,7 +60,7 @@ class ProgramCosts:
         self, graph: Graph, workers: Sequence[str], microbatch: int, passes: int
     ) -> CostTable:
         """Return the cost of instructions on these workers, in this order."""
-        kinds = self._fleet.node_types_of(workers)
+        kinds = self.basis.fleet.node_types_of(workers)
         even = max(1, microbatch // len(workers))
         rates_by_kind: dict[NodeType, tuple[float, float, float, float]] = {}
         devices = []
@@ -78,20 +71,20 @@ class ProgramCosts:
 
         # The cost model knows the seconds of an all-reduce. Two sizes of it, one of them next to
         # nothing, give the latency and the bandwidth from which the ring's collectives follow.
-        members = self._fleet.members_of(workers)
+        members = self.basis.fleet.members_of(workers)
         n = len(workers)
-        size = self._basis.formats.inside_bytes(microbatch, self._precision)
-        wait_s = self._basis.links.all_reduce_s(members, 1.0)
+        size = self.basis.formats.inside_bytes(microbatch, self.basis.workload.precision)
+        wait_s = self.basis.links.all_reduce_s(members, 1.0)
         link = float("inf")
         if n > 1:
-            transfer_s = self._basis.links.all_reduce_s(members, size) - wait_s
+            transfer_s = self.basis.links.all_reduce_s(members, size) - wait_s
             link = float(2 * (n - 1) / n * size / transfer_s)
         # An all-reduce waits for so many messages in turn (`ring_collectives`).
         num_rounds = float(np.ceil(np.log2(n)))
         num_messages = 2 * max(1.0, num_rounds)
         collectives = ring_collectives(n, link, wait_s / num_messages)
         cluster = SpmdCluster(tuple(devices), collectives)
-        return CostTable(graph, cluster, STATE_BYTES[self._precision], passes)
+        return CostTable(graph, cluster, STATE_BYTES[self.basis.workload.precision], passes)
 
     def _rates(
         self, kind: NodeType, graph: Graph, microbatch: int, even: int
@@ -101,9 +94,9 @@ class ProgramCosts:
         They are those of the line through the model's times at one sequence and at an even share.
         """
         size = max(2, even)
-        layers = self._layers.costs(kind, 1, 1)
+        layers = self.layers.costs(kind, 1, 1)
         one = _model_s(layers)
-        more = _model_s(self._layers.costs(kind, 1, size))
+        more = _model_s(self.layers.costs(kind, 1, size))
         slope = (more - one) / (size - 1)
         if slope <= 0:
             # Measured times may be equal at both sizes, or fall. No rate is infinite or below 0.
@@ -157,20 +150,20 @@ class ProgramCosts:
             term_s = table.seconds((term,), shares)
             seconds[type(term)] += count * term_s
 
-        kinds = self._fleet.node_types_of(plan.workers)
-        layers = [self._layers.costs(kind, 1, 1) for kind in kinds]
+        kinds = self.basis.fleet.node_types_of(plan.workers)
+        layers = [self.layers.costs(kind, 1, 1) for kind in kinds]
         breakdown = {
             "pipeline": seconds[Work],
             "collectives": max(0.0, seconds[Wire] - sync_s),
             "grad_sync": sync_s,
             "optimizer": _update_s(table, placed, layers),
-            "overhead": self._basis.parameters.step_overhead_s,
+            "overhead": self.basis.parameters.step_overhead_s,
         }
 
         used = table.program_bytes(program, shares)
         bytes_by_worker = {}
         for worker, num_bytes, kind in zip(plan.workers, used, kinds, strict=True):
-            bytes_by_worker[worker] = int(num_bytes + self._memory.fixed_bytes(kind))
+            bytes_by_worker[worker] = int(num_bytes + self.memory.fixed_bytes(kind))
 
         # each note once, in order
         notes = dict[str, None]()
@@ -198,7 +191,7 @@ class ProgramCosts:
                 count_per_pass = count / table.passes
                 work_s = table.work_s(term, placed.shares)
                 total = total + count_per_pass * work_s
-        kinds = self._fleet.node_types_of(plan.workers)
+        kinds = self.basis.fleet.node_types_of(plan.workers)
         slowdowns = np.array([kind.slowdown for kind in kinds])
         total = total / slowdowns
 

@@ -43,6 +43,7 @@ class ZoneTransfer:
         }
 
 
+@dataclass(frozen=True)
 class PlanPrices:
     """Prices of plans on one fleet.
 
@@ -50,18 +51,14 @@ class PlanPrices:
     the all-reduces of a plan.
     """
 
-    def __init__(self, basis: CostBasis, zones: tuple[str, ...], memory: PlanMemory) -> None:
-        self._fleet = basis.fleet
-        self._formats = basis.formats
-        self._sliced = basis.parameters.sliced_boundaries
-        self._table = basis.links.zones
-        self._zones = zones
-        self._memory = memory
+    basis: CostBasis
+    zones: tuple[str, ...]
+    memory: PlanMemory
 
     def nodes_usd_per_hour(self, plan: Plan) -> float | None:
         """Return the price of the nodes in use; None if one has none."""
         total = 0.0
-        for kind in dict(self._fleet.members_of(plan.workers)).values():
+        for kind in dict(self.basis.fleet.members_of(plan.workers)).values():
             if kind.usd_per_hour is None:
                 return None
             total += kind.usd_per_hour
@@ -72,7 +69,7 @@ class PlanPrices:
 
         Empty for SPMD programs, which stay in one zone.
         """
-        if len(self._zones) < 2 or plan.spmd is not None:
+        if len(self.zones) < 2 or plan.spmd is not None:
             return ()
         carried = defaultdict[ZonePair, float](float)
         for pipeline in plan.pipelines:
@@ -82,10 +79,10 @@ class PlanPrices:
             for pair, num_bytes in crossings.items():
                 carried[pair] += num_bytes * pipeline.num_microbatches
 
-        for job in self._memory.sync_jobs(plan):
+        for job in self.memory.sync_jobs(plan):
             num_bytes = ring_bytes(len(job.members), job.num_bytes)
             # a ring goes from node to node, and from the last one back to the first
-            kinds = dict(self._fleet.members_of(job.members))
+            kinds = dict(self.basis.fleet.members_of(job.members))
             ring = [kind.zone for kind in kinds.values()]
             for i, zone in enumerate(ring):
                 if are_apart(zone, ring[i - 1]):
@@ -93,20 +90,22 @@ class PlanPrices:
 
         transfers = []
         for pair, num_bytes in sorted(carried.items()):
-            transfers.append(ZoneTransfer(pair, num_bytes, self._table.usd_per_gb(*pair)))
+            transfers.append(
+                ZoneTransfer(pair, num_bytes, self.basis.links.zones.usd_per_gb(*pair))
+            )
         return tuple(transfers)
 
     def _crossings(self, pipeline: Pipeline) -> Iterator[tuple[ZonePair, float]]:
         """Yield bytes of a microbatch's hidden states and gradients that cross between zones."""
         size = pipeline.microbatch_sequences
-        formats = self._formats
+        formats = self.basis.formats
         for one, other in itertools.pairwise(pipeline.stages):
             message = formats.border_bytes(size, formats.of(one), formats.of(other))
             hidden_states = transfers_between(one, other)
             gradients = transfers_between(other, one)
             for transfer in (*hidden_states, *gradients):
-                source = self._fleet.node_of(transfer.source).node_type.zone
-                target = self._fleet.node_of(transfer.target).node_type.zone
+                source = self.basis.fleet.node_of(transfer.source).node_type.zone
+                target = self.basis.fleet.node_of(transfer.target).node_type.zone
                 if are_apart(source, target):
-                    part = 1 / transfer.slices if self._sliced else 1.0
+                    part = 1 / transfer.slices if self.basis.parameters.sliced_boundaries else 1.0
                     yield zone_pair(source, target), part * message

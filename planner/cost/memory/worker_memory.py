@@ -1,5 +1,6 @@
 """Bytes of one worker: what it may use, what it always needs, and what each layer needs."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.cost.basis import CostBasis
@@ -33,52 +34,49 @@ TermsByUse = dict[MemoryUse, MemoryTerms]
 """Bytes of layers by use."""
 
 
+@dataclass(frozen=True)
 class WorkerMemory:
     """Memory of single workers.
 
     known: cache of layers' bytes, which may be shared by fleets.
     """
 
-    def __init__(self, basis: CostBasis, known: TermsByUse) -> None:
-        self._spec = basis.workload.spec
-        self._sequence_length = basis.workload.sequence_length
-        self._parameters = basis.parameters
-        self._formats = basis.formats
-        self._known = known
+    basis: CostBasis
+    known: TermsByUse
 
     def fixed_bytes(self, node_type: NodeType) -> float:
         """Return bytes that any worker needs, independent of its layers."""
-        context_share = self._parameters.context_share
-        return self._parameters.context_bytes + context_share * node_type.gpu_memory_bytes
+        context_share = self.basis.parameters.context_share
+        return self.basis.parameters.context_bytes + context_share * node_type.gpu_memory_bytes
 
     def limit_bytes(self, node_type: NodeType) -> float:
         """Return bytes of a GPU that a plan may use: its memory less the margin."""
-        return (1.0 - self._parameters.memory_margin) * node_type.gpu_memory_bytes
+        return (1.0 - self.basis.parameters.memory_margin) * node_type.gpu_memory_bytes
 
     def terms(self, use: MemoryUse) -> MemoryTerms:
         """Return the bytes of every layer."""
-        known = self._known.get(use)
+        known = self.known.get(use)
         if known is None:
-            known = self._known[use] = self._terms(use)
+            known = self.known[use] = self._terms(use)
         return known
 
     def _terms(self, use: MemoryUse) -> MemoryTerms:
-        parameters = self._parameters
-        spec = self._spec
+        parameters = self.basis.parameters
+        spec = self.basis.workload.spec
         cut: float = use.tp_degree
         if use.share is not None:
             spec = spec.with_share(use.share)
             # the TP degree at which even parts would be as large
             cut = 1 / use.share.fraction
-        length = self._sequence_length
+        length = self.basis.workload.sequence_length
         on_rank = TokensOnRank(use.microbatch * length, length, use.compute, cut)
         memory = memory_terms(spec, on_rank, use.recompute, parameters)
 
         # selective recomputation is not combined with it
         may_cut = use.tp_degree > 1 and use.recompute != "selective"
         if use.cuts_sequence or (parameters.sequence_parallel and may_cut):
-            inside = self._formats.inside_bytes(use.microbatch, use.compute)
-            value_bytes = inside / self._spec.hidden_size
+            inside = self.basis.formats.inside_bytes(use.microbatch, use.compute)
+            value_bytes = inside / self.basis.workload.spec.hidden_size
             by_modules = parameters.autograd_activations
             memory = with_cut_sequence(
                 memory, spec, value_bytes, use.tp_degree, use.recompute, by_modules
