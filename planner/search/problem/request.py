@@ -32,9 +32,9 @@ class Request:
     """Planning problem: the fleet, the model, and the limits on plans.
 
     cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every
-    pipeline's microbatch (None: choose). max_tp_degree limits the TP degree.
-    max_usd_per_hour limits the price of the nodes in use; bound limits their
-    number, if the fleet has more than can exist at one time.
+    pipeline's microbatch (None: choose). max_tp_degree limits the TP degree. max_usd_per_hour
+    limits the price of the nodes in use; bound limits their number, if the fleet has more than can
+    exist at one time.
 
     max_zones limits the zones that a plan lies in. max_transfer_share limits the price of data
     between zones, as a share of the price of the plan's nodes; it holds if anything cheaper fits.
