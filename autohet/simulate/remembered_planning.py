@@ -167,7 +167,7 @@ class RememberedPlanning(Planning):
         planned = self.inputs.fleet(fleet)
         try:
             if self.memory.cost is not None:
-                return self.memory.cost.on(planned)
+                return self.memory.cost.with_fleet(planned)
         except ConfigError:
             pass  # The fleet has a node type that the remembered model was not made for.
         self.memory.cost = super().make_cost(fleet)

@@ -11,7 +11,7 @@ from autohet.simulate.remembered_planning import RememberedPlanning, SearchCache
 from planner.errors import ConfigError
 from planner.inputs.cluster import cluster_from_document
 from planner.inputs.fleet import Fleet, Node
-from planner.plans.plan import check_plan
+from planner.plans.plan_checks import check_plan
 from tests.driver.test_simulation import job_document
 from tests.harness.local_fleet import cluster_document
 

@@ -31,10 +31,10 @@ from planner.inputs.cluster import cluster_from_document
 from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import Shares, round_to_units
-from planner.spmd.decoder import WHOLE
 from planner.spmd.document import StageProgram
-from planner.spmd.fleet import decoder_of, table_of
-from planner.spmd.plan import PlacedProgram, synthesize
+from planner.spmd.graph import WHOLE
+from planner.spmd.plan import PlacedProgram
+from planner.spmd.search import ProgramSearch
 from planner.strategies import Request, plan_with
 from tests.harness.local_fleet import node_type
 from tests.harness.processes import run_distributed
@@ -110,13 +110,15 @@ def data_parallel_plan(of: PacedFleet, weights: Sequence[float]) -> Plan:
     sequences cut, they would be so in the same parts, so it cuts samples.
     """
     cost = of.cost()
-    workers, decoder, speeds = cost.fleet.workers, decoder_of(cost, of.batch), speeds_of(of)
-    table = table_of(cost, decoder.graph, workers, of.batch, 1)
+    workers, decoder, speeds = cost.fleet.workers, cost.programs.decoder(of.batch), speeds_of(of)
+    table = cost.programs.table(decoder.graph, workers, of.batch, 1)
     row = tuple(samples / of.batch for samples in round_to_units(weights, of.batch))
     slowest = speeds.index(min(speeds))
     given = (row, tuple(float(rank == slowest) for rank in range(len(row))))
-    found = synthesize(table, 1, dict.fromkeys(decoder.split_dims, WHOLE), given)
-    placed = PlacedProgram(found.graph, found.program, Shares(found.graph, (row,)))
+    pinned = dict.fromkeys(decoder.split_dims, WHOLE)
+    search = ProgramSearch(table, Shares(decoder.graph, given), pinned)
+    _, program = search.dynamic_program()
+    placed = PlacedProgram(decoder.graph, program, Shares(decoder.graph, (row,)))
     assert [axis.units for axis in placed.units] == [of.batch]
     return _as_plan(of, cost, placed)
 

@@ -3,8 +3,8 @@
 The published measurements are in the folder named by AUTOHET_MEASUREMENTS (default: `shared` next
 to the checkout); if it is absent, the rows say so. Each row names what was fitted and what was held
 out. "Nothing" fitted means the defaults of `CostParameters`, one set for all rows. They were chosen
-with these sets in view (planner/README.md), so only measurements that are not listed here test them
-blind. Facts of a framework (gradient width, how a tied embedding is summed) are given.
+with these sets in view (docs/guides/predictions.md), so only measurements that are not listed here
+test them blind. Facts of a framework (gradient width, how a tied embedding is summed) are given.
 """
 
 import csv

@@ -22,7 +22,7 @@ from autohet.bench.planner.synthetic import (
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet
 from planner.plans.model_spec import ModelSpec
-from planner.search.problem.request import narrowed
+from planner.search.problem.request import narrow_to
 from planner.strategies import Request, plan_with
 
 ResultRow = dict[str, Any]
@@ -126,4 +126,4 @@ def _answer(request: Request, strategy: str) -> tuple[float, float] | None:
 def _without_one(request: Request) -> Iterator[Request]:
     for left_out in request.fleet.node_types:
         nodes = tuple(node for node in request.fleet.nodes if node.node_type != left_out)
-        yield narrowed(request, Fleet(request.fleet.generation, nodes))
+        yield narrow_to(request, Fleet(request.fleet.generation, nodes))

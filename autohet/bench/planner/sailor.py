@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from planner.arrays import Floats, Ints
 from planner.inputs.fleet import NodeType
 from planner.search.drafts.draft import Estimator, Shape
-from planner.search.problem.stage_sums import Floats, Ints, Row
+from planner.search.problem.stage_sums import Row
 from planner.search.problem.tables import Kind, Resource, Tables
 
 GIB = 2**30

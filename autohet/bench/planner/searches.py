@@ -122,9 +122,7 @@ def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | 
         found = verdict(module, judge, plan.to_document())
         return float(found["step_time_s"]) if found["fits"] else math.inf
 
-    proposals = Drafter(
-        tables, families(tables, mixed_tp=True), SailorSync(judge, tables)
-    ).proposals()
+    proposals = Drafter(tables, families(tables), SailorSync(judge, tables)).proposals()
     plans = [plan for each in proposals for plan in placements(tables, each, (1,))]
     starts = sorted(plans, key=seconds)[: limits.WALKS]
     tries = tries_for(sum(resource.num_gpus for resource in tables.resources))

@@ -16,7 +16,7 @@ from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.profile import Measurement, ProfileTable
 from planner.plans.model_spec import Experts, LayerSpec, ModelSpec
-from planner.spmd.decoder import Decoder
+from planner.spmd.graph import Decoder
 from planner.strategies import Request
 
 GIB = 2**30
