@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.events.event_log import finite
 from autohet.driver.job.submission import is_submitted, warn_of_short_stop
 from autohet.driver.job.supervise import MAY_PASS, RESTARTS, supervised, will_restart
-from autohet.driver.loop.events import finite
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import PlainFormatter, visible
 

@@ -13,8 +13,8 @@ from typing import Any
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.outlook import MOST_S
 from autohet.control.values.states import Training
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config

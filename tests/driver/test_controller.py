@@ -11,8 +11,8 @@ from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import make_planning
 from autohet.control.values.observation import Notice
 from autohet.control.values.states import Training, Waiting
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.facts.planning import PlanningInputs
 from autohet.runtime.messages import Phase
 from autohet.runtime.models.config import load_config

@@ -10,9 +10,9 @@ import pytest
 
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.values.states import Building, Quiescing
-from autohet.driver.callbacks.living_nodes import LivingNodes
+from autohet.driver.events.event_log import EventLog
+from autohet.driver.events.living_nodes import LivingNodes
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase

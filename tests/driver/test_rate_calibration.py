@@ -10,8 +10,8 @@ from autohet.control import speeds
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import make_planning
 from autohet.control.values.observation import NodeView
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.models.config import load_config
 from planner.inputs.cluster import Fleet, Node, NodeType

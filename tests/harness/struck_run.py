@@ -20,8 +20,8 @@ from autohet.control.values.observation import Observation
 from autohet.control.values.states import Training
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autohet.cli.outputs import check_output
 from planner.errors import ConfigError
 from recovery.transfer.links import LinkRates
 
@@ -110,8 +109,6 @@ def run(args: argparse.Namespace) -> int:
     from autohet.bench.recovery.display import draw, show
     from autohet.driver.loop.stop_signals import ending_on_sigterm
 
-    check_output("--out", args.out)
-    check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
     with ending_on_sigterm():
         document = benchmark(_options(args))
     if args.out:
@@ -134,7 +131,7 @@ def _options(args: argparse.Namespace) -> Options:
     chosen = tuple(args.scenarios.split(",")) if args.scenarios else tuple(SCENARIOS)
     unknown = [name for name in chosen if name not in SCENARIOS]
     if unknown:
-        raise ConfigError(f"--scenarios names '{unknown[0]}'; there are {', '.join(SCENARIOS)}")
+        raise ConfigError(f"Unknown scenario '{unknown[0]}'; choose from {', '.join(SCENARIOS)}.")
     for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s", "step_s"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ConfigError(

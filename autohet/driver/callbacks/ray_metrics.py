@@ -11,8 +11,8 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
-from autohet.driver.callbacks.living_nodes import LivingNodes
-from autohet.driver.loop.zone_bill import ZoneBill
+from autohet.driver.events.living_nodes import LivingNodes
+from autohet.driver.events.zone_bill import ZoneBill
 from planner.inputs.zones import GB
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from autohet.driver.emulated.fleet import read_document
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.cluster_file import read_document
 from autohet.driver.ray.requests.scaling import launched_from
 from autohet.driver.ray.this_machine import announcement, local_document
 from autohet.runtime.job import Job

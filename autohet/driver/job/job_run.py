@@ -22,14 +22,14 @@ from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.checkpoints.resumption import loss_scales, skipped_from
 from autohet.driver.emulated.fleet import EmulatedFleet
-from autohet.driver.emulated.pacing import paces_of
 from autohet.driver.emulated.rehearsal import Rehearsal
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_data
 from autohet.driver.job.run_record import steps_told
 from autohet.driver.job.supervise import is_restart
 from autohet.driver.loop.background_search import BackgroundPlanning
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.driver.loop.run_directories import run_id
 from autohet.driver.ray.requests.scaling import FleetRequest

@@ -16,7 +16,8 @@ from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
 from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.checkpoints.resumption import summary_of_finished
-from autohet.driver.emulated.fleet import EmulatedFleet, is_emulated
+from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_gpus, check_shared_storage
 from autohet.driver.job.job_run import JobRun, Machines, Outcome, make_durable
 from autohet.driver.job.patience import with_patience
@@ -25,11 +26,11 @@ from autohet.driver.job.run_record import RunCopies
 from autohet.driver.job.submission import is_submitted, warn_of_no_restart
 from autohet.driver.job.supervise import is_restart, is_supervised, note_begun
 from autohet.driver.loop.controller import Controller, Guard
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.recorder import Recorder, recorder_beside
 from autohet.driver.loop.run_directories import node_directories
 from autohet.driver.loop.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.requests.scaling import fleet_request
 from autohet.driver.report.write import leave_report
 from autohet.runtime.job import Job

@@ -29,7 +29,7 @@ from autohet.control.planning.proposals import (
 )
 from autohet.control.values.effects import Round
 from autohet.control.values.observation import Observation
-from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.recorder import (
     MAPPINGS,
     VERSION,

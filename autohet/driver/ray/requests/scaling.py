@@ -21,7 +21,7 @@ from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import RayError
 
 from autohet.control.planning.buying import Market, completed, may_exist, usd_per_hour
-from autohet.driver.emulated.fleet import is_emulated
+from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.requests.node_requests import NodeRequest, node_request
 from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job
