@@ -148,7 +148,7 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(
     workforce = RayWorkforce(job, "run", durable, cluster, WorkerSettings(1))
     try:
         for name in ("g4dn", "g5"):
-            workforce.observer.track(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
+            workforce.observer.tracked.track(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
         assert list(workforce.observer.nodes) == ["g5-0"]
     finally:
         workforce.close(at_once=True)

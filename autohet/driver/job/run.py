@@ -19,10 +19,11 @@ from autohet.driver.checkpoints.resumption import summary_of_finished
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_gpus, check_shared_storage
-from autohet.driver.job.job_run import JobRun, Machines, Outcome, make_durable
+from autohet.driver.job.job_run import JobRun, Machines, Outcome
 from autohet.driver.job.patience import with_patience
 from autohet.driver.job.preparation import is_finished, prepare
 from autohet.driver.job.run_record import RunCopies
+from autohet.driver.job.run_storage import make_durable
 from autohet.driver.job.submission import is_submitted, warn_of_no_restart
 from autohet.driver.job.supervise import is_restart, is_supervised, note_begun
 from autohet.driver.loop.controller import Controller, Guard
