@@ -7,10 +7,10 @@ import json
 import pytest
 
 from autohet.bench.planner import report as bench_planner
-from autohet.bench.planner.accuracy import measurements_folder
-from autohet.bench.planner.fasop import CASES, PUBLISHED, fasop_profile, growth, partition_row
 from autohet.bench.planner.report import search_reached
 from autohet.cli.main import main
+from scripts.benchmarks.planner.fasop import CASES, PUBLISHED, fasop_profile, growth, partition_row
+from scripts.benchmarks.planner.measurements import measurements_folder
 
 needs_measurements = pytest.mark.skipif(
     measurements_folder() is None,

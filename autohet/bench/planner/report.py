@@ -1,8 +1,7 @@
 """`autohet bench planner`: accuracy of the cost model and the searches, one row per result.
 
-Both are compared with what others published. Quick by default; `--full` adds Sailor's fleets,
-FASOP's Pareto front, the exhaustive judge and up to 4,096 GPUs. Every row has the limits that it
-should reach and `reached` (null if the material for it is absent).
+Quick by default; `--full` adds random fleets, the exhaustive judge and up to 4,096 GPUs. Every row
+has the limits that it should reach and `reached` (null if the material for it is absent).
 """
 
 import argparse
@@ -11,21 +10,27 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from autohet.bench.planner.accuracy import accuracy_rows, measurements_folder, reached
-from autohet.bench.planner.fasop import fasop_rows
+from autohet.bench.planner.layer_times import layer_times_row, reached
 from autohet.bench.planner.searches import SEARCH_PARTS, search_rows
 
 ResultRow = dict[str, Any]
 QUICK_PARTS = ("metis", "replan")
+ELSEWHERE = (
+    ("accuracy", "steps that AMP, Sailor, FASOP, Metis and HAP measured", "planner_accuracy"),
+    ("search", "FASOP's partitions and searches", "planner_fasop"),
+    ("search", "Sailor's fleets", "planner_search sailor"),
+)
+"""(part, what, program) of comparisons with published measurements, which are not shipped."""
 _HIDDEN = ("on", "reached", "parts", "errors", "front")
 
 
 def rows(*, full: bool = False) -> Iterator[tuple[str, ResultRow]]:
     """Yield (part, row) as they are measured: `accuracy`, then `search`."""
-    for row in accuracy_rows():
-        yield "accuracy", row | {"reached": reached(row)}
-    for row in _fasop(full):
-        yield "search", row
+    layers = layer_times_row()
+    yield "accuracy", layers | {"reached": reached(layers)}
+    for part, what, program in ELSEWHERE:
+        why = f"in a checkout: python -m scripts.benchmarks.planner.{program}"
+        yield part, {"on": what, "skipped": why, "reached": None}
 
     parts = SEARCH_PARTS if full else QUICK_PARTS
     for part in parts:
@@ -33,14 +38,6 @@ def rows(*, full: bool = False) -> Iterator[tuple[str, ResultRow]]:
             if "reached" not in row:
                 row |= {"reached": search_reached(row)}
             yield "search", row
-
-
-def _fasop(full: bool) -> list[ResultRow]:
-    folder = measurements_folder()
-    if folder is None:
-        why = "no measurements here: set AUTOHET_MEASUREMENTS to their folder"
-        return [{"on": "FASOP's partitions and searches", "skipped": why, "reached": None}]
-    return fasop_rows(folder, pareto=full)
 
 
 def search_reached(row: ResultRow) -> bool | None:

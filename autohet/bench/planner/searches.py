@@ -1,13 +1,10 @@
 """`autohet bench planner`, second half: search times, plan quality and bounds.
 
 Rows have CPU seconds, of this process and its children, as well as wall seconds, since the machine
-may be shared. Sailor's fleets need the folder of published measurements (AUTOHET_MEASUREMENTS,
-default `shared` next to the checkout); if it is absent, their row says so. The other fleets' layer
-times are synthetic.
+may be shared. The fleets' layer times are synthetic.
 """
 
 import itertools
-import math
 import random
 import resource
 import time
@@ -18,16 +15,7 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any
 
-from autohet.bench.planner.accuracy import measurements_folder
 from autohet.bench.planner.fleets import fleet_rows
-from autohet.bench.planner.sailor import (
-    MODELS,
-    SAILOR,
-    SailorSync,
-    load_judge,
-    sailor_tables,
-    verdict,
-)
 from autohet.bench.planner.synthetic import (
     GPT_26,
     GSHARD_10B,
@@ -41,16 +29,9 @@ from autohet.bench.planner.synthetic import (
 from planner.answers.replan import replan
 from planner.errors import InfeasibleError
 from planner.inputs.cluster import Fleet
-from planner.plans.plan import Plan
-from planner.search.autohet import placements
 from planner.search.bounds.bound import Bound
-from planner.search.drafts.closed_form import families
-from planner.search.drafts.families import Drafter
 from planner.search.problem import limits
 from planner.search.problem.cost_tables import tables_of
-from planner.search.problem.tables import Tables
-from planner.search.walk.improve import Improver, Judge, tries_for
-from planner.search.walk.moves import Moves
 from planner.strategies import Answer, Request, plan_with
 
 ResultRow = dict[str, Any]
@@ -82,55 +63,6 @@ def fastest_search(ask: Callable[[], Request]) -> tuple[Answer, ResultRow]:
     runs = [timed(partial(plan_with, "autohet", ask())) for _ in range(_RUNS)]
     result, cost = min(runs, key=lambda run: float(run[1]["wall_s"]))
     return result, cost | {"fastest_of": _RUNS}
-
-
-# ---- Sailor's fleets under Sailor's formulas ----
-
-
-def sailor_rows() -> Iterator[ResultRow]:
-    folder = measurements_folder()
-    if folder is None:
-        yield {
-            "on": "Sailor's fleets",
-            "skipped": "no folder of published measurements; set AUTOHET_MEASUREMENTS",
-        }
-        return
-    module = load_judge(folder)
-    for model, batch in MODELS.items():
-        judge = module.Judge(folder / "data" / "sailor", model)
-        for counts, theirs in SAILOR.items():
-            search = partial(
-                _under_sailors_formulas, module, judge, sailor_tables(judge, model, batch, counts)
-            )
-            best, cost = timed(search)
-            sailor_s, sailor_cpu_s = theirs[model]
-            yield {
-                "on": f"Sailor {model} {counts[0]} A100 + {counts[1]} V100",
-                "judge": "Sailor's formulas",
-                "step_time_s": best,
-                "sailor_step_time_s": sailor_s,
-                "ratio": None if best is None else round(best / sailor_s, 4),
-                "sailor_search_s": sailor_cpu_s,
-                "reach": 1.0,
-            } | cost
-
-
-def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | None:
-    """Search under Sailor's formulas; return the best plan's step time by them."""
-
-    def seconds(plan: Plan) -> float:
-        found = verdict(module, judge, plan.to_document())
-        return float(found["step_time_s"]) if found["fits"] else math.inf
-
-    proposals = Drafter(
-        tables, families(tables, mixed_tp=True), SailorSync(judge, tables)
-    ).proposals()
-    plans = [plan for each in proposals for plan in placements(tables, each, (1,))]
-    starts = sorted(plans, key=seconds)[: limits.WALKS]
-    tries = tries_for(sum(resource.num_gpus for resource in tables.resources))
-    improver = Improver(Moves(tables, random.Random(0)), Judge(seconds))
-    found = seconds(improver.best_of(starts, tries)) if starts else math.inf
-    return found if math.isfinite(found) else None
 
 
 def metis_rows() -> Iterator[ResultRow]:
@@ -317,7 +249,6 @@ def replan_rows() -> Iterator[ResultRow]:
 
 
 SEARCH_PARTS: Mapping[str, Callable[[], Iterator[ResultRow]]] = {
-    "sailor": sailor_rows,
     "metis": metis_rows,
     "metis_experts": metis_experts_rows,
     "fleets": fleet_rows,

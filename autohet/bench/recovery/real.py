@@ -5,7 +5,6 @@ Restores run over the links of this machine or over throttled ones.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
@@ -17,15 +16,13 @@ from typing import Any
 import torch
 
 from autohet.bench.recovery.cases import (
-    CHECKPOINT_STEP,
     POLICIES,
     SCENARIOS,
     config_of_size,
-    policy_schedule,
 )
-from autohet.bench.recovery.native import NativeNetwork, native_network
+from autohet.bench.recovery.native import native_network
 from autohet.bench.recovery.storage import committed_checkpoint, object_storage
-from autohet.bench.recovery.trial import DCP_CACHE, Trial, TrialPlaces
+from autohet.bench.recovery.trial import Trial
 from autohet.bench.recovery.workers import WorkerProcesses
 from recovery.transfer.links import LinkRates
 
@@ -59,7 +56,8 @@ def throttled_scenarios(
                         policy,
                         config,
                         links,
-                        TrialPlaces(uri, f"{directory}/nodes"),
+                        uri,
+                        f"{directory}/nodes",
                     )
                     return trial.run(processes, parts[SCENARIOS[name].cause])
 
@@ -73,10 +71,7 @@ def throttled_scenarios(
 def native_scenarios(
     scenarios: tuple[str, ...], state_bytes: float, links: LinkRates, parts: Parts, step_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure the scenarios between network namespaces, at the links' own speed.
-
-    PyTorch's DCP with a cache on disk is measured, too.
-    """
+    """Measure the scenarios between network namespaces, at the links' own speed."""
     config = config_of_size(state_bytes)
     found = []
     with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory:
@@ -87,20 +82,19 @@ def native_scenarios(
             try:
                 committed_checkpoint(f"{network.durable}/job", config, max_file_bytes=64 << 20)
                 for name in scenarios:
-                    dcp_source = _dcp_checkpoint(network, name, config, links)
 
-                    def run(policy: str, name: str = name, dcp_source: str = dcp_source) -> Trial:
+                    def run(policy: str, name: str = name) -> Trial:
                         trial = Trial(
                             SCENARIOS[name],
                             policy,
                             config,
                             links,
-                            TrialPlaces(uri, f"{directory}/nodes", dcp_source),
+                            uri,
+                            f"{directory}/nodes",
                         )
                         return trial.run(processes, parts[SCENARIOS[name].cause], network)
 
-                    found.append(_scenario(name, (*POLICIES, DCP_CACHE), run, step_s))
-                    shutil.rmtree(dcp_source)
+                    found.append(_scenario(name, POLICIES, run, step_s))
             finally:
                 processes.close()
         facts = {
@@ -115,15 +109,6 @@ STORAGE = (
     "an S3 protocol server of this benchmark in its own namespace (sendfile from host memory), each"
     " node's share of it by tc (HTB)"
 )
-
-
-def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: LinkRates) -> str:
-    from autohet.bench.recovery.dcp_cache import write_known_shards
-
-    before, _, _ = policy_schedule("s3_only", SCENARIOS[name], config, links)
-    directory = Path(network.durable, f"dcp-{name}")
-    write_known_shards(before, CHECKPOINT_STEP, directory)
-    return str(directory)
 
 
 def local_speeds(directory: Path) -> tuple[float, float]:

@@ -38,11 +38,6 @@ METHOD = {
         " checks; the mean of one run before and one after. `restore_over_bound` is over the slower"
         " of this and the links"
     ),
-    "dcp_cache": (
-        "scale 1: torch.distributed.checkpoint, a file a tensor; each node's disk keeps the files"
-        " of what it held, the others are downloaded from S3 with boto3 into the same directory,"
-        " then dcp.load"
-    ),
     "lost_work_s": "steps lost, at --step-s seconds each (stated, not measured)",
     "detect, replan, rebuild, first_step": (
         "measured in a run of autohet train on an EMULATED fleet on this machine (another model): "
@@ -61,14 +56,6 @@ METHOD = {
         "Ray Train's TorchTrainer with elastic scaling on three real local Ray nodes, the same"
         " model, data parallel; the time without a step is measured, its parts are not; `_tuned`:"
         " elastic_resize_monitor_interval_s 0 and a start timeout of 10 s"
-    ),
-    "s3_sweep": (
-        "NOT measured: the bound of s3_only over that of local_first, by the speed of S3 a node; a"
-        " ratio of links, so it ends where S3 is as fast as the network (or faster than a disk that"
-        " holds the copies)"
-    ),
-    "s3_sweep_predicted": (
-        "NOT measured: seconds and ratio of the restores by the fitted model, by size of the state"
     ),
     "how": (
         "run: all of it was run; restore run: restore and rebuild were run, detect, replan and"
@@ -171,7 +158,6 @@ def benchmark(options: Options) -> dict[str, Any]:
     The module and METHOD say what is measured where.
     """
     from autohet.bench.recovery.real import native_scenarios, throttled_scenarios
-    from autohet.bench.recovery.sweep import predicted_sweep, s3_sweep
 
     load_before = os.getloadavg()[0]
     fleet, other_parts = _fleet(options)
@@ -187,10 +173,6 @@ def benchmark(options: Options) -> dict[str, Any]:
         scenarios += simulated_scenarios()
     return {
         "scenarios": scenarios,
-        "s3_sweep": s3_sweep(options.cloud, options.scenarios),
-        "s3_sweep_predicted": (
-            predicted_sweep(options.cloud, options.scenarios) if options.simulate else []
-        ),
         "method": METHOD,
         "links_bytes_per_s": _speeds(scaled_links(options.cloud, options.scale)),
         "links_scale": _describe(options.cloud, options.scale),

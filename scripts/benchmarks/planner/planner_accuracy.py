@@ -5,7 +5,8 @@ machine.
 import json
 from pathlib import Path
 
-from autohet.bench.planner.accuracy import accuracy_rows, reached
+from autohet.bench.planner.layer_times import reached
+from scripts.benchmarks.planner.published_accuracy import accuracy_rows
 from scripts.benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results" / "planner_accuracy.json"

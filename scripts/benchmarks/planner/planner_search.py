@@ -1,7 +1,7 @@
 """Records search times, plan quality and bounds: results/planner_search.json, with the commit and
 the machine.
 
-planner_search.py [PART ...]     parts: those of SEARCH_PARTS; the others' recorded rows are kept
+planner_search.py [PART ...]     parts: sailor, those of SEARCH_PARTS; others keep their rows
 """
 
 import json
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from autohet.bench.planner.searches import SEARCH_PARTS, search_rows
+from scripts.benchmarks.planner.sailor import sailor_rows
 from scripts.benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results" / "planner_search.json"
@@ -18,8 +19,8 @@ def main() -> None:
     document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"parts": {}}
     now = provenance()
     document["machine"] = now["machine"]
-    for part in sys.argv[1:] or SEARCH_PARTS:
-        rows = search_rows(part)
+    for part in sys.argv[1:] or ("sailor", *SEARCH_PARTS):
+        rows = list(sailor_rows()) if part == "sailor" else search_rows(part)
         document["parts"][part] = {"commit": now["commit"], "rows": rows}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
         for row in rows:
