@@ -22,7 +22,7 @@ from autohet.driver.emulated.rehearsal import Rehearsal
 from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_data
 from autohet.driver.job.run_record import steps_told
-from autohet.driver.job.run_storage import CheckpointFacts, make_durable
+from autohet.driver.job.run_storage import CheckpointScalars, make_durable
 from autohet.driver.job.supervise import is_restart
 from autohet.driver.loop.background_search import BackgroundPlanning
 from autohet.driver.loop.controller import Controller
@@ -121,7 +121,7 @@ class JobRun:
         self.workforce.rehearsal = rehearsal.happen
 
         self.market: Market | None = None
-        self._facts = CheckpointFacts(job, self.durable)
+        self._facts = CheckpointScalars(job, self.durable)
         self._published_at = -math.inf
         self._clock = time.monotonic
 

@@ -31,7 +31,7 @@ def make_durable(job: Job) -> Durable:
     return Durable(open_storage(job.checkpoint_storage), facts, retention)
 
 
-class CheckpointFacts:
+class CheckpointScalars:
     """Facts of the run so far that its checkpoints carry beside the training state."""
 
     def __init__(self, job: Job, durable: Durable) -> None:
