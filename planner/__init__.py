@@ -16,6 +16,9 @@ from planner.inputs.cluster import (
 from planner.plans.model_spec import LayerSpec, ModelSpec
 from planner.plans.plan import Pipeline, Plan, Recompute, Stage, check_plan
 
+DISTRIBUTION = "autohet"
+"""Owner of this package, which `autohet` checks at a start."""
+
 __all__ = [
     "Cluster",
     "ConfigError",

@@ -32,6 +32,7 @@ from autohet.bench.recovery.native import native_network
 from autohet.bench.recovery.real import NUM_PROCESSES
 from autohet.bench.recovery.surroundings import TIMEOUT_S, Task
 from autohet.bench.recovery.trial import Trial
+from autohet.driver.loop.stop_signals import ending_on_sigterm
 from autohet.emulate.namespaces import enter_namespace
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import empty_local, shard_views
@@ -137,6 +138,7 @@ def main() -> None:
     links = LinkRates(network_bytes_per_s=25e9 / 8, s3_bytes_per_s=1e9)
     context = multiprocessing.get_context("spawn")
     with (
+        ending_on_sigterm(),
         tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory,
         native_network(NUM_PROCESSES, links) as (network, uri),
     ):
