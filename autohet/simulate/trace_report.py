@@ -101,8 +101,6 @@ def _scenario(options: TraceOptions, described: object) -> Scenario:
         raise ConfigError(
             f"--notice-s is {options.notice_s:g}; it must be a number of seconds, at least 0"
         )
-    if options.hours is not None and not 0 < options.hours < float("inf"):
-        raise ConfigError(f"--hours is {options.hours:g}; it must be a number above 0")
     if options.prices_from and not options.prices:
         raise ConfigError("--prices-from needs --prices")
 

@@ -16,7 +16,7 @@ from autohet.bench.recovery.bare import flows_of
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
 from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.simulated import PAPER
-from autohet.bench.recovery.storage import pointed_at
+from autohet.bench.recovery.storage import point_s3_clients_at
 from autohet.bench.step.report import pipelining_document
 from autohet.cli.main import main
 from autohet.emulate.namespaces import why_no_namespaces
@@ -132,7 +132,7 @@ def test_the_benchmarks_object_server_is_a_storage(tmp_path):
     """What a restore asks of S3: conditional puts, ranges, lists, deletes."""
     with (
         closing(ObjectServer(tmp_path, "127.0.0.1")) as server,
-        pointed_at(server.endpoint),
+        point_s3_clients_at(server.endpoint),
         closing(open_storage("s3://any/prefix")) as storage,
     ):
         storage.put("a/one", b"0123456789")

@@ -176,7 +176,7 @@ def test_a_job_whose_cluster_has_no_type_for_it_is_refused_before_anything_start
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_cluster, "runs_here", lambda: False)
-    monkeypatch.setattr(cluster_choice, "launched_from", lambda: None)
+    monkeypatch.setattr(cluster_choice, "read_launch_file", lambda: None)
 
 
 @pytest.mark.usefixtures("no_cluster")

@@ -17,7 +17,7 @@ from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase
 from autohet.runtime.models.config import load_config
-from autohet.simulate.simulation import Scenario, simulate
+from autohet.simulate.simulation import Scenario, TraceSimulation
 from autohet.simulate.spot_trace import read_trace
 from planner.inputs.cluster import cluster_from_document
 from tests.driver.test_controller import KIND, run, trained
@@ -130,7 +130,7 @@ def test_simulated_deaths_some_seconds_apart_never_end_the_job(tmp_path, apart_s
     path.write_text("\n".join(lines) + "\n")
     job = Job.from_document(job_document())
     trace = read_trace(path, cluster, 120.0)
-    found = simulate(Scenario(job, cluster, trace, 6000.0), "local_first")
+    found = TraceSimulation(Scenario(job, cluster, trace, 6000.0)).run("local_first")
     assert found["ended"] is None, found["ended"]
     assert found["steps_lost"] < 50, "never behind the newest checkpoint"
     attempts = sum(change["attempts"] for change in found["reconfigurations"])

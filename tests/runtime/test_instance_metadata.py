@@ -40,7 +40,8 @@ def test_no_notice_is_none(server: ImdsServer) -> None:
     metadata = InstanceMetadata(server.endpoint)
     assert metadata.interruption() is None
     assert metadata.rebalance() is None
-    assert metadata.new_notices() == ()
+    assert metadata.interruption() is None
+    assert metadata.rebalance() is None
 
 
 def test_interruption_carries_its_deadline(server: ImdsServer) -> None:
@@ -93,16 +94,19 @@ def test_an_agent_reports_it_by_the_services_clock(
             watch.close()
 
 
-def test_each_notice_is_new_once(server: ImdsServer) -> None:
+def test_both_notices_stand_until_they_are_replaced(server: ImdsServer) -> None:
     metadata = InstanceMetadata(server.endpoint)
     server.recommend_rebalance(NOTICE_TIME - 300)
-    (first,) = metadata.new_notices()
+    assert metadata.interruption() is None
+    first = metadata.rebalance()
+    assert first is not None
     assert (first.kind, first.seconds_left(0.0)) == ("rebalance", None)
-    server.interrupt(NOTICE_TIME)
-    assert [notice.kind for notice in metadata.new_notices()] == ["interruption"]
-    assert metadata.new_notices() == ()
-    server.interrupt(NOTICE_TIME + 60)
-    assert [notice.time_unix_s for notice in metadata.new_notices()] == [NOTICE_TIME + 60]
+    for moment in (NOTICE_TIME, NOTICE_TIME + 60):
+        server.interrupt(moment)
+        notice = metadata.interruption()
+        assert notice is not None
+        assert (notice.kind, notice.time_unix_s) == ("interruption", moment)
+    assert metadata.rebalance() == first
 
 
 def test_refused_token_is_renewed_once(server: ImdsServer) -> None:

@@ -44,7 +44,7 @@ def layer_times_row() -> ResultRow:
     }
 
 
-def reached(row: ResultRow) -> bool | None:
+def reaches_limits(row: ResultRow) -> bool | None:
     """Return True if a row reaches all its limits; None if it was skipped or has no limits."""
     if "skipped" in row or not row["reach"]:
         return None

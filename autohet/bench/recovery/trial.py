@@ -110,7 +110,7 @@ class Trial:
         if network is None:
             results = processes.run(self.task, self._links)
         else:
-            with network.wired(self.task) as wiring:
+            with network.wire(self.task) as wiring:
                 results = processes.run(replace(self.task, wiring=wiring), self._links)
         self._take(results, processes.start_s, other_parts)
         return self

@@ -49,13 +49,6 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def exported_names() -> set[str]:
-    """Return the metrics' names as Prometheus exports them."""
-    gauges = {f"ray_{name}" for name in GAUGES}
-    counters = {f"ray_{name}_total" for name in COUNTERS}
-    return gauges | counters
-
-
 class RayMetrics:
     """Callback that exports metrics; the process must be connected to Ray."""
 

@@ -22,7 +22,7 @@ class Stoppable(Protocol):
 
 
 @contextmanager
-def ending_on_sigterm() -> Iterator[None]:
+def unwind_on_sigterm() -> Iterator[None]:
     """Unwind at the first SIGTERM as at Ctrl-C, so that all that was started is ended.
 
     Before training there is nothing to commit. Further SIGTERMs do not interrupt the unwinding
@@ -45,7 +45,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Keep signals from interrupting the cleanup, whose work is bounded."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -61,7 +61,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def signals(run: Stoppable) -> Iterator[None]:
+def stop_on_signals(run: Stoppable) -> Iterator[None]:
     """Stop with a committed checkpoint at Ctrl-C or SIGTERM; end at once at a second Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autohet.bench.planner.searches import timed
+from autohet.bench.planner.searches import time_call
 from planner.inputs.cluster import NodeType
 from planner.plans.plan import Plan
 from planner.search.autohet import placements
@@ -233,7 +233,7 @@ def sailor_rows() -> Iterator[ResultRow]:
             search = partial(
                 _under_sailors_formulas, module, judge, sailor_tables(judge, model, batch, counts)
             )
-            best, cost = timed(search)
+            best, cost = time_call(search)
             sailor_s, sailor_cpu_s = theirs[model]
             yield {
                 "on": f"Sailor {model} {counts[0]} A100 + {counts[1]} V100",

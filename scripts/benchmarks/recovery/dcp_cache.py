@@ -32,7 +32,7 @@ from autohet.bench.recovery.native import native_network
 from autohet.bench.recovery.real import NUM_PROCESSES
 from autohet.bench.recovery.surroundings import TIMEOUT_S, Task
 from autohet.bench.recovery.trial import Trial
-from autohet.driver.loop.stop_signals import ending_on_sigterm
+from autohet.driver.loop.stop_signals import unwind_on_sigterm
 from autohet.emulate.namespaces import enter_namespace
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import empty_local, shard_views
@@ -138,7 +138,7 @@ def main() -> None:
     links = LinkRates(network_bytes_per_s=25e9 / 8, s3_bytes_per_s=1e9)
     context = multiprocessing.get_context("spawn")
     with (
-        ending_on_sigterm(),
+        unwind_on_sigterm(),
         tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory,
         native_network(NUM_PROCESSES, links) as (network, uri),
     ):
@@ -149,7 +149,7 @@ def main() -> None:
         workers = task.after.workers
         start = context.Barrier(len(workers))
         results = context.Queue()
-        with network.wired(task) as wiring:
+        with network.wire(task) as wiring:
             for worker in workers:
                 namespace = wiring.namespaces[task.node_by_worker[worker]]
                 arguments = (worker, task, namespace, source, start, results)
