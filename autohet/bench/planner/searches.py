@@ -21,7 +21,7 @@ from autohet.bench.planner.synthetic import (
 )
 from planner.answers.replan import replan
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.strategies import Answer, Request, plan_with
 
 ResultRow = dict[str, Any]

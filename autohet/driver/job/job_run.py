@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.control.ledger.told_steps import NOTHING_TOLD
+from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import Market
 from autohet.control.planning.orders import OrderBuilder
@@ -33,6 +33,7 @@ from autohet.driver.ray.requests.scaling import FleetRequest
 from autohet.driver.ray.this_machine import threads_of_a_worker
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
@@ -105,7 +106,9 @@ class JobRun:
         )
         self.workforce = RayWorkforce(job, run_id(job), self.durable, cluster, settings)
         pace = paces_of if job.emulation is not None else None
-        self.orders = OrderBuilder(job, config, pace, self.durable.lease.driver, zones=zones)
+        self.orders = OrderBuilder(
+            job, layout_builder(config), pace, self.durable.lease.driver, zones=zones
+        )
 
         planning: BackgroundPlanning | RecordedPlanning = self.planning
         if recorder is not None:

@@ -6,17 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
-from autohet.control.planning.proposals import (
-    Pending,
-    PendingSearch,
-    Planning,
-    PlanProposal,
-    Q,
-    T,
-    replanned,
-)
+from autohet.control.planning.proposals import Pending, PendingSearch, Planner, PlanProposal, Q, T
+from autohet.driver.loop.planning import Planning, replanned
 from autohet.runtime.process.background import run_in_background
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 
 A = TypeVar("A")
 
@@ -34,7 +27,7 @@ class BackgroundPlanning(Planning):
         here = partial(self.propose, fleet, current, thorough=True)
         return _InBackground(replanned, question, partial(self.concluded, cost=cost), here)
 
-    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+    def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         call = partial(work, self)
         return _InBackground(call, question, lambda answer: answer, partial(call, question))
 

@@ -17,7 +17,8 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.checkpoint import CheckpointSection
 from autohet.runtime.step.precision import check_computes
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Node
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import Node
 
 logger = logging.getLogger("autohet")
 REFUSED_S = 600.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from autohet.bench.planner.synthetic import model_spec, request_of, synthetic_fleet, tied
+from autohet.bench.planner.synthetic import model_spec, request_of, synthetic_fleet, tie_embeddings
 from planner.errors import InfeasibleError
 from planner.search.bounds.bound import Bound
 from planner.search.problem import limits
@@ -83,7 +83,10 @@ def small_case(rng: random.Random, is_tied: bool = False) -> Request:
     counts = {gpu: per_node * rng.choice(nodes) for gpu in gpus}
     spec = model_spec("small", rng.randint(2, 4), 512, 2048, 8000, 512)
     request = request_of(
-        tied(spec) if is_tied else spec, synthetic_fleet(counts, per_node), rng.randint(2, 6), 512
+        tie_embeddings(spec) if is_tied else spec,
+        synthetic_fleet(counts, per_node),
+        rng.randint(2, 6),
+        512,
     )
     return replace(request, max_microbatch_sequences=2)
 

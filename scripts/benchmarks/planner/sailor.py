@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autohet.bench.planner.searches import time_call
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Plan
 from planner.search.autohet import placements
 from planner.search.drafts.closed_form import families
