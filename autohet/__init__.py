@@ -19,5 +19,8 @@ def __getattr__(name: str) -> Any:
     `import autohet` costs nothing.
     """
     if name == "ElasticTrainer":
+        from autohet.own_packages import require_own_packages
+
+        require_own_packages()
         return importlib.import_module("autohet.driver.job.elastic_trainer").ElasticTrainer
     raise AttributeError(f"module 'autohet' has no attribute {name!r}")

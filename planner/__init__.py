@@ -2,3 +2,6 @@
 
 `README.md` has a map of it.
 """
+
+DISTRIBUTION = "autohet"
+"""Owner of this package, which `autohet` checks at a start."""

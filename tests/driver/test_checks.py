@@ -148,7 +148,7 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(
     workforce = RayWorkforce(job, "run", durable, cluster, WorkerSettings(1))
     try:
         for name in ("g4dn", "g5"):
-            workforce.observer.track(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
+            workforce.observer.tracked.track(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
         assert list(workforce.observer.nodes) == ["g5-0"]
     finally:
         workforce.close(at_once=True)
@@ -176,7 +176,7 @@ def test_a_job_whose_cluster_has_no_type_for_it_is_refused_before_anything_start
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_cluster, "runs_here", lambda: False)
-    monkeypatch.setattr(cluster_choice, "launched_from", lambda: None)
+    monkeypatch.setattr(cluster_choice, "read_launch_file", lambda: None)
 
 
 @pytest.mark.usefixtures("no_cluster")

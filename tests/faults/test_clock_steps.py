@@ -52,7 +52,7 @@ def test_a_step_of_the_wall_clock_kills_nobody(step_s: float) -> None:
 
 
 DATES = {
-    "autohet/driver/loop/events.py": "when an event happened, for its reader",
+    "autohet/driver/events/event_log.py": "when an event happened, for its reader",
     "autohet/driver/ray/cluster.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/ray/requests/drain.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/sky/supervisor.py": "moments that a supervisor started again reads, as dates",

@@ -11,7 +11,7 @@ import time
 
 import ray
 
-from autohet.driver.ray.requests.scaling import FleetRequest, launched_from
+from autohet.driver.ray.requests.scaling import FleetRequest, read_launch_file
 from planner.inputs.cluster import cluster_from_document
 
 TIMEOUT_S = 240
@@ -19,7 +19,7 @@ TIMEOUT_S = 240
 
 def main() -> None:
     ray.init(address="auto", log_to_driver=False)
-    document = launched_from()
+    document = read_launch_file()
     assert document is not None
     cluster = cluster_from_document(document)
     request = FleetRequest(cluster, document, {kind.name: 1 for kind in cluster.node_types})

@@ -20,8 +20,8 @@ import yaml
 from autohet.control.job_state import Training
 from autohet.control.values.observation import Observation
 from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.job_run import JobRun, Machines, Outcome
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.run_directories import node_directories
 from autohet.driver.ray.cluster import NAME_LABEL
 from autohet.emulate.demo import reference_losses

@@ -8,9 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.emulate.namespaces import NamespaceNetwork, served_in_namespace
+from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace
 from tests.harness.process_fleet import ProcessFleet
 from tests.harness.remote_process import RemoteProcess
+
+
+def served_in_namespace(
+    tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Call `build(tell, *arguments)` in a process that has entered the namespace, as have threads
+    that it starts.
+    """
+    enter_namespace(namespace)
+    return build(tell, *arguments)
 
 
 @dataclass
@@ -35,7 +45,7 @@ class NamespaceFleet(ProcessFleet):
     def cut_node(self, name: str) -> None:
         """Nothing reaches the node or comes from it until `join_node`; its processes go on."""
         assert self.network is not None
-        self.network.cut(name)
+        self.network.set_link(name, up=False)
         for process in self.processes_of(name):
             process.hold()
         self._seats[name].silent_since = self.clock()
@@ -45,7 +55,7 @@ class NamespaceFleet(ProcessFleet):
         arrives.
         """
         assert self.network is not None
-        self.network.heal(name)
+        self.network.set_link(name, up=True)
         for process in processes:
             process.let_through()
         if name in self._seats:

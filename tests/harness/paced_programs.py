@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
 from autohet.control.planning.proposals import PlanProposal
-from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.planning import Planning
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.facts.planning import planning_inputs

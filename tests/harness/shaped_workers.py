@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from autohet.emulate.namespaces import NamespaceNetwork, served_in_namespace
+from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from tests.harness.fork_server import forking_context
 
@@ -68,11 +68,11 @@ def measured_step_s(
 
 
 def _work(namespace: str, *arguments: Any) -> None:
-    served_in_namespace(lambda _: None, namespace, _steps, *arguments)
+    enter_namespace(namespace)
+    _steps(*arguments)
 
 
 def _steps(
-    _: Callable[[Any], None],
     build: Build,
     case: Any,
     worker: str,

@@ -19,8 +19,8 @@ from autohet.control.planning.orders import OrderBuilder
 from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.planning import Planning, make_planning
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.runtime.facts.layout import layout_builder

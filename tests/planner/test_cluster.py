@@ -280,17 +280,21 @@ def _type(instance, **more):
 
 def _ray_allows(document, counts):
     """Whether Ray's own scheduler launches so many beside what stands."""
-    from autohet.driver.ray.requests.node_requests import NodeRequest, launched, prepared_types
+    from autohet.driver.ray.requests.node_requests import (
+        NodeRequest,
+        prepare_types,
+        schedule_launches,
+    )
 
     labelled = copy.deepcopy(document)
     for name, entry in labelled["available_node_types"].items():
         entry["labels"] = {"type": name}
     names = [name for name, count in counts.items() for _ in range(count)]
-    gpus = {name: prepared_types(labelled)[name]["resources"]["GPU"] for name in counts}
+    gpus = {name: prepare_types(labelled)[name]["resources"]["GPU"] for name in counts}
     request = NodeRequest(
         tuple({"GPU": gpus[name]} for name in names), tuple({"type": name} for name in names)
     )
-    found = launched(labelled, request)
+    found = schedule_launches(labelled, request)
     return all(found.get(name, 0) >= count for name, count in counts.items() if name != "head")
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.bench.planner.searches import small_case
 from planner.inputs.fleet import Fleet, Node
 from planner.plans.plan_checks import check_plan
 from planner.search.problem import limits
 from planner.strategies import plan_with
+from scripts.benchmarks.planner.exhaustive import small_case
 from tests.planner.cases import fleet, model, request
 
 pytestmark = pytest.mark.thorough

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autohet.bench.planner.searches import proved_s, small_case
 from planner.cost.basis import Measurements, Workload
 from planner.cost.layers.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
@@ -22,6 +21,7 @@ from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import redundancy
 from planner.search.problem import limits
 from planner.strategies import STRATEGIES, Answer, Request, plan_with
+from scripts.benchmarks.planner.exhaustive import proved_s, small_case
 from tests.planner.cases import (
     DEMO,
     GIB,

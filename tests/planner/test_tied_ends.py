@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.bench.planner.synthetic import tied
+from autohet.bench.planner.synthetic import tie_embeddings
 from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.cost.basis import Workload
@@ -49,7 +49,7 @@ def of_readme(kind: str) -> Request:
 def tied_request(nodes: int, gpus: int, **wishes: object) -> Request:
     """A tied model whose embedding is most of it, over slow network cards."""
     of = with_nics(fleet(("A100", nodes, gpus)), {"A100": 2e8})
-    return request(of, 4, tied(model(4)), **wishes)
+    return request(of, 4, tie_embeddings(model(4)), **wishes)
 
 
 def end_nodes(plan: Plan) -> set[str]:
@@ -134,7 +134,7 @@ def test_the_fewest_holders_are_those_of_the_report() -> None:
 
 def test_predictions_on_part_of_a_fleet_are_those_of_a_cost_model_of_its_own() -> None:
     """What is cached of one fleet is used on its parts, whose nodes have other numbers."""
-    asked = request(fleet(("A100", 3, 2), ("T4", 3, 1)), 16, tied(model()))
+    asked = request(fleet(("A100", 3, 2), ("T4", 3, 1)), 16, tie_embeddings(model()))
     moved_plans(asked, 60)
     nodes = tuple(reversed(asked.fleet.nodes[1:]))
     part = narrow_to(asked, Fleet(0, nodes))

@@ -129,7 +129,7 @@ def llama_decoder(
     return found if sum(sizes) == spec.parameters else None
 
 
-def tied(spec: ModelSpec) -> ModelSpec:
+def tie_embeddings(spec: ModelSpec) -> ModelSpec:
     """Return the same model with the embedding's matrix as its head's."""
     return replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
 

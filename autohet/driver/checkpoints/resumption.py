@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_summary
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
-from autohet.driver.loop.events import EventLog
+from autohet.driver.events.event_log import EventLog
 from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (

@@ -153,16 +153,6 @@ class LineMemory(Protocol):
         ...
 
 
-class NoMemory:
-    """Implements `LineMemory` without storage: lines live as long as the driver."""
-
-    def load(self) -> dict[str, Any]:
-        return {}
-
-    def save(self, document: dict[str, Any]) -> None:
-        """Save the document: no-op."""
-
-
 @dataclass
 class Line:
     """Line that was read.
@@ -189,14 +179,14 @@ class ScriptNotices:
     ) -> None:
         self._file = file
         self._command = tuple(command or ())
-        self._memory = memory or NoMemory()
+        self._memory = memory
         self._lock = threading.Lock()
         self._lines: dict[str, Line] = {}
         """Lines by their number among equal ones and their text, in the order of reading."""
         self._refused: set[str] = set()
         self._living: frozenset[str] = frozenset()
         self._recall()
-        self._saved = self._shown()
+        self._saved = self._document()
         self.watch = Watch("the script of notices", self._read, poll_s)
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
@@ -268,18 +258,21 @@ class ScriptNotices:
         before = self._lines.get(f"{number - 1} {text}")
         return before is not None and (not before.node or before.node in self._living)
 
-    def _shown(self) -> dict[str, Any]:
+    def _document(self) -> dict[str, Any]:
         return {key: [line.read_at, line.node, line.lapsed] for key, line in self._lines.items()}
 
     def _remember(self) -> None:
         with self._lock:
-            shown = self._shown()
+            shown = self._document()
         if shown != self._saved:
             self._saved = shown
-            self._memory.save(shown)
+            if self._memory is not None:
+                self._memory.save(shown)
 
     def _recall(self) -> None:
         """Load the lines of an earlier driver, with the moments at which it read them."""
+        if self._memory is None:
+            return
         ahead = time.time() - time.monotonic()
         for key, (read_at, node, lapsed) in self._memory.load().items():
             said = parse_line(key.partition(" ")[2], float(read_at) - ahead)

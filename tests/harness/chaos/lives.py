@@ -150,7 +150,7 @@ def _drive(
     import torch
 
     torch.set_num_threads(1)
-    supervise.restart_count = number  # as in a child of `supervise.supervised`
+    supervise.restart_count = number  # as in a child of `supervise.supervise_child`
     if number:
         told = _told_by_others(directory)
         with_patience(lambda: require_own_storage(job, told), PATIENCE_S)

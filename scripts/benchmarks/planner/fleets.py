@@ -17,7 +17,7 @@ from autohet.bench.planner.synthetic import (
     model_spec,
     request_of,
     synthetic_fleet,
-    tied,
+    tie_embeddings,
 )
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet
@@ -100,7 +100,7 @@ def random_case(rng: random.Random) -> Request:
     ]
     spec = rng.choice(specs)
     if rng.random() < 0.3:
-        spec = tied(spec)
+        spec = tie_embeddings(spec)
     batch = max(8, int(sum(counts.values()) * rng.choice([0.5, 1, 2, 4])))
     fleet = synthetic_fleet(counts, per_node)
     return request_of(spec, fleet, batch, rng.choice([1024, 2048, 4096]))
