@@ -2,9 +2,9 @@
 
 If their folder is absent (`measurements.py`), the rows say so. Each row names what was fitted and
 what was held out. "Nothing" fitted means the defaults of `CostParameters`, one set for all rows.
-They were chosen with these sets in view (docs/guides/predictions.md), so only measurements that are not
-listed here test them blind. Facts of a framework (gradient width, how a tied embedding is summed)
-are given.
+They were chosen with these sets in view (docs/guides/predictions.md), so only measurements that are
+not listed here test them blind. Facts of a framework (gradient width, how a tied embedding is
+summed) are given.
 """
 
 import csv
