@@ -21,8 +21,8 @@ from autohet.runtime.data.conversations import (
     tools_of,
 )
 from autohet.runtime.data.marks import MAX_TOKEN
-from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of
-from autohet.runtime.data.tokenization import Tokenizer
+from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of, without_nulls
+from autohet.runtime.data.tokenization import Tokenizer, Tokens
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
@@ -30,6 +30,7 @@ PROMPT = "prompt"
 COMPLETION = "completion"
 CHOSEN = "chosen"
 REJECTED = "rejected"
+USERS = ("user", "human")
 
 
 class Example(NamedTuple):
@@ -66,15 +67,15 @@ class ExampleKind(Protocol):
         """Return one example for each extracted content."""
 
 
-def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
+def kind_of_examples(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
     """Return the way to convert records of `data` into examples; None: the records hold text.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
-    if data.kind == "chat":
+    if data.kind in ("chat", "sharegpt"):
         template = ChatTemplate.load(data.tokenizer, data.chat_template)
-        return ChatExamples(template, tokenizer, data.messages_field, data.targets)
+        return ChatExamples(template, tokenizer, str(data.field_of("messages")), data.targets)
     if data.kind == "prompt_completion":
         return CompletionExamples(data, tokenizer)
     if data.kind == "preference":
@@ -102,7 +103,7 @@ class ChatExamples:
         return f"chat {self.template.identity} {self.field} {self.train_on}"
 
     def extract(self, record: Any) -> RenderedText:
-        record = _object(record)
+        record = _record(record)
         messages = messages_of(record.get(self.field), self.field)
         return render_chat(self.template, messages, tools_of(record), self.train_on)
 
@@ -134,7 +135,8 @@ class _Completions:
         self._all = data.targets == "all"
         # Without a template of its own the data may be texts alone, which need none.
         given = "" if data.chat_template is None else self._loaded().identity
-        self.identity = f"{data.kind} {data.targets} {given} {tokenizer.end_token}"
+        begin = tokenizer.begin_tokens if data.begin_of_document is None else ()
+        self.identity = f"{data.kind} {data.targets} {given} {tokenizer.end_token} {begin}"
 
     def _loaded(self) -> ChatTemplate:
         if self._template is None:
@@ -145,7 +147,12 @@ class _Completions:
         """Return the record's prompt with the completion in `field`."""
         prompt = record.get(PROMPT)
         completion = record.get(field)
-        if isinstance(prompt, list) and isinstance(completion, list):
+        if isinstance(prompt, list) or isinstance(completion, list):
+            # A text beside messages is one message.
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            if isinstance(completion, str):
+                completion = [{"role": "assistant", "content": completion}]
             rendered = render_completion(
                 self._loaded(),
                 messages_of(prompt, PROMPT),
@@ -182,6 +189,8 @@ class _Completions:
         The model sees a prompt encoded separately, too.
         """
         prompts = self._tokenizer.encode([prompt for prompt, _ in texts])
+        if self._data.begin_of_document is None:
+            prompts = [begun(prompt, self._tokenizer.begin_tokens) for prompt in prompts]
         completions = self._tokenizer.encode([completion for _, completion in texts])
         examples = []
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -199,7 +208,7 @@ class CompletionExamples(_Completions):
     columns = (PROMPT, COMPLETION, "tools")
 
     def extract(self, record: Any) -> Completion:
-        return self._of(_object(record), COMPLETION)
+        return self._of(_record(record), COMPLETION)
 
     def encode(self, extracted: Sequence[Completion]) -> list[Example]:
         return self._encoded(extracted)
@@ -211,7 +220,7 @@ class PreferenceExamples(_Completions):
     columns = (PROMPT, CHOSEN, REJECTED, "tools")
 
     def extract(self, record: Any) -> tuple[Completion, Completion]:
-        record = _with_prompt(_object(record))
+        record = _with_prompt(_record(record))
         return self._of(record, CHOSEN), self._of(record, REJECTED)
 
     def encode(self, extracted: Sequence[tuple[Completion, Completion]]) -> list[Example]:
@@ -224,15 +233,19 @@ class PreferenceExamples(_Completions):
 
 
 def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a preference with its prompt: without one, the messages that both answers share.
+    """Return a preference with its prompt: the messages that both answers share, if they do.
+
+    A prompt that is a text repeats the user's message among them, or is that message.
 
     Raises:
-        BrokenRecord: the answers share no message, or one is a beginning of the other.
+        BrokenRecord: without a prompt the answers share no message, or one is a beginning of the
+        other.
     """
     chosen = record.get(CHOSEN)
     rejected = record.get(REJECTED)
+    prompt = record.get(PROMPT)
     are_conversations = isinstance(chosen, list) and isinstance(rejected, list)
-    if record.get(PROMPT) is not None or not are_conversations:
+    if isinstance(prompt, list) or not are_conversations:
         return record
     chosen = cast(list[Any], chosen)
     rejected = cast(list[Any], rejected)
@@ -240,13 +253,22 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     shared = 0
     while shared < shortest and chosen[shared] == rejected[shared]:
         shared += 1
+    if isinstance(prompt, str) and not shared:
+        return record
     if not 0 < shared < shortest:
         raise BrokenRecord(
             f"no prompt, and fields {CHOSEN!r} and {REJECTED!r} share {shared} messages of"
             f" {len(chosen)} and {len(rejected)}; give a prompt, or {SKIP_REMEDY}"
         )
-    parts = {PROMPT: chosen[:shared], CHOSEN: chosen[shared:], REJECTED: rejected[shared:]}
+    begins = chosen[:shared]
+    if isinstance(prompt, str) and not any(_is_of_user(each) for each in begins):
+        begins = [*begins, {"role": "user", "content": prompt}]
+    parts = {PROMPT: begins, CHOSEN: chosen[shared:], REJECTED: rejected[shared:]}
     return {**record, **parts}
+
+
+def _is_of_user(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role", message.get("from")) in USERS
 
 
 def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -298,6 +320,10 @@ class TokenExamples:
         return [Example(ids, np.ones(len(ids), np.bool_)) for ids in extracted]
 
 
+def _record(given: Any) -> dict[str, Any]:
+    return {name: without_nulls(value) for name, value in _object(given).items()}
+
+
 def _object(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BrokenRecord(
@@ -306,18 +332,31 @@ def _object(record: Any) -> dict[str, Any]:
     return record
 
 
-def begin_token(data: DataSection, tokenizer: Tokenizer) -> int | None:
-    """Return the token id of `data.begin_of_document`; None if the job sets none.
+def begin_tokens(data: DataSection, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the token ids before each document.
+
+    They are that of `data.begin_of_document` or, for text, those that the tokenizer itself adds.
+    Prompts that are texts get the latter where they are encoded, and chat templates have their own.
 
     Raises:
         ConfigError: the tokenizer does not have the token.
     """
     if data.begin_of_document is None:
-        return None
+        is_text = data.kind == "text" and data.tokens_field is None
+        return tokenizer.begin_tokens if is_text else ()
+    if not data.begin_of_document:
+        return ()
     token = tokenizer.token_id(data.begin_of_document)
     if token is None:
         raise ConfigError(
             f"data.begin_of_document is {data.begin_of_document!r}, which data.tokenizer"
             f" {data.tokenizer} does not have; name one of its special tokens"
         )
-    return token
+    return (token,)
+
+
+def begun(tokens: Tokens, begin: tuple[int, ...]) -> Tokens:
+    """Prepend the tokens that begin a document, unless they are there already."""
+    if not begin or tuple(tokens[: len(begin)].tolist()) == begin:
+        return tokens
+    return np.concatenate([np.array(begin, np.int64), tokens])
