@@ -22,6 +22,11 @@ MAX_JSON_BYTES = 1 << 29
 """Upper limit on a file that is one JSON value, which is parsed whole."""
 SKIP_REMEDY = "set data.skip_broken_lines: true to leave such lines out and count them"
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+COMMON_FIELDS = {
+    frozenset({"question", "answer"}): "prompt: question, completion: answer",
+    frozenset({"instruction", "output"}): "prompt: [instruction, input], completion: output",
+}
+"""Values of `data.fields` for columns that many data sets have."""
 TEXT_MEMBERS = ("content", "value", "text")
 """Members of a message that are text where a table of mixed types stores `4` for them."""
 LIST_TYPES = (
@@ -124,7 +129,11 @@ def _no_text(record: Any, field: str) -> str:
     names = ", ".join(sorted(record)[:8])
     if field not in record:
         hint = _conversation_hint(record)
-        return f"no text in field {field!r} (found: {names}); set data.text_field{hint}"
+        for columns, fields in COMMON_FIELDS.items():
+            if field == "prompt" and columns <= record.keys():
+                hint = f", as {{{fields}}}"
+        key = "data.text_field or data.fields"
+        return f"no text in field {field!r} (found: {names}); set {key}{hint}"
     value = record[field]
     if value is None:
         return f"field {field!r} is null, no text; remove the line, or {SKIP_REMEDY}"

@@ -119,11 +119,9 @@ class Job:
         """Return the data section with what other sections set in it."""
         model = self.model
         tokenizer = data.tokenizer
-        if not tokenizer:
-            tokenizer = "bytes"
-            if model.pretrained is not None and data.tokens_field is None:
-                revision = f"@{model.revision}" if model.revision else ""
-                tokenizer = f"{model.pretrained}{revision}"
+        if not tokenizer and model.pretrained is not None and data.tokens_field is None:
+            revision = f"@{model.revision}" if model.revision else ""
+            tokenizer = f"{model.pretrained}{revision}"
         split = None if self.evaluation is None else self.evaluation.split
         return replace(
             data,
@@ -253,6 +251,8 @@ class Job:
         """Return the run's identity for a checkpoint's scalars; see `identity.identity_of`."""
         sections = {"training": self.training, "data": self.data, "checkpoint": self.checkpoint}
         found = identity_of(sections, weights if self.model.pretrained else FROM_SEED)
+        if self.data is not None:
+            found["data.tokenizer"] = self.data.tokenizer or "bytes"
         found[FAMILY] = self.model.family or BUILT_IN_FAMILY
         found["model.dropout"] = self.model.dropout
         return found | adapter_identity(self.model.adapter)
