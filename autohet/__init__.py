@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autohet.driver.elastic_trainer import ElasticTrainer
+    from autohet.driver.job.elastic_trainer import ElasticTrainer
 
 __all__ = ["ElasticTrainer", "__version__"]
 __version__ = "0.1.0"
@@ -18,5 +18,5 @@ def __getattr__(name: str) -> Any:
     `import autohet` costs nothing.
     """
     if name == "ElasticTrainer":
-        return importlib.import_module("autohet.driver.elastic_trainer").ElasticTrainer
+        return importlib.import_module("autohet.driver.job.elastic_trainer").ElasticTrainer
     raise AttributeError(f"module 'autohet' has no attribute {name!r}")

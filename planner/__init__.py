@@ -3,7 +3,8 @@
 See README.md.
 """
 
-from planner.cluster import (
+from planner.errors import ConfigError, InfeasibleError
+from planner.inputs.cluster import (
     Cluster,
     Fleet,
     Node,
@@ -12,9 +13,8 @@ from planner.cluster import (
     cluster_from_yaml,
     node_type_from_labels,
 )
-from planner.errors import ConfigError, InfeasibleError
-from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Pipeline, Plan, Recompute, Stage, check_plan
+from planner.plans.model_spec import LayerSpec, ModelSpec
+from planner.plans.plan import Pipeline, Plan, Recompute, Stage, check_plan
 
 __all__ = [
     "Cluster",

@@ -110,7 +110,7 @@ def import_distances(names: list[str]) -> dict[str, int]:
 
 
 def mirror_of(path: Path) -> str:
-    """Directory of the tests of a module: `tests/driver` of `autohet/driver/run.py`."""
+    """Directory of the tests of a module: `tests/driver` of `autohet/driver/job/run.py`."""
     parts = path.parts[1:-1] if path.parts[0] == "autohet" else path.parts[:-1]
     return "/".join(("tests", *parts[:1], ""))
 

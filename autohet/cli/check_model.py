@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; ConfigError is the user's mistake."""
     job = Job.from_yaml(arguments.job)
-    from autohet.runtime.models import load_config
+    from autohet.runtime.models.config import load_config
     from autohet.runtime.models.proof import TOLERANCE, prove_model
 
     proof = prove_model(load_config(job.model))

@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_adapter(job)
     directory = arguments.out or ("runs/demo-chat" if arguments.chat else "runs/demo")
     configure_logging()
-    from autohet.driver.emulate.demo import demonstrate
-    from autohet.driver.view import View
+    from autohet.driver.job.view import View
+    from autohet.emulate.demo import demonstrate
 
     console = PlainConsole()
     console.print(Text("AutoHet demonstration   ", "bold") + Text(BANNER, "not bold yellow"))
@@ -109,7 +109,7 @@ def _check_adapter(job: Job) -> None:
 
 def tell(console: Console, part: str, what: Any) -> None:
     """Print one part's result."""
-    from autohet.driver.view import plan_table
+    from autohet.driver.job.view import plan_table
 
     if part == "plans":
         console.print("\nThe plan for this fleet", style="bold")

@@ -16,10 +16,10 @@ from autohet.cli.outputs import check_output
 from autohet.cli.plan_answers import evaluate_given, first_plan, search_plan
 from autohet.cli.plan_inputs import Session, open_session
 from autohet.cli.plan_options import add_options
-from autohet.runtime.planning import PlanningInputs
+from autohet.runtime.facts.planning import PlanningInputs
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
-from planner.plan import Plan
+from planner.plans.plan import Plan
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

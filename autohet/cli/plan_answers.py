@@ -5,13 +5,13 @@ import time
 from typing import Any
 
 from autohet.cli.plan_inputs import Session
-from planner.cost.host_memory import document_of
+from planner.cost.memory.host_memory import document_of
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
-from planner.formats import check_formats
-from planner.plan import Plan
-from planner.zones import refusal_of
+from planner.inputs.formats import check_formats
+from planner.inputs.zones import refusal_of
+from planner.plans.plan import Plan
 
 # ---- --evaluate ----
 
@@ -143,7 +143,7 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
 
 def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     """Return the parts of a plan's document besides its prediction: robustness and explanation."""
-    from planner.robustness import robustness
+    from planner.answers.robustness import robustness
     from planner.spmd.fleet import explain_program
 
     if answer.plan.spmd is not None:
@@ -151,7 +151,7 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     found = robustness(request.cost, answer.plan, answer.candidates)
     document = {"robustness": found.to_document()}
     if explained:
-        from planner.explain import explain
+        from planner.answers.explain import explain
 
         document["explanation"] = explain(request, answer).to_document()
     return document

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autohet.runtime.process.terminal import PlainConsole
-from planner.cluster import Fleet
 from planner.cost.parameters import OURS
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import Pipeline, Plan, Stage
 
 # Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the
 # picture's.

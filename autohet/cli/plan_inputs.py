@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autohet.driver.sources.instance_types import with_described_types
+from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.planning import PlanningInputs, planning_inputs
-from autohet.runtime.precision import without_incapable_nodes
-from planner.cluster import Cluster, Fleet, cluster_from_document
-from planner.cluster_documents import read_cluster_yaml
-from planner.cost.calibration import Calibration, MeasuredRun, calibrate
+from autohet.runtime.step.precision import without_incapable_nodes
+from planner.cost.layers.calibration import Calibration, MeasuredRun, calibrate
 from planner.cost.model import CostModel
 from planner.cost.parameters import (
     OURS,
@@ -22,7 +20,9 @@ from planner.cost.parameters import (
     usual_framework,
 )
 from planner.errors import ConfigError
-from planner.plan import Plan
+from planner.inputs.cluster import Cluster, Fleet, cluster_from_document
+from planner.inputs.cluster_documents import read_cluster_yaml
+from planner.plans.plan import Plan
 
 logger = logging.getLogger("autohet")
 

@@ -19,9 +19,9 @@ from autohet.cli.plan_display import (
     seconds,
     segment_label,
 )
-from planner.cluster import Fleet
 from planner.errors import ConfigError
-from planner.plan import Pipeline, Plan
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import Pipeline, Plan
 
 MOST_LISTED = 20
 _BAR_INCHES = 0.42

@@ -13,9 +13,9 @@ from typing import Any
 
 from autohet.cli.outputs import check_output
 from autohet.runtime.job import Job
-from autohet.runtime.precision import format_of
+from autohet.runtime.step.precision import format_of
 from planner.errors import ConfigError
-from planner.profile import Measurement, ProfileTable, write_profile
+from planner.inputs.profile import Measurement, ProfileTable, write_profile
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -132,7 +132,7 @@ def _load_spread(job: Job, request: Any) -> float | None:
     """Return the spread of the experts' loads; None if it cannot be measured."""
     import torch
 
-    from autohet.runtime.models.experts import num_experts
+    from autohet.runtime.models.layers.experts import num_experts
     from autohet.runtime.profiling.routing import measure_load_spread, why_unmeasured
 
     reason = why_unmeasured(job, request.config)
@@ -147,9 +147,9 @@ def _load_spread(job: Job, request: Any) -> float | None:
 
 def _largest_rank_loads(config: Any, spread: float | None) -> dict[str, float]:
     """Return the tokens of the fullest rank over the mean by TP degree; empty if not measured."""
-    from autohet.runtime.models import family_of
-    from autohet.runtime.models.experts import num_experts
-    from planner.cost.experts import largest_rank_loads
+    from autohet.runtime.models.layers.experts import num_experts
+    from autohet.runtime.models.registry import family_of
+    from planner.cost.layers.experts import largest_rank_loads
 
     experts = num_experts(config)
     if spread is None or experts is None:
@@ -168,7 +168,7 @@ def _with_load_spread(
     rows: list[Measurement], config: Any, spread: float | None
 ) -> list[Measurement]:
     """Return the rows, those of blocks with experts with the spread of their loads."""
-    from autohet.runtime.models.experts import is_dense
+    from autohet.runtime.models.layers.experts import is_dense
 
     found = []
     for row in rows:
@@ -183,7 +183,9 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     """Return (profile request, TP degrees)."""
     import torch
 
-    from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
+    from autohet.runtime.models.config import load_config
+    from autohet.runtime.models.family import COMPUTE_DTYPES
+    from autohet.runtime.models.registry import family_of
     from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
 
     device = args.device

@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from autohet.driver.recording.replay import replay_run
+    from autohet.driver.loop.replay import replay_run
 
     path = Path(arguments.run)
     replayed = replay_run(path / "observations.jsonl" if path.is_dir() else path)

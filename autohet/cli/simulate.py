@@ -12,12 +12,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from autohet.runtime.job import Job
-from planner.cluster import cluster_from_document
-from planner.cluster_documents import read_cluster_yaml
 from planner.errors import ConfigError
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.cluster_documents import read_cluster_yaml
 
 if TYPE_CHECKING:
-    from autohet.driver.simulate.simulation import Scenario
+    from autohet.simulate.simulation import Scenario
 
 NOTICE_S = 120.0  # what EC2 gives
 
@@ -112,9 +112,9 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; exit code 1 if a policy's job ended before the trace did."""
-    from autohet.driver.simulate.comparison import compare
-    from autohet.driver.simulate.price_file import price_sources
-    from autohet.driver.simulate.simulation import BASELINES, POLICIES, TraceSimulation
+    from autohet.simulate.comparison import compare
+    from autohet.simulate.dollars.price_file import price_sources
+    from autohet.simulate.simulation import BASELINES, POLICIES, TraceSimulation
 
     policies = _names(arguments.policies, "--policies", POLICIES)
     if arguments.baselines == "all":
@@ -164,10 +164,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
     """Build the scenario from the options; `described` is the cluster file's document."""
-    from autohet.driver.simulate.price_file import RecordedPrices, read_prices
-    from autohet.driver.simulate.simulation import Scenario, horizon
-    from autohet.driver.simulate.spot_trace import read_trace
     from autohet.driver.sources.instance_types import with_described_types
+    from autohet.simulate.dollars.price_file import RecordedPrices, read_prices
+    from autohet.simulate.simulation import Scenario, horizon
+    from autohet.simulate.spot_trace import read_trace
 
     if not 0 <= arguments.notice_s < float("inf"):
         raise ConfigError(

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.simulate.prices import PriceHistory
-from autohet.driver.simulate.simulation import Scenario
-from planner.cluster import NodeType
+from autohet.simulate.dollars.prices import PriceHistory
+from autohet.simulate.simulation import Scenario
 from planner.errors import ConfigError
+from planner.inputs.cluster import NodeType
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 CurvePoints = tuple[list[float], list[float]]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import visible
-from planner.cluster import Cluster, cluster_from_document
-from planner.cluster_documents import read_cluster_yaml
 from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.cluster_documents import read_cluster_yaml
 
 if TYPE_CHECKING:
     from autohet.driver.sky.task_file import Region

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autohet.driver.history.events import failing_note, finite
+from autohet.driver.loop.events import failing_note, finite
 from autohet.runtime.process.terminal import visible
 
 SILENT_WORKER_S = 3.0
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from autohet.driver.status import read_status
+    from autohet.driver.job.status import read_status
 
     jobs = read_status(arguments.address)
     if arguments.json:

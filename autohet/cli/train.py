@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.history.events import finite
-from autohet.driver.submission import is_submitted, warn_of_short_stop
-from autohet.driver.supervise import MAY_PASS, RESTARTS, supervised, will_restart
+from autohet.driver.job.submission import is_submitted, warn_of_short_stop
+from autohet.driver.job.supervise import MAY_PASS, RESTARTS, supervised, will_restart
+from autohet.driver.loop.events import finite
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import PlainFormatter, visible
 
@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
-    from autohet.driver.run import train
-    from autohet.driver.view import View
+    from autohet.driver.job.run import train
+    from autohet.driver.job.view import View
 
     with View(emulated=job.emulation is not None) as view:
         outcome = train(

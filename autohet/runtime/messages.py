@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from autohet.runtime.loss_scale import FIRST_SCALE, LossScale
-from planner.plan import Plan
+from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScale
+from planner.plans.plan import Plan
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.holdings import Source

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from autohet.runtime.batches import Batches, EvaluationRows
+from autohet.runtime.copies.preservation import Preservation
 from autohet.runtime.data import TokenDataset, prepare_dataset
-from autohet.runtime.device import choose_device
-from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import frozen_units
 from autohet.runtime.groups import (
     GenerationGroups,
     GroupTimeouts,
@@ -30,8 +29,6 @@ from autohet.runtime.groups import (
     reconfigure,
 )
 from autohet.runtime.job import Job
-from autohet.runtime.layout import frozen_units
-from autohet.runtime.length_work import LengthWork, length_work
 from autohet.runtime.messages import (
     STANDING_PHASES,
     GenerationOrder,
@@ -41,9 +38,8 @@ from autohet.runtime.messages import (
     WorkerPlace,
     WorkerReport,
 )
-from autohet.runtime.models import COMPUTE_DTYPES, load_config
-from autohet.runtime.precision import format_of
-from autohet.runtime.preservation import Preservation
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.process.store_connector import StoreConnector
@@ -52,9 +48,14 @@ from autohet.runtime.state.arrived_shards import ArrivedShards
 from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
-from autohet.runtime.step_commit import StateVersion, Trainer
-from autohet.runtime.trainer import StageTrainer
-from autohet.runtime.training_loop import TrainingLoop, TrainingResources, UnreportedRecords
+from autohet.runtime.step.batches import Batches, EvaluationRows
+from autohet.runtime.step.device import choose_device
+from autohet.runtime.step.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.length_work import LengthWork, length_work
+from autohet.runtime.step.precision import format_of
+from autohet.runtime.step.step_commit import StateVersion, Trainer
+from autohet.runtime.step.trainer import StageTrainer
+from autohet.runtime.step.training_loop import TrainingLoop, TrainingResources, UnreportedRecords
 from planner.errors import ConfigError
 from recovery.errors import Cancelled
 from recovery.state.layout import Layout

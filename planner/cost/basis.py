@@ -3,15 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from planner.cluster import Fleet
-from planner.cost.links import Links, LinkTable
+from planner.cost.links.traffic import Links, LinkTable
 from planner.cost.parameters import CostParameters
 from planner.cost.stage_formats import StageFormats
-from planner.model_spec import ModelSpec
-from planner.plan import ComputeFormat, Recompute
-from planner.profile import ProfileTable
+from planner.inputs.cluster import Fleet
+from planner.inputs.profile import ProfileTable
+from planner.inputs.zones import EC2_ZONES, ZoneTable
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import ComputeFormat, Recompute
 from planner.spmd.decoder import Decoder
-from planner.zones import EC2_ZONES, ZoneTable
 
 
 @dataclass(frozen=True)

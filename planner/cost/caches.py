@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 
-from planner.cluster import NodeType
-from planner.cost.boundaries import WaysByLikeness
-from planner.cost.layer_cost_model import CostsByUse
-from planner.cost.layer_times import ModelsByFormat
-from planner.cost.plan_memory import Synced
+from planner.cost.layers.layer_cost_model import CostsByUse
+from planner.cost.layers.layer_times import ModelsByFormat
+from planner.cost.links.boundaries import WaysByLikeness
+from planner.cost.links.sync import KnownRings
+from planner.cost.memory.plan_memory import Synced
+from planner.cost.memory.worker_memory import TermsByUse
 from planner.cost.stage_costs import TermsByStage
-from planner.cost.sync import KnownRings
-from planner.cost.worker_memory import TermsByUse
+from planner.inputs.cluster import NodeType
 from planner.spmd.decoder import Decoder
 
 

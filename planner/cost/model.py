@@ -9,32 +9,32 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planner.cluster import Fleet, NodeType
 from planner.cost.basis import CostBasis, Measurements, Workload
-from planner.cost.boundaries import BoundaryCosts
 from planner.cost.caches import CostCaches
 from planner.cost.eviction import evict_oldest
-from planner.cost.expert_dispatch import DispatchCosts
-from planner.cost.full_shard import share_out_all
-from planner.cost.layer_cost_model import LayerCostModel
-from planner.cost.layer_costs import Assumed, MemoryChoices
-from planner.cost.layer_times import LayerTimesByFormat
-from planner.cost.layers import require_dtype
-from planner.cost.links import Links
+from planner.cost.layers.expert_dispatch import DispatchCosts
+from planner.cost.layers.layer_cost_model import LayerCostModel
+from planner.cost.layers.layer_costs import Assumed, MemoryChoices
+from planner.cost.layers.layer_seconds import require_dtype
+from planner.cost.layers.layer_times import LayerTimesByFormat
+from planner.cost.links.boundaries import BoundaryCosts
+from planner.cost.links.traffic import Links
+from planner.cost.memory.full_shard import share_out_all
+from planner.cost.memory.plan_memory import PlanMemory
+from planner.cost.memory.worker_memory import WorkerMemory
 from planner.cost.parameters import CostParameters
-from planner.cost.plan_memory import PlanMemory
 from planner.cost.prediction import Prediction
 from planner.cost.prices import PlanPrices
 from planner.cost.stage_choices import StageChoices
 from planner.cost.stage_costs import StageCosts
 from planner.cost.stage_formats import StageFormats
 from planner.cost.step_times import StepTimes
-from planner.cost.worker_memory import WorkerMemory
 from planner.errors import ConfigError
-from planner.plan import Plan, check_plan
+from planner.inputs.cluster import Fleet, NodeType
+from planner.inputs.zones import ZoneTable, known_zones
+from planner.plans.plan import Plan, check_plan
 from planner.spmd.decoder import Decoder
 from planner.spmd.fleet import breakdown_of_program
-from planner.zones import ZoneTable, known_zones
 
 _REMEMBERED = 4096  # predictions times GPUs
 

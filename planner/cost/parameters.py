@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from planner.cost.schedule import Transfers
 from planner.errors import ConfigError
-from planner.plan import Plan
+from planner.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class CostParameters:
     context_bytes, context_share (of the device's memory): CUDA context, library workspace, and
     communicators if these are not counted.
     communicator_bytes: of one communicator, of which the runtime's plans have 3 to 8 a worker
-    (`planner.communicators`); 0: not counted.
+    (`planner.plans.communicators`); 0: not counted.
     memory_margin: share of the device's memory that a plan must leave free (fragmentation, other
     processes).
     elastic: a change of plans moves state through host memory, which also has snapshots of it
@@ -94,7 +94,7 @@ class CostParameters:
     buffer.
     scales_gradients: gradients inside fp16 stages are scaled; what leaves the stages is in fp32.
     full_shard: weights, gradients and optimizer state are shared out over the pipelines, each layer
-    gathered ahead of its use (`planner.cost.full_shard`).
+    gathered ahead of its use (`planner.cost.memory.full_shard`).
     """
 
     launch_exposure: float = 0.9

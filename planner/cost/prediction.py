@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from planner.communicators import COMMUNICATOR_BYTES, communicators_by_worker
-from planner.cost.zone_transfers import ZoneTransfer
-from planner.plan import Plan
+from planner.cost.links.zone_transfers import ZoneTransfer
+from planner.plans.communicators import COMMUNICATOR_BYTES, communicators_by_worker
+from planner.plans.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def communicators_by_worker(self) -> dict[str, int]:
-        """Number of communicators of each worker (`planner.communicators`).
+        """Number of communicators of each worker (`planner.plans.communicators`).
 
         Counted on access, since a search never needs it.
         """

@@ -1,9 +1,9 @@
 """Dollars of a plan: its nodes, and what it carries between zones."""
 
 from planner.cost.basis import CostBasis
-from planner.cost.plan_memory import PlanMemory
-from planner.cost.zone_transfers import ZoneTransfer, bytes_between_zones
-from planner.plan import Plan
+from planner.cost.links.zone_transfers import ZoneTransfer, bytes_between_zones
+from planner.cost.memory.plan_memory import PlanMemory
+from planner.plans.plan import Plan
 
 
 class PlanPrices:

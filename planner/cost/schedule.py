@@ -1,6 +1,6 @@
 """Exact event simulation of a pipeline's 1F1B step, and the bound that search uses.
 
-The order of actions is the runtime's, from `planner.stage_order`.
+The order of actions is the runtime's, from `planner.plans.stage_order`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.in_flight import one_each
-from planner.stage_order import action_slots
+from planner.plans.in_flight import one_each
+from planner.plans.stage_order import action_slots
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]

@@ -7,12 +7,12 @@ number of microbatches in flight.
 from dataclasses import replace
 
 from planner.cost.basis import CostBasis
-from planner.cost.expert_dispatch import DispatchCosts
-from planner.cost.layer_costs import Assumed
-from planner.cost.plan_memory import PlanMemory
+from planner.cost.layers.expert_dispatch import DispatchCosts
+from planner.cost.layers.layer_costs import Assumed
+from planner.cost.memory.plan_memory import PlanMemory
 from planner.cost.stage_costs import StageCosts
-from planner.in_flight import MOST_AHEAD
-from planner.plan import COMPUTE_FORMATS, Pipeline, Plan, Stage
+from planner.plans.in_flight import MOST_AHEAD
+from planner.plans.plan import COMPUTE_FORMATS, Pipeline, Plan, Stage
 
 
 class StageChoices:
@@ -93,7 +93,7 @@ class StageChoices:
     def with_dispatch(self, plan: Plan) -> Plan:
         """Return the plan with an allowed way of tokens to experts for each stage.
 
-        Stages of unlike GPUs use all-to-all (`planner.uneven.check_like_gpus`).
+        Stages of unlike GPUs use all-to-all (`planner.strategies.autohet_uneven.check_like_gpus`).
         """
         if self._dispatch.allowed == "sum" or plan.spmd is not None:
             return plan

@@ -10,20 +10,25 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Member, NodeType
 from planner.cost.basis import CostBasis
-from planner.cost.even_layers import LayerTimes
 from planner.cost.eviction import evict_oldest
-from planner.cost.expert_dispatch import DispatchCosts
-from planner.cost.full_shard import gathered_scalars
-from planner.cost.layer_times import LayerTimesByFormat
-from planner.cost.links import Links
-from planner.cost.memory import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms, with_cut_sequence
-from planner.cost.offload import offloaded_update_s
-from planner.cost.stage_terms import NOT_SHARED, RankBytes, Sharing, StageTerms, traits_of
-from planner.cost.worker_memory import WorkerMemory
-from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
-from planner.redundancy import layers_of
+from planner.cost.layers.even_layers import LayerTimes
+from planner.cost.layers.expert_dispatch import DispatchCosts
+from planner.cost.layers.layer_times import LayerTimesByFormat
+from planner.cost.links.traffic import Links
+from planner.cost.memory.full_shard import gathered_scalars
+from planner.cost.memory.offload import offloaded_update_s
+from planner.cost.memory.stage_terms import NOT_SHARED, RankBytes, Sharing, StageTerms, traits_of
+from planner.cost.memory.training_bytes import (
+    OPTIMIZER_BYTES,
+    VALUE_BYTES,
+    MemoryTerms,
+    with_cut_sequence,
+)
+from planner.cost.memory.worker_memory import WorkerMemory
+from planner.inputs.cluster import Member, NodeType
+from planner.plans.plan import Pipeline, Plan, Recompute, Stage, TensorShare
+from planner.plans.redundancy import layers_of
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from planner.cluster import Fleet
-from planner.cost.memory import FP32_BYTES, VALUE_BYTES
-from planner.formats import shared_format
-from planner.plan import ComputeFormat, Plan, Stage
+from planner.cost.memory.training_bytes import FP32_BYTES, VALUE_BYTES
+from planner.inputs.cluster import Fleet
+from planner.inputs.formats import shared_format
+from planner.plans.plan import ComputeFormat, Plan, Stage
 
 _OF_VALUES = {"fp8": "bf16"}
 """Format of hidden states by that of products, where they differ."""

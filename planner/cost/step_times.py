@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 from planner.cost.basis import CostBasis
-from planner.cost.boundaries import BoundaryCosts
 from planner.cost.eviction import evict_oldest
-from planner.cost.full_shard import overlapped_s
-from planner.cost.plan_memory import PlanMemory
+from planner.cost.links.boundaries import BoundaryCosts
+from planner.cost.links.sync import KnownRings, Rings, StepTimeline, simulate_sync
+from planner.cost.memory.full_shard import overlapped_s
+from planner.cost.memory.plan_memory import PlanMemory
+from planner.cost.memory.stage_terms import sharing_of
 from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s
 from planner.cost.stage_costs import StageCosts
-from planner.cost.stage_terms import sharing_of
-from planner.cost.sync import KnownRings, Rings, StepTimeline, simulate_sync
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 
 # ends of stages: of 80 stages 3 KB, where a timeline of all actions would take megabytes
 _PIPELINES = 1024

@@ -6,11 +6,11 @@ One process a node, one lane a worker.
 from collections.abc import Iterator
 from typing import Any
 
-from planner.cluster import Fleet
 from planner.cost.model import CostModel
 from planner.cost.schedule import Timeline, simulate_pipeline
 from planner.cost.step_times import Simulation
-from planner.plan import Pipeline, Plan
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import Pipeline, Plan
 
 _MICROSECONDS = 1e6
 _Event = dict[str, Any]

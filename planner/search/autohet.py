@@ -9,17 +9,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.cost.host_memory import host_memory_ceiling
-from planner.cost.memory import OPTIMIZER_BYTES, STATE_BYTES
+from planner.cost.memory.host_memory import host_memory_ceiling
+from planner.cost.memory.training_bytes import OPTIMIZER_BYTES, STATE_BYTES
 from planner.errors import InfeasibleError
-from planner.plan import Plan
-from planner.search import limits
-from planner.search.alike import Likeness
-from planner.search.bound import NO_PROOF, prove
-from planner.search.cost_tables import tables_of
-from planner.search.families import Proposal, proposals_for
-from planner.search.improve import Improver, Judge, tries_for
-from planner.search.judge import (
+from planner.plans.plan import Plan
+from planner.search.bounds.bound import NO_PROOF, prove
+from planner.search.drafts.families import Proposal, proposals_for
+from planner.search.drafts.place import place, place_by_stage, place_ends_first
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import (
+    TIME_IS_OVER,
+    Answer,
+    Rejected,
+    Request,
+    SearchReport,
+    check_request,
+)
+from planner.search.problem.stage_sums import Row
+from planner.search.problem.tables import Tables
+from planner.search.walk.alike import Likeness
+from planner.search.walk.improve import Improver, Judge, tries_for
+from planner.search.walk.judge import (
     Costed,
     fewest_in_flight,
     idle_workers,
@@ -29,18 +40,7 @@ from planner.search.judge import (
     slower,
     why_infeasible,
 )
-from planner.search.moves import Moves
-from planner.search.place import place, place_by_stage, place_ends_first
-from planner.search.problem import (
-    TIME_IS_OVER,
-    Answer,
-    Rejected,
-    Request,
-    SearchReport,
-    check_request,
-)
-from planner.search.stage_sums import Row
-from planner.search.tables import Tables
+from planner.search.walk.moves import Moves
 
 
 @dataclass(frozen=True)

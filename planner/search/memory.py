@@ -14,16 +14,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from planner.cost.layer_costs import Assumed
+from planner.cost.layers.layer_costs import Assumed
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
-from planner.plan import Plan
-from planner.search import limits
+from planner.plans.plan import Plan
 from planner.search.autohet import Drafted, drafted, improved, search_autohet
-from planner.search.bound import NO_PROOF, Proof, prove
-from planner.search.cost_tables import tables_of
-from planner.search.families import proposals_for
-from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, SearchReport
+from planner.search.bounds.bound import NO_PROOF, Proof, prove
+from planner.search.drafts.families import proposals_for
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import TIME_IS_OVER, Answer, Rejected, Request, SearchReport
 
 _Found = TypeVar("_Found")
 _Outcome = Answer | Drafted | InfeasibleError

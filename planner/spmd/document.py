@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.documents import check_keys, is_integer, is_number, read_list, read_mapping
 from planner.errors import ConfigError
+from planner.inputs.documents import check_keys, is_integer, is_number, read_list, read_mapping
 from planner.spmd.costs import Shares, round_to_units
 from planner.spmd.graph import Graph
 from planner.spmd.layouts import CONVERSIONS, TensorLayout, sharded

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planner.cluster import NodeType
 from planner.errors import InfeasibleError
-from planner.plan import Plan
+from planner.inputs.cluster import NodeType
+from planner.plans.plan import Plan
 from planner.spmd.costs import CostTable, Device, SpmdCluster, Term, Wire, Work, ring_collectives
 from planner.spmd.decoder import Decoder
 from planner.spmd.graph import Graph
@@ -18,7 +18,7 @@ from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Program, explain_tensors
 
 if TYPE_CHECKING:
-    from planner.cost.layer_costs import LayerCosts
+    from planner.cost.layers.layer_costs import LayerCosts
     from planner.cost.model import CostModel
 
 STATE_BYTES = {"fp32": 16.0, "bf16": 18.0, "fp16": 18.0}

@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.cluster import GIB
 from planner.errors import InfeasibleError
+from planner.inputs.cluster import GIB
 from planner.spmd.costs import CostTable, Shares, round_to_units
 from planner.spmd.graph import Axis, Graph
 from planner.spmd.program import Program

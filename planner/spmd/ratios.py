@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cluster import GIB
 from planner.errors import ConfigError, InfeasibleError
+from planner.inputs.cluster import GIB
 from planner.spmd.costs import CostTable, Floats, Shares, Wire, Work
 from planner.spmd.program import Program
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.plan import Plan
-from planner.search import limits
-from planner.search.judge import describe
-from planner.search.problem import (
+from planner.plans.plan import Plan
+from planner.search.problem import limits
+from planner.search.problem.request import (
     TIME_IS_OVER,
     Answer,
     Idle,
@@ -20,7 +19,9 @@ from planner.search.problem import (
     SearchReport,
     with_cut,
 )
+from planner.search.walk.judge import describe
 from planner.strategies.answer_checks import check_answer
+from planner.strategies.autohet_uneven import search_with_uneven
 from planner.strategies.dispatch import dispatch_reason
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
@@ -30,7 +31,6 @@ from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
 from planner.strategies.staged import search_megatron, search_varuna
 from planner.strategies.zones import search_zones
-from planner.uneven import search_with_uneven
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "autohet": search_with_uneven,

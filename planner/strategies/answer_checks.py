@@ -1,9 +1,9 @@
 """Check of a strategy's answer against its request."""
 
 from planner.errors import ConfigError
-from planner.plan import Plan
-from planner.plan_checks import check_plan
-from planner.search.problem import Answer, Request
+from planner.plans.plan import Plan
+from planner.plans.plan_checks import check_plan
+from planner.search.problem.request import Answer, Request
 
 
 def check_answer(strategy: str, request: Request, answer: Answer) -> None:

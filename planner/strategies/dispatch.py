@@ -1,7 +1,7 @@
 """Reason for the ways in which the tokens of a plan's stages reach their experts."""
 
 from planner.cost.model import CostModel
-from planner.plan import Plan
+from planner.plans.plan import Plan
 
 
 def dispatch_reason(cost: CostModel, plan: Plan) -> str:

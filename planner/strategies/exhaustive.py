@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.cluster import Node, NodeType
 from planner.errors import ConfigError, InfeasibleError
-from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.redundancy import redundancy
-from planner.search import limits
-from planner.search.cost_tables import microbatch_sizes
-from planner.search.problem import (
+from planner.inputs.cluster import Node, NodeType
+from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.redundancy import redundancy
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import microbatch_sizes
+from planner.search.problem.request import (
     TIME_IS_OVER,
     Answer,
     Rejected,
@@ -32,8 +32,8 @@ from planner.search.problem import (
     SearchReport,
     check_request,
 )
+from planner.strategies.autohet_uneven import uneven_groups
 from planner.strategies.staged import differences
-from planner.uneven import uneven_groups
 
 _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
 

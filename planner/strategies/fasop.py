@@ -15,13 +15,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from planner.cluster import Fleet, Node, NodeType
-from planner.cost.boundaries import NicFlows
-from planner.search import limits
-from planner.search.cost_tables import tables_of
-from planner.search.judge import SearchEffort, answer_of
-from planner.search.problem import Answer, Request, check_request
-from planner.search.tables import Tables, tp_degrees_of
+from planner.cost.links.boundaries import NicFlows
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import Answer, Request, check_request
+from planner.search.problem.tables import Tables, tp_degrees_of
+from planner.search.walk.judge import SearchEffort, answer_of
 from planner.strategies.fleets import thinned_counts, with_count
 from planner.strategies.staged import (
     GpuGroup,

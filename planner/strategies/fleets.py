@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cluster import Fleet, Node, NodeType
 from planner.errors import InfeasibleError
-from planner.search import limits
-from planner.search.problem import Answer, Request, narrowed
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.search.problem import limits
+from planner.search.problem.request import Answer, Request, narrowed
 
 Search = Callable[[Request], Answer]
 TypeCounts = tuple[int, ...]

@@ -7,11 +7,11 @@ types gain, and no larger fleet gets a worse plan than its part.
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.cluster import Fleet
 from planner.errors import InfeasibleError
-from planner.formats import can_compute
-from planner.search.judge import describe
-from planner.search.problem import Answer, Idle, Rejected, Request, narrowed
+from planner.inputs.cluster import Fleet
+from planner.inputs.formats import can_compute
+from planner.search.problem.request import Answer, Idle, Rejected, Request, narrowed
+from planner.search.walk.judge import describe
 from planner.strategies.pareto import usd_per_token
 
 Search = Callable[[Request], Answer]

@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.search import limits
-from planner.search.problem import Answer
+from planner.search.problem import limits
+from planner.search.problem.request import Answer
 from planner.strategies.fleets import FleetSearch, TypeCounts, with_count
 
 

@@ -9,13 +9,12 @@ every layer lies on every GPU of the plan, whole or in part.
 
 from collections.abc import Callable, Iterator
 
-from planner.cluster import NodeType
 from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
-from planner.plan import Pipeline, Plan, Stage
-from planner.search import limits
-from planner.search.judge import unacceptable
-from planner.search.problem import (
+from planner.inputs.cluster import NodeType
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.search.problem import limits
+from planner.search.problem.request import (
     NOT_LOOKED_AT,
     Answer,
     Idle,
@@ -24,6 +23,7 @@ from planner.search.problem import (
     SearchReport,
     check_request,
 )
+from planner.search.walk.judge import unacceptable
 from planner.spmd.costs import CostTable
 from planner.spmd.decoder import WHOLE
 from planner.spmd.document import StageProgram

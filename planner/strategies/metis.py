@@ -16,11 +16,11 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from planner.search import limits
-from planner.search.cost_tables import tables_of
-from planner.search.judge import SearchEffort, answer_of
-from planner.search.problem import Answer, Request, check_request
-from planner.search.tables import Tables
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import Answer, Request, check_request
+from planner.search.problem.tables import Tables
+from planner.search.walk.judge import SearchEffort, answer_of
 from planner.strategies.staged import Groups, Shortlist, Staged
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
-from planner.search import limits
-from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, narrowed
+from planner.inputs.cluster import Fleet
+from planner.search.problem import limits
+from planner.search.problem.request import TIME_IS_OVER, Answer, Rejected, Request, narrowed
 from planner.strategies.fasop import fleets_up_to
 from planner.strategies.fleets import (
     FleetSearch,

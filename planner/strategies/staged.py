@@ -18,11 +18,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.cluster import Node
-from planner.plan import Plan
-from planner.search import limits
-from planner.search.cost_tables import tables_of
-from planner.search.draft import (
+from planner.inputs.cluster import Node
+from planner.plans.plan import Plan
+from planner.search.drafts.draft import (
     Draft,
     Estimator,
     Shape,
@@ -31,11 +29,13 @@ from planner.search.draft import (
     fits,
     steady_s,
 )
-from planner.search.judge import SearchEffort, answer_of
-from planner.search.place import plan_on
-from planner.search.problem import Answer, Request, check_request
-from planner.search.side_by_side import SideBySide
-from planner.search.tables import Tables, tp_degrees_of
+from planner.search.drafts.place import plan_on
+from planner.search.drafts.side_by_side import SideBySide
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import Answer, Request, check_request
+from planner.search.problem.tables import Tables, tp_degrees_of
+from planner.search.walk.judge import SearchEffort, answer_of
 
 GpuGroup = tuple[str, ...]
 N = TypeVar("N", int, float)

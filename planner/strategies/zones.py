@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from planner.cluster import Fleet
 from planner.errors import InfeasibleError
-from planner.search import limits
-from planner.search.judge import describe, unacceptable, zones_of
-from planner.search.problem import Answer, Idle, Rejected, Request, narrowed
+from planner.inputs.cluster import Fleet
+from planner.search.problem import limits
+from planner.search.problem.request import Answer, Idle, Rejected, Request, narrowed
+from planner.search.walk.judge import describe, unacceptable, zones_of
 from planner.strategies.pareto import undominated, usd_per_token
 
 Search = Callable[[Request], Answer]

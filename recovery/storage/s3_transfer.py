@@ -5,7 +5,7 @@ hands its prepared and signed request to this module, and takes the answer's hea
 addressing style, signature, region, credentials and errors are those of every other request. A
 GET's bytes go from the socket into the caller's memory, a part's from the caller's memory to the
 socket, with the CRC-32C that S3 checks. Measured against boto3 and AWS's CRT client on one server:
-`scripts/benchmarks/storage_throughput.py`.
+`scripts/benchmarks/recovery/storage_throughput.py`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_a_conftest_names_the_tests_of_its_directory() -> None:
 
 def test_the_nearest_tests_are_first() -> None:
     """`scripts/test quick` runs the first of them: wrong if its own test is not among these."""
-    found = affected_files([Path("planner/plan.py")])
+    found = affected_files([Path("planner/plans/plan.py")])
     assert found[0].startswith("tests/planner/")
     assert "tests/planner/test_plan.py" in found[:60]
     assert found.index("tests/planner/test_plan.py") < found.index("tests/cli/test_bench.py")
@@ -49,7 +49,11 @@ def test_the_script_runs_as_a_contributor_runs_it() -> None:
     )
     assert done.returncode == 0, done.stderr
     loaded = subprocess.run(
-        [sys.executable, "-c", "import changed_tests as c; c.import_distances(['planner.plan'])"],
+        [
+            sys.executable,
+            "-c",
+            "import changed_tests as c; c.import_distances(['planner.plans.plan'])",
+        ],
         cwd=ROOT / "scripts",
         env=environment,
         capture_output=True,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.control import controller as controller_module
-from autohet.driver.control.states import Training
+from autohet.control.values.states import Training
+from autohet.driver.loop import controller as controller_module
 from tests.driver.test_controller import make, run, trained
 
 CONTROL = Path(controller_module.__file__).parent

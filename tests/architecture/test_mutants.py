@@ -1,21 +1,20 @@
-"""The seeded mutants (`scripts/benchmarks/mutants.py`, which takes too long for here) still change
-what they say they change.
+"""The seeded mutants (`scripts/benchmarks/quality/mutants.py`, which takes too long for here) still
+change what they say they change.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
+from scripts.benchmarks.quality.mutant_patterns import PatternError, replace_statements
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts/benchmarks"))
-from mutant_patterns import PatternError, replace_statements  # noqa: E402
 
 MUTANTS = yaml.safe_load((ROOT / "scripts/benchmarks/mutants.yaml").read_text())
 

@@ -11,7 +11,6 @@ PACKAGES = ("planner", "recovery", "autohet")
 ROLES = {
     "add_parser": "every command of autohet.cli",
     "run": "every command, and every part of the benchmarks",
-    "main": "every program",
     "step": "every state of the controller",
     "show": "every display of a benchmark or command",
     "draw": "every picture",

@@ -12,10 +12,14 @@ MAX_METHODS = 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 GIVEN_BY_OTHERS = {
-    "autohet/runtime/models/attention.py _ChunkedAttention.forward": "torch.autograd.Function",
-    "autohet/runtime/models/attention.py attention": "attention function of transformers",
-    "autohet/runtime/models/linear_loss.py _LinearCrossEntropy.forward": "torch.autograd.Function",
-    "autohet/runtime/models/tensor_parallel.py _ChunkedCrossEntropy.forward": (
+    "autohet/runtime/models/layers/attention.py _ChunkedAttention.forward": (
+        "torch.autograd.Function"
+    ),
+    "autohet/runtime/models/layers/attention.py attention": "attention function of transformers",
+    "autohet/runtime/models/layers/linear_loss.py _LinearCrossEntropy.forward": (
+        "torch.autograd.Function"
+    ),
+    "autohet/runtime/models/layers/tensor_parallel.py _ChunkedCrossEntropy.forward": (
         "torch.autograd.Function"
     ),
     "autohet/runtime/spmd/collectives.py FactoredLinear.forward": "torch.autograd.Function",

@@ -64,6 +64,7 @@ def test_only_the_driver_imports_ray():
         str(path.relative_to(ROOT))
         for path in source_files()
         if "autohet/driver" not in str(path)
+        and path.name != "ray_train_baseline.py"  # measures Ray Train itself
         and any(
             line.strip().startswith(("import ray", "from ray"))
             for line in path.read_text().splitlines()
@@ -130,7 +131,7 @@ def test_walk_finds_the_packages():
     assert {
         name for package in PACKAGES for _, name, _ in pkgutil.iter_modules([str(ROOT / package)])
     } >= {
-        "plan",
+        "plans",
         "state",
         "driver",
     }

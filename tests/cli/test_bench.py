@@ -20,7 +20,7 @@ from autohet.bench.recovery.storage import pointed_at
 from autohet.bench.recovery.sweep import predicted_sweep, s3_sweep
 from autohet.bench.step.report import pipelining_document
 from autohet.cli.main import main
-from autohet.driver.emulate.namespaces import why_no_namespaces
+from autohet.emulate.namespaces import why_no_namespaces
 from autohet.runtime.job import Job
 from recovery.storage.claims import CLAIMS
 from recovery.storage.errors import ObjectExists, ObjectMissing

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from autohet.bench.gpu import __main__ as gpu
-from autohet.bench.gpu import aborts, measures, parts, ranks
-from autohet.bench.gpu.part import Failed, GpuPart, Machine, PartSkipped
+from scripts.benchmarks.gpu import __main__ as gpu
+from scripts.benchmarks.gpu import aborts, measures, parts, ranks
+from scripts.benchmarks.gpu.part import Failed, GpuPart, Machine, PartSkipped
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 CPU = Machine("cpu")

@@ -3,8 +3,8 @@
 from rich.console import Console
 
 from autohet.cli.plan_display import grouped, segment_label, show, stage_lines
-from planner.cluster import Fleet, Node, NodeType
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.plans.plan import Pipeline, Plan, Stage
 
 A100 = NodeType("a100", "A100-80", 4, 80 << 30, 3e11, 5e10)
 FLEET = Fleet(1, (Node("a100-0", A100),))

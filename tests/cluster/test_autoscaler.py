@@ -16,11 +16,11 @@ import ray
 import yaml
 from ray.autoscaler.sdk import request_resources
 
-from autohet.driver.job_run import JobRun
+from autohet.driver.job.job_run import JobRun
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.drain import drain
-from autohet.driver.ray.scaling import fleet_request
-from planner.cluster import cluster_from_document
+from autohet.driver.ray.requests.drain import drain
+from autohet.driver.ray.requests.scaling import fleet_request
+from planner.inputs.cluster import cluster_from_document
 from tests.harness.autoscaling_cluster import at_most, autoscaling_cluster
 from tests.harness.local_fleet import (
     Interference,

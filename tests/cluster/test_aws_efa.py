@@ -16,7 +16,7 @@ import boto3
 import pytest
 import yaml
 
-from planner.cluster import cluster_from_document
+from planner.inputs.cluster import cluster_from_document
 from tests.harness.aws_network import make_private_subnet, public_subnet
 from tests.harness.s3_server import S3Server, s3_server
 

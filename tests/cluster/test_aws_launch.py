@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from planner.catalogue import instance_types
+from planner.inputs.catalogue import instance_types
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "cluster_configs"

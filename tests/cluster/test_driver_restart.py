@@ -19,7 +19,7 @@ import pytest
 from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from autohet.driver.recording.replay import replay_run
+from autohet.driver.loop.replay import replay_run
 from tests.harness.local_fleet import (
     free_port,
     largest_relative_difference,

@@ -21,11 +21,11 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.drain import drain
 from autohet.driver.ray.node_type_lookup import NodeTypeLookup
+from autohet.driver.ray.requests.drain import drain
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains
-from planner.cluster import NodeType
+from planner.inputs.cluster import NodeType
 from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,

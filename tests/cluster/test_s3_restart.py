@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from autohet.cli.main import main
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from planner.plan import Plan
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.models.config import load_config
+from planner.plans.plan import Plan
 from tests.harness.local_fleet import (
     Interference,
     largest_relative_difference,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver import job_run
+from autohet.driver.job import job_run
 from autohet.driver.ray.workers import RayWorkers
 from tests.harness.local_fleet import local_fleet, make_job, run_job
 

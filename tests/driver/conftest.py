@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.search import limits
+from planner.search.problem import limits
 
 WHOLE = limits.MOST_TRIES
 

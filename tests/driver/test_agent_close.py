@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.ray.agent_actor import AgentActor, AgentPlace
+from autohet.driver.ray.agents.agent_actor import AgentActor, AgentPlace
 from tests.harness.fake_job import fake_job
 
 WAITED_FOR_S = 5.0

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from autohet.driver.checkpoints.agent_gc import AgentGc, DepartingNode, settled_age
+from autohet.control.planning.agent_gc import AgentGc, DepartingNode, settled_age
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId, TensorSpec

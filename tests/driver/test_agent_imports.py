@@ -8,7 +8,7 @@ import sys
 
 def test_an_agent_needs_neither_torch_nor_transformers() -> None:
     program = (
-        "import sys, autohet.driver.ray.agent_actor\n"
+        "import sys, autohet.driver.ray.agents.agent_actor\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run(

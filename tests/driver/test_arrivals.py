@@ -2,7 +2,7 @@
 waiting for ever.
 """
 
-from autohet.driver.control.states import Building
+from autohet.control.values.states import Building
 from tests.driver.test_controller import causes, run, trained
 from tests.driver.test_overtaken import make_faulty
 

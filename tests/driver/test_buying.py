@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from autohet.driver.control.actions import AskForNodes, GiveBack
-from autohet.driver.control.observation import Launches, NodeView, Notice, Observation
-from autohet.driver.planning.buyer import LOOK_S, Buyer
-from autohet.driver.planning.buying import (
+from autohet.control.planning.buyer import LOOK_S, Buyer
+from autohet.control.planning.buying import (
     FAILURES,
     REFUSED_S,
     IdleNodes,
@@ -22,10 +20,12 @@ from autohet.driver.planning.buying import (
     releasable,
     usd_per_hour,
 )
-from autohet.driver.planning.proposals import make_planning
-from autohet.driver.ray.launches import newest_cause
-from autohet.driver.ray.scaling import fleet_request
-from planner.cluster import Cluster, Node, cluster_from_document
+from autohet.control.planning.proposals import make_planning
+from autohet.control.values.actions import AskForNodes, GiveBack
+from autohet.control.values.observation import Launches, NodeView, Notice, Observation
+from autohet.driver.ray.requests.launches import newest_cause
+from autohet.driver.ray.requests.scaling import fleet_request
+from planner.inputs.cluster import Cluster, Node, cluster_from_document
 from tests.driver.test_scaling import AWS, shortest_job
 
 REASON = (

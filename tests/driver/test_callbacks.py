@@ -12,7 +12,7 @@ import pytest
 
 from autohet.driver.callbacks import EventDispatch
 from autohet.driver.callbacks.trackers import Scalars, TrackerIds, make_callbacks
-from autohet.driver.history.events import EventLog
+from autohet.driver.loop.events import EventLog
 from autohet.runtime.job import Job, TrackerEntry
 from planner.errors import ConfigError
 from tests.harness.fake_job import fake_job

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autohet.cli.main import main
-from autohet.driver.emulate.chat_demo import chat_job, write_chat
-from autohet.driver.emulate.demo import reference_losses
+from autohet.emulate.chat_demo import chat_job, write_chat
+from autohet.emulate.demo import reference_losses
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "cluster_configs" / "jobs" / "demo-chat.yaml"

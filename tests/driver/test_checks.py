@@ -10,19 +10,24 @@ from typing import Literal
 import pytest
 import yaml
 
-from autohet.driver import checks, cluster_choice
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
-from autohet.driver.cluster_choice import find_document
+from autohet.driver.job import checks, cluster_choice
+from autohet.driver.job.cluster_choice import find_document
+from autohet.driver.job.run import train
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, launcher_document, local_document
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
-from autohet.driver.run import train
 from autohet.runtime.job import Job, ModelSection
-from planner.cluster import Cluster, cluster_from_document, cluster_from_yaml, node_type_from_labels
 from planner.errors import ConfigError
+from planner.inputs.cluster import (
+    Cluster,
+    cluster_from_document,
+    cluster_from_yaml,
+    node_type_from_labels,
+)
 from recovery.storage.open import open_storage
 from tests.harness.local_fleet import cluster_document, make_job
 from tests.harness.tiny_models import TINY

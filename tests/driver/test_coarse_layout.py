@@ -4,11 +4,11 @@ and the plan.
 
 import pytest
 
-from autohet.driver.simulate.coarse_layout import CoarseLayouts
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import ModelSection
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from planner.plan import Pipeline, Plan, Stage
+from autohet.runtime.models.config import load_config
+from autohet.simulate.fleet.coarse_layout import CoarseLayouts
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.state.layout import Layout
 from tests.harness.tiny_models import TINY
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.observation import Notice
-from autohet.driver.control.states import Training, Waiting
-from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import make_planning
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.planning.proposals import make_planning
+from autohet.control.values.observation import Notice
+from autohet.control.values.states import Training, Waiting
+from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.events import EventLog
+from autohet.runtime.facts.planning import PlanningInputs
 from autohet.runtime.messages import Phase
-from autohet.runtime.models import load_config
-from autohet.runtime.planning import PlanningInputs
-from planner.cluster import NodeType
+from autohet.runtime.models.config import load_config
+from planner.inputs.cluster import NodeType
 from tests.harness.fake_job import fake_job
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from autohet.driver.control.states import Building, Training
-from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBuilder
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.values.states import Building, Training
+from autohet.driver.loop.events import EventLog
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import Fleet, Node, NodeType
+from autohet.runtime.models.config import load_config
+from planner.inputs.cluster import Fleet, Node, NodeType
 from tests.harness.fake_job import fake_job
 from tests.harness.faulty_workforce import FaultyWorkforce
 from tests.harness.promises import CheckedController, Promises, RememberedPlanning

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.observation import NodeView
-from autohet.driver.control.states import Waiting
-from autohet.driver.data_watch import DataWatch, describe_preparation
+from autohet.control.values.observation import NodeView
+from autohet.control.values.states import Waiting
+from autohet.driver.ray.data_watch import DataWatch, describe_preparation
 from autohet.runtime.data.parts import divide
+from autohet.runtime.facts.preparation import Preparation, shared_datasets
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, DataState
-from autohet.runtime.preparation import Preparation, shared_datasets
-from planner.cluster import Node
+from planner.inputs.cluster import Node
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
@@ -153,7 +153,7 @@ def test_an_agent_tells_what_is_wrong_with_the_data(tmp_path, monkeypatch):
 def test_what_may_pass_is_tried_again(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text\n" * 20)
     tries = []
-    monkeypatch.setattr("autohet.runtime.preparation.PAUSE_S", 0.0)
+    monkeypatch.setattr("autohet.runtime.facts.preparation.PAUSE_S", 0.0)
     monkeypatch.setattr(
         "autohet.runtime.data.recipe.divide",
         lambda files: tries.append(1) or (1 / (len(tries) - 1) and divide(files)),

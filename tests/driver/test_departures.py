@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from autohet.control.planning.buyer import Buyer
+from autohet.control.planning.buying import Market
+from autohet.control.values.observation import Notice
 from autohet.driver.callbacks.living_nodes import LivingNodes
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.observation import Notice
-from autohet.driver.planning.buyer import Buyer
-from autohet.driver.planning.buying import Market
+from autohet.driver.loop.controller import Controller
 from autohet.driver.report.events import fleet_over_time
-from planner.cluster import Cluster, Node
+from planner.inputs.cluster import Cluster, Node
 from tests.driver.test_controller import KIND, make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

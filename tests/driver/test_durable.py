@@ -13,12 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from autohet.control.ledger.ledger import Ledger
+from autohet.control.values.effects import Round
+from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
-from autohet.driver.control.effects import Round
-from autohet.driver.control.observation import Observation
-from autohet.driver.history.ledger import Ledger
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.read import verify

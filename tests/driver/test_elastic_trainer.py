@@ -11,9 +11,9 @@ from ray.train.constants import DEFAULT_STORAGE_PATH
 from torch.distributed.checkpoint import FileSystemReader
 
 import autohet
-from autohet.driver import elastic_trainer
-from autohet.driver.elastic_trainer import ANY_NUMBER, History
-from autohet.driver.job_run import Outcome
+from autohet.driver.job import elastic_trainer
+from autohet.driver.job.elastic_trainer import ANY_NUMBER, History
+from autohet.driver.job.job_run import Outcome
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage

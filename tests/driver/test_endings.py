@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.values.states import Building, Quiescing
 from autohet.driver.callbacks.living_nodes import LivingNodes
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.states import Building, Quiescing
-from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.simulate.simulation import Scenario, simulate
-from autohet.driver.simulate.spot_trace import read_trace
+from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.events import EventLog
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase
-from autohet.runtime.models import load_config
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import cluster_from_document
+from autohet.runtime.models.config import load_config
+from autohet.simulate.simulation import Scenario, simulate
+from autohet.simulate.spot_trace import read_trace
+from planner.inputs.cluster import cluster_from_document
 from tests.driver.test_controller import KIND, run, trained
 from tests.driver.test_simulation import job_document
 from tests.harness.fake_job import fake_job

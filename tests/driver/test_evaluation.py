@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from autohet.control.ledger.ledger import Ledger
+from autohet.control.ledger.run_summary import ledger_status, ledger_summary
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Decision, Round
+from autohet.control.values.observation import NodeView, Observation
 from autohet.driver.callbacks.trackers import Scalars
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
-from autohet.driver.control.effects import Decision, Round
-from autohet.driver.control.observation import NodeView, Observation
-from autohet.driver.elastic_trainer import History
-from autohet.driver.history.change import Change
-from autohet.driver.history.ledger import Ledger
-from autohet.driver.history.run_summary import ledger_status, ledger_summary
+from autohet.driver.job.elastic_trainer import History
 from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.messages import DataState, EvaluationRecord, Phase, WorkerReport
-from planner.cluster import Node, NodeType
 from planner.errors import ConfigError
+from planner.inputs.cluster import Node, NodeType
 from tests.harness.fake_job import fake_job
 
 

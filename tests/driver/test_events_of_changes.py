@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from autohet.driver.control.observation import Loss
-from autohet.driver.control.states import Building, Quiescing, Waiting
-from autohet.driver.history.events import EventLog
-from autohet.driver.view import View
+from autohet.control.values.observation import Loss
+from autohet.control.values.states import Building, Quiescing, Waiting
+from autohet.driver.job.view import View
+from autohet.driver.loop.events import EventLog
 from autohet.runtime.messages import ReplicaMismatch, StepRecord
 from tests.driver.test_controller import make, run, trained
 from tests.driver.test_overtaken import make_faulty
@@ -84,7 +84,7 @@ def test_a_wait_from_the_very_start_is_told_and_told_again_as_the_fleet_grows():
 
 def test_a_wait_is_shown_live(capsys, monkeypatch):
     controller, workforce = make(nodes=0, min_workers=3)
-    monkeypatch.setattr("autohet.driver.view.LINE_PERIOD_S", 0.0)
+    monkeypatch.setattr("autohet.driver.job.view.LINE_PERIOD_S", 0.0)
     with View(emulated=False, console=Console(stderr=True, force_terminal=False)) as view:
         for count in range(3):
             workforce.join(f"small-{count}")

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver import run as run_module
-from autohet.driver.job_run import Machines
+from autohet.driver.job import run as run_module
+from autohet.driver.job.job_run import Machines
 from planner.errors import ConfigError
 from recovery.storage.errors import StorageUnreachable
 from tests.harness.fake_job import fake_job

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.observation import Notice
-from autohet.driver.control.states import Closing, Training
-from autohet.driver.history.change import Change
-from autohet.driver.planning.gathering import gathers_until, needed_s, slowest_move_s
-from autohet.driver.planning.orders import URGENT
-from autohet.driver.planning.outlook import MOVE_PRIOR_S
+from autohet.control.planning.gathering import gathers_until, needed_s, slowest_move_s
+from autohet.control.planning.orders import URGENT
+from autohet.control.planning.outlook import MOVE_PRIOR_S
+from autohet.control.values.change import Change
+from autohet.control.values.observation import Notice
+from autohet.control.values.states import Closing, Training
+from autohet.driver.loop.controller import Controller
 from autohet.runtime.job.elastic import ElasticSection
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from tests.driver.test_controller import causes, make, run, trained

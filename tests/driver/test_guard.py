@@ -10,17 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control import decide, training
-from autohet.driver.control.actions import GiveBack
-from autohet.driver.control.controller import Controller, Guard
-from autohet.driver.control.policy import (
-    MOST_FAILURES,
-    RETRIES,
-    FailureAnswer,
-    FleetEvent,
-    answer_failures,
-)
-from autohet.driver.control.states import Considering, Ended, Training
+from autohet.control import decide
+from autohet.control.failures import MOST_FAILURES, RETRIES, FailureAnswer, answer_failures
+from autohet.control.states import training
+from autohet.control.values.actions import GiveBack
+from autohet.control.values.fleet_event import FleetEvent
+from autohet.control.values.states import Considering, Ended, Training
+from autohet.driver.loop.controller import Controller, Guard
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

@@ -14,10 +14,10 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from autohet.driver.sources import instance_types
 from autohet.driver.sources.instance_types import describe_types, with_described_types
-from planner.catalogue import canonical_gpu_type, find_instance_type
-from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
-from planner.gpu_names import identify_gpu
+from planner.inputs.catalogue import canonical_gpu_type, find_instance_type
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.gpu_names import identify_gpu
 
 
 def document_of(instance_type, **more):

@@ -12,11 +12,11 @@ import pytest
 import ray
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
 
-from autohet.driver.control.observation import Launches
-from autohet.driver.job_run import JobRun
-from autohet.driver.planning.buyer import refusal_words
-from autohet.driver.ray import launches
-from autohet.driver.ray.launches import (
+from autohet.control.planning.buyer import refusal_words
+from autohet.control.values.observation import Launches
+from autohet.driver.job.job_run import JobRun
+from autohet.driver.ray.requests import launches
+from autohet.driver.ray.requests.launches import (
     LOOK_S,
     PENDING_S,
     TAIL_BYTES,
@@ -25,8 +25,8 @@ from autohet.driver.ray.launches import (
     failed_launches,
     read_monitor_log,
 )
-from autohet.driver.ray.scaling import fleet_request
-from planner.cluster import cluster_from_document
+from autohet.driver.ray.requests.scaling import fleet_request
+from planner.inputs.cluster import cluster_from_document
 from tests.driver.test_buying import REASON
 from tests.driver.test_scaling import shortest_job
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autohet.driver.control.effects import Decision, Round
-from autohet.driver.control.observation import CheckpointState, Observation
-from autohet.driver.history.change import Change
-from autohet.driver.history.ledger import Ledger
-from autohet.driver.history.run_summary import ledger_summary
+from autohet.control.ledger.ledger import Ledger
+from autohet.control.ledger.run_summary import ledger_summary
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Decision, Round
+from autohet.control.values.observation import CheckpointState, Observation
 from autohet.runtime.messages import Phase, StateTransfer, StepRecord, WorkerReport
 from tests.driver.test_agent_gc import orders, reports
 from tests.harness.fake_job import fake_job

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from autohet.driver.checkpoints.agent_gc import AgentGc
-from autohet.driver.planning.orders import OrderBuilder
+from autohet.control.planning.agent_gc import AgentGc
+from autohet.control.planning.orders import OrderBuilder
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId

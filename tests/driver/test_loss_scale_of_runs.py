@@ -7,16 +7,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from autohet.control.ledger.ledger import Ledger
+from autohet.control.planning.orders import OrderBuilder, OrderTerms
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Decision, Round
+from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.resumption import loss_scales
-from autohet.driver.control.effects import Decision, Round
-from autohet.driver.control.observation import Observation
-from autohet.driver.history.change import Change
-from autohet.driver.history.ledger import Ledger
-from autohet.driver.planning.orders import OrderBuilder, OrderTerms
-from autohet.driver.recording.replay import memory_at_start
-from autohet.runtime.loss_scale import FIRST_SCALE, LOSS_SCALE, LossScale
+from autohet.driver.loop.replay import memory_at_start
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
+from autohet.runtime.step.loss_scale import FIRST_SCALE, LOSS_SCALE, LossScale
 from tests.driver.test_orders import ONE, A, B, make_book, observe
 from tests.harness.fake_job import fake_job
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.observation import Notice
-from autohet.driver.run_directories import node_directories, run_id
+from autohet.control.values.observation import Notice
+from autohet.driver.loop.run_directories import node_directories, run_id
 from autohet.driver.sources.merge import AgentSigns, NoticeMerger
 from autohet.driver.sources.protocol import Sign, WatchedNode
 from autohet.driver.sources.script_file import ScriptNotices

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from autohet.driver.ray.node_requests import NodeRequest, launched, node_request, prepared_types
-from planner.cluster import Cluster, cluster_from_document
-from planner.cluster_documents import read_cluster_yaml
+from autohet.driver.ray.requests.node_requests import (
+    NodeRequest,
+    launched,
+    node_request,
+    prepared_types,
+)
 from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.cluster_documents import read_cluster_yaml
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"
 SHIPPED = ["aws-mixed-spot", "aws-p5-p4d", "aws-cheap-spot", "kuberay-raycluster"]
@@ -134,7 +139,7 @@ def test_a_request_is_what_rays_function_takes(monkeypatch: pytest.MonkeyPatch) 
     """The scheduler is given what `request_cluster_resources` sends to the GCS."""
     from ray.autoscaler.v2 import sdk
 
-    from autohet.driver.ray import node_requests
+    from autohet.driver.ray.requests import node_requests
 
     document = read_cluster_yaml(CONFIGS / "aws-mixed-spot.yaml")
     assert isinstance(document, dict)

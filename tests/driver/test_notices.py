@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autohet.driver.control.observation import Notice
+from autohet.control.values.observation import Notice
 from autohet.driver.sources.merge import NoticeMerger, merged
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.observation import CheckpointState, NodeView, Notice, Observation
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import PlanProposal
-from autohet.runtime.layout import layout_of_plan
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.planning.proposals import PlanProposal
+from autohet.control.values.observation import CheckpointState, NodeView, Notice, Observation
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.messages import (
     AgentEndpoint,
     InterruptedRestore,
@@ -17,9 +17,9 @@ from autohet.runtime.messages import (
     RestoreRecord,
     WorkerReport,
 )
-from autohet.runtime.models import load_config
-from planner.cluster import Node, NodeType
-from planner.plan import Pipeline, Plan, Stage
+from autohet.runtime.models.config import load_config
+from planner.inputs.cluster import Node, NodeType
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from tests.harness.fake_job import fake_job

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.observation import NodeView, Notice, Observation
-from autohet.driver.history.change import Change
-from autohet.driver.planning.outlook import (
+from autohet.control.planning.outlook import (
     LEAST_S,
     MOST_S,
     MOVE_PRIOR_S,
@@ -17,7 +15,9 @@ from autohet.driver.planning.outlook import (
     gather_s,
     move_s,
 )
-from planner.cluster import Node, NodeType
+from autohet.control.values.change import Change
+from autohet.control.values.observation import NodeView, Notice, Observation
+from planner.inputs.cluster import Node, NodeType
 
 SPOT = NodeType("spot", "A10G", 1, 24 << 30, 32e9, 3e9, spot=True)
 STEADY = replace(SPOT, name="steady", spot=False)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autohet.driver.ray.node_requests import launched, node_request, prepared_types
-from planner.catalogue import instance_types
-from planner.cluster import Cluster, cluster_from_document
-from planner.cluster_documents import read_cluster_yaml, with_legacy_types
+from autohet.driver.ray.requests.node_requests import launched, node_request, prepared_types
 from planner.errors import ConfigError
+from planner.inputs.catalogue import instance_types
+from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.cluster_documents import read_cluster_yaml, with_legacy_types
 
 AWS = {"type": "aws", "region": "us-west-2", "availability_zone": "us-west-2a,us-west-2b"}
 GCP = {"type": "gcp", "region": "us-west1", "availability_zone": "us-west1-b", "project_id": None}

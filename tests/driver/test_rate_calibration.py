@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control import policy
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.observation import NodeView
-from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import make_planning
+from autohet.control import speeds
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.planning.proposals import make_planning
+from autohet.control.values.observation import NodeView
+from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.events import EventLog
 from autohet.runtime.messages import AgentEndpoint
-from autohet.runtime.models import load_config
-from planner.cluster import Fleet, Node, NodeType
+from autohet.runtime.models.config import load_config
+from planner.inputs.cluster import Fleet, Node, NodeType
 from tests.driver.test_controller import KIND, causes, run
 from tests.driver.test_slow import PacedWorkforce
 from tests.harness.fake_job import fake_job
@@ -83,17 +83,17 @@ PLANNED = dict.fromkeys(MEASURED, 1.0)
         ({"b-1/0": [1.0] * 5}, {}),  # one slow node is no slow type
         ({"b-1/0": [1.5, 1.5, 9.0, 1.5, 1.5]}, {"B": 1.5}),  # an odd step
         ({"b-0/0": [1.1] * 5, "b-1/0": [1.1] * 5}, {}),  # within the model's error
-        ({"b-0/0": [40.0] * 5, "b-1/0": [40.0] * 5}, {"B": policy.MOST_RATE_FACTOR}),
+        ({"b-0/0": [40.0] * 5, "b-1/0": [40.0] * 5}, {"B": speeds.MOST_RATE_FACTOR}),
     ],
 )
 def test_a_types_factor_is_what_most_of_its_workers_take(changed, factors):
-    assert policy.find_rates(MEASURED | changed, PLANNED, TYPES, {}) == factors
+    assert speeds.find_rates(MEASURED | changed, PLANNED, TYPES, {}) == factors
 
 
 def test_a_factor_that_is_known_is_no_news():
     known = {"B": 1.5}
-    assert policy.find_rates(MEASURED, PLANNED | {"b-0/0": 1.5, "b-1/0": 1.5}, TYPES, known) == {}
+    assert speeds.find_rates(MEASURED, PLANNED | {"b-0/0": 1.5, "b-1/0": 1.5}, TYPES, known) == {}
 
 
 def test_one_type_alone_has_nothing_to_be_compared_with():
-    assert policy.find_rates(MEASURED, PLANNED, dict.fromkeys(TYPES, "A"), {}) == {}
+    assert speeds.find_rates(MEASURED, PLANNED, dict.fromkeys(TYPES, "A"), {}) == {}

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.policy import named
-from autohet.driver.planning.proposals import PlanProposal
-from planner.plan import Pipeline, Plan, Stage
+from autohet.control.fleet import named
+from autohet.control.planning.proposals import PlanProposal
+from planner.plans.plan import Pipeline, Plan, Stage
 from tests.driver.test_controller import KIND, make, run, trained
 from tests.driver.test_second_thoughts import decisions
 from tests.harness.scripted_workforce import ScriptedWorkforce

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.observation import NodeView, Notice, Observation
-from autohet.driver.emulate.rehearsal import Rehearsal, check_script
-from autohet.driver.emulate.script import Script
+from autohet.control.script import Script
+from autohet.control.values.observation import NodeView, Notice, Observation
+from autohet.driver.emulated.rehearsal import Rehearsal, check_script
 from autohet.driver.sources.simple import Scripted
 from autohet.runtime.job import ScriptedEvent
 from autohet.runtime.messages import Phase, WorkerReport
-from planner.cluster import Cluster, Node, cluster_from_document
 from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, Node, cluster_from_document
 from tests.harness.fake_job import fake_job
 from tests.harness.local_fleet import cluster_document
 

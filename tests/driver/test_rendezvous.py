@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from autohet.driver.ray import store_queries, store_server
-from autohet.driver.ray.store_server import MAX_STRANGERS, StoreServer
+from autohet.driver.ray.store import store_queries, store_server
+from autohet.driver.ray.store.store_server import MAX_STRANGERS, StoreServer
 from autohet.runtime.process.store_tunnel import (
     HELLO,
     StoreTunnel,

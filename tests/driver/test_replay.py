@@ -14,23 +14,23 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control import policy
-from autohet.driver.control.controller import Controller, Guard
-from autohet.driver.control.observation import Launches, Notice
-from autohet.driver.emulate.pacing import paces_of
-from autohet.driver.history.events import EventLog
-from autohet.driver.planning import buyer, buying
-from autohet.driver.planning.buyer import Buyer
-from autohet.driver.planning.buying import FAILURES, Market
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import make_planning
-from autohet.driver.recording.recorder import RecordedPlanning, Recorder
-from autohet.driver.recording.replay import replay_run
-from autohet.driver.recording.value_codec import decode, encode
+from autohet.control import failures, fleet
+from autohet.control.planning import buyer, buying
+from autohet.control.planning.buyer import Buyer
+from autohet.control.planning.buying import FAILURES, Market
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.planning.proposals import make_planning
+from autohet.control.values.observation import Launches, Notice
+from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.loop.controller import Controller, Guard
+from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.recorder import RecordedPlanning, Recorder
+from autohet.driver.loop.replay import replay_run
+from autohet.driver.loop.value_codec import decode, encode
 from autohet.runtime.messages import AgentEndpoint, DataState, Phase, StepRecord, WorkerReport
-from autohet.runtime.models import load_config
-from planner.cluster import Cluster, Node
+from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, Node
 from recovery.state.layout import ShardId
 from tests.driver.test_controller import KIND, causes, run, trained
 from tests.harness.fake_job import fake_job
@@ -111,7 +111,7 @@ WATCHED = """
 import logging, sys, time
 from pathlib import Path
 from autohet.driver.recording import replay
-from autohet.driver.recording.replay import replay_run
+from autohet.driver.loop.replay import replay_run
 
 EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
 effects, deciding, decide = [], False, replay.decide
@@ -172,7 +172,7 @@ def difference_shown(record: Path) -> str:
 def test_a_controller_that_decides_otherwise_is_shown(
     record: Path, name: str, wrong: object, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, name, wrong)
+    monkeypatch.setattr(fleet, name, wrong)
     difference = difference_shown(record)
     assert told in difference or "decid" in difference
 
@@ -188,7 +188,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         workforce.observe,
         Guard(controller, controller.tick, pause=lambda seconds: None),
     )
-    for times in (1, policy.RETRIES + 1):
+    for times in (1, failures.RETRIES + 1):
         workforce.observe = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
         for _ in range(times):
             guard.tick()
@@ -219,7 +219,7 @@ def test_what_is_decided_about_ticks_that_failed_is_replayed(
     )
     assert sum("Deciding to stop with a checkpoint, since there was" in s for s in said) == 1
     assert replay_run(failed).difference is None
-    monkeypatch.setattr(policy, "RETRIES", policy.RETRIES + 1)
+    monkeypatch.setattr(fleet, "RETRIES", failures.RETRIES + 1)
     assert "Deciding to" in difference_shown(failed)
 
 
@@ -377,8 +377,8 @@ def test_values_come_back_as_they_were() -> None:
 def test_only_values_of_this_distribution_are_made_from_a_record() -> None:
     for name in (
         "subprocess:Popen",
-        "autohet.driver.history.events:EventLog",
-        "autohet.driver.history.events:json",
+        "autohet.driver.loop.events:EventLog",
+        "autohet.driver.loop.events:json",
     ):
         with pytest.raises(ValueError, match="no class of a recorded value"):
             decode({"@": name})

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from autohet.driver.checkpoints.replication_price import CopiedTraining, RoundTraffic, spacing_of
-from planner.zones import EC2_ZONES
+from autohet.control.planning.replication_price import CopiedTraining, RoundTraffic, spacing_of
+from planner.inputs.zones import EC2_ZONES
 
 PAIR = ("us-east-1a", "us-east-1b")
 LLAMA_8B = RoundTraffic(96 * 10**9, 8.0, {PAIR: 96 * 10**9})

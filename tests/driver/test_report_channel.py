@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 
-from autohet.driver.ray import report_server
-from autohet.driver.ray.agent_calls import AgentReport
+from autohet.driver.ray.agents.agent_calls import AgentReport
 from autohet.driver.ray.observer import BEATS
-from autohet.driver.ray.report_server import ReportServer
-from autohet.driver.ray.reports import LAST_WORDS_S, Reports
-from autohet.driver.ray.silence import LONGEST_TICK_S
-from autohet.driver.ray.wake_up import WakeUp
+from autohet.driver.ray.reports import report_server
+from autohet.driver.ray.reports.newest_reports import LAST_WORDS_S, Reports
+from autohet.driver.ray.reports.report_server import ReportServer
+from autohet.driver.ray.reports.silence import LONGEST_TICK_S
+from autohet.driver.ray.reports.wake_up import WakeUp
 from autohet.driver.sources.protocol import Sign
 from autohet.runtime.messages import AgentEndpoint, Phase, StateTransfer, WorkerReport
 from autohet.runtime.process import report_channel

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from autohet.driver.control.observation import CheckpointState
-from autohet.driver.planning.orders import Book, OrderBuilder
-from autohet.driver.simulate.manifest import SimulatedManifest
+from autohet.control.planning.orders import Book, OrderBuilder
+from autohet.control.values.observation import CheckpointState
+from autohet.simulate.fleet.manifest import SimulatedManifest
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver import result_files
-from autohet.driver.result_files import filesystem_of
+from autohet.driver.job import result_files
+from autohet.driver.job.result_files import filesystem_of
 from recovery.storage.errors import StorageUnsupported
 from recovery.storage.open import open_storage
 from tests.harness.s3_server import S3Server, s3_server

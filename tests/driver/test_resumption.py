@@ -19,13 +19,13 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.cli.main import main
+from autohet.control.ledger.ledger import Ledger
+from autohet.control.ledger.run_summary import ledger_summary
 from autohet.driver.checkpoints.resumption import identity_changes
-from autohet.driver.history.ledger import Ledger
-from autohet.driver.history.run_summary import ledger_summary
+from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import DataSection, Job, ModelSection
 from autohet.runtime.job.identity import MAY_CHANGE, changes, check_changes, decides
-from autohet.runtime.layout import tensor_specs
-from autohet.runtime.models import load_config, saved_document
+from autohet.runtime.models.config import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointFacts, commit_checkpoint
@@ -82,7 +82,7 @@ def train(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("a fleet was started"))
     monkeypatch.setattr(
-        "autohet.driver.emulate.fleet.LocalCluster", lambda **_: pytest.fail("a fleet was started")
+        "autohet.driver.emulated.fleet.LocalCluster", lambda **_: pytest.fail("a fleet was started")
     )
 
     def run(step: int, spoil: Callable[[Path], None] = lambda job: None) -> tuple[int, str, str]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.states import Building, Quiescing, Training
+from autohet.control.values.states import Building, Quiescing, Training
+from autohet.driver.loop.controller import Controller
 from autohet.runtime.messages import Phase, RollForwardOutcome
-from autohet.runtime.votes import Vote
+from autohet.runtime.step.votes import Vote
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

@@ -8,18 +8,18 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
-from autohet.driver.planning.buying import best_counts, capped, standing_first, with_min_workers
-from autohet.driver.planning.proposals import make_planning
-from autohet.driver.ray import scaling
-from autohet.driver.ray.scaling import (
+from autohet.control.planning.buying import best_counts, capped, standing_first, with_min_workers
+from autohet.control.planning.proposals import make_planning
+from autohet.driver.ray.requests import scaling
+from autohet.driver.ray.requests.scaling import (
     check_wish,
     fleet_request,
     launched_from,
     standing_nodes,
 )
 from autohet.runtime.job import Job
-from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
+from planner.inputs.cluster import cluster_from_document
 from tests.harness.local_fleet import cluster_document
 
 AWS = "cluster_configs/aws-mixed-spot.yaml"

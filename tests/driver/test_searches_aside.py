@@ -4,8 +4,8 @@ is judged by what is there then.
 
 import time
 
-from autohet.driver.control.states import Quiescing, Training
-from autohet.driver.planning.background_search import BackgroundPlanning
+from autohet.control.values.states import Quiescing, Training
+from autohet.driver.loop.background_search import BackgroundPlanning
 from tests.driver.test_controller import causes, make, run, trained
 from tests.driver.test_second_thoughts import decisions
 from tests.harness.promises import RememberedPlanning

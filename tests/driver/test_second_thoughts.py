@@ -2,10 +2,10 @@
 worth a move.
 """
 
-from autohet.driver.control.states import Quiescing
-from autohet.driver.planning.proposals import Planning, PlanProposal
-from planner.cluster import Fleet
-from planner.repair import repair
+from autohet.control.planning.proposals import Planning, PlanProposal
+from autohet.control.values.states import Quiescing
+from planner.answers.repair import repair
+from planner.inputs.cluster import Fleet
 from tests.driver.test_controller import causes, make, run, trained
 
 

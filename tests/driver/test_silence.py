@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.ray.agent_calls import Inventories
-from autohet.driver.ray.silence import FreezeDetector, Heard
+from autohet.driver.ray.agents.agent_calls import Inventories
+from autohet.driver.ray.reports.silence import FreezeDetector, Heard
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.process.stopped import ProcessState
 

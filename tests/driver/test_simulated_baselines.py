@@ -6,16 +6,16 @@ import math
 
 import pytest
 
-from autohet.driver.simulate.baselines import RestartingTrainer, RestartPolicy, departures, paid_usd
-from autohet.driver.simulate.comparison import compare
-from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.price_file import read_prices
-from autohet.driver.simulate.prices import PriceHistory
-from autohet.driver.simulate.setups import Setup
-from autohet.driver.simulate.spot_trace import TraceEvent, read_trace
-from planner.cluster import Node, NodeType, cluster_from_document
+from autohet.simulate.baselines import RestartingTrainer, RestartPolicy, departures, paid_usd
+from autohet.simulate.comparison import compare
+from autohet.simulate.costs import Costs
+from autohet.simulate.dollars.price_file import read_prices
+from autohet.simulate.dollars.prices import PriceHistory
+from autohet.simulate.setups import Setup
+from autohet.simulate.spot_trace import TraceEvent, read_trace
 from planner.errors import ConfigError
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import Node, NodeType, cluster_from_document
+from planner.plans.plan import Pipeline, Plan, Stage
 from tests.harness.local_fleet import cluster_document
 
 KIND = NodeType("small", "A10G", 1, 2**34, 1e9, 1e9, usd_per_hour=1.0, max_nodes=4)

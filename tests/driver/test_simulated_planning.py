@@ -4,13 +4,13 @@ equal nodes are there.
 
 import pytest
 
-from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.planning import RememberedPlanning, SearchCache, renamed
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import Fleet, Node, cluster_from_document
+from autohet.simulate.costs import Costs
+from autohet.simulate.remembered_planning import RememberedPlanning, SearchCache, renamed
 from planner.errors import ConfigError
-from planner.plan import check_plan
+from planner.inputs.cluster import Fleet, Node, cluster_from_document
+from planner.plans.plan import check_plan
 from tests.driver.test_simulation import job_document
 from tests.harness.local_fleet import cluster_document
 

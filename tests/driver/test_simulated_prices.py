@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 import planner
 from autohet.cli.main import main
-from autohet.driver.simulate.bill import Bill
-from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.planning import RememberedPlanning, SearchCache
-from autohet.driver.simulate.price_file import RecordedPrices, price_sources, read_prices
-from autohet.driver.simulate.prices import PriceHistory
-from autohet.driver.simulate.simulation import Scenario, TraceSimulation, horizon
-from autohet.driver.simulate.spot_trace import read_trace
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.planning import planning_inputs
-from planner.catalogue import PRICES_AS_OF
-from planner.cluster import Fleet, Node, NodeType, cluster_from_document
+from autohet.simulate.costs import Costs
+from autohet.simulate.dollars.bill import Bill
+from autohet.simulate.dollars.price_file import RecordedPrices, price_sources, read_prices
+from autohet.simulate.dollars.prices import PriceHistory
+from autohet.simulate.remembered_planning import RememberedPlanning, SearchCache
+from autohet.simulate.simulation import Scenario, TraceSimulation, horizon
+from autohet.simulate.spot_trace import read_trace
 from planner.errors import ConfigError
+from planner.inputs.catalogue import PRICES_AS_OF
+from planner.inputs.cluster import Fleet, Node, NodeType, cluster_from_document
 from tests.driver.test_simulated_planning import planning_of
 from tests.driver.test_simulation import CLUSTER, job_document
 from tests.harness.local_fleet import cluster_document

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.simulate.regions import RegionWalk, Stay, only, regions_of, stay_seconds
-from autohet.driver.simulate.simulation import Scenario, TraceSimulation
-from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.runtime.job import Job
-from planner.cluster import Cluster, NodeType
+from autohet.simulate.regions import RegionWalk, Stay, only, regions_of, stay_seconds
+from autohet.simulate.simulation import Scenario, TraceSimulation
+from autohet.simulate.spot_trace import TraceEvent
 from planner.errors import ConfigError
-from planner.zones import ZoneLink, ZoneTable
+from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.zones import ZoneLink, ZoneTable
 from tests.driver.test_simulation import job_document
 
 EAST, WEST = "us-east-1", "us-west-2"

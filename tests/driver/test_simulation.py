@@ -9,15 +9,15 @@ import pytest
 import yaml
 
 from autohet.cli.main import main
-from autohet.driver.planning.buying import best_counts
-from autohet.driver.planning.proposals import make_planning
-from autohet.driver.ray.scaling import fleet_request, standing_nodes
-from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.simulation import BASELINES, Scenario, horizon, simulate
-from autohet.driver.simulate.spot_trace import read_trace
+from autohet.control.planning.buying import best_counts
+from autohet.control.planning.proposals import make_planning
+from autohet.driver.ray.requests.scaling import fleet_request, standing_nodes
 from autohet.runtime.job import Job
-from planner.cluster import cluster_from_document
+from autohet.simulate.costs import Costs
+from autohet.simulate.simulation import BASELINES, Scenario, horizon, simulate
+from autohet.simulate.spot_trace import read_trace
 from planner.errors import ConfigError
+from planner.inputs.cluster import cluster_from_document
 from tests.driver.test_scaling import AWS, shortest_job
 from tests.harness.local_fleet import cluster_document
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.effects import Round
-from autohet.driver.history.skipped_steps import SkippedSteps, is_skipped
+from autohet.control.ledger.skipped_steps import SkippedSteps, is_skipped
+from autohet.control.values.effects import Round
 from autohet.runtime.messages import Skipped, SkipReason, StepRecord, WorkerReport
 from tests.driver.test_controller import KIND, make, run
 from tests.harness.scripted_workforce import ScriptedWorkforce

@@ -36,9 +36,9 @@ from autohet.driver.sky.supervisor import (
     decide_round,
 )
 from autohet.driver.sky.task_file import Region
-from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
-from planner.zones import ZoneLink, ZoneTable
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.zones import ZoneLink, ZoneTable
 from recovery.checkpoint.commit import CheckpointFacts, commit_checkpoint, find_newest
 from recovery.checkpoint.journal import encode_entry, entry_name
 from recovery.checkpoint.lease import DriverLease

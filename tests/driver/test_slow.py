@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from autohet.driver.control import policy
+from autohet.control import speeds
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
@@ -118,15 +118,15 @@ def test_a_machine_slower_than_its_profile_makes_nobody_slow():
 def test_the_typical_worker_is_the_measure(shares):
     measured = {f"n{i}/0": [share * 2.0] * 5 for i, share in enumerate(shares)}
     planned = dict.fromkeys(measured, 1.0)
-    (slow,) = policy.find_slow(measured, planned, {}, 1.5).items()
+    (slow,) = speeds.find_slow(measured, planned, {}, 1.5).items()
     assert slow == (
         f"n{shares.index(max(shares))}",
         pytest.approx(max(shares) / median(shares[:2]), rel=0.7),
     )
-    assert policy.find_slow(measured, planned, {}, 1.7) == {}
-    assert policy.find_slow(measured, planned, {}, 0) == {}
+    assert speeds.find_slow(measured, planned, {}, 1.7) == {}
+    assert speeds.find_slow(measured, planned, {}, 0) == {}
 
 
 def test_one_fast_step_acquits():
     measured = {"a/0": [1.0] * 5, "b/0": [2.0, 2.0, 1.2, 2.0, 2.0], "c/0": [1.0] * 5}
-    assert policy.find_slow(measured, dict.fromkeys(measured, 1.0), {}, 1.5) == {}
+    assert speeds.find_slow(measured, dict.fromkeys(measured, 1.0), {}, 1.5) == {}

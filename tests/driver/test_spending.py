@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.spending import PART_BYTES, S3Requests, usd_document, zone_bill
-from autohet.driver.simulate.trained_span import TrainedSpan
+from autohet.simulate.costs import Costs
+from autohet.simulate.dollars.spending import PART_BYTES, S3Requests, usd_document, zone_bill
+from autohet.simulate.trained_span import TrainedSpan
 
 PAIR = ["us-east-1a", "us-east-1b"]
 TRANSFER = {"zones": PAIR, "bytes_per_step": 1e9, "usd_per_gb": 0.02}

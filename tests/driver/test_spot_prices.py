@@ -16,7 +16,7 @@ from autohet.driver.sources.spot_prices import (
     newest_prices,
     spot_types,
 )
-from planner.cluster import cluster_from_document, node_type_from_labels
+from planner.inputs.cluster import cluster_from_document, node_type_from_labels
 from tests.harness.local_fleet import until
 
 RECORDED = """{"SpotPriceHistory": [

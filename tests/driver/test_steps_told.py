@@ -7,14 +7,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from autohet.driver.control.controller import Controller
-from autohet.driver.history.events import EventLog
-from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.recording.value_codec import decode, encode
-from autohet.driver.run_record import steps_told
-from autohet.runtime.layout import layout_of_plan
-from planner.cluster import Fleet, Node
+from autohet.control.ledger.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.control.planning.orders import OrderBuilder
+from autohet.driver.job.run_record import steps_told
+from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.value_codec import decode, encode
+from autohet.runtime.facts.layout import layout_of_plan
+from planner.inputs.cluster import Fleet, Node
 from tests.driver.test_controller import run, trained
 from tests.driver.test_controller_states import SMALL, inputs_of
 from tests.harness.faulty_workforce import FaultyWorkforce

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.supervise import is_supervised
+from autohet.driver.job.supervise import is_supervised
 
 PROGRAM = """
 import os, signal, sys, time
-from autohet.driver.supervise import MAY_PASS, note_begun, supervised, will_restart
+from autohet.driver.job.supervise import MAY_PASS, note_begun, supervised, will_restart
 
 def work():
     with open(sys.argv[1], "a") as file:
@@ -68,9 +68,9 @@ def test_a_driver_knows_who_watches_it_and_that_it_goes_on_with_another_s_run(
 ) -> None:
     """Which its event `started` tells."""
     body = (
-        "from autohet.driver.supervise import is_restart, is_supervised; assert is_supervised();"
-        " assert is_restart() == (number > 1); os.kill(os.getpid(), signal.SIGKILL) if number < 2"
-        " else None; return 0"
+        "from autohet.driver.job.supervise import is_restart, is_supervised;"
+        " assert is_supervised(); assert is_restart() == (number > 1);"
+        " os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None; return 0"
     )
     assert not is_supervised()
     assert supervise(tmp_path, body) == (0, 2)

@@ -10,13 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control import controller as control
-from autohet.driver.control import policy
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.effects import Decision, Effects, Remark, event
-from autohet.driver.control.memory import JobMemory
-from autohet.driver.control.observation import Observation
-from autohet.driver.history.events import EventLog
+from autohet.control import fleet
+from autohet.control.job_memory import JobMemory
+from autohet.control.values.effects import Decision, Effects, Remark, event
+from autohet.control.values.observation import Observation
+from autohet.driver.loop import controller as control
+from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.events import EventLog
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
@@ -63,7 +63,7 @@ def test_nothing_is_told_while_it_is_decided_and_all_before_it_is_done(
 
 def test_what_was_decided_before_an_error_is_told_and_done(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, _, drain = struck()
-    monkeypatch.setattr(policy, "survivors", Mock(side_effect=ZeroDivisionError))
+    monkeypatch.setattr(fleet, "survivors", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         run(controller, lambda: False)
     assert {"notice", "death"} <= {*told(controller)}

@@ -9,8 +9,8 @@ from dataclasses import fields
 
 import pytest
 
-from autohet.driver import preparation, run
-from autohet.driver.submission import JOB_CONFIG
+from autohet.driver.job import preparation, run
+from autohet.driver.job.submission import JOB_CONFIG
 from autohet.runtime.job.elastic import ElasticSection, Timeouts
 from tests.harness.fake_job import fake_job
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autohet.driver.control.observation import Loss
-from autohet.driver.control.states import Ended
-from autohet.runtime.device import choose_device
+from autohet.control.values.observation import Loss
+from autohet.control.values.states import Ended
 from autohet.runtime.messages import Phase, WorkerPlace
+from autohet.runtime.step.device import choose_device
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
 from tests.driver.test_controller import make, run, trained

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.history.run_summary import utilisation_by_gpu_type
-from autohet.driver.planning.proposals import PlanProposal
-from autohet.driver.view import utilisation_lines
-from planner.catalogue import find_gpu_type
-from planner.model_spec import ModelSpec
+from autohet.control.ledger.run_summary import utilisation_by_gpu_type
+from autohet.control.planning.proposals import PlanProposal
+from autohet.driver.job.view import utilisation_lines
+from planner.inputs.catalogue import find_gpu_type
+from planner.plans.model_spec import ModelSpec
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 

@@ -12,21 +12,21 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control.observation import Loss, NodeView, Notice
+from autohet.control.values.observation import Loss, NodeView, Notice
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray import node_agents as ray_agents
 from autohet.driver.ray import workers as ray_workers
 from autohet.driver.ray import workforce as ray_workforce
+from autohet.driver.ray.agents import node_agents as ray_agents
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.observer import TrackedNode
 from autohet.driver.ray.ray_calls import RayCalls
-from autohet.driver.ray.reports import LatestReport, Reports
-from autohet.driver.ray.silence import FreezeDetector
+from autohet.driver.ray.reports.newest_reports import LatestReport, Reports
+from autohet.driver.ray.reports.silence import FreezeDetector
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import Phase, StateTransfer, StepRecord, WorkerReport
-from planner.cluster import Node, NodeType
+from planner.inputs.cluster import Node, NodeType
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
 TRAINS = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)

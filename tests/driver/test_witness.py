@@ -8,9 +8,9 @@ import json
 import math
 from dataclasses import replace
 
-from autohet.driver.history.events import EventLog
+from autohet.driver.loop.events import EventLog
 from autohet.runtime.messages import Phase
-from autohet.runtime.votes import Vote
+from autohet.runtime.step.votes import Vote
 from tests.driver.test_controller import make, run, trained
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from autohet.driver.loop.zone_bill import ZoneBill
 from autohet.driver.report.page import report_page
-from autohet.driver.zone_bill import ZoneBill
 
 PAIR = ["us-east-1a", "us-east-1b"]
 TRANSFER = {"zones": PAIR, "bytes_per_step": 3e9, "usd_per_gb": 0.02}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
+from autohet.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
 from tests.harness.exact_job import STEPS, Reference, exact_job, train_alone
 from tests.harness.fork_server import server_address
 from tests.harness.host_memory import memory_directory

@@ -1,4 +1,4 @@
-"""Random strikes on real processes, in short; scripts/benchmarks/chaos.py strikes 200 times."""
+"""Random strikes on real processes; scripts/benchmarks/recovery/chaos.py strikes 200 times."""
 
 from __future__ import annotations
 

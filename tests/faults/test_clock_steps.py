@@ -21,7 +21,7 @@ time.time = lambda: true_time() + ahead[0]  # before anything binds it
 from types import SimpleNamespace
 from unittest.mock import Mock
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.reports import LatestReport
+from autohet.driver.ray.reports.newest_reports import LatestReport
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
@@ -52,12 +52,12 @@ def test_a_step_of_the_wall_clock_kills_nobody(step_s: float) -> None:
 
 
 DATES = {
-    "autohet/driver/history/events.py": "when an event happened, for its reader",
+    "autohet/driver/loop/events.py": "when an event happened, for its reader",
     "autohet/driver/ray/cluster.py": "Ray's deadlines of a drain are dates",
-    "autohet/driver/ray/drain.py": "Ray's deadlines of a drain are dates",
+    "autohet/driver/ray/requests/drain.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/sky/supervisor.py": "moments that a supervisor started again reads, as dates",
     "autohet/driver/sources/script_file.py": "a script may name the moment as a date",
-    "autohet/driver/status.py": "the age of what another process published, with a date",
+    "autohet/driver/job/status.py": "the age of what another process published, with a date",
     "autohet/runtime/process/instance_metadata.py": (
         "EC2 names the moment of an interruption as a date"
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.observation import Observation
+from autohet.control.values.observation import Observation
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene

@@ -16,18 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from autohet.driver.control.observation import Observation
-from autohet.driver.control.states import Building, Waiting
-from autohet.driver.emulate.fleet import EmulatedFleet
-from autohet.driver.job_run import JobRun, Outcome
-from autohet.driver.planning.proposals import make_planning
-from autohet.driver.ray.drain import drain
+from autohet.control.planning.proposals import make_planning
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import Building, Waiting
+from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.job.job_run import JobRun, Outcome
+from autohet.driver.loop.run_directories import node_directories
+from autohet.driver.ray.requests.drain import drain
 from autohet.driver.ray.workers import RayWorkers
-from autohet.driver.run_directories import node_directories
 from autohet.runtime.job import Job
-from autohet.runtime.models import family_of, load_config
-from planner.cluster import cluster_from_document
-from planner.plan import Plan
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.registry import family_of
+from planner.inputs.cluster import cluster_from_document
+from planner.plans.plan import Plan
 from recovery.errors import SnapshotError
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.local.snapshot_format import SUFFIX

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.control.observation import Observation
+from autohet.control.values.observation import Observation
 from tests.faults.conftest import Scene
 from tests.faults.test_sequences import nothing_lost, run_through
 from tests.harness.local_fleet import Interference, in_generation, trains_at

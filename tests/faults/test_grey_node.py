@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.observation import Observation
-from autohet.driver.control.states import Training
-from autohet.driver.emulate.namespaces import NamespaceNetwork
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import Training
+from autohet.emulate.namespaces import NamespaceNetwork
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import BATCH, LENGTH, exact_job
 from tests.harness.leaks import nothing_left

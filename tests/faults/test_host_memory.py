@@ -25,8 +25,8 @@ with owned_memory():
 """
 BENCHMARK = """
 import sys
-sys.path.insert(0, "scripts/benchmarks")
-from storage_throughput import data_in_memory
+sys.path.insert(0, ".")
+from scripts.benchmarks.recovery.storage_throughput import data_in_memory
 with data_in_memory(1 << 20) as path:
     print(path, flush=True)
     assert open(path, "rb").seek(0, 2) == 1 << 20

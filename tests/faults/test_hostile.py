@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.observation import Observation
-from autohet.driver.ray import report_server, store_server
+from autohet.control.values.observation import Observation
+from autohet.driver.ray.reports import report_server
+from autohet.driver.ray.store import store_server
 from autohet.runtime.messages import AgentEndpoint
 from recovery.peers import server as peers_server
 from tests.faults.conftest import Scene
@@ -53,7 +54,7 @@ def test_a_short_siege(reachable: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_long_siege(reachable: Path) -> None:
-    """scripts/benchmarks/hostile.py records its figures."""
+    """scripts/benchmarks/recovery/hostile.py records its figures."""
     judge(besiege(reachable, num_frames=10_000, num_idle=2_000))
 
 

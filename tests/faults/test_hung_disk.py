@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autohet.driver.control.observation import Observation
+from autohet.control.values.observation import Observation
 from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.local.snapshot_format import FileMap
 from recovery.state.layout import TensorSpec

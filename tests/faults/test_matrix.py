@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from autohet.driver.recording.replay import replay_run
+from autohet.driver.loop.replay import replay_run
 from recovery.checkpoint.commit import newest_checkpoint
 from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene

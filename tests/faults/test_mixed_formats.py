@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autohet.runtime.loss_scale import FIRST_SCALE, LossScales
+from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScales
 from tests.faults.conftest import Scene, lose_a_worker
 from tests.harness.exact_job import PLAN, STEPS
 

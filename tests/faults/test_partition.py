@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.observation import Observation
-from autohet.driver.emulate.namespaces import NamespaceNetwork
+from autohet.control.values.observation import Observation
+from autohet.emulate.namespaces import NamespaceNetwork
 from autohet.runtime.messages import Phase, WorkerReport
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import STEPS, differing_shards, exact_job

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.observation import Observation
+from autohet.control.values.observation import Observation
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import PLAN, STEPS, differing_shards, exact_job
 from tests.harness.history import history_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.control.observation import Observation
+from autohet.control.values.observation import Observation
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, exact_job
 from tests.harness.local_fleet import Interference, trains_at

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.control.observation import Observation
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from planner.plan import Plan
+from autohet.control.values.observation import Observation
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.models.config import load_config
+from planner.plans.plan import Plan
 from recovery.local.memory_budget import FILES, USABLE, Budget, share_out
 from recovery.local.snapshot_format import FileMap
 from tests.faults.conftest import Scene

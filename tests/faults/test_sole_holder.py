@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.control.observation import Notice, Observation
-from autohet.driver.control.states import Waiting
-from autohet.driver.emulate.fleet import EmulatedFleet
-from autohet.driver.job_run import JobRun
+from autohet.control.values.observation import Notice, Observation
+from autohet.control.values.states import Waiting
+from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.job.job_run import JobRun
 from autohet.runtime.job import Job
 from tests.harness.host_memory import memory_directory
 from tests.harness.local_fleet import (

@@ -17,7 +17,7 @@ from typing import Any
 import boto3
 import pytest
 
-from autohet.driver.control.observation import Observation
+from autohet.control.values.observation import Observation
 from recovery.storage.protocol import StorageOptions
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, EVERY, STEPS, differing_shards, exact_job

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.observation import Observation
-from planner.plan import Plan
+from autohet.control.values.observation import Observation
+from planner.plans.plan import Plan
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
 from tests.harness.history import history_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.control.observation import Observation
+from autohet.control.values.observation import Observation
 from recovery.checkpoint.commit import open_checkpoint
 from recovery.checkpoint.read import verify
 from recovery.storage.open import open_storage

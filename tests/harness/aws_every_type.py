@@ -11,8 +11,8 @@ import time
 
 import ray
 
-from autohet.driver.ray.scaling import FleetRequest, launched_from
-from planner.cluster import cluster_from_document
+from autohet.driver.ray.requests.scaling import FleetRequest, launched_from
+from planner.inputs.cluster import cluster_from_document
 
 TIMEOUT_S = 240
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from planner.catalogue import instance_types
+from planner.inputs.catalogue import instance_types
 from tests.harness import aws_readme
 from tests.harness.aws_machines import ROOT, Cloud
 from tests.harness.aws_network import make_private_subnet

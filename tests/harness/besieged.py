@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from autohet.driver.ray.report_server import ReportServer
-from autohet.driver.ray.store_server import StoreServer
+from autohet.driver.ray.reports.report_server import ReportServer
+from autohet.driver.ray.store.store_server import StoreServer
 from autohet.driver.sources.ec2_events import parse_events
 from autohet.runtime.process.report_channel import AGE, FRAME, NONCE_BYTES, ReportSender
 from autohet.runtime.process.report_channel import frame_mac as report_mac

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.worker import Worker
-from planner.cluster import NodeType
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import NodeType
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.checkpoint.commit import open_checkpoint
 from recovery.checkpoint.read import read_shards
 from recovery.state.layout import Layout

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import HeldPart, Loss, NodeView, Notice, Observation, Prune
-from autohet.driver.ray.agent_commands import AgentCommands
-from autohet.driver.simulate.manifest import SimulatedManifest
+from autohet.control.values.observation import HeldPart, Loss, NodeView, Notice, Observation, Prune
+from autohet.driver.ray.agents.agent_commands import AgentCommands
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import (
     AgentEndpoint,
@@ -20,7 +19,8 @@ from autohet.runtime.messages import (
     UploadRetried,
     WorkerReport,
 )
-from planner.cluster import Node, NodeType
+from autohet.simulate.fleet.manifest import SimulatedManifest
+from planner.inputs.cluster import Node, NodeType
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout
 from tests.harness.collective import MOVING, Collective, Life, node_of, on_nodes

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from autohet.driver.planning.proposals import make_planning
+from autohet.control.planning.proposals import make_planning
 from autohet.runtime.job import Job
-from autohet.runtime.precision import without_incapable_nodes
-from planner.cluster import Cluster, cluster_from_document
+from autohet.runtime.step.precision import without_incapable_nodes
 from planner.errors import ConfigError, InfeasibleError
+from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.strategies import Answer, plan_with
 
 NEWER = ("g5.xlarge", "g6.xlarge", "g5.12xlarge", "g6.12xlarge", "g6e.xlarge", "p4d.24xlarge")

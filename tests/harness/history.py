@@ -28,7 +28,7 @@ def keep_history() -> None:
     it.
     """
     from autohet.runtime.groups import GenerationGroups
-    from autohet.runtime.trainer import StageTrainer
+    from autohet.runtime.step.trainer import StageTrainer
 
     begin, update = GenerationGroups.__init__, StageTrainer.apply_update
 

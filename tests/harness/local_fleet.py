@@ -17,16 +17,16 @@ from typing import Any
 import ray
 import yaml
 
-from autohet.driver.control.observation import Observation
-from autohet.driver.control.states import Training
-from autohet.driver.emulate.demo import reference_losses
-from autohet.driver.emulate.fleet import EmulatedFleet
-from autohet.driver.history.events import EventLog
-from autohet.driver.job_run import JobRun, Machines, Outcome
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import Training
+from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.job.job_run import JobRun, Machines, Outcome
+from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.run_directories import node_directories
 from autohet.driver.ray.cluster import NAME_LABEL
-from autohet.driver.run_directories import node_directories
+from autohet.emulate.demo import reference_losses
 from autohet.runtime.job import Job
-from planner.cluster import Cluster, cluster_from_document
+from planner.inputs.cluster import Cluster, cluster_from_document
 from tests.harness.host_memory import memory_directory
 from tests.harness.warm_ray import warm_ray_workers
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autohet.runtime.models.model_spec import model_spec_from_config
-from planner.model_spec import ModelSpec
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
+from planner.plans.model_spec import ModelSpec
 
 
 def spec_of(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.driver.emulate.namespaces import NamespaceNetwork, served_in_namespace
+from autohet.emulate.namespaces import NamespaceNetwork, served_in_namespace
 from tests.harness.process_fleet import ProcessFleet
 from tests.harness.remote_process import RemoteProcess
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pynvml
 
-from autohet.driver.control.observation import Notice
+from autohet.control.values.observation import Notice
 from autohet.driver.sources import gpu_health
 from autohet.driver.sources.merge import AgentSigns, NoticeMerger
 from autohet.driver.sources.node_signs import MetadataWatch

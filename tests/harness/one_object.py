@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autohet.driver.simulate.no_agents import NoAgents, NoAutoscaler
+from autohet.simulate.fleet.no_agents import NoAgents, NoAutoscaler
 
 
 class OneObject(NoAgents, NoAutoscaler):

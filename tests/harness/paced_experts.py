@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
-from autohet.driver.planning.proposals import Planning
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.control.planning.proposals import Planning
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import (
@@ -27,17 +28,17 @@ from autohet.runtime.job.emulated_profile import (
     SHARE_BY_LAYER,
     TP_OVERHEAD,
 )
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.planning import planning_inputs
-from autohet.runtime.reference import reference_model
-from autohet.runtime.trainer import StageTrainer
-from planner.cluster import Fleet, cluster_from_document
-from planner.cost.experts import load_spread
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.reference import reference_model
+from autohet.runtime.step.trainer import StageTrainer
+from planner.cost.layers.experts import load_spread
 from planner.cost.model import CostModel
-from planner.plan import Pipeline, Plan, Stage
-from planner.profile import ProfileTable
+from planner.inputs.cluster import Fleet, cluster_from_document
+from planner.inputs.profile import ProfileTable
+from planner.plans.plan import Pipeline, Plan, Stage
 from tests.harness.local_fleet import node_type
 from tests.harness.paced_programs import seconds_together
 from tests.harness.processes import run_distributed

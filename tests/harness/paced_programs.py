@@ -13,21 +13,21 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
-from autohet.driver.emulate.pacing import paces_of
-from autohet.driver.planning.proposals import Planning, PlanProposal
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.control.planning.proposals import Planning, PlanProposal
+from autohet.driver.emulated.pacing import paces_of
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.groups import GenerationGroups, Group, GroupTimeouts
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from autohet.runtime.pacing import Pace
-from autohet.runtime.planning import planning_inputs
+from autohet.runtime.models.config import load_config
 from autohet.runtime.spmd.trainer import SpmdTrainer
-from autohet.runtime.step_commit import Trainer
-from autohet.runtime.trainer import StageTrainer
-from planner.cluster import Fleet, cluster_from_document
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.pacing import Pace
+from autohet.runtime.step.step_commit import Trainer
+from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.model import CostModel
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import Fleet, cluster_from_document
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import Shares, round_to_units
 from planner.spmd.decoder import WHOLE
 from planner.spmd.document import StageProgram

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.reference import (
+from autohet.runtime.step.reference import (
     Rows,
     named_adapters,
     peft_reference_model,

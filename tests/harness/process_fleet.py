@@ -20,13 +20,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from autohet.control.values.observation import HeldPart, Loss, NodeView, Notice, Observation, Prune
 from autohet.driver.checkpoints.durable import Durable, durable_suspects
-from autohet.driver.control.observation import HeldPart, Loss, NodeView, Notice, Observation, Prune
-from autohet.driver.ray.agent_calls import Inventories
-from autohet.driver.ray.agent_commands import AgentCommands
-from autohet.driver.ray.merge_reports import merge_reports
-from autohet.driver.ray.rendezvous import Rendezvous
-from autohet.driver.ray.silence import FreezeDetector, Heard
+from autohet.driver.ray.agents.agent_calls import Inventories
+from autohet.driver.ray.agents.agent_commands import AgentCommands
+from autohet.driver.ray.reports.merge_reports import merge_reports
+from autohet.driver.ray.reports.silence import FreezeDetector, Heard
+from autohet.driver.ray.store.rendezvous import Rendezvous
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
     AgentEndpoint,
@@ -35,7 +35,7 @@ from autohet.runtime.messages import (
     WorkerPlace,
     WorkerReport,
 )
-from planner.cluster import Node, NodeType
+from planner.inputs.cluster import Node, NodeType
 from recovery.state.ancestry import Descent
 from tests.harness.fault_points import FaultPoint
 from tests.harness.one_object import OneObject

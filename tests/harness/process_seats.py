@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.observation import NodeView
+from autohet.control.values.observation import NodeView
 from tests.harness.remote_process import RemoteProcess
 
 

@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from autohet.driver.control import policy, quiescing, sourcing, waiting
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.effects import Deciding
-from autohet.driver.control.memory import JobMemory
-from autohet.driver.control.observation import Observation
-from autohet.driver.control.states import (
+from autohet.control import fleet
+from autohet.control.job_memory import JobMemory
+from autohet.control.planning.outlook import gather_s
+from autohet.control.planning.proposals import PendingSearch, Planning, PlanProposal
+from autohet.control.states import quiescing, sourcing, waiting
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Deciding
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import (
     Building,
     Closing,
     Ended,
@@ -24,11 +27,9 @@ from autohet.driver.control.states import (
     State,
     Training,
 )
-from autohet.driver.history.change import Change
-from autohet.driver.planning.outlook import gather_s
-from autohet.driver.planning.proposals import PendingSearch, Planning, PlanProposal
-from planner.cluster import Fleet
+from autohet.driver.loop.controller import Controller
 from planner.errors import ConfigError
+from planner.inputs.cluster import Fleet
 from tests.harness.faulty_workforce import FaultyWorkforce
 from tests.harness.scripted_workforce import TICK_S
 
@@ -328,7 +329,7 @@ class Promises:
             | controller.memory.planning.considered
             | controller.memory.nodes.left_out_until.keys()
         )
-        new = [name for name in policy.usable_nodes(seen) if name not in known]
+        new = [name for name in fleet.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}
         gathering_s = gather_s(
             controller.memory.ledger.changes, controller.memory.job.elastic.arrivals_debounce_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autohet.runtime.models.experts import EXPERT_COUNTS
+from autohet.runtime.models.layers.experts import EXPERT_COUNTS
 from tests.harness.published_decoders import PUBLISHED_DECODERS
 
 LLAMA_1: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from planner.plan import Plan
+from planner.plans.plan import Plan
 
 UNEVEN: tuple[tuple[int, ...], ...] = (
     (),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from autohet.driver.control.observation import HeldPart, Prune
+from autohet.control.values.observation import HeldPart, Prune
 from autohet.runtime.messages import AgentEndpoint, StateTransfer
 from recovery.state.holdings import Holding, Source
 from tests.harness.true_copies import History, TrueCopies

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import (
+from autohet.control.values.observation import (
     CheckpointState,
     Launches,
     Loss,
@@ -16,7 +16,7 @@ from autohet.driver.control.observation import (
     Observation,
 )
 from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
-from planner.cluster import Node, NodeType
+from planner.inputs.cluster import Node, NodeType
 from tests.harness.one_object import OneObject
 
 TICK_S = 0.1

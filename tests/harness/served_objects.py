@@ -64,7 +64,7 @@ class ServedWorker:
             BACK_ENDS["cpu"] = DeferredGroup
 
         if environment.get(BACK_END) == "one GPU":
-            from autohet.bench.gpu.part import share_gpu
+            from scripts.benchmarks.gpu.part import share_gpu
 
             share_gpu(os.environ, place.worker)
 
@@ -100,6 +100,6 @@ class ServedWorker:
 def served_agent(tell: Callable[[Any], None], place: tuple[str, ...], *arguments: Any) -> Any:
     """The product's agent, without the Ray around it. place: the fields of `AgentPlace`."""
     stand_in_where_missing()
-    from autohet.driver.ray.agent_actor import AgentActor, AgentPlace
+    from autohet.driver.ray.agents.agent_actor import AgentActor, AgentPlace
 
     return AgentActor.__ray_metadata__.modified_class(AgentPlace(*place), *arguments)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from autohet.driver.emulate.namespaces import NamespaceNetwork, served_in_namespace
+from autohet.emulate.namespaces import NamespaceNetwork, served_in_namespace
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from tests.harness.fork_server import forking_context
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import PreTrainedConfig
 
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import STATE_KINDS, state_name
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.spmd.capture import Captured, capture
 from autohet.runtime.spmd.executor import ProgramExecutor
 from autohet.runtime.spmd.trainer import SpmdTrainer
-from planner.plan import Pipeline, Plan, Stage
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
 from planner.spmd.plan import PlacedProgram, synthesize
 from tests.harness.spmd_models import spmd_case

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.planning.proposals import Planning, make_planning
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import Training
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.observation import Observation
-from autohet.driver.control.states import Training
-from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import Planning, make_planning
-from autohet.driver.recording.recorder import RecordedPlanning, Recorder
+from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.runtime.job import Job
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.storage.open import open_storage
 from tests.harness import toy_model  # noqa: F401

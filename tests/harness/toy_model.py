@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from autohet.runtime import models
 from autohet.runtime.models.family import Family
-from autohet.runtime.models.stage_dropout import StageDropout
-from autohet.runtime.models.stage_spec import StageSpec
-from planner.plan import Recompute
+from autohet.runtime.models.parameter_names import stage_parameter_names
+from autohet.runtime.models.registry import FAMILIES
+from autohet.runtime.models.stages.stage_dropout import StageDropout
+from autohet.runtime.models.stages.stage_spec import StageSpec
+from planner.plans.plan import Recompute
 
 TOY_CONFIG = {
     "model_type": "exact_toy",
@@ -214,8 +215,8 @@ class ExactWeights:
 
 
 class ExactStage(nn.Module):
-    """The runtime's stage interface (see `autohet.runtime.models.stage.StageModel`); the last
-    stage's "logits" are its hidden states.
+    """The runtime's stage interface (see `autohet.runtime.models.stages.stage.StageModel`); the
+    last stage's "logits" are its hidden states.
     """
 
     def __init__(self, spec: StageSpec) -> None:
@@ -223,9 +224,7 @@ class ExactStage(nn.Module):
         self.spec = spec
         self.dropout = StageDropout(spec)
         layers = spec.layers
-        self.weights = ExactWeights(
-            models.stage_parameter_names(spec.config, layers.start, len(layers))
-        )
+        self.weights = ExactWeights(stage_parameter_names(spec.config, layers.start, len(layers)))
         is_tied = spec.family.tied_head(spec.config)
         self.head = EMBEDDING_TABLE if is_tied else "lm_head"
 
@@ -277,7 +276,7 @@ FAMILY = ExactFamily(
     dropouts={},
 )
 
-if "exact_toy" not in models.FAMILIES:
+if "exact_toy" not in FAMILIES:
     AutoConfig.register("exact_toy", ExactConfig)
     AutoModelForCausalLM.register(ExactConfig, ExactForCausalLM)
-    models.FAMILIES["exact_toy"] = FAMILY
+    FAMILIES["exact_toy"] = FAMILY

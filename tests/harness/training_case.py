@@ -16,20 +16,22 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset
-from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import frozen_units, layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, GroupTimeouts, PeerLost
 from autohet.runtime.job import AdapterSection, ModelSection, TrainingSection
-from autohet.runtime.layout import frozen_units, layout_of_plan
-from autohet.runtime.loss_scale import FIRST_SCALE, LossScale
-from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.parameter_spec import take_units
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import FrozenWeights
-from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult
-from autohet.runtime.trainer import StageTrainer
-from planner.plan import Plan
+from autohet.runtime.step.batches import Batches, EvaluationRows
+from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScale
+from autohet.runtime.step.step_commit import EvaluationEnded, EvaluationResult
+from autohet.runtime.step.trainer import StageTrainer
+from planner.plans.plan import Plan
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout
 from tests.harness import toy_model  # noqa: F401

@@ -15,10 +15,10 @@ from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from autohet.runtime.data import TokenDataset, sample_rows
-from autohet.runtime.models import family_of
-from autohet.runtime.models.adapters import is_adapter
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import lora_config, named_adapters, reference_model
+from autohet.runtime.models.layers.adapters import is_adapter
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.reference import lora_config, named_adapters, reference_model
 from tests.harness.training_case import Case
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autohet.driver.planning.restore_sources import without
+from autohet.control.planning.restore_sources import without
 from autohet.runtime.messages import GenerationOrder
 from recovery.state.holdings import Holding, Source, restorable_step
 from recovery.state.layout import Layout, ShardId

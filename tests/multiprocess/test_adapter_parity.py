@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from autohet.runtime.job import AdapterSection
-from autohet.runtime.models import family_of
 from autohet.runtime.models.initialization import initial_parameters
-from planner.plan import Plan
+from autohet.runtime.models.registry import family_of
+from planner.plans.plan import Plan
 from tests.harness import training_case
 from tests.harness.peft_reference import train_peft
 from tests.harness.training_case import Case, rows_of

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autohet.runtime.models import family_of
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import reference_model, train_reference
-from planner.plan import Plan
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.reference import reference_model, train_reference
+from planner.plans.plan import Plan
 from tests.harness import training_case
 from tests.harness.tiny_models import AUTO
 from tests.harness.training_case import Case, rows_of

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from autohet.runtime.data import prepare_dataset
+from autohet.runtime.facts.layout import layout_of_plan, tensor_specs
 from autohet.runtime.job import DataSection
-from autohet.runtime.layout import layout_of_plan, tensor_specs
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer
 from tests.harness.training_case import Case

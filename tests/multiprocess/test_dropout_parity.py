@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from autohet.runtime.job import AdapterSection
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from tests.harness.training_case import (
     Case,
     build,

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.job import DataSection
-from autohet.runtime.models import family_of
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import reference_model
-from planner.plan import Plan
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.batches import EvaluationRows
+from autohet.runtime.step.reference import reference_model
+from planner.plans.plan import Plan
 from tests.harness import training_case as case_of
 from tests.harness.training_case import BACK_ENDS, CPU, Case
 from tests.harness.worker_pool import TaskFailed, WorkerPool, pool_and_store

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from autohet.runtime.layout import layout_of_plan, tensor_specs
-from planner.plan import Plan
+from autohet.runtime.facts.layout import layout_of_plan, tensor_specs
+from planner.plans.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
 from tests.harness.training_case import Case, run_case
 from tests.harness.worker_pool import WorkerPool

@@ -16,12 +16,13 @@ import torch
 
 from autohet.runtime.job import AdapterSection
 from autohet.runtime.job.learning_rate import learning_rate
-from autohet.runtime.loss_scale import LossScale
-from autohet.runtime.models import COMPUTE_DTYPES, family_of
-from autohet.runtime.models.adapters import is_adapter
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import peft_reference_model, reference_model
-from planner.plan import Plan
+from autohet.runtime.models.layers.adapters import is_adapter
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.loss_scale import LossScale
+from autohet.runtime.step.reference import peft_reference_model, reference_model
+from planner.plans.plan import Plan
 from tests.harness.training_case import Case, rows_of, run_scaled
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,

@@ -1,5 +1,5 @@
 """A plan of `hap` on processes that are paced as its emulated GPUs; measured beside others by
-`scripts/benchmarks/spmd_paced.py`.
+`scripts/benchmarks/step/spmd_paced.py`.
 """
 
 from __future__ import annotations

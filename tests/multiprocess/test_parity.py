@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-from autohet.runtime.layout import layout_of_plan, tensor_specs
-from autohet.runtime.models import family_of
+from autohet.runtime.facts.layout import layout_of_plan, tensor_specs
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.parallel.overlap import sums_have_one_order
-from autohet.runtime.reference import reference_model, train_reference
-from planner.plan import Plan
+from autohet.runtime.step.reference import reference_model, train_reference
+from planner.plans.plan import Plan
 from planner.strategies import plan_with
 from tests.harness.training_case import BACK_ENDS, Case, rows_of, run_case
 from tests.harness.worker_pool import WorkerPool

@@ -17,7 +17,7 @@ import pytest
 
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import AdapterSection, DataSection
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer
 from tests.harness.training_case import Case

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.messages import ReplicaMismatch
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
 from tests.harness.training_case import (
     BACK_ENDS,

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store
 
 from autohet.runtime.groups import GlooGroup
-from autohet.runtime.models import TensorParallel, family_of
-from autohet.runtime.models.tensor_parallel import cross_entropy_sum
-from planner.plan import Recompute
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel, cross_entropy_sum
+from autohet.runtime.models.registry import family_of
+from planner.plans.plan import Recompute
 from tests.harness.processes import ChildFailed, run_distributed
 from tests.harness.tiny_models import (
     judge,

@@ -5,12 +5,12 @@ reason about.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from planner.cluster import Fleet, Node, NodeType
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.model_spec import LayerSpec, ModelSpec
-from planner.profile import Measurement, ProfileTable
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.profile import Measurement, ProfileTable
+from planner.plans.model_spec import LayerSpec, ModelSpec
 from planner.strategies import Request
 
 GIB = 2**30

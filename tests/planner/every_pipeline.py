@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Iterator
 
-from planner.search.draft import Shape
-from planner.search.stage_sums import Ints
-from planner.search.tables import Tables
+from planner.search.drafts.draft import Shape
+from planner.search.problem.stage_sums import Ints
+from planner.search.problem.tables import Tables
 
 
 def arrangements(tables: Tables, rows: list[int], gpus: Ints) -> Iterator[tuple[int, ...]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from planner.plan import Plan
-from planner.search.alike import Likeness
-from planner.search.cost_tables import tables_of
-from planner.search.improve import Improver, Judge
-from planner.search.moves import Moves
+from planner.plans.plan import Plan
+from planner.search.problem.cost_tables import tables_of
+from planner.search.walk.alike import Likeness
+from planner.search.walk.improve import Improver, Judge
+from planner.search.walk.moves import Moves
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, request, slowed
 

@@ -8,9 +8,9 @@ from autohet.bench.planner.searches import proved_s
 from autohet.bench.planner.synthetic import tied
 from planner.cost.parameters import OURS
 from planner.errors import InfeasibleError
-from planner.plan import Pipeline, Plan, Stage
-from planner.search.bound import Bound, proof_of
-from planner.search.cost_tables import tables_of
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.search.bounds.bound import Bound, proof_of
+from planner.search.problem.cost_tables import tables_of
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, inside, model, request, with_nics
 

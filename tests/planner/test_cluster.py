@@ -6,20 +6,20 @@ import json
 
 import pytest
 
-from planner.catalogue import (
+from planner.errors import ConfigError
+from planner.inputs.catalogue import (
     canonical_gpu_type,
     find_gpu_type,
     instance_types,
     may_have_gpus,
 )
-from planner.cluster import (
+from planner.inputs.cluster import (
     Fleet,
     Node,
     cluster_from_document,
     cluster_from_yaml,
     node_type_from_labels,
 )
-from planner.errors import ConfigError
 
 LABELS = {
     "autohet.io/gpu-type": "T4",
@@ -294,7 +294,7 @@ def _type(instance, **more):
 
 def _ray_allows(document, counts):
     """Whether Ray's own scheduler launches so many beside what stands."""
-    from autohet.driver.ray.node_requests import NodeRequest, launched, prepared_types
+    from autohet.driver.ray.requests.node_requests import NodeRequest, launched, prepared_types
 
     labelled = copy.deepcopy(document)
     for name, entry in labelled["available_node_types"].items():

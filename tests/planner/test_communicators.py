@@ -12,7 +12,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.communicators import (
+from planner.cost.links.sync import sync_jobs
+from planner.cost.parameters import CostParameters
+from planner.plans.communicators import (
     COMMUNICATOR_BYTES,
     MAX_COMMUNICATORS,
     communicators_at_most,
@@ -22,10 +24,8 @@ from planner.communicators import (
     merged_groups,
     sync_groups,
 )
-from planner.cost.parameters import CostParameters
-from planner.cost.sync import sync_jobs
-from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Plan
+from planner.plans.model_spec import LayerSpec, ModelSpec
+from planner.plans.plan import Plan
 
 
 @st.composite

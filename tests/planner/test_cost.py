@@ -9,18 +9,18 @@ from itertools import pairwise
 
 import pytest
 
-from planner.cluster import Fleet, Node, NodeType
 from planner.cost.basis import Measurements, Workload
-from planner.cost.calibration import MeasuredRun, calibrate
-from planner.cost.links import Links, read_links
+from planner.cost.layers.calibration import MeasuredRun, calibrate
+from planner.cost.links.sync import sync_jobs
+from planner.cost.links.traffic import Links, read_links
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
-from planner.cost.sync import sync_jobs
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
-from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Pipeline, Plan, Stage, TensorShare
-from planner.profile import Measurement, ProfileTable
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.profile import Measurement, ProfileTable
+from planner.plans.model_spec import LayerSpec, ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage, TensorShare
 from tests.planner import cases
 
 BLOCK = LayerSpec(1000, 100, 900, 8, 80.0, 40.0)

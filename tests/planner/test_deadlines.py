@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from planner.plan import check_plan
-from planner.search.problem import Request
+from planner.plans.plan import check_plan
+from planner.search.problem.request import Request
 from planner.strategies import STRATEGIES, Answer, plan_with
 from tests.planner.cases import fleet, model, request
 

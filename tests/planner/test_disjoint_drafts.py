@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.redundancy import redundancy
+from planner.plans.redundancy import redundancy
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, request
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.cluster import Fleet
 from planner.cost.basis import Measurements, Workload
-from planner.cost.expert_dispatch import reach
-from planner.cost.layer_costs import MemoryChoices
+from planner.cost.layers.expert_dispatch import reach
+from planner.cost.layers.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
-from planner.model_spec import Experts, ModelSpec
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import Fleet
+from planner.plans.model_spec import Experts, ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.strategies import Request, plan_with
+from planner.strategies.autohet_uneven import check_like_gpus
 from planner.strategies.dispatch import dispatch_reason
-from planner.uneven import check_like_gpus
 from tests.planner.cases import GIB, fleet, inside, model, profile, with_nics
 
 FEW, MANY, LENGTH = Experts(64, 1, 1 << 20), Experts(64, 32, 1 << 20), 4096

@@ -4,9 +4,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.search.autohet import placements
-from planner.search.cost_tables import tables_of
-from planner.search.draft import Estimator
-from planner.search.families import proposals_for
+from planner.search.drafts.draft import Estimator
+from planner.search.drafts.families import proposals_for
+from planner.search.problem.cost_tables import tables_of
 from tests.planner.cases import fleet, model, request
 
 fleets = st.lists(

@@ -8,8 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from planner.catalogue import find_gpu_type
-from planner.cost.experts import (
+from planner.cost.layers.experts import (
     TILE_ROWS,
     USUAL_LOAD_SPREAD,
     imbalance,
@@ -17,13 +16,14 @@ from planner.cost.experts import (
     load_spread,
     padded_share,
 )
-from planner.cost.layers import LayerTimeModel
-from planner.cost.measured_layers import MeasuredLayers
+from planner.cost.layers.layer_seconds import LayerTimeModel
+from planner.cost.layers.measured_layers import MeasuredLayers
+from planner.cost.layers.roofline import LayerWork, grouped_seconds
 from planner.cost.parameters import CostParameters
-from planner.cost.roofline import LayerWork, grouped_seconds
-from planner.model_spec import Experts, ModelSpec
-from planner.plan import TensorShare
-from planner.profile import Measurement, ProfileTable
+from planner.inputs.catalogue import find_gpu_type
+from planner.inputs.profile import Measurement, ProfileTable
+from planner.plans.model_spec import Experts, ModelSpec
+from planner.plans.plan import TensorShare
 from tests.planner.cases import model
 
 WIDTH, LENGTH = 256, 128

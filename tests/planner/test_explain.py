@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import Fleet
+from planner.answers.explain import explain
+from planner.answers.robustness import robustness
 from planner.cost.model import CostModel
-from planner.explain import explain
-from planner.plan import Pipeline, Plan, Stage
-from planner.robustness import robustness
-from planner.search import limits
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.memory import search_with_memory
-from planner.search.problem import Request
+from planner.search.problem import limits
+from planner.search.problem.request import Request
 from tests.planner.cases import fleet, with_nics
 from tests.planner.test_memory_choices import request, small
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import Fleet, Node, NodeBound, NodeType
 from planner.errors import InfeasibleError
-from planner.search import limits
-from planner.search.problem import Answer, Request, SearchReport
+from planner.inputs.cluster import Fleet, Node, NodeBound, NodeType
+from planner.search.problem import limits
+from planner.search.problem.request import Answer, Request, SearchReport
 from planner.strategies.fleets import FleetSpace, cheapest, fastest
 from planner.strategies.pareto import search_objective, usd_per_token
 

@@ -9,8 +9,8 @@ from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.plan import Pipeline, Plan, Stage, TensorShare
-from planner.profile import ProfileTable
+from planner.inputs.profile import ProfileTable
+from planner.plans.plan import Pipeline, Plan, Stage, TensorShare
 from planner.strategies import Request, plan_with
 from planner.strategies.formats import search_formats
 from tests.planner.cases import fleet, model, profile

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from planner.catalogue import find_gpu_type
 from planner.errors import ConfigError
-from planner.formats import check_formats, check_named_formats, common_formats
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.catalogue import find_gpu_type
+from planner.inputs.formats import check_formats, check_named_formats, common_formats
+from planner.plans.plan import Pipeline, Plan, Stage
 from tests.planner.cases import fleet
 
 WHAT = "parallelism.compute_formats"

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.cost.basis import Measurements, Workload
-from planner.cost.full_shard import share_out_all
+from planner.cost.memory.full_shard import share_out_all
 from planner.cost.model import CostModel
 from planner.cost.parameters import (
     FRAMEWORKS,
@@ -13,7 +13,7 @@ from planner.cost.parameters import (
     usual_framework,
 )
 from planner.errors import ConfigError
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from tests.planner.cases import fleet, model, profile, request, with_nics
 
 

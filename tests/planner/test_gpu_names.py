@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from planner.catalogue import find_gpu_type
-from planner.gpu_names import identify_gpu
+from planner.inputs.catalogue import find_gpu_type
+from planner.inputs.gpu_names import identify_gpu
 
 CARDS = [  # name, GiB that PyTorch reports, multiprocessors, type
     ("Tesla P100-SXM2-16GB", 15.9, 56, "P100"),

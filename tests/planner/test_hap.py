@@ -15,8 +15,8 @@ from autohet.bench.planner.synthetic import llama_decoder
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
-from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Plan, check_plan
+from planner.plans.model_spec import LayerSpec, ModelSpec
+from planner.plans.plan import Plan, check_plan
 from planner.strategies import Request, plan_with
 from tests.planner.cases import fleet, profile, with_nics
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import Fleet, node_of
+from planner.answers.replan import replan
 from planner.cost.basis import Measurements, Workload
-from planner.cost.host_memory import GIB, USABLE, HostMemory, Kept, sentences
+from planner.cost.memory.host_memory import GIB, USABLE, HostMemory, Kept, sentences
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.plan import Pipeline, Plan, Stage
-from planner.replan import replan
+from planner.inputs.cluster import Fleet, node_of
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search import autohet
 from planner.search.memory import search_with_memory
-from planner.search.problem import Request
+from planner.search.problem.request import Request
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, profile
 

@@ -6,7 +6,7 @@ import sys
 
 def test_importing_the_planner_loads_no_framework():
     code = (
-        "import planner, planner.cost.model, planner.cost.calibration, planner.cost.trace,"
+        "import planner, planner.cost.model, planner.cost.layers.calibration, planner.cost.trace,"
         " sys;print([m for m in ('torch', 'ray', 'boto3', 'transformers', 'pyarrow', 'scipy',"
         " 'pandas') if m in sys.modules])"
     )
@@ -18,7 +18,7 @@ def test_importing_the_planner_loads_no_framework():
 
 def test_a_whole_plan_with_its_bound_loads_no_solver_and_no_metadata():
     code = (
-        "import autohet.cli.main, autohet.cli.plan, sys; from planner.robustness import"
+        "import autohet.cli.main, autohet.cli.plan, sys; from planner.answers.robustness import"
         " robustness;from planner.strategies import plan_with; from tests.planner.cases import"
         " fleet, model, request;asked = request(fleet(('A100', 1, 2), ('T4', 1, 2)), 64,"
         " model(4));answer = plan_with('autohet', asked); robustness(asked.cost, answer.plan,"

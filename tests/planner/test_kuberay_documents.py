@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.cluster import NodeType, cluster_from_document, cluster_from_yaml
 from planner.errors import ConfigError
-from planner.kuberay import as_launcher_document, device_name, quantity
+from planner.inputs.cluster import NodeType, cluster_from_document, cluster_from_yaml
+from planner.inputs.kuberay import as_launcher_document, device_name, quantity
 
 LABELS = {"autohet.io/intra-node-gbps": "128", "autohet.io/inter-node-gbps": "16"}
 

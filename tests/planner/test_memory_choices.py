@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import Fleet
+from planner.answers.replan import replan
 from planner.cost.basis import Measurements, Workload
-from planner.cost.layer_costs import MemoryChoices
+from planner.cost.layers.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.model_spec import KeptValues, ModelSpec
-from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.redundancy import redundancy
-from planner.replan import replan
+from planner.inputs.cluster import Fleet
+from planner.plans.model_spec import KeptValues, ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.redundancy import redundancy
 from planner.search.memory import fewest_shared, search_with_memory
-from planner.search.problem import Request
+from planner.search.problem.request import Request
 from tests.planner.cases import fleet, model, profile
 
 ALL = MemoryChoices(("none", "selective", "full"), True)

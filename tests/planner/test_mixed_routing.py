@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from planner.cost.basis import Measurements, Workload
-from planner.cost.layer_costs import MemoryChoices
+from planner.cost.layers.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
-from planner.model_spec import Experts, ModelSpec
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.model_spec import Experts, ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.memory import search_with_memory
 from planner.strategies import Request, plan_with
+from planner.strategies.autohet_uneven import check_like_gpus, uneven_groups
 from planner.strategies.dispatch import dispatch_reason
-from planner.uneven import check_like_gpus, uneven_groups
 from tests.planner.cases import fleet, model, profile, with_nics
 
 pytestmark = pytest.mark.thorough

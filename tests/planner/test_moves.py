@@ -8,17 +8,17 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import node_of
-from planner.plan import check_plan
+from planner.inputs.cluster import node_of
+from planner.plans.plan import check_plan
 from planner.search.autohet import placements
-from planner.search.closed_form import families
-from planner.search.cost_tables import tables_of
-from planner.search.draft import Estimator, Shape, assign_microbatches
-from planner.search.families import Drafter, proposals_for
-from planner.search.improve import Improver, Judge
-from planner.search.moves import Moves
-from planner.search.side_by_side import SideBySide
-from planner.search.uncut import share_groups
+from planner.search.drafts.closed_form import families
+from planner.search.drafts.draft import Estimator, Shape, assign_microbatches
+from planner.search.drafts.families import Drafter, proposals_for
+from planner.search.drafts.side_by_side import SideBySide
+from planner.search.drafts.uncut import share_groups
+from planner.search.problem.cost_tables import tables_of
+from planner.search.walk.improve import Improver, Judge
+from planner.search.walk.moves import Moves
 from tests.planner.cases import fleet, model, request
 
 SOME = settings(

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import Fleet
+from planner.answers.replan import MigrationCost, replan
 from planner.cost.basis import Measurements, Workload
-from planner.cost.host_memory import USABLE, Kept
-from planner.cost.layer_costs import MemoryChoices
+from planner.cost.layers.layer_costs import MemoryChoices
+from planner.cost.memory.host_memory import USABLE, Kept
+from planner.cost.memory.offload import UPDATE_BYTES
 from planner.cost.model import CostModel
-from planner.cost.offload import UPDATE_BYTES
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.plan import Pipeline, Plan, Stage
-from planner.replan import MigrationCost, replan
-from planner.search.problem import Request
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.search.problem.request import Request
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, profile
 

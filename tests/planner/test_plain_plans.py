@@ -4,8 +4,8 @@ answer says so.
 
 from dataclasses import replace
 
-from planner.plan import Pipeline, Plan, Stage
-from planner.search.judge import kinds_in, simplest_near_fastest
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.search.walk.judge import kinds_in, simplest_near_fastest
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, request
 

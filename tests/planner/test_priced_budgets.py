@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.planning.proposals import make_planning
+from autohet.control.planning.proposals import make_planning
 from autohet.runtime.job import Job
-from planner.cluster import Fleet, cluster_from_yaml
 from planner.errors import InfeasibleError
-from planner.search import limits
-from planner.search.problem import Answer, Request, narrowed
+from planner.inputs.cluster import Fleet, cluster_from_yaml
+from planner.search.problem import limits
+from planner.search.problem.request import Answer, Request, narrowed
 from planner.strategies import plan_with
 from planner.strategies.fleets import FleetSpace, TypeCounts
 from planner.strategies.pareto import pareto_front, undominated, usd_per_token

@@ -11,14 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.basis import Measurements, Workload
-from planner.cost.curves import PointSplit, make_curve
-from planner.cost.layers import LayerTimeModel
-from planner.cost.measured_layers import MeasuredLayers
+from planner.cost.layers.curves import PointSplit, make_curve
+from planner.cost.layers.layer_seconds import LayerTimeModel
+from planner.cost.layers.measured_layers import MeasuredLayers
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
-from planner.plan import Pipeline, Stage
-from planner.profile import Measurement, ProfileTable, default_profile, read_profile, write_profile
+from planner.inputs.profile import (
+    Measurement,
+    ProfileTable,
+    default_profile,
+    read_profile,
+    write_profile,
+)
+from planner.plans.plan import Pipeline, Stage
 from tests.planner.cases import fleet, model
 
 ROW = {

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import Fleet
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
-from planner.plan import check_plan
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import check_plan
 from planner.strategies import STRATEGIES, Request, plan_with
 from tests.planner.cases import SECONDS_PER_BLOCK, fleet, model, profile, request
 

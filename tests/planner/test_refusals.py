@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.cluster import GIB
-from planner.cost.layer_costs import MemoryChoices
+from planner.cost.layers.layer_costs import MemoryChoices
 from planner.errors import InfeasibleError
-from planner.search.judge import lack_of_memory
+from planner.inputs.cluster import GIB
+from planner.search.walk.judge import lack_of_memory
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 

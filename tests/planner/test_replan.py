@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import Fleet
-from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.redundancy import redundancy
-from planner.repair import recut, repair
-from planner.replan import MigrationCost, holders_of, migration_s, replan
-from planner.search.cost_tables import tables_of
-from planner.search.moves import Moves
+from planner.answers.repair import recut, repair
+from planner.answers.replan import MigrationCost, holders_of, migration_s, replan
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.redundancy import redundancy
+from planner.search.problem.cost_tables import tables_of
+from planner.search.walk.moves import Moves
 from planner.strategies import Request, plan_with
 from tests.planner.cases import DEMO, fleet, request
 

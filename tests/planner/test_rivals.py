@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from autohet.driver.planning.proposals import make_planning
+from autohet.control.planning.proposals import make_planning
 from autohet.runtime.job import Job
-from planner.cluster import cluster_from_yaml
 from planner.errors import InfeasibleError
-from planner.search import limits
+from planner.inputs.cluster import cluster_from_yaml
+from planner.search.problem import limits
 from planner.strategies import STRATEGIES, plan_with
 from planner.strategies.fasop import node_orders
 from tests.planner.cases import fleet

@@ -7,17 +7,17 @@ from statistics import median
 
 import pytest
 
-from planner.catalogue import find_gpu_type
-from planner.cost.estimate import Reference, is_measured, references
-from planner.cost.parameters import CostParameters
-from planner.cost.roofline import (
+from planner.cost.layers.estimate import Reference, is_measured, references
+from planner.cost.layers.roofline import (
     LayerWork,
     block_seconds,
     device_rates,
     measured_matmul_flops,
     usual_share_of_peak,
 )
-from planner.profile import default_profile
+from planner.cost.parameters import CostParameters
+from planner.inputs.catalogue import find_gpu_type
+from planner.inputs.profile import default_profile
 
 PARAMETERS = CostParameters()
 TOKENS = 8192

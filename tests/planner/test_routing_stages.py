@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import ConfigError
-from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Stage
-from planner.uneven import check_like_gpus
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.strategies.autohet_uneven import check_like_gpus
 from tests.planner.cases import fleet, model
 
 FLEET = fleet(("A100", 1, 2), ("A10G", 1, 2))

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from autohet.bench.planner.searches import small_case
-from planner.cluster import Fleet, Node
-from planner.plan import check_plan
-from planner.search import limits
+from planner.inputs.cluster import Fleet, Node
+from planner.plans.plan import check_plan
+from planner.search.problem import limits
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 

@@ -11,9 +11,9 @@ from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.model_spec import KeptValues
-from planner.plan import Pipeline, Plan, Stage
-from planner.search.problem import Request
+from planner.plans.model_spec import KeptValues
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.search.problem.request import Request
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, profile
 

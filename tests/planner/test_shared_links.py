@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import Fleet, NodeType
-from planner.cost.sync import SyncJob, simulate_sync
-from planner.plan import Pipeline, Plan, Stage
+from planner.cost.links.sync import SyncJob, simulate_sync
+from planner.inputs.cluster import Fleet, NodeType
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.strategies import Request
 from tests.planner.cases import fleet, model, request, with_nics
 

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 import planner.search.autohet as autohet
-from planner.search import limits
-from planner.search.bound import best_mix
-from planner.search.closed_form import families, ranked, roughly_s
-from planner.search.cost_tables import tables_of
-from planner.search.cut import Balancer
-from planner.search.judge import Costed
-from planner.search.problem import Rejected, Request
-from planner.search.side_by_side import SideBySide
-from planner.search.tables import Tables
+from planner.search.bounds.bound import best_mix
+from planner.search.drafts.closed_form import families, ranked, roughly_s
+from planner.search.drafts.cut import Balancer
+from planner.search.drafts.side_by_side import SideBySide
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import Rejected, Request
+from planner.search.problem.tables import Tables
+from planner.search.walk.judge import Costed
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.communicators import COMMUNICATOR_BYTES, communicators_by_worker
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.model_spec import KeptValues, ModelSpec
-from planner.plan import Pipeline, Plan, Stage
-from planner.redundancy import redundancy, require_disjoint_holders
+from planner.plans.communicators import COMMUNICATOR_BYTES, communicators_by_worker
+from planner.plans.model_spec import KeptValues, ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.redundancy import redundancy, require_disjoint_holders
 from tests.planner.cases import fleet, model, profile
 
 FLEET = fleet(("A100", 4, 1))

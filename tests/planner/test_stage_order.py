@@ -11,9 +11,9 @@ import pytest
 
 from autohet.runtime.parallel.schedule import ActionKind, one_forward_one_backward
 from planner.cost.schedule import PipelineTimes, simulate_pipeline
-from planner.in_flight import MOST_AHEAD
-from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.stage_order import stage_order
+from planner.plans.in_flight import MOST_AHEAD
+from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.stage_order import stage_order
 
 MOST_STAGES = 4
 MOST_MICROBATCHES = 6

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import node_of
 from planner.errors import InfeasibleError
-from planner.search import limits
-from planner.search.cost_tables import tables_of
-from planner.search.cut import Balancer
-from planner.search.draft import Draft, Shape
-from planner.search.orders import Orders, neighbours, rows_of, supply_of
-from planner.search.place import place_by_stage
-from planner.search.tables import Tables
+from planner.inputs.cluster import node_of
+from planner.search.drafts.cut import Balancer
+from planner.search.drafts.draft import Draft, Shape
+from planner.search.drafts.orders import Orders, neighbours, rows_of, supply_of
+from planner.search.drafts.place import place_by_stage
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.tables import Tables
 from tests.planner.cases import fleet, model, request
 
 few = st.lists(

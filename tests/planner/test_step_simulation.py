@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import Fleet, Node, NodeType
-from planner.cost.links import Links
+from planner.cost.links.sync import Ring, SyncJob, side_by_side, simulate_sync
+from planner.cost.links.traffic import Links
 from planner.cost.parameters import CostParameters
-from planner.cost.sync import Ring, SyncJob, side_by_side, simulate_sync
+from planner.inputs.cluster import Fleet, Node, NodeType
 
 WORKERS = "abcdef"
 shares = st.dictionaries(st.sampled_from(WORKERS), st.floats(0.05, 1.0), min_size=2)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from autohet.bench.planner.searches import proved_s, small_case
 from planner.cost.basis import Measurements, Workload
-from planner.cost.layer_costs import MemoryChoices
+from planner.cost.layers.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
-from planner.model_spec import ModelSpec
-from planner.plan import Plan, check_plan
-from planner.redundancy import redundancy
-from planner.search import limits
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import Plan, check_plan
+from planner.plans.redundancy import redundancy
+from planner.search.problem import limits
 from planner.strategies import STRATEGIES, Answer, Request, plan_with
 from tests.planner.cases import (
     DEMO,
@@ -96,7 +96,7 @@ def test_autohet_is_optimal_or_within_its_gap_of_the_exhaustive_judge(
 
 def test_random_small_cases_are_within_their_gap_of_the_best_of_all_plans() -> None:
     """A slice, of cases that take a tenth of a second, of what
-    `scripts/benchmarks/planner_search.py exhaustive` records.
+    `scripts/benchmarks/planner/planner_search.py exhaustive` records.
     """
     ratios = list[float]()
     for seed in (0, 1, 2, 3, 4, 6, 7, 8, 10, 12, 13, 14):
@@ -228,7 +228,7 @@ def test_price_limit_and_cheapest_objective() -> None:
 
 
 def test_two_node_disjoint_holders_where_asked() -> None:
-    from planner.redundancy import redundancy
+    from planner.plans.redundancy import redundancy
 
     asked = request(fleet(("A100", 2, 1), ("T4", 1, 1)), 8, min_node_disjoint_holders=2)
     answer = plan_with("autohet", asked)

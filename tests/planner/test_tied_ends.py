@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from autohet.bench.planner.synthetic import tied
-from autohet.driver.planning.proposals import make_planning
+from autohet.control.planning.proposals import make_planning
 from autohet.runtime.job import Job
-from planner.cluster import Fleet, cluster_from_yaml, node_of
 from planner.cost.basis import Workload
 from planner.cost.model import CostModel
-from planner.plan import Plan, check_plan
-from planner.redundancy import fewest_holders, redundancy
+from planner.inputs.cluster import Fleet, cluster_from_yaml, node_of
+from planner.plans.plan import Plan, check_plan
+from planner.plans.redundancy import fewest_holders, redundancy
 from planner.search.autohet import drafted, placements
-from planner.search.cost_tables import tables_of
-from planner.search.draft import Draft, Shape
-from planner.search.families import proposals_for
-from planner.search.moves import Moves
-from planner.search.place import place, place_ends_first
-from planner.search.problem import Request, narrowed
+from planner.search.drafts.draft import Draft, Shape
+from planner.search.drafts.families import proposals_for
+from planner.search.drafts.place import place, place_ends_first
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import Request, narrowed
+from planner.search.walk.moves import Moves
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request, with_nics
 

@@ -11,23 +11,28 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import GIB, Fleet
+from planner.answers.explain import explain
+from planner.answers.replan import replan
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.explain import explain
-from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.profile import ProfileTable
-from planner.replan import replan
-from planner.search import limits
-from planner.search.bound import Bound
-from planner.search.cost_tables import tables_of
+from planner.inputs.cluster import GIB, Fleet
+from planner.inputs.profile import ProfileTable
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.search.bounds.bound import Bound
 from planner.search.memory import search_with_memory
-from planner.search.moves import Moves
-from planner.search.problem import Request
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.request import Request
+from planner.search.walk.moves import Moves
 from planner.strategies import plan_with
-from planner.uneven import is_bounded, search_with_uneven, uneven_groups, uneven_stages
+from planner.strategies.autohet_uneven import (
+    is_bounded,
+    search_with_uneven,
+    uneven_groups,
+    uneven_stages,
+)
 from tests.planner.cases import (
     DEMO,
     MEMORY_GIB,
@@ -129,10 +134,10 @@ def test_other_fleets_are_searched_once_and_as_ever(
     without = search_with_memory(wanted)
     calls = []
     monkeypatch.setattr(
-        "planner.uneven.search_with_memory",
+        "planner.strategies.autohet_uneven.search_with_memory",
         lambda *given: calls.append(given) or search_with_memory(*given),
     )
-    monkeypatch.setattr("planner.uneven.drafted", None)
+    monkeypatch.setattr("planner.strategies.autohet_uneven.drafted", None)
     found = search_with_uneven(wanted)
     assert len(calls) == 1
     assert (found.plan, found.search, found.choice, found.rejected) == (

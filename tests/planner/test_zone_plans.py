@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import Fleet
+from planner.answers.replan import replan
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
-from planner.plan import Pipeline, Plan, Stage
-from planner.replan import replan
-from planner.search.judge import zones_of
+from planner.inputs.cluster import Fleet
+from planner.inputs.zones import SAME_REGION, ZoneLink, ZoneTable
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.search.walk.judge import zones_of
 from planner.strategies import Answer, Request, plan_with
-from planner.zones import SAME_REGION, ZoneLink, ZoneTable
 from tests.planner.cases import fleet, model, request
 
 EAST, EAST_TOO, IRELAND = "us-east-1a", "us-east-1b", "eu-west-1a"

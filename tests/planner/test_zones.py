@@ -4,9 +4,16 @@ import math
 
 import pytest
 
-from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
-from planner.zones import EC2_ZONES, SAME_REGION, ZONE_LINKS, ZoneTable, read_zone_table, region_of
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.zones import (
+    EC2_ZONES,
+    SAME_REGION,
+    ZONE_LINKS,
+    ZoneTable,
+    read_zone_table,
+    region_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_sampled_flips_truncations_and_extensions_are_found_or_harmless() -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_flip_truncation_and_extension_is_found_or_harmless() -> None:
-    """Recorded by scripts/benchmarks/checkpoint_damage.py."""
+    """Recorded by scripts/benchmarks/recovery/checkpoint_damage.py."""
     storage = small_storage()
     judge = Judge(storage)
     for damage in damages(storage):

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from autohet.cli.main import main
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import Fleet, Node, NodeType
-from planner.cost.memory import TokensOnRank, memory_terms
+from autohet.runtime.models.config import load_config
+from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, framework_parameters
-from planner.plan import Plan
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.plans.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "cluster_configs" / "jobs" / "lora-8b-plan.yaml"

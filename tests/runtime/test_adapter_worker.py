@@ -16,18 +16,19 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from autohet.driver.checkpoints.resumption import found_checkpoint
-from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
+from autohet.runtime.facts.layout import frozen_layout, frozen_units
 from autohet.runtime.job import Job
-from autohet.runtime.layout import frozen_layout, frozen_units
 from autohet.runtime.messages import Phase, WorkerPlace
-from autohet.runtime.models import family_of, load_config, saved_document
+from autohet.runtime.models.config import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
-from autohet.runtime.replica_check import HeldReplicas, ReplicaCheck
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import FrozenWeights, first_weights
+from autohet.runtime.step.batches import Batches
+from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.errors import Cancelled

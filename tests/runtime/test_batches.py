@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import DataSection
+from autohet.runtime.step.batches import Batches
 
 
 @pytest.fixture

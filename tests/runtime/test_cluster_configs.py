@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from autohet.runtime.job import Job
-from autohet.runtime.precision import without_incapable_nodes
-from planner.cluster import cluster_from_yaml
+from autohet.runtime.step.precision import without_incapable_nodes
+from planner.inputs.cluster import cluster_from_yaml
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "cluster_configs"

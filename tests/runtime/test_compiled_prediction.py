@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from autohet.bench.gpu.part import SIZES, Machine, sized_job
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import DataSection, Job, ModelSection
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import Fleet, Node, NodeType
 from planner.cost.parameters import OURS, framework_parameters
-from planner.plan import Plan
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.plans.plan import Plan
+from scripts.benchmarks.gpu.part import SIZES, Machine, sized_job
 
 MEASURED_S = {"auto": 0.747, False: 1.071}
 """Steps of 1 B on an H200: scripts/benchmarks/results/gpu-h200.json."""

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from autohet.runtime import memory_snapshots
+from autohet.runtime.copies import memory_snapshots
+from autohet.runtime.copies.preservation import Preservation
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from autohet.runtime.preservation import Preservation
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.local.agent_store import AgentStore
 from recovery.state.holdings import Holding, Source, require_restorable_step
 from recovery.state.layout import Layout, TensorSpec

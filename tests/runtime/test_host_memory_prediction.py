@@ -18,19 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autohet.runtime import memory_snapshots
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import read_config
-from autohet.runtime.preservation import Preservation
+from autohet.runtime.copies import memory_snapshots
+from autohet.runtime.copies.preservation import Preservation
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.models.config import read_config
 from autohet.runtime.state import live as live_module
 from autohet.runtime.state.live import Live
-from planner.cluster import Fleet, Node, NodeType, node_of
-from planner.cost import host_memory
 from planner.cost.basis import Workload
-from planner.cost.host_memory import HostMemory, Kept
+from planner.cost.memory import host_memory
+from planner.cost.memory.host_memory import HostMemory, Kept
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import Fleet, Node, NodeType, node_of
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.local import memory_budget
 from recovery.local.memory_budget import Budget, share_out
 from recovery.state.layout import Layout, ShardId

@@ -19,10 +19,10 @@ import jsonschema
 import pytest
 import yaml
 
-from autohet.driver.ray.node_requests import node_request
-from planner.cluster import cluster_from_document, cluster_from_yaml
+from autohet.driver.ray.requests.node_requests import node_request
 from planner.errors import ConfigError
-from planner.kuberay import HEAD, as_launcher_document
+from planner.inputs.cluster import cluster_from_document, cluster_from_yaml
+from planner.inputs.kuberay import HEAD, as_launcher_document
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "cluster_configs"

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.runtime.layout import (
+from autohet.runtime.facts.layout import (
     STATE_KINDS,
     layout_of_plan,
     parameter_name,
     state_name,
     tensor_specs,
 )
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from recovery.state.layout import Layout
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config

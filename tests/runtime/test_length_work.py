@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from autohet.runtime.data import prepare_dataset
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import DataSection, Job
 from autohet.runtime.job.model import ModelSection
-from autohet.runtime.length_work import length_work, squared_share, with_lengths
-from autohet.runtime.models import load_config
-from autohet.runtime.planning import planning_inputs
-from planner.model_spec import LayerSpec, ModelSpec
+from autohet.runtime.models.config import load_config
+from autohet.runtime.step.length_work import length_work, squared_share, with_lengths
+from planner.plans.model_spec import LayerSpec, ModelSpec
 from tests.runtime.data.test_dataset import write_jsonl
 from tests.runtime.models.test_pieces import BEGINS, LLAMA, begins_of
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autohet.runtime.loss_scale import (
+from autohet.runtime.parallel.scaled_passes import ScaledPasses
+from autohet.runtime.step.loss_scale import (
     FIRST_SCALE,
     GROWTH_STEPS,
     LEAST_EXPONENT,
@@ -14,7 +15,6 @@ from autohet.runtime.loss_scale import (
     LossScale,
     LossScales,
 )
-from autohet.runtime.parallel.scaled_passes import ScaledPasses
 
 
 def test_a_scale_doubles_after_steps_without_a_change() -> None:

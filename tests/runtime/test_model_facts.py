@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from autohet.cli.main import main
-from autohet.runtime import fact_store, model_facts
+from autohet.runtime.facts import fact_store, model_facts
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.planning import planning_inputs
 from planner.errors import ConfigError, InfeasibleError
 from tests.harness.tiny_models import TINY
 

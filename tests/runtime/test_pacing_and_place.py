@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.place import Place, place_of
-from planner.plan import Pipeline, Plan, Stage
+from autohet.runtime.step.pacing import Pace, Pacer
+from planner.plans.plan import Pipeline, Plan, Stage
 
 
 def test_an_action_lasts_as_long_as_its_pace() -> None:

@@ -12,16 +12,16 @@ import pytest
 from torch.distributed import HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
-from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.parallel.host_staging import HostStaging
-from autohet.runtime.trainer import StageTrainer
-from planner.cluster import Fleet, Node, NodeType
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.basis import Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.plan import RECOMPUTE_CHOICES, Plan
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.plans.plan import RECOMPUTE_CHOICES, Plan
 from tests.harness.limited_memory import LimitedMemory
 from tests.harness.live_memory import LiveMemory
 from tests.harness.model_specs import spec_of

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from autohet.bench.step.sides import WORKER, one_worker_plan
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import Fleet, Node, NodeType
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
+from planner.inputs.cluster import Fleet, Node, NodeType
 
 GIB = 1 << 30
 

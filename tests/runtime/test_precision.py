@@ -11,22 +11,22 @@ import pytest
 
 from autohet.cli.main import main
 from autohet.cli.profile import measured_format
-from autohet.driver.planning.proposals import PlanProposal, make_planning
+from autohet.control.planning.proposals import PlanProposal, make_planning
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import AdapterSection, Job
-from autohet.runtime.models import COMPUTE_DTYPES
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.parallel.borders import border_dtype
-from autohet.runtime.planning import planning_inputs
-from autohet.runtime.precision import (
+from autohet.runtime.step.precision import (
     check_computes,
     computes,
     format_of,
     other_formats,
     without_incapable_nodes,
 )
-from planner.cluster import Cluster, Fleet, Node, cluster_from_yaml
 from planner.cost.stage_formats import StageFormats
 from planner.errors import ConfigError
-from planner.profile import ProfileKey
+from planner.inputs.cluster import Cluster, Fleet, Node, cluster_from_yaml
+from planner.inputs.profile import ProfileKey
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"
 WITHOUT_BF16 = ["P40", "P100", "V100", "T4", "RTX-2080", "TITAN-RTX"]

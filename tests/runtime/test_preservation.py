@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autohet.runtime.copies.preservation import Preservation
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerPlace
-from autohet.runtime.preservation import Preservation
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.checkpoint import upload as checkpoint_upload
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot_buffer import SnapshotBuffer

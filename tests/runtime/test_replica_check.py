@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from autohet.runtime import replica_check
-from autohet.runtime.replica_check import HeldReplicas, ReplicaCheck, judge
+from autohet.runtime.step import replica_check
+from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck, judge
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
 

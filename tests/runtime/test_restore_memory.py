@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.emulate.demo import reference_losses
+from autohet.emulate.demo import reference_losses
+from autohet.runtime.copies.preservation import Preservation
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import Phase, WorkerPlace
-from autohet.runtime.models import load_config
-from autohet.runtime.preservation import Preservation
+from autohet.runtime.models.config import load_config
 from autohet.runtime.state import host_memory
 from autohet.runtime.state.live import Live
 from autohet.runtime.worker import Worker

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
-from autohet.runtime.models.experts import CORRECTION_BIAS
+from autohet.runtime.models.layers.experts import CORRECTION_BIAS
 from autohet.runtime.worker import Worker
 from recovery.checkpoint.commit import CheckpointFacts, commit_checkpoint
 from recovery.state.holdings import Holding, Source

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from autohet.driver.control.observation import NodeView, Observation
-from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import PlanProposal
-from autohet.runtime import votes as votes_module
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.planning.proposals import PlanProposal
+from autohet.control.values.observation import NodeView, Observation
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.parallel.buckets import ALIGNMENT
 from autohet.runtime.state import flat_optimizer
 from autohet.runtime.state.optimizer import UpdateRule
-from autohet.runtime.votes import Vote
+from autohet.runtime.step import votes as votes_module
+from autohet.runtime.step.votes import Vote
 from autohet.runtime.worker import Worker
-from planner.cluster import Node
-from planner.plan import Pipeline, Plan, Stage
+from planner.inputs.cluster import Node
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.local.agent_store import AgentStore
 from tests.harness.exact_job import BATCH, LENGTH, exact_job, node_type, train_alone
 

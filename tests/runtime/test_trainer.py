@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import HashStore
 
-from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts, Interrupted
 from autohet.runtime.groups.gloo import GlooGroup
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult
-from autohet.runtime.trainer import StageTrainer
-from autohet.runtime.votes import Vote
-from planner.plan import Plan
+from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.step_commit import EvaluationEnded, EvaluationResult
+from autohet.runtime.step.trainer import StageTrainer
+from autohet.runtime.step.votes import Vote
+from planner.plans.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 

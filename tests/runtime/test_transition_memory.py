@@ -20,13 +20,13 @@ import torch
 from torch.distributed import TCPStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.state import live as live_module
 from autohet.runtime.worker import Worker
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.transfer import exchange, restore

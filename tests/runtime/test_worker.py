@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from autohet.driver.emulate.demo import reference_losses
+from autohet.emulate.demo import reference_losses
+from autohet.runtime.copies.preservation import Preservation
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import EvaluationSection, Job
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.loss_scale import LossScale
 from autohet.runtime.messages import GenerationOrder, Phase, StateTransfer, StepRecord, WorkerPlace
-from autohet.runtime.models import load_config
-from autohet.runtime.preservation import Preservation
+from autohet.runtime.models.config import load_config
 from autohet.runtime.process import store_connector
+from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.worker import Worker
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.local import snapshot_file

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from autohet.cli.plan_inputs import read_runs
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.models.model_spec import model_spec_from_config
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import Fleet, Node, NodeType, cluster_from_yaml
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
 from planner.cost.basis import Measurements, Workload
-from planner.cost.calibration import MeasuredRun, calibrate
-from planner.cost.curves import make_curve
-from planner.cost.links import Links
+from planner.cost.layers.calibration import MeasuredRun, calibrate
+from planner.cost.layers.curves import make_curve
+from planner.cost.links.traffic import Links
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
-from planner.plan import Pipeline, Plan, Stage
-from planner.profile import Measurement, ProfileTable, default_profile
+from planner.inputs.cluster import Fleet, Node, NodeType, cluster_from_yaml
+from planner.inputs.profile import Measurement, ProfileTable, default_profile
+from planner.plans.plan import Pipeline, Plan, Stage
 
 CALIBRATION_RUNS = 6
 ResultRow = dict[str, Any]

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autohet.runtime.models.model_spec import model_spec_from_config
-from planner.cluster import Fleet, Node, NodeType
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
-from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Stage
-from planner.profile import Measurement, ProfileTable
-from planner.search.cost_tables import tables_of
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.profile import Measurement, ProfileTable
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.search.problem.cost_tables import tables_of
 from planner.strategies import Request, plan_with
 from planner.strategies.fasop import BoundaryTransfers, cuts, kinds_change
 from planner.strategies.staged import Groups, Staged

@@ -19,10 +19,10 @@ from autohet.bench.planner.synthetic import (
     synthetic_fleet,
     tied,
 )
-from planner.cluster import Fleet
 from planner.errors import InfeasibleError
-from planner.model_spec import ModelSpec
-from planner.search.problem import narrowed
+from planner.inputs.cluster import Fleet
+from planner.plans.model_spec import ModelSpec
+from planner.search.problem.request import narrowed
 from planner.strategies import Request, plan_with
 
 ResultRow = dict[str, Any]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from planner.cluster import NodeType
-from planner.search.draft import Estimator, Shape
-from planner.search.stage_sums import Floats, Ints, Row
-from planner.search.tables import Kind, Resource, Tables
+from planner.inputs.cluster import NodeType
+from planner.search.drafts.draft import Estimator, Shape
+from planner.search.problem.stage_sums import Floats, Ints, Row
+from planner.search.problem.tables import Kind, Resource, Tables
 
 GIB = 2**30
 GPUS = ("A100-40", "V100-16")

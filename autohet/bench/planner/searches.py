@@ -38,19 +38,19 @@ from autohet.bench.planner.synthetic import (
     synthetic_fleet,
     tied,
 )
-from planner.cluster import Fleet
+from planner.answers.replan import replan
 from planner.errors import InfeasibleError
-from planner.plan import Plan
-from planner.replan import replan
-from planner.search import limits
+from planner.inputs.cluster import Fleet
+from planner.plans.plan import Plan
 from planner.search.autohet import placements
-from planner.search.bound import Bound
-from planner.search.closed_form import families
-from planner.search.cost_tables import tables_of
-from planner.search.families import Drafter
-from planner.search.improve import Improver, Judge, tries_for
-from planner.search.moves import Moves
-from planner.search.tables import Tables
+from planner.search.bounds.bound import Bound
+from planner.search.drafts.closed_form import families
+from planner.search.drafts.families import Drafter
+from planner.search.problem import limits
+from planner.search.problem.cost_tables import tables_of
+from planner.search.problem.tables import Tables
+from planner.search.walk.improve import Improver, Judge, tries_for
+from planner.search.walk.moves import Moves
 from planner.strategies import Answer, Request, plan_with
 
 ResultRow = dict[str, Any]

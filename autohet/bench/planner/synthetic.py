@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from planner.cluster import Fleet, Node, NodeType
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.model_spec import Experts, LayerSpec, ModelSpec
-from planner.profile import Measurement, ProfileTable
+from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.profile import Measurement, ProfileTable
+from planner.plans.model_spec import Experts, LayerSpec, ModelSpec
 from planner.spmd.decoder import Decoder
 from planner.strategies import Request
 
@@ -108,7 +108,8 @@ def llama_decoder(
         return None
     # These import torch and transformers: three seconds.
     from autohet.runtime.job import ModelSection
-    from autohet.runtime.models import COMPUTE_DTYPES, load_config
+    from autohet.runtime.models.config import load_config
+    from autohet.runtime.models.family import COMPUTE_DTYPES
     from autohet.runtime.spmd.language_model import captured_decoder
 
     config = {

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from autohet.bench.recovery.content import known_checksums
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import ModelSection
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from planner.cluster import node_of
-from planner.plan import Plan, check_plan
+from autohet.runtime.models.config import load_config
+from planner.inputs.cluster import node_of
+from planner.plans.plan import Plan, check_plan
 from recovery.state.holdings import Holding, Source, require_restorable_step
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import LinkRates

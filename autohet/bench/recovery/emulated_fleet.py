@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autohet.runtime.job import Job, ScriptedEvent
-from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from autohet.driver.emulate.ray_train_baseline import BaselineResult
+    from autohet.bench.recovery.ray_train_baseline import BaselineResult
 
 JOB = "cluster_configs/jobs/demo.yaml"
 CLUSTER = "cluster_configs/local-emulated.yaml"
@@ -34,7 +34,7 @@ def measured_changes() -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the job's files are not there, or the run failed.
     """
-    from autohet.driver.run import train
+    from autohet.driver.job.run import train
 
     with tempfile.TemporaryDirectory(prefix="autohet-bench-fleet-") as directory:
         outcome = train(
@@ -66,7 +66,7 @@ def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
 
     It trains the same model data parallel on three nodes, which is what it can do.
     """
-    from autohet.driver.emulate.ray_train_baseline import NOTICE_S, measure_ray_train
+    from autohet.bench.recovery.ray_train_baseline import NOTICE_S, measure_ray_train
 
     job = Job.from_yaml(JOB)
     model = dict(job.model.config or {})

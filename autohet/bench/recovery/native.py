@@ -19,8 +19,8 @@ from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.storage import BUCKET, pointed_at
 from autohet.bench.recovery.surroundings import TIMEOUT_S, Task, Wiring
 from autohet.bench.recovery.workers import CLOSE, leave_interrupts_to_the_parent, serve_agent
-from autohet.driver.emulate.namespaces import NamespaceNetwork, enter_namespace, namespace_network
-from autohet.driver.stop_signals import undisturbed
+from autohet.driver.loop.stop_signals import undisturbed
+from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace, namespace_network
 from recovery.transfer.links import LinkRates
 
 STORAGE_NODE = "s3"

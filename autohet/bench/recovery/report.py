@@ -108,7 +108,7 @@ class Options:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; return exit code 1 if a restore failed or its tensors were wrong."""
     from autohet.bench.recovery.display import draw, show
-    from autohet.driver.stop_signals import ending_on_sigterm
+    from autohet.driver.loop.stop_signals import ending_on_sigterm
 
     check_output("--out", args.out)
     check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
@@ -155,7 +155,7 @@ def _scale(given: float | None) -> float:
     The default is 1, the links of this machine, if nodes can have networks of their own; else the
     emulation's, which is printed. Raises ConfigError if `given` is 1 and they cannot.
     """
-    from autohet.driver.emulate.namespaces import why_no_namespaces
+    from autohet.emulate.namespaces import why_no_namespaces
 
     why = why_no_namespaces() if given in (None, 1.0) else None
     if given is not None and why is not None:

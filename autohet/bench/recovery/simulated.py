@@ -19,7 +19,7 @@ from autohet.bench.recovery.cases import POLICIES, STEP, RestoreScenario, policy
 from autohet.bench.recovery.fitted import FITTED, FITTED_ERRORS
 from autohet.bench.recovery.trial import requests_of
 from autohet.runtime.job import ModelSection
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
 from recovery.transfer.links import LinkRates
 
 FORMULAS = {

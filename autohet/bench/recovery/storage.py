@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from autohet.bench.recovery.cases import CHECKPOINT_STEP, NUM_LAYERS
 from autohet.bench.recovery.content import known_state
-from autohet.runtime.layout import tensor_specs
+from autohet.runtime.facts.layout import tensor_specs
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.state.layout import Layout

@@ -28,7 +28,7 @@ from autohet.bench.recovery.bare import S3, BareSender, flows_of, receive_flows
 from autohet.bench.recovery.content import known_state, matches
 from autohet.bench.recovery.links import LANES, Lanes
 from autohet.bench.recovery.surroundings import TIMEOUT_S, TOKEN, Surroundings, Task, surroundings
-from autohet.driver.emulate.namespaces import enter_namespace
+from autohet.emulate.namespaces import enter_namespace
 from recovery.local.agent_store import AgentStore
 from recovery.peers.server import ShardServer
 from recovery.state.layout import ShardId

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from autohet.bench.step import pipelining
 from autohet.bench.step.sides import ours, plain, random_rows
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.models import load_config
-from autohet.runtime.planning import planning_inputs
+from autohet.runtime.models.config import load_config
 from autohet.runtime.process.terminal import PlainConsole
 from planner.errors import ConfigError
 

@@ -15,16 +15,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import layout_of_plan, parameter_name
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan, parameter_name
-from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import reference_model, train_reference
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.state_source import local_slice
-from autohet.runtime.trainer import StageTrainer
-from planner.plan import Plan
+from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.reference import reference_model, train_reference
+from autohet.runtime.step.trainer import StageTrainer
+from planner.plans.plan import Plan
 from recovery.state.layout import Layout
 
 WORKER = "here/0"

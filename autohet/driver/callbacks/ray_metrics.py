@@ -12,8 +12,8 @@ from typing import Any
 from ray.util.metrics import Counter, Gauge
 
 from autohet.driver.callbacks.living_nodes import LivingNodes
-from autohet.driver.zone_bill import ZoneBill
-from planner.zones import GB
+from autohet.driver.loop.zone_bill import ZoneBill
+from planner.inputs.zones import GB
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autohet_step": ("Steps whose update is applied", ()),

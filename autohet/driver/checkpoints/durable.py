@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from autohet.control.values.observation import CheckpointState
 from autohet.driver.checkpoints.cleaning import CheckpointCleaner, Retention
 from autohet.driver.checkpoints.resumption import require_some_intact
-from autohet.driver.control.observation import CheckpointState
 from autohet.runtime.messages import WorkerReport
 from autohet.runtime.state.model_files import ModelFiles
 from planner.errors import ConfigError

@@ -14,10 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.driver.history.events import EventLog
-from autohet.driver.history.ledger import Ledger
-from autohet.driver.history.run_summary import ledger_summary
-from autohet.driver.history.skipped_steps import SKIPPED_FROM
+from autohet.control.ledger.ledger import Ledger
+from autohet.control.ledger.run_summary import ledger_summary
+from autohet.control.ledger.skipped_steps import SKIPPED_FROM
+from autohet.driver.loop.events import EventLog
+from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
     ADAPTER,
@@ -28,11 +29,11 @@ from autohet.runtime.job.identity import (
     with_implied,
 )
 from autohet.runtime.job.learning_rate import follows_steps, learning_rate
-from autohet.runtime.layout import tensor_specs
-from autohet.runtime.loss_scale import LOSS_SCALE
-from autohet.runtime.models import FAMILIES, saved_document
+from autohet.runtime.models.config import saved_document
 from autohet.runtime.models.config_keys import used_keys
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.registry import FAMILIES
+from autohet.runtime.step.loss_scale import LOSS_SCALE
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo, NewestCheckpoint, find_newest
 from recovery.checkpoint.manifest import Manifest

@@ -22,8 +22,8 @@ from ray._private.state import state as ray_state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.experimental import internal_kv
 
-from planner.cluster import Cluster, NodeType, node_type_from_labels
 from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, NodeType, node_type_from_labels
 
 logger = logging.getLogger("autohet.ray")
 GROUP_LABEL = "ray.io/node-group"

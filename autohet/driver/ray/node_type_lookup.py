@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.runtime.process.instance_metadata import InstanceMetadata, MetadataUnavailable
-from planner.cluster import Cluster, NodeType
 from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, NodeType
 
 
 @ray.remote(num_cpus=0, max_retries=1)

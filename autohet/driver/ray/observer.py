@@ -11,22 +11,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autohet.control.values.observation import Loss, NodeView, Observation
 from autohet.driver.checkpoints.durable import Durable
-from autohet.driver.control.observation import Loss, NodeView, Observation
-from autohet.driver.data_watch import DataWatch
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.agent_calls import AgentReport, Inventories
-from autohet.driver.ray.agent_commands import AgentCommands
+from autohet.driver.ray.agents.agent_calls import AgentReport, Inventories
+from autohet.driver.ray.agents.agent_commands import AgentCommands
 from autohet.driver.ray.cluster import RayNode
-from autohet.driver.ray.launches import LaunchWatch
-from autohet.driver.ray.merge_reports import merge_reports
+from autohet.driver.ray.data_watch import DataWatch
 from autohet.driver.ray.node_type_lookup import NodeTypeLookup
 from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.recent_failures import RecentFailures
-from autohet.driver.ray.rendezvous import Rendezvous
-from autohet.driver.ray.reports import LatestReport, Reports
-from autohet.driver.ray.silence import FreezeDetector, Heard
-from autohet.driver.ray.wake_up import WakeUp
+from autohet.driver.ray.reports.merge_reports import merge_reports
+from autohet.driver.ray.reports.newest_reports import LatestReport, Reports
+from autohet.driver.ray.reports.silence import FreezeDetector, Heard
+from autohet.driver.ray.reports.wake_up import WakeUp
+from autohet.driver.ray.requests.launches import LaunchWatch
+from autohet.driver.ray.store.rendezvous import Rendezvous
 from autohet.driver.sources.choose import make_sources
 from autohet.driver.sources.merge import NoticeMerger
 from autohet.driver.sources.protocol import WatchedNode
@@ -36,9 +36,9 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.checkpoint import CheckpointSection
 from autohet.runtime.job.identity import DATA_DIGEST
 from autohet.runtime.messages import Phase, WorkerReport
-from autohet.runtime.precision import check_computes
-from planner.cluster import Cluster, Node
+from autohet.runtime.step.precision import check_computes
 from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, Node
 
 logger = logging.getLogger("autohet")
 

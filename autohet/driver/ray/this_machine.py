@@ -16,7 +16,7 @@ import torch
 
 from autohet.runtime.job import Job
 from autohet.runtime.profiling.device_profile import device_gpu_type
-from planner.catalogue import instance_types
+from planner.inputs.catalogue import instance_types
 
 NODE_TYPE = "this-machine"
 CORES_A_WORKER = 4

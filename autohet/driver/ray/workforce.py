@@ -12,16 +12,16 @@ from typing import Any
 
 import ray
 
+from autohet.control.values.actions import Rehearse
+from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.durable import Durable, durable_suspects
-from autohet.driver.control.actions import Rehearse
-from autohet.driver.control.observation import Observation
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.autoscaler import RayAutoscaler
-from autohet.driver.ray.node_agents import RayNodeAgents
+from autohet.driver.ray.agents.node_agents import RayNodeAgents
 from autohet.driver.ray.observer import BEATS, RayObserver
+from autohet.driver.ray.requests.autoscaler import RayAutoscaler
 from autohet.driver.ray.workers import RayWorkers, WorkerSettings
 from autohet.runtime.job import Job
-from planner.cluster import Cluster
+from planner.inputs.cluster import Cluster
 from recovery.state.ancestry import Descent
 
 CALM_GATHER_S = 0.05

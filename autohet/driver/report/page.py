@@ -12,11 +12,11 @@ from html import escape
 from itertools import pairwise
 from textwrap import shorten
 
+from autohet.driver.loop.zone_bill import ZoneBill
 from autohet.driver.report.chart import chart
 from autohet.driver.report.events import Event, Points, fleet_over_time, kept_steps, of_kind
 from autohet.driver.report.timeline import PARTS
-from autohet.driver.zone_bill import ZoneBill
-from planner.zones import GB
+from planner.inputs.zones import GB
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1020px;margin:2em auto;padding:0 1em;color:#222}

@@ -22,7 +22,7 @@ import msgspec
 from autohet.driver.sky.command import SkyCluster, SkyFailed, SkyJob
 from autohet.driver.sky.task_file import Region
 from autohet.runtime.state.model_files import prefixes_beside
-from planner.zones import GB, ZoneTable
+from planner.inputs.zones import GB, ZoneTable
 from recovery.checkpoint.commit import find_newest
 from recovery.checkpoint.copy import copy_checkpoint
 from recovery.checkpoint.lease import DriverLease, LeaseKeeper, has_living_driver

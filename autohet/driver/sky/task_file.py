@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from autohet.runtime.job import Job
-from planner.cluster import NodeType
-from planner.cluster_documents import instance_type_of
 from planner.errors import ConfigError
+from planner.inputs.cluster import NodeType
+from planner.inputs.cluster_documents import instance_type_of
 
 SETUP = "cluster_configs/aws/setup.sh"
 """Script of a checkout that installs it on a node."""

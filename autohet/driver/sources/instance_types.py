@@ -11,15 +11,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from planner.catalogue import (
+from planner.inputs.catalogue import (
     GpuType,
     find_gpu_type,
     find_instance_type,
     instance_types,
     may_have_gpus,
 )
-from planner.cluster_documents import LABEL_PREFIX, instance_type_of
-from planner.gpu_names import identify_gpu
+from planner.inputs.cluster_documents import LABEL_PREFIX, instance_type_of
+from planner.inputs.gpu_names import identify_gpu
 
 logger = logging.getLogger("autohet")
 ASSUMED_INTRA_NODE_GBPS = 128.0

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autohet.driver.control.observation import Notice
+from autohet.control.values.observation import Notice
 from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 
 logger = logging.getLogger("autohet")

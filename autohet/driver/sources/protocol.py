@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autohet.driver.control.observation import Notice
+from autohet.control.values.observation import Notice
 
 
 @dataclass(frozen=True)

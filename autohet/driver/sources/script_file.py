@@ -29,7 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from autohet.driver.control.observation import Notice
+from autohet.control.values.observation import Notice
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.watch import Watch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autohet.driver.control.observation import Notice
+from autohet.control.values.observation import Notice
 from autohet.driver.sources.protocol import WatchedNode
 
 

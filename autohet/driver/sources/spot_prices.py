@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.watch import Watch
-from planner.catalogue import instance_types
-from planner.cluster import Cluster, NodeType
-from planner.zones import region_of
+from planner.inputs.catalogue import instance_types
+from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.zones import region_of
 
 logger = logging.getLogger("autohet")
 POLL_S = 300.0

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from autohet.driver.control.observation import Notice
+from autohet.control.values.observation import Notice
 from autohet.driver.sources.ec2_events import InstanceEvent, UnreadableMessage, parse_events
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.watch import Watch

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.groups.errors import Interrupted, PeerLost
-from planner.communicators import max_sync_groups
-from planner.plan import Plan
+from planner.plans.communicators import max_sync_groups
+from planner.plans.plan import Plan
 
 HOST_POLL_S = 2e-4
 

@@ -28,7 +28,7 @@ from autohet.runtime.job.requirements import require
 from autohet.runtime.job.strict_document import read_yaml, to_dataclass
 from autohet.runtime.job.trackers import TrackerEntry
 from autohet.runtime.job.training import TrainingSection
-from planner.formats import check_named_formats
+from planner.inputs.formats import check_named_formats
 
 __all__ = [
     "AdapterSection",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autohet.runtime.job.emulation import EmulationSection
-from planner.profile import Measurement, ProfileTable, read_profile
+from planner.inputs.profile import Measurement, ProfileTable, read_profile
 
 SHARE_BY_LAYER = {"embedding": 0.1, "block": 1.0, "head": 0.5}
 BACKWARD_PER_FORWARD = 2.0

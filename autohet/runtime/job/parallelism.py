@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
-from planner.plan import ComputeFormat
+from planner.plans.plan import ComputeFormat
 
 GIB = 1 << 30
 
@@ -77,7 +77,7 @@ class ParallelismSection:
     """Seconds until the fleet is expected to change again; a move must earn its cost within them.
 
     null: estimated from a prior and from how long nodes of each type have lived in this run
-    (autohet/driver/planning/outlook.py).
+    (autohet/control/planning/outlook.py).
     """
     profile: str | None = None
     """Path of a profile table; null: the bundled measurements."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
-from planner.plan import Recompute
+from planner.plans.plan import Recompute
 
 DEFAULT_DPO_BETA = 0.1
 

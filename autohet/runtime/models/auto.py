@@ -13,12 +13,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models.experts import (
-    EXPERTS,
-    ROUTERS,
-)
 from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
-from autohet.runtime.models.logits import LogitAdjustment
+from autohet.runtime.models.layers.experts import EXPERTS, ROUTERS
+from autohet.runtime.models.layers.logits import LogitAdjustment
 from planner.errors import ConfigError
 
 CUT_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from autohet.runtime.models.experts import keep_density
+from autohet.runtime.models.layers.experts import keep_density
 from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCo
 
 def used_keys(model_type: str) -> frozenset[str] | None:
     """Return the keys that decide the mathematics of a model type; None: they are not known."""
-    from autohet.runtime.models import FAMILIES
+    from autohet.runtime.models.registry import FAMILIES
 
     family = FAMILIES.get(model_type)
     if family is None or not family.config_keys:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models.experts import EXPERTS
+from autohet.runtime.models.layers.experts import EXPERTS
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:

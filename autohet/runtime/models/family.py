@@ -18,16 +18,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.adapters import (
+from autohet.runtime.models.decoder_check import check_decoder
+from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     B_SUFFIX,
     Adapter,
     adapter_of,
     target_paths,
 )
-from autohet.runtime.models.decoder_check import check_decoder
-from autohet.runtime.models.dropout import ModelDropout
-from autohet.runtime.models.experts import (
+from autohet.runtime.models.layers.dropout import ModelDropout
+from autohet.runtime.models.layers.experts import (
     CORRECTION_BIAS,
     EXPERTS,
     SHARED_COLUMN,
@@ -35,7 +35,7 @@ from autohet.runtime.models.experts import (
     ExpertNames,
     num_experts,
 )
-from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
+from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.parameter_spec import (
     EMBEDDING,
     HEAD,
@@ -45,8 +45,8 @@ from autohet.runtime.models.parameter_spec import (
 )
 from autohet.runtime.models.skeleton import skeleton
 from planner.errors import ConfigError
-from planner.model_spec import limit_of_parts
-from planner.plan import FINEST_TP_DEGREE, TensorShare
+from planner.plans.model_spec import limit_of_parts
+from planner.plans.plan import FINEST_TP_DEGREE, TensorShare
 
 COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models import family_of
-from autohet.runtime.models.adapters import initial_adapters, is_adapter
 from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.adapters import initial_adapters, is_adapter
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from autohet.runtime.models.pretrained import with_more_rows
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from planner.plan import TensorShare
+from planner.plans.plan import TensorShare
 
 EMBEDDING = -1
 HEAD = -2

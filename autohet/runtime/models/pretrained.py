@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
-from autohet.runtime.models.experts import num_experts
 from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.experts import num_experts
 from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -20,25 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from autohet.runtime.models import (
-    Family,
-    ParameterSpec,
-    StageModel,
-    build_stage,
-    family_of,
-    local_units,
-    stage_parameter_names,
-)
-from autohet.runtime.models.adapters import ADAPTER
 from autohet.runtime.models.config_keys import entries_by_layer, with_layers
-from autohet.runtime.models.dropout import dropout_of
 from autohet.runtime.models.error_text import first_line
-from autohet.runtime.models.experts import CORRECTION_BIAS, is_dense
-from autohet.runtime.models.parameter_spec import PADDED, WHOLE, take_units
-from autohet.runtime.models.tensor_parallel import TensorParallel
+from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.adapters import ADAPTER
+from autohet.runtime.models.layers.dropout import dropout_of
+from autohet.runtime.models.layers.experts import CORRECTION_BIAS, is_dense
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.parameter_names import stage_parameter_names
+from autohet.runtime.models.parameter_spec import (
+    PADDED,
+    WHOLE,
+    ParameterSpec,
+    local_units,
+    take_units,
+)
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
-from planner.plan import TensorShare
+from planner.plans.plan import TensorShare
 
 TOLERANCE = 1e-5
 """Largest allowed difference in a tensor, relative to its largest element; all in fp32."""

@@ -7,9 +7,9 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from autohet.runtime.models.attention import IMPLEMENTATION
 from autohet.runtime.models.error_text import first_line
-from autohet.runtime.models.experts import own_correction_bias
+from autohet.runtime.models.layers.attention import IMPLEMENTATION
+from autohet.runtime.models.layers.experts import own_correction_bias
 from planner.errors import ConfigError
 
 

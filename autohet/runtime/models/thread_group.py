@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.models.tensor_parallel import TensorParallel
-from planner.plan import Stage, TensorShare
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from planner.plans.plan import Stage, TensorShare
 
 DEADLINE_S = 60.0
 

@@ -5,7 +5,7 @@ stages, or in fp32 if the formats differ or are fp16. Between nodes each rank of
 receiving stage takes one of t equal slices of the flattened tensor, and the stage's own group
 gathers the whole. Zeros pad the tensor if t does not divide it, as in an uneven stage of five
 ranks. If each of the t ranks took the whole, one NIC would receive the same bytes t times
-(`planner.cost.links`).
+(`planner.cost.links.traffic`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import Work
 from autohet.runtime.groups import Group
 from autohet.runtime.parallel.place import Place
 from autohet.runtime.parallel.schedule import CHANNEL_DEPTH
-from planner.cost.links import Transfer
+from planner.cost.links.traffic import Transfer
 
 
 def border_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:

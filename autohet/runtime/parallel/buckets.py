@@ -2,7 +2,7 @@
 
 A shard (parameter, unit) has *holders*, the workers that compute with it. There is one buffer for
 each set of holders, and one for the token counts of their routers. In a sharded layer one of the
-holders owns a shard (`autohet.runtime.layout`); a set of holders then has one buffer for each
+holders owns a shard (`autohet.runtime.facts.layout`); a set of holders then has one buffer for each
 owner, so that the sums for an owner are adjacent. A piece is a buffer's part of one parameter.
 Every piece begins at a multiple of ALIGNMENT elements, and so does every bucket. The vectorised
 AdamW then treats each element alike, whatever its neighbours (it would round the last few elements,
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from autohet.runtime.layout import held_units, unit_holders, unit_owners
-from autohet.runtime.models import family_of
+from autohet.runtime.facts.layout import held_units, unit_holders, unit_owners
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_shape
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.parallel.place import place_of
-from planner.communicators import sync_groups
-from planner.plan import Plan
+from planner.plans.communicators import sync_groups
+from planner.plans.plan import Plan
 
 BUCKET_BYTES = 32 << 20
 ALIGNMENT = 16

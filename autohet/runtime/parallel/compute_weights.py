@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from autohet.runtime.facts.layout import state_name
 from autohet.runtime.groups import GenerationGroups, Group
-from autohet.runtime.layout import state_name
 from autohet.runtime.models.parameter_spec import ParameterSpec, local_shape
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, ParameterPiece, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autohet.runtime.groups.clock import HostClock, StreamClock
-from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.borders import Borders
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.scaled_passes import ScaledPasses
 from autohet.runtime.parallel.schedule import ActionKind, StageAction, one_forward_one_backward
+from autohet.runtime.step.pacing import Pacer
 
 Batch = tuple[Tensor, Tensor]
 """Token ids and targets, each [b, S] int64."""
@@ -34,7 +34,7 @@ NO_BATCH = (torch.empty(0), torch.empty(0))
 class ExecutableStage(Protocol):
     """Interface of a stage model for the executor.
 
-    See `autohet.runtime.models.stage.StageModel`.
+    See `autohet.runtime.models.stages.stage.StageModel`.
     """
 
     def __call__(self, x: Tensor, begins: Tensor | None = None) -> Tensor: ...

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.parallel.buckets import ALIGNMENT
-from planner.cluster import node_of
-from planner.plan import Plan
+from planner.inputs.cluster import node_of
+from planner.plans.plan import Plan
 
 STAGING_BYTES = 32 << 20
 """Size of each of the two buffers: large enough for a link's full speed, small beside any state."""

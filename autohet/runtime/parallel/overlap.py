@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models import family_of
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.parallel.buckets import groups_by_holders, plan_buckets, plan_buffers
-from planner.plan import Pipeline, Plan
+from planner.plans.plan import Pipeline, Plan
 
 Starts = tuple[frozenset[str], ...]
 """Parameters of each bucket of a worker, in the order of the sums."""

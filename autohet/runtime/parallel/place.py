@@ -1,14 +1,14 @@
 """Place of one worker in a plan: its stage, and its transfers at the stage's borders.
 
-`planner.cost.links` decides the transfers.
+`planner.cost.links.traffic` decides the transfers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.links import Transfer, transfers_between
-from planner.plan import Pipeline, Plan, Stage, TensorShare
+from planner.cost.links.traffic import Transfer, transfers_between
+from planner.plans.plan import Pipeline, Plan, Stage, TensorShare
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) unless the
 plan sets another number. It runs n - 1 forwards, then one forward and one backward in turn, then
-drains. That order is `planner.stage_order`, which the planner simulates; this module adds the
+drains. That order is `planner.plans.stage_order`, which the planner simulates; this module adds the
 messages.
 
 A receive blocks until its message has arrived. A send may block while CHANNEL_DEPTH earlier ones in
 its direction have not been received. With depth d there is no deadlock as long as a stage keeps at
 most 2 d more than the stage after it. Before the stage takes its first gradient, the next stage
 takes its own number and d more (it can send d gradients), and d wait in the channel.
-`planner.plan.check_plan` admits at most MOST_AHEAD more, which is less.
+`planner.plans.plan.check_plan` admits at most MOST_AHEAD more, which is less.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from planner.in_flight import one_each
-from planner.plan import Pipeline
-from planner.stage_order import stage_order
+from planner.plans.in_flight import one_each
+from planner.plans.plan import Pipeline
+from planner.plans.stage_order import stage_order
 
 CHANNEL_DEPTH = 2
 

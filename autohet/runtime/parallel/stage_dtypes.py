@@ -9,7 +9,7 @@ import torch
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.parallel.borders import border_dtype
 from autohet.runtime.parallel.place import Place
-from planner.plan import Plan, Stage
+from planner.plans.plan import Plan, Stage
 
 
 @dataclass(frozen=True)

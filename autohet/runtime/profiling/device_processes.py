@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from autohet.runtime.models.tensor_parallel import TensorParallel
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.profiling.device_profile import OutOfMemory, ProfileRequest, measure_layers
-from planner.profile import Measurement
+from planner.inputs.profile import Measurement
 
 DEADLINE = timedelta(seconds=120)
 LINK_SIZES = tuple(2**power for power in range(18, 29, 2))

@@ -19,18 +19,15 @@ from torch import Tensor
 
 from autohet.runtime.groups.clock import EventClock, HostClock, StreamClock
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.models import (
-    COMPUTE_DTYPES,
-    StageModel,
-    TensorParallel,
-    build_stage,
-    family_of,
-)
 from autohet.runtime.models.config_keys import with_layers
-from autohet.runtime.models.kernels import compile_blocks, wants_compiled
+from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
+from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.profiling.layer_update import FlatGradients
-from planner.gpu_names import identify_gpu
-from planner.profile import Measurement
+from planner.inputs.gpu_names import identify_gpu
+from planner.inputs.profile import Measurement
 
 _WARMUPS = 2
 CLOCK_WARMUP_S = 0.5

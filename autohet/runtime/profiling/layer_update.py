@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.models import StageModel
+from autohet.runtime.models.stages.stage import StageModel
 from autohet.runtime.parallel.buckets import aligned
 from autohet.runtime.parallel.gradient_sync import squared_norm
 from autohet.runtime.state.flat_optimizer import fused_update

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
-from autohet.runtime.models import COMPUTE_DTYPES, StageModel, build_stage, family_of
-from autohet.runtime.models.experts import ROUTERS, is_dense, num_experts
+from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.layers.experts import ROUTERS, is_dense, num_experts
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.state.frozen import first_weights
-from planner.cost.experts import load_spread
+from autohet.runtime.step.batches import Batches
+from planner.cost.layers.experts import load_spread
 
 SEQUENCES = 8
 """Sequences whose tokens are routed."""
@@ -38,8 +40,8 @@ def why_unmeasured(job: Job, config: Any) -> str | None:
 def measure_load_spread(job: Job, config: Any, device: torch.device) -> float:
     """Return the mean over the blocks of the spread of their experts' loads.
 
-    The spread is that of the tokens of SEQUENCES sequences (`planner.cost.experts.load_spread`).
-    `why_unmeasured` must be None.
+    The spread is that of the tokens of SEQUENCES sequences
+    (`planner.cost.layers.experts.load_spread`). `why_unmeasured` must be None.
     """
     assert job.data is not None
     dataset = prepare_dataset(job.data, job.training.sequence_length)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from autohet.runtime.groups import Group
-from autohet.runtime.pacing import sleep_until
+from autohet.runtime.step.pacing import sleep_until
 
 
 class ComputeClock:

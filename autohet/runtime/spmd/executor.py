@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.groups import Group
-from autohet.runtime.pacing import Pace
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ComputeClock
 from autohet.runtime.spmd.collectives import FactoredLinear, VocabularyLoss, applied, convert
+from autohet.runtime.step.pacing import Pace
 from planner.spmd.graph import GraphNode
 from planner.spmd.layouts import TensorLayout
 from planner.spmd.operators import SHAPED

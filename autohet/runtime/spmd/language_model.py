@@ -12,14 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models import (
-    StageModel,
-    build_stage,
-    family_of,
-)
-from autohet.runtime.models.attention import whole_mask
 from autohet.runtime.models.config_keys import entries_by_layer, with_layers
-from autohet.runtime.models.dropout import dropout_of, without_dropout
+from autohet.runtime.models.layers.attention import whole_mask
+from autohet.runtime.models.layers.dropout import dropout_of, without_dropout
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.spmd.capture import Captured, capture
 from autohet.runtime.spmd.repeated_blocks import ShortModel
 from planner.errors import ConfigError

@@ -1,7 +1,7 @@
 """Training of one worker in one generation of an SPMD plan.
 
 The worker computes its part of every microbatch, sums gradients by their layouts and runs AdamW on
-local parts. Steps are committed as in `autohet.runtime.step_commit`.
+local parts. Steps are committed as in `autohet.runtime.step.step_commit`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
-from autohet.runtime.layout import state_name
-from autohet.runtime.models import COMPUTE_DTYPES, family_of
+from autohet.runtime.facts.layout import state_name
+from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
@@ -28,9 +28,10 @@ from autohet.runtime.state.optimizer import (
     parameters_without_decay,
     update,
 )
-from autohet.runtime.step_commit import Trainer
-from autohet.runtime.votes import Vote
-from planner.plan import Plan
+from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.step_commit import Trainer
+from autohet.runtime.step.votes import Vote
+from planner.plans.plan import Plan
 from planner.spmd.layouts import TensorLayout
 from planner.spmd.plan import PlacedProgram
 

@@ -14,15 +14,16 @@ from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.job import ModelSection
 from autohet.runtime.job.identity import PRETRAINED
-from autohet.runtime.models import adapter_of, family_of
-from autohet.runtime.models.adapters import (
+from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     B_SUFFIX,
     Adapter,
+    adapter_of,
     is_linear,
     target_paths,
 )
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.frozen import first_weights
 from planner.errors import ConfigError

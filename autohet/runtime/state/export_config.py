@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from autohet.runtime.models.adapters import ADAPTER
+from autohet.runtime.models.layers.adapters import ADAPTER
 from autohet.runtime.models.parameter_spec import PADDED
 
 _LEFT_OUT = (ADAPTER, PADDED, "_name_or_path", "_attn_implementation", "quantization_config")

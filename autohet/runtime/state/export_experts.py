@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from autohet.runtime.models.experts import ExpertNames
+from autohet.runtime.models.layers.experts import ExpertNames
 from autohet.runtime.state.export_adapter import ExportedWeights
 from recovery.state.layout import TensorSpec
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autohet.runtime.layout import STATE_KINDS, state_name
+from autohet.runtime.facts.layout import STATE_KINDS, state_name
 from autohet.runtime.parallel.buckets import LocalBuffers, ParameterPiece, Run, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.state.optimizer import UpdateRule

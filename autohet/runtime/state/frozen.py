@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from autohet.runtime.job import ModelSection
-from autohet.runtime.models import family_of
-from autohet.runtime.models.adapters import is_adapter
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.layers.adapters import is_adapter
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
 from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.models.registry import family_of
 from recovery.errors import Cancelled
 
 

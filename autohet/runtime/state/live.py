@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.state.host_memory import require_host_memory
-from autohet.runtime.step_commit import StateVersion, Trainer
+from autohet.runtime.step.step_commit import StateVersion, Trainer
 from recovery.errors import SnapshotError
 from recovery.local.snapshot import SnapshotLease
 from recovery.state.layout import Layout, ShardId

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from autohet.runtime.facts.layout import STATE_KINDS, state_name
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.job.learning_rate import learning_rate
-from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.models.parameter_spec import ParameterSpec
 from planner.errors import ConfigError
 

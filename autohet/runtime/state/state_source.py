@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from autohet.runtime.facts.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.groups import Group
 from autohet.runtime.job import Job
-from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.parallel.host_staging import state_device
 from autohet.runtime.state.frozen import first_weights

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import Job
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
-from planner.plan import Pipeline, Plan, Stage
+from autohet.runtime.models.config import load_config
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.checkpoint.commit import find_newest
 from recovery.checkpoint.journal import read_ancestry
 from recovery.errors import RecoveryError

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autohet.driver import supervise
-from autohet.driver.history.told_steps import ToldSteps
-from autohet.driver.patience import with_patience
-from autohet.driver.preparation import require_own_storage
-from autohet.driver.run_record import steps_told
+from autohet.control.ledger.told_steps import ToldSteps
+from autohet.driver.job import supervise
+from autohet.driver.job.patience import with_patience
+from autohet.driver.job.preparation import require_own_storage
+from autohet.driver.job.run_record import steps_told
 from autohet.runtime.job import Job
 from tests.harness.chaos.kept_state import newest_kept_step
 from tests.harness.chaos.places import Places

@@ -19,10 +19,10 @@ from typing import Any
 import ray
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
-from autohet.driver.control.observation import Observation
-from autohet.driver.emulate.fleet import EmulatedFleet
-from autohet.driver.history.events import EventLog
-from autohet.driver.job_run import JobRun, Machines
+from autohet.control.values.observation import Observation
+from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.job.job_run import JobRun, Machines
+from autohet.driver.loop.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
 from tests.harness.chaos.lives import Life, StruckJob, chaos_job
 from tests.harness.chaos.places import Places

@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from autohet.runtime.batches import Batches
 from autohet.runtime.data import TokenDataset, packing, parts, prepare_dataset
 from autohet.runtime.job import DataSection
+from autohet.runtime.step.batches import Batches
 from planner.errors import ConfigError
 from tests.harness.chat_tokenizer import CHATML, MARKED, NO_PREFIX, save_chat_tokenizer
 

@@ -293,8 +293,8 @@ def test_reading_a_batch_imports_no_pandas(tmp_path: Path, make_data: MakeData) 
     """Its import would be paid by every worker's first step; only a process of its own can tell."""
     dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS)), 15)
     program = (
-        "import sys, torch; from autohet.runtime.batches import Batches; from autohet.runtime.data"
-        " import TokenDataset"
+        "import sys, torch; from autohet.runtime.step.batches import Batches;"
+        " from autohet.runtime.data import TokenDataset"
     )
     program += (
         "; tokens, _ = Batches(TokenDataset(sys.argv[1]), 0, 2, torch.device('cpu'))(0, range(2))"

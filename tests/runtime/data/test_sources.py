@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from autohet.runtime.batches import Batches
 from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.data.sample_order import MIX_PERIOD, mix_quotas, mixed_rows
 from autohet.runtime.job import DataSection, Job
 from autohet.runtime.job.data import SourceEntry
+from autohet.runtime.step.batches import Batches
 from planner.errors import ConfigError
 from tests.harness.chat_tokenizer import save_chat_tokenizer
 from tests.runtime.data.test_chat import conversations

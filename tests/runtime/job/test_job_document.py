@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from autohet.driver.elastic_trainer import as_job
+from autohet.driver.job.elastic_trainer import as_job
 from autohet.runtime.job import (
     CheckpointSection,
     DataSection,
@@ -31,7 +31,7 @@ from autohet.runtime.job.elastic import NOTICE_SOURCES, SOURCE_KEYS
 from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME, OTHER_NAMES
 from planner.errors import ConfigError
-from planner.profile import ProfileKey
+from planner.inputs.profile import ProfileKey
 from planner.strategies import STRATEGIES
 
 

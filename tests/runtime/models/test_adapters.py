@@ -14,22 +14,20 @@ import pytest
 import torch
 
 from autohet.runtime.job import AdapterSection, Job
-from autohet.runtime.models import (
-    COMPUTE_DTYPES,
-    build_stage,
-    family_of,
-    load_config,
-    trainable_names,
-)
-from autohet.runtime.models.adapter_spec import adapted_spec
-from autohet.runtime.models.adapters import adapter_of, set_adapter
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.layers.adapters import adapter_of, set_adapter
+from autohet.runtime.models.parameter_names import trainable_names
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.specs.adapter_spec import adapted_spec
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
-from planner.cost.memory import TokensOnRank, memory_terms
+from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError
-from planner.model_spec import ModelSpec
-from planner.plan import RECOMPUTE_CHOICES, Recompute
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.model_specs import spec_of
 from tests.harness.peft_reference import peft_gradients
 from tests.harness.tiny_models import (

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import load_config, saved_document
-from autohet.runtime.models.attention import attention
-from autohet.runtime.models.logits import LogitAdjustment
+from autohet.runtime.models.config import load_config, saved_document
+from autohet.runtime.models.layers.attention import attention
+from autohet.runtime.models.layers.logits import LogitAdjustment
 from planner.errors import ConfigError
 from tests.harness.tiny_models import (
     AUTO,
@@ -71,7 +71,7 @@ def test_a_capped_attention_in_chunks_is_one_of_the_whole(monkeypatch: pytest.Mo
     states = [each.requires_grad_() for each in (query, key, value)]
     outputs, gradients = [], []
     for chunk in (1024, 16):
-        monkeypatch.setattr("autohet.runtime.models.attention.CHUNK_TOKENS", chunk)
+        monkeypatch.setattr("autohet.runtime.models.layers.attention.CHUNK_TOKENS", chunk)
         out, _ = attention(torch.nn.Identity(), *states, None, scaling=0.5, softcap=2.0)
         outputs.append(out)
         gradients.append(torch.autograd.grad(out.square().sum(), states))

@@ -10,8 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.job import AdapterSection, ModelSection
-from autohet.runtime.models import attention, build_stage, dropout, family_of, load_config
-from autohet.runtime.models.dropout import (
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.families import BUILT_IN
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.layers import attention, dropout
+from autohet.runtime.models.layers.dropout import (
     DropoutRows,
     ModelDropout,
     StateDropout,
@@ -22,8 +25,8 @@ from autohet.runtime.models.dropout import (
     dropped_product,
     row_keys,
 )
-from autohet.runtime.models.families import BUILT_IN
-from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
 from tests.harness.live_memory import LiveMemory

@@ -18,24 +18,27 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config
-from autohet.runtime.models.experts import (
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.layers.experts import (
     CORRECTION_BIAS,
     ROUTERS,
     is_dense,
     keep_own_experts,
     num_experts,
 )
-from autohet.runtime.models.kernels import wants_compiled
-from autohet.runtime.models.loss_terms import LossTerms
-from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.parameter_spec import WHOLE, local_shape, local_units
 from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
+from autohet.runtime.models.stages.kernels import wants_compiled
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from autohet.runtime.state.optimizer import move_bias
 from planner.errors import ConfigError
-from planner.plan import Recompute, TensorShare
+from planner.plans.plan import Recompute, TensorShare
 from tests.harness.tiny_models import (
     AUTO,
     MIXTURES,
@@ -350,8 +353,8 @@ def test_widths_that_grouped_products_do_not_take(shares: tuple[int, ...]) -> No
 def test_blocks_with_experts_are_not_compiled_unasked() -> None:
     (stage,) = stage_chain(tiny_config("olmoe"), random_parameters(tiny_config("olmoe")), [3])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autohet.runtime.models.kernels.MIN_COMPILED_PARAMETERS", 0)
-        patch.setattr("autohet.runtime.models.kernels.can_compile", lambda device: True)
+        patch.setattr("autohet.runtime.models.stages.kernels.MIN_COMPILED_PARAMETERS", 0)
+        patch.setattr("autohet.runtime.models.stages.kernels.can_compile", lambda device: True)
         assert not wants_compiled("auto", stage)
         assert wants_compiled(True, stage)
 

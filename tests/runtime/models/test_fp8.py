@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from autohet.runtime.job import AdapterSection
-from autohet.runtime.models import fp8 as module
-from autohet.runtime.models.adapters import set_adapter
-from autohet.runtime.models.fp8 import check_fp8, fp8_linear, use_fp8
+from autohet.runtime.models.layers import fp8 as module
+from autohet.runtime.models.layers.adapters import set_adapter
+from autohet.runtime.models.layers.fp8 import check_fp8, fp8_linear, use_fp8
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
-from planner.plan import Recompute
+from planner.plans.plan import Recompute
 from tests.harness.tiny_models import (
     random_parameters,
     run_chain,

@@ -7,13 +7,15 @@ import functools
 import pytest
 import torch
 
-from autohet.runtime.models import COMPUTE_DTYPES, StageModel, TensorParallel, build_stage
-from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
+from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.models.thread_group import run_ranks
-from planner.cost.memory import TokensOnRank, memory_terms
+from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.model_spec import ModelSpec
-from planner.plan import RECOMPUTE_CHOICES, Recompute
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
 from tests.harness.tiny_models import AUTO, MIXTURES, TINY, tiny_config
 

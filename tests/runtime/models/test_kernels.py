@@ -10,8 +10,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from autohet.runtime.models import TensorParallel, build_stage, compilation, kernels
-from autohet.runtime.models.kernels import LIBRARY, compile_blocks, use_library, wants_compiled
+from autohet.runtime.models.layers import compilation
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.stages import kernels
+from autohet.runtime.models.stages.kernels import (
+    LIBRARY,
+    compile_blocks,
+    use_library,
+    wants_compiled,
+)
+from autohet.runtime.models.stages.stage import build_stage
 from tests.harness.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

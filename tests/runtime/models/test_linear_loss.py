@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autohet.runtime.models import build_stage, linear_loss
-from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
-from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
-from autohet.runtime.models.loss_terms import PLAIN, LossTerms
+from autohet.runtime.models.layers import linear_loss
+from autohet.runtime.models.layers.linear_loss import CutVocabulary, linear_cross_entropy_sum
+from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
+from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from tests.harness.live_memory import LiveMemory
 from tests.harness.tiny_models import tiny_config

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autohet.runtime.models import tensor_parallel
-from autohet.runtime.models.tensor_parallel import cross_entropy_sum
+from autohet.runtime.models.layers import tensor_parallel
+from autohet.runtime.models.layers.tensor_parallel import cross_entropy_sum
 from autohet.runtime.models.thread_group import run_ranks
 
 ROWS, VOCABULARY = 40, 96

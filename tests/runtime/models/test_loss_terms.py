@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autohet.runtime.models import linear_loss, tensor_parallel
-from autohet.runtime.models.linear_loss import linear_cross_entropy_sum
-from autohet.runtime.models.loss_terms import LossTerms
-from autohet.runtime.models.tensor_parallel import cross_entropy_sum
+from autohet.runtime.models.layers import linear_loss, tensor_parallel
+from autohet.runtime.models.layers.linear_loss import linear_cross_entropy_sum
+from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.layers.tensor_parallel import cross_entropy_sum
 from autohet.runtime.models.thread_group import run_ranks
 
 ROWS, WIDTH, VOCABULARY, PADDED = 12, 8, 20, 32

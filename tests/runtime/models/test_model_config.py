@@ -6,9 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config, local_units
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.parameter_spec import local_units
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import build_stage
 from planner.errors import ConfigError
-from planner.plan import Stage, TensorShare
+from planner.plans.plan import Stage, TensorShare
 from tests.harness.tiny_models import TINY, random_parameters, take, tiny_config
 
 

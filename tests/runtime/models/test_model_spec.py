@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autohet.runtime.models.model_spec import model_spec_from_config
-from planner.catalogue import find_gpu_type
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
+from planner.cost.layers.roofline import LayerWork, block_seconds, device_rates
 from planner.cost.parameters import CostParameters
-from planner.cost.roofline import LayerWork, block_seconds, device_rates
 from planner.errors import ConfigError
-from planner.model_spec import ExplicitScores
+from planner.inputs.catalogue import find_gpu_type
+from planner.plans.model_spec import ExplicitScores
 from tests.harness.published_configs import PUBLISHED
 
 SMALL = {

@@ -12,15 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from autohet.runtime.facts.layout import tensor_specs
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.layout import tensor_specs
-from autohet.runtime.models import family_of, load_config, local_shape, local_units
+from autohet.runtime.models.config import load_config
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.parameter_spec import local_shape, local_units
 from autohet.runtime.models.pretrained import pretrained_parameters
-from autohet.runtime.planning import planning_inputs
-from autohet.runtime.reference import reference_model
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.reference import reference_model
 from planner.errors import ConfigError
-from planner.plan import TensorShare
+from planner.plans.plan import TensorShare
 from tests.harness.tiny_models import (
     TINY,
     judge,

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from autohet.runtime.job.model import ModelSection
-from autohet.runtime.models import build_stage, family_of, load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.models.pieces import cumulative_lengths, piece_mask, positions_of
-from autohet.runtime.models.stage import StageModel
-from planner.plan import Recompute
+from autohet.runtime.models.layers.pieces import cumulative_lengths, piece_mask, positions_of
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import StageModel, build_stage
+from planner.plans.plan import Recompute
 
 COMMON: dict[str, Any] = {"vocab_size": 67, "bos_token_id": None, "eos_token_id": None}
 LLAMA = {

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autohet.runtime.models import (
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.parameter_spec import (
     EMBEDDING,
     HEAD,
     ParameterSpec,
-    family_of,
-    load_config,
     local_shape,
     local_units,
 )
-from autohet.runtime.models.model_spec import model_spec_from_config
-from planner.cost.memory import TokensOnRank, memory_terms
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.specs.model_spec import model_spec_from_config
+from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.model_spec import ModelSpec
-from planner.plan import Stage, TensorShare
+from planner.plans.model_spec import ModelSpec
+from planner.plans.plan import Stage, TensorShare
 
 HEADS = {
     "hidden_size": 64,

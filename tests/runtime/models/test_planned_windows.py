@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.models import attention as attention_module
-from autohet.runtime.models.attention import attention, whole_mask, window_band
-from autohet.runtime.planning import planning_inputs
-from planner.catalogue import find_gpu_type
+from autohet.runtime.models.layers import attention as attention_module
+from autohet.runtime.models.layers.attention import attention, whole_mask, window_band
+from planner.cost.layers.roofline import LayerWork, block_seconds
 from planner.cost.parameters import CostParameters
-from planner.cost.roofline import LayerWork, block_seconds
-from planner.model_spec import LayerSpec
+from planner.inputs.catalogue import find_gpu_type
+from planner.plans.model_spec import LayerSpec
 from tests.harness.tiny_models import AUTO, TINY
 
 CPU = torch.device("cpu")

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from autohet.cli.main import main
-from autohet.runtime.models import FAMILIES, load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.models.decoder_check import check_decoder
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.proof import prove_model, require_proof, short_config
+from autohet.runtime.models.registry import FAMILIES
 from planner.errors import ConfigError
 from tests.harness.tiny_models import (
     LLAMA_LIKE,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models import FAMILIES, family_of, load_config, read_config
+from autohet.runtime.models.config import load_config, read_config
 from autohet.runtime.models.config_keys import (
     DECODER_KEYS,
     OLDER_SPELLINGS,
@@ -27,6 +27,7 @@ from autohet.runtime.models.config_keys import (
 )
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.models.registry import FAMILIES, family_of
 from planner.errors import ConfigError
 from tests.harness.published_configs import EXPECTED_REFUSALS, PUBLISHED, shrunk
 from tests.harness.tiny_models import AUTO, TINY, stage_chain

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autohet.runtime.models import family_of
-from autohet.runtime.models.recomputation import run_block
+from autohet.runtime.models.layers.recomputation import run_block
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.thread_group import ThreadGroup, run_ranks
-from planner.plan import Recompute
+from planner.plans.plan import Recompute
 from tests.harness.tiny_models import (
     TINY,
     batch,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from autohet.runtime.models import build_stage, family_of
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
 from tests.harness.tiny_models import (

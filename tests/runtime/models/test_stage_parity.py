@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import build_stage, family_of, stage_parameter_names
+from autohet.runtime.models.parameter_names import stage_parameter_names
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import build_stage
 from planner.errors import ConfigError
 from tests.harness.tiny_models import (
     TINY,

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import build_stage, family_of, local_units
-from autohet.runtime.models.loss_terms import LossTerms
+from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.parameter_spec import local_units
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from tests.harness.tiny_models import (
     AUTO,

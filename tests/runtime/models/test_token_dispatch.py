@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import build_stage, family_of
-from autohet.runtime.models.experts import CORRECTION_BIAS
-from autohet.runtime.models.loss_terms import LossTerms
+from autohet.runtime.models.layers.experts import CORRECTION_BIAS
+from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
-from planner.plan import Recompute
+from planner.plans.plan import Recompute
 from tests.harness.tiny_models import (
     MIXTURES,
     batch,

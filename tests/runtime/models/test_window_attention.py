@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import attention as attention_module
-from autohet.runtime.models.attention import attention, whole_mask, window_band
+from autohet.runtime.models.layers import attention as attention_module
+from autohet.runtime.models.layers.attention import attention, whole_mask, window_band
 from tests.harness.tiny_models import random_parameters, stage_chain, tiny_config
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.layout import layout_of_plan, state_name
+from autohet.runtime.facts.layout import layout_of_plan, state_name
 from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.stage_dtypes import StageDtypes
-from planner.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.state.borrowed import BorrowedState
 from tests.harness.toy_model import ExactConfig
 

@@ -17,8 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.runtime.layout import held_units, layout_of_plan
-from autohet.runtime.models import family_of, stage_parameter_names
+from autohet.runtime.facts.layout import held_units, layout_of_plan
+from autohet.runtime.models.parameter_names import stage_parameter_names
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.parallel.buckets import (
     ALIGNMENT,
     GradientBuffer,
@@ -28,8 +29,8 @@ from autohet.runtime.parallel.buckets import (
     plan_buffers,
 )
 from autohet.runtime.parallel.gradient_sync import GradientSync
-from planner.communicators import holder_sets, max_sync_groups
-from planner.plan import Plan
+from planner.plans.communicators import holder_sets, max_sync_groups
+from planner.plans.plan import Plan
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config
 from tests.harness.toy_model import ExactConfig

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import frozen_units, layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import AdapterSection
-from autohet.runtime.layout import frozen_units, layout_of_plan
-from autohet.runtime.models import COMPUTE_DTYPES
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.parallel import host_staging
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.state.frozen import FrozenWeights
-from autohet.runtime.trainer import StageTrainer
-from planner.plan import Plan
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.trainer import StageTrainer
+from planner.plans.plan import Plan
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
 STEPS = 3

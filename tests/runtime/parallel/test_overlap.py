@@ -14,13 +14,13 @@ import torch
 from torch.distributed import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GlooGroup, GroupTimeouts
-from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.overlap import sums_have_one_order
-from autohet.runtime.trainer import StageTrainer
-from planner.plan import Pipeline, Plan, Stage
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.trainer import StageTrainer
+from planner.plans.plan import Pipeline, Plan, Stage
 from tests.harness.deferred_group import HOST_READS, DeferredGroup
 from tests.harness.tiny_models import tiny_config
 from tests.harness.training_case import BACK_ENDS, CPU, Case, local_state, rows_of

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autohet.runtime.models.pieces import answer_lengths
+from autohet.runtime.models.layers.pieces import answer_lengths
 from autohet.runtime.parallel.preference import PreferenceLoss
 
 CPU = torch.device("cpu")

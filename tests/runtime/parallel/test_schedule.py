@@ -16,8 +16,8 @@ from autohet.runtime.parallel.schedule import (
     StageAction,
     one_forward_one_backward,
 )
-from planner.in_flight import MOST_AHEAD
-from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.in_flight import MOST_AHEAD
+from planner.plans.plan import Pipeline, Plan, Stage, check_plan
 
 
 def pipeline_of(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.trainer import StageTrainer
-from planner.plan import Plan
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.trainer import StageTrainer
+from planner.plans.plan import Plan
 from tests.harness.training_case import BACK_ENDS, CPU, Case, local_state, rows_of
 
 MODEL = {

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from autohet.bench.gpu import measures
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.models import build_stage
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.profiling import device_profile, layer_update
 from autohet.runtime.profiling.device_profile import ProfileRequest, measure_layers
 from autohet.runtime.profiling.layer_update import FlatGradients
 from autohet.runtime.state.flat_optimizer import fused_update
+from scripts.benchmarks.gpu import measures
 from tests.harness.tiny_models import tiny_config as config_of
 
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from autohet.cli.main import main
-from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
-from autohet.runtime.models import load_config
-from autohet.runtime.models.experts import is_dense, num_experts
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.layers.experts import is_dense, num_experts
 from autohet.runtime.profiling.routing import SEQUENCES, why_unmeasured
-from planner.cost.experts import load_spread
+from autohet.runtime.step.batches import Batches
+from planner.cost.layers.experts import load_spread
 from tests.harness.tiny_models import AUTO, random_parameters, tiny_config
 
 CPU = torch.device("cpu")

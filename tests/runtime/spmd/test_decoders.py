@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.job.model import ModelSection
-from autohet.runtime.models import load_config
-from autohet.runtime.models.stage import build_stage
+from autohet.runtime.models.config import load_config
+from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.language_model import (
     capture_language_model,

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job.model import ModelSection
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
+from autohet.runtime.models.config import load_config
 from autohet.runtime.spmd.language_model import capture_language_model, captured_decoder
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.state_source import local_slice
-from autohet.runtime.trainer import StageTrainer
-from planner.plan import Pipeline, Plan, Stage
+from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.trainer import StageTrainer
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
 from planner.spmd.document import StageProgram
 from planner.spmd.plan import synthesize

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.models import family_of
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.optimizer import parameters_without_decay
 from planner.errors import ConfigError

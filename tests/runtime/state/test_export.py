@@ -20,9 +20,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from autohet.runtime.job import Job
-from autohet.runtime.models import saved_document
-from autohet.runtime.models.experts import CORRECTION_BIAS
+from autohet.runtime.models.config import saved_document
 from autohet.runtime.models.families import BUILT_IN
+from autohet.runtime.models.layers.experts import CORRECTION_BIAS
 from autohet.runtime.state.export import INDEX_NAME, ExportOptions, export_checkpoint
 from autohet.runtime.state.model_files import model_files
 from planner.errors import ConfigError

@@ -14,11 +14,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from autohet.runtime.facts.layout import state_name, tensor_specs
 from autohet.runtime.job import AdapterSection, ModelSection
-from autohet.runtime.layout import state_name, tensor_specs
-from autohet.runtime.models import family_of, load_config, saved_document
-from autohet.runtime.models.adapters import is_adapter
+from autohet.runtime.models.config import load_config, saved_document
+from autohet.runtime.models.layers.adapters import is_adapter
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.export import ExportOptions, export_checkpoint
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autohet.runtime.state import host_memory
 from autohet.runtime.state.live import Live
-from autohet.runtime.step_commit import StateVersion
+from autohet.runtime.step.step_commit import StateVersion
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.state.holdings import Holding, Source

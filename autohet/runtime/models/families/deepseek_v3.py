@@ -4,8 +4,8 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models.auto import ROUTED_EXPERTS, auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS, ROUTED_KEYS
-from autohet.runtime.models.experts import SHARED_COLUMN, SHARED_ROW, ExpertNames
 from autohet.runtime.models.family import PARTIAL
+from autohet.runtime.models.layers.experts import SHARED_COLUMN, SHARED_ROW, ExpertNames
 from planner.errors import ConfigError
 
 _LATENT_ATTENTION = {

@@ -5,8 +5,8 @@ The library has no tensor-parallel plan for it.
 
 from autohet.runtime.models.auto import ROUTED_EXPERTS
 from autohet.runtime.models.config_keys import DECODER_KEYS, EXPERT_KEYS
-from autohet.runtime.models.experts import ExpertNames
 from autohet.runtime.models.family import SPLIT_HEADS, Family
+from autohet.runtime.models.layers.experts import ExpertNames
 
 FAMILY = Family(
     "gpt_oss",

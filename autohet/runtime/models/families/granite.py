@@ -2,7 +2,7 @@
 
 from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS
-from autohet.runtime.models.logits import LogitAdjustment
+from autohet.runtime.models.layers.logits import LogitAdjustment
 
 FAMILY = auto_family(
     "granite",

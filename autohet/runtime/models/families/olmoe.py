@@ -2,8 +2,8 @@
 
 from autohet.runtime.models.auto import NORMS_OVER_ALL_HEADS, ROUTED_EXPERTS
 from autohet.runtime.models.config_keys import DECODER_KEYS, ROUTED_KEYS
-from autohet.runtime.models.experts import ExpertNames
 from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.experts import ExpertNames
 
 FAMILY = Family(
     "olmoe",

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models.auto import FUSED_MLP, auto_family, gated_halves
 from autohet.runtime.models.config_keys import DECODER_KEYS
 from autohet.runtime.models.family import ATTENTION
-from planner.plan import TensorShare
+from planner.plans.plan import TensorShare
 
 
 def _query_key_value(config: PreTrainedConfig) -> tuple[int, ...]:

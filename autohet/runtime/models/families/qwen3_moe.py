@@ -2,7 +2,7 @@
 
 from autohet.runtime.models.auto import ROUTED_EXPERTS, auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS, ROUTED_KEYS
-from autohet.runtime.models.experts import ExpertNames
+from autohet.runtime.models.layers.experts import ExpertNames
 
 FAMILY = auto_family(
     "qwen3_moe",

@@ -1,0 +1,367 @@
+"""Decisions about the fleet, as pure functions of an observation.
+
+They find what is usable, what is wrong and what has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from autohet.control.values.actions import Drain
+from autohet.control.values.fleet_event import FleetEvent
+from autohet.control.values.observation import Loss, Notice, Observation
+from autohet.runtime.messages import Phase, WorkerReport
+from planner.inputs.cluster import Fleet, node_of
+
+MOST_NAMED = 6
+
+
+def usable_nodes(observation: Observation) -> tuple[str, ...]:
+    """Return the living nodes that may be planned on.
+
+    Such a node has its agent up, its data prepared, no notice, and on every GPU a process that
+    answers.
+    """
+    return tuple(name for name in sorted(observation.nodes) if _is_usable(observation, name))
+
+
+def _is_usable(observation: Observation, name: str) -> bool:
+    view = observation.nodes[name]
+    if not view.may_work:
+        return False
+    if name in observation.notices or name in observation.left_out:
+        return False
+    return all(_can_work(observation, worker) for worker in view.workers)
+
+
+def count_workers(observation: Observation, nodes: Collection[str]) -> int:
+    """Return the number of workers on these nodes."""
+    return sum(len(observation.nodes[name].workers) for name in nodes)
+
+
+def _can_work(observation: Observation, worker: str) -> bool:
+    report = observation.reports.get(worker)
+    if report is None or report.unfit:
+        return False
+    return worker not in observation.losses
+
+
+def fleet_of(
+    observation: Observation,
+    names: Collection[str],
+    generation: int,
+    slowdowns: Mapping[str, float] | None = None,
+) -> Fleet:
+    """Return the fleet for the planner.
+
+    slowdowns: factors of nodes that compute more slowly than their type.
+    """
+    factors = slowdowns or {}
+    nodes = []
+    for name in sorted(names):
+        node = observation.nodes[name].node
+        if name in factors:
+            slowed = replace(node.node_type, slowdown=factors[name])
+            node = replace(node, node_type=slowed)
+        nodes.append(node)
+    return Fleet(generation=generation, nodes=tuple(nodes))
+
+
+def workers_to_hire(observation: Observation) -> tuple[str, ...]:
+    """Return the GPUs of living, staying nodes that have no process yet, or no more."""
+    found = []
+    for name, view in sorted(observation.nodes.items()):
+        if not view.may_work or name in observation.notices:
+            continue
+        for worker in view.workers:
+            if _may_start(observation, worker):
+                found.append(worker)
+    return tuple(found)
+
+
+def _may_start(observation: Observation, worker: str) -> bool:
+    """Return whether `worker` has no process, and its starts have not failed for good."""
+    if worker in observation.reports:
+        return False
+    loss = observation.losses.get(worker)
+    return loss is None or not loss.for_good
+
+
+def preparing_nodes(observation: Observation) -> tuple[str, ...]:
+    """Return the living nodes without a notice whose data is not ready yet."""
+    found = []
+    for name, view in observation.nodes.items():
+        if view.preparing and name not in observation.notices:
+            found.append(name)
+    return tuple(found)
+
+
+def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: int = 0) -> str:
+    """Describe what a job that waits for its fleet has, and what it needs.
+
+    `num_preparing`: nodes that prepare the data. The other numbers are workers.
+    """
+    workers = "worker" if num_ready == 1 else "workers"
+    sentence = f"the fleet has {num_ready} {workers}"
+    if num_starting:
+        sentence += f" ({num_starting} more starting)"
+    if num_preparing:
+        nodes = "node" if num_preparing == 1 else "nodes"
+        sentence += f" and {num_preparing} {nodes} preparing the data"
+    return f"{sentence}; the job needs {num_needed}"
+
+
+def find_unfit(observation: Observation) -> dict[str, str]:
+    """Return the workers that can never take part, and why.
+
+    They report so themselves, their node's data is unusable, or they never came up.
+    """
+    found: dict[str, str] = {}
+    for worker, report in observation.reports.items():
+        node = observation.node_of(worker)
+        if report.unfit and node in observation.nodes:
+            found[worker] = report.error or "it does not say why"
+
+    for view in observation.nodes.values():
+        if view.data is not None and view.data.error is not None:
+            for worker in view.workers:
+                found[worker] = view.data.error
+
+    for worker, loss in observation.losses.items():
+        node = observation.node_of(worker)
+        if loss.for_good and node in observation.nodes:
+            found[worker] = loss.reason
+    return found
+
+
+def find_deaths(observation: Observation, members: Collection[str]) -> FleetEvent | None:
+    """Return the members that are gone as one event.
+
+    Their process ended, their node died, or they were silent for too long.
+    """
+    lost: dict[str, Loss] = {}
+    for worker in members:
+        if worker in observation.losses:
+            lost[worker] = observation.losses[worker]
+        elif observation.node_of(worker) not in observation.nodes:
+            lost[worker] = Loss(
+                worker=worker,
+                reason="its node is gone",
+                seen_at=observation.now,
+                last_heard=observation.now,
+            )
+    if not lost:
+        return None
+
+    by_reason: dict[str, list[str]] = {}
+    for worker, loss in sorted(lost.items()):
+        by_reason.setdefault(loss.reason, []).append(worker)
+    reasons = [f"{named(workers)}: {reason}" for reason, workers in by_reason.items()]
+    nodes = observation.nodes_with(lost)
+    last_heard = min(loss.last_heard for loss in lost.values())
+    return FleetEvent(
+        cause="death",
+        nodes=tuple(sorted(nodes)),
+        workers=tuple(sorted(lost)),
+        happened_at=last_heard,
+        reason=f"lost {'; '.join(reasons)}",
+    )
+
+
+def survivors(observation: Observation, members: Collection[str]) -> tuple[str, ...]:
+    """Return the members whose process answers, on whatever node.
+
+    Members with a notice count as long as they live.
+    """
+    found = []
+    for worker in members:
+        node = observation.node_of(worker)
+        if observation.answers(worker) and node in observation.nodes:
+            found.append(worker)
+    return tuple(found)
+
+
+def named(workers: Sequence[str]) -> str:
+    """Name workers in a sentence: several of one node by the node, and of many the first few."""
+    by_node: dict[str, list[str]] = {}
+    for worker in workers:
+        by_node.setdefault(node_of(worker), []).append(worker)
+
+    names = []
+    for node, found in by_node.items():
+        if len(found) == 1:
+            names.append(found[0])
+        else:
+            names.append(f"{node} ({len(found)} workers)")
+    if len(names) > MOST_NAMED:
+        first = names[: MOST_NAMED - 1]
+        names = [*first, f"{len(names) - len(first)} more"]
+    return ", ".join(names)
+
+
+def find_failures(observation: Observation, members: Collection[str]) -> FleetEvent | None:
+    """Return the members that stopped by themselves as one event.
+
+    The cause is an error of their own, or a peer that broke off.
+    """
+    halted: list[str] = []
+    errors: list[str] = []
+    for worker, report in sorted(observation.reports.items()):
+        if worker not in members:
+            continue
+        if report.phase in (Phase.HALTED, Phase.FAILED):
+            halted.append(worker)
+        if report.phase is Phase.FAILED:
+            errors.append(f"{worker}: {report.error}")
+    if not halted:
+        return None
+
+    if errors:
+        reason = "; ".join(errors)
+    else:
+        reason = f"{named(halted)} lost contact with a peer"
+    return FleetEvent(
+        cause="death", nodes=(), workers=tuple(halted), happened_at=observation.now, reason=reason
+    )
+
+
+def find_deaths_or_failures(
+    observation: Observation, members: Collection[str]
+) -> FleetEvent | None:
+    """Return the deaths of members as one event; without any, those that stopped by themselves."""
+    deaths = find_deaths(observation, members)
+    if deaths is not None:
+        return deaths
+    return find_failures(observation, members)
+
+
+def find_behind(
+    observation: Observation, survivors: Collection[str], generation: int, step: int
+) -> list[str]:
+    """Return the survivors whose state lacks `step` of `generation`, or is in the middle of it.
+
+    Those that have reported that they cannot apply the step are left out. The list is empty if any
+    survivor is beyond that step, for then it is an old one.
+    """
+    behind = []
+    for worker in survivors:
+        report = observation.reports[worker]
+        if report.live_generation != generation:
+            continue
+        if report.whole and report.step > step + 1:
+            return []
+        is_prepared = report.prepared_step == step
+        is_lacking = report.step == step and (is_prepared or not report.whole)
+        if is_lacking and not _cannot_apply(report, generation, step):
+            behind.append(report.worker)
+    return behind
+
+
+def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
+    """Return True if the worker's roll-forward has failed, or its own update has.
+
+    No worker waits for another's own update.
+    """
+    rolled = report.rolled
+    if rolled is not None and rolled.generation == generation and rolled.step == step:
+        return True
+    return not report.whole and report.phase is Phase.FAILED
+
+
+def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Drain]:
+    """Return a drain for each node that leaves, so that the cluster replaces it.
+
+    A node is drained again if its notice differs from the known one.
+    """
+    drains = []
+    for name, notice in observation.notices.items():
+        if notice != known.get(name):
+            drains.append(Drain(name, notice.source, notice.deadline))
+    return drains
+
+
+QUIET_S = 0.3
+TOGETHER_S = 0.6
+SHORT_S = 10.0
+"""Seconds that decide when notices of one wave are answered together.
+
+The answer begins once none came for QUIET_S, and TOGETHER_S after the first at the latest; at once
+where less than SHORT_S is left.
+"""
+
+
+def find_leavers(observation: Observation, members: Collection[str]) -> FleetEvent | None:
+    """Return the nodes of members that have a notice, as one event.
+
+    None while more notices of the same wave may come.
+    """
+    nodes = observation.nodes_with(members) & observation.nodes.keys()
+    notices = {name: notice for name, notice in observation.notices.items() if name in nodes}
+    if not notices:
+        return None
+    if _more_may_come(notices.values(), observation.now):
+        return None
+
+    workers = [worker for worker in members if observation.node_of(worker) in notices]
+    first = min(notices.values(), key=_urgency)
+    if first.deadline is None:
+        when = "with no deadline named"
+    else:
+        left_s = max(0.0, first.deadline - observation.now)
+        when = f"in {left_s:.0f} s"
+    names = sorted(notices)
+    verb = "leaves" if len(names) == 1 else "leave"
+    return FleetEvent(
+        cause="notice",
+        nodes=tuple(names),
+        workers=tuple(sorted(workers)),
+        happened_at=first.seen_at,
+        reason=f"{', '.join(names)} {verb} {when} ({first.source})",
+    )
+
+
+def _urgency(notice: Notice) -> tuple[bool, float, str]:
+    """Return a key that sorts notices by deadline; those without one come last."""
+    return notice.deadline is None, notice.deadline or 0.0, notice.node
+
+
+def _more_may_come(notices: Collection[Notice], now: float) -> bool:
+    """Return True while more notices of the same wave may come, and there is time to wait."""
+    for notice in notices:
+        if notice.deadline is not None and notice.deadline - now < SHORT_S:
+            return False
+    seen_at = [notice.seen_at for notice in notices]
+    is_quiet = now - max(seen_at) >= QUIET_S
+    is_late = now - min(seen_at) >= TOGETHER_S
+    return not is_quiet and not is_late
+
+
+def find_arrivals(
+    observation: Observation,
+    planned: Collection[str],
+    declined: Collection[str],
+    debounce_s: float,
+    start_s: float,
+) -> tuple[str, ...]:
+    """Return the usable nodes that the present plan was not made for.
+
+    More may be on their way: the newest must be `debounce_s` old, and nodes that came less than
+    `start_s` ago are waited for while their processes start.
+    """
+    new = []
+    for name in usable_nodes(observation):
+        if name not in planned and name not in declined:
+            new.append(name)
+    if not new:
+        return ()
+    newest_at = max(observation.nodes[name].joined_at for name in new)
+    if observation.now - newest_at < debounce_s:
+        return ()
+
+    starting = observation.nodes_with(workers_to_hire(observation))
+    for name in starting - set(planned):
+        view = observation.nodes[name]
+        if observation.now - view.joined_at < start_s:
+            return ()
+    return tuple(new)

@@ -1,0 +1,129 @@
+"""Memory of one job: all that the controller remembers between two observations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autohet.control.ledger.ledger import Ledger
+from autohet.control.planning.agent_gc import AgentGc
+from autohet.control.planning.buyer import Buyer
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.planning.outlook import Outlook
+from autohet.control.planning.proposals import Planning, PlanProposal
+from autohet.control.script import Script
+from autohet.control.values.change import Change
+from autohet.control.values.observation import Notice
+from autohet.control.values.states import State, Waiting
+from autohet.runtime.job import Job
+from autohet.runtime.job.elastic import Timeouts
+from planner.inputs.cluster import NodeType
+from planner.plans.plan import Plan
+
+
+@dataclass
+class NodeMemory:
+    """Facts that are remembered by the name of a node or worker; they end with the node."""
+
+    present: frozenset[str] = frozenset()
+    """Nodes in the observation before."""
+    joined: dict[str, float] = field(default_factory=dict)
+    """Time at which the last node of each name joined."""
+    announced: dict[str, NodeType] = field(default_factory=dict)
+    """Nodes that an event has announced, with the type as announced last."""
+    notices: dict[str, Notice] = field(default_factory=dict)
+    """Notices that are logged, by node."""
+    risks: set[str] = field(default_factory=set)
+    """Nodes whose risk is logged."""
+    released: set[str] = field(default_factory=set)
+    """Leaving nodes that were released."""
+    left_out_until: dict[str, float] = field(default_factory=dict)
+    """Time until which each node is left out of plans, after failures of one cause."""
+    logged_dead: set[str] = field(default_factory=set)
+    """Lost workers whose death is logged."""
+    unfit: set[str] = field(default_factory=set)
+    """Workers of which it is logged that they cannot take part."""
+
+
+@dataclass
+class SpeedMemory:
+    """Compute times of this run where they differ from the profile's."""
+
+    slowdowns: dict[str, float] = field(default_factory=dict)
+    """Compute time of each slow node, as a multiple of its type's."""
+    slow_since: dict[str, float] = field(default_factory=dict)
+    """Time at which the slowdown of each node was measured last."""
+    rate_factors: dict[str, float] = field(default_factory=dict)
+    """Measured compute time of each GPU type, as a multiple of its profile's."""
+
+
+@dataclass
+class EndMemory:
+    """Decision to end the job once its newest step is in durable storage."""
+
+    reason: str | None = None
+    """Reason of the end; None while the job is to go on."""
+    may_pass: bool = False
+    """True if a restarted driver may do better, since the cause may be over by then."""
+    failed_ticks: str | None = None
+    """Cause of the failed ticks for which the job is to stop; None without any."""
+
+
+@dataclass
+class WarningMemory:
+    """Sentences that were logged for the present plan."""
+
+    host_memory: list[str] = field(default_factory=list)
+    """Host memory that nodes of the plan lack."""
+    copies: list[str] = field(default_factory=list)
+    """Copies to other nodes that are spaced or missing."""
+
+
+@dataclass
+class JobMemory:
+    """All that is remembered of one job between two observations."""
+
+    job: Job
+    """The job, which never changes."""
+    planning: Planning
+    """The planner, with the horizon that it was told last."""
+    orders: OrderBuilder
+    """Layouts and ancestry of all generations, and copies that proved bad."""
+    state: State = field(default_factory=lambda: Waiting("the job has just started", since=0.0))
+    """Present state."""
+    generation: int = 0
+    """Number of the newest generation that was claimed."""
+    members: tuple[str, ...] = ()
+    """Workers of the generation that trains, or trained last."""
+    proposal: PlanProposal | None = None
+    """Plan that the members train on, with its prediction."""
+    planned_nodes: frozenset[str] = frozenset()
+    """Living nodes that the plan was made for."""
+    plans: list[tuple[int, Plan, float]] = field(default_factory=list)
+    """Generation, plan and predicted seconds a step of all generations that have trained."""
+    postponed: Change | None = None
+    """Change that goes on when the job, stopped for want of nodes, trains again."""
+    buyer: Buyer | None = None
+    """Adapts the request for nodes; None where the autoscaler cannot be asked for others."""
+    nodes: NodeMemory = field(default_factory=NodeMemory)
+    """Facts by name of a node or worker."""
+    speeds: SpeedMemory = field(default_factory=SpeedMemory)
+    """Measured compute times."""
+    end: EndMemory = field(default_factory=EndMemory)
+    """Decision to end the job."""
+    warnings: WarningMemory = field(default_factory=WarningMemory)
+    """Warnings on the present plan."""
+    outlook: Outlook = field(default_factory=Outlook)
+    """Lives of nodes by type."""
+    agent_gc: AgentGc = field(default_factory=AgentGc)
+    """Copies that agents keep, and nodes that are about to go."""
+    ledger: Ledger = field(init=False)
+    """Steps, checkpoints and changes of the run."""
+    script: Script = field(init=False)
+    """Events of a rehearsal that have not happened yet."""
+    timeouts: Timeouts = field(init=False)
+    """Time limits under the present plan."""
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.job)
+        self.script = Script(self.job)
+        self.timeouts = self.job.elastic.timeouts()

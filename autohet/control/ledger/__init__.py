@@ -1,0 +1,1 @@
+"""Ledger of a run: committed steps, checkpoints, failures, and the summary that they add up to."""

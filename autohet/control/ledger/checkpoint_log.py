@@ -1,0 +1,278 @@
+"""Snapshots, checkpoints and transfers of a run: what workers tell of them becomes events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autohet.control.planning.agent_gc import settled_age
+from autohet.control.values.actions import CommitCheckpoint
+from autohet.control.values.effects import Deciding, Effects, event
+from autohet.control.values.observation import Age, Observation
+from autohet.runtime.messages import GenerationOrder, StateTransfer, UploadRetried
+from planner.inputs.cluster import node_of
+from recovery.state.layout import Layout
+
+
+@dataclass(frozen=True)
+class FailingCheckpoint:
+    """Checkpoint that is not in durable storage, and why."""
+
+    generation: int
+    step: int
+    reason: str
+    is_retried: bool
+
+    @property
+    def age(self) -> Age:
+        return self.generation, self.step
+
+
+@dataclass
+class _Span:
+    """Copies by one source of one step; times are on the controller's clock."""
+
+    began_at: float
+    ended_at: float
+    num_bytes: int = 0
+
+
+class EndedTransfers:
+    """Spans of finished copies: one for each tier, source and step.
+
+    It is one span, however many workers of a node took part. Owned by the ledger.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[str, str, int, int], _Span] = {}
+        self._now = 0.0
+
+    def take(self, seen: Observation) -> None:
+        """Add the new transfers of an observation."""
+        self._now = seen.now
+        for report in seen.reports.values():
+            for transfer in report.transfers:
+                source = transfer.source
+                if transfer.tier == "peer":
+                    # A node's agent makes the copies of all its workers.
+                    source = node_of(source)
+                self._add(transfer, source)
+        for transfer in seen.transfers:
+            self._add(transfer, transfer.source)
+
+    def _add(self, transfer: StateTransfer, source: str) -> None:
+        ended_at = self._now - transfer.ended_ago_s
+        began_at = ended_at - transfer.seconds
+        key = (transfer.tier, source, transfer.generation, transfer.step)
+        new = _Span(began_at, ended_at)
+        span = self._spans.setdefault(key, new)
+        span.began_at = min(span.began_at, began_at)
+        span.ended_at = max(span.ended_at, ended_at)
+        span.num_bytes += transfer.num_bytes
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Return the spans for an event that is written now, and forget them."""
+        documents: list[dict[str, Any]] = []
+        for (tier, source, _, step), span in self._spans.items():
+            document = {
+                "tier": tier,
+                "source": source,
+                "step": step,
+                "bytes": span.num_bytes,
+                "seconds": round(span.ended_at - span.began_at, 4),
+                "ended_ago_s": round(self._now - span.ended_at, 4),
+            }
+            documents.append(document)
+        self._spans = {}
+        return documents
+
+
+class CheckpointLog:
+    """Memory of a run's snapshots and checkpoints. Owned by the ledger.
+
+    every_steps: distance of the steps whose checkpoints are due.
+    """
+
+    def __init__(self, every_steps: int) -> None:
+        self._every_steps = every_steps
+        self.uri: str | None = None
+        self.step: int | None = None
+        """Step of the newest committed checkpoint, at `uri`."""
+        self.errors: dict[Age, str] = {}
+        """Reason by (generation, step) why a worker's part is not written and not retried."""
+        self.failing: FailingCheckpoint | None = None
+        """The newest checkpoint that failed, until a later one is committed."""
+        self.upload_s: float | None = None
+        """Longest time in seconds until all parts of a due checkpoint were written.
+
+        It counts from the moment at which the step was seen; None before the first such checkpoint.
+        """
+        self._due_at: dict[int, float] = {}
+        """Time at which each step that is due for a checkpoint was seen.
+
+        A step is kept here until all parts of its checkpoint are written.
+        """
+        self._receipts: dict[Age, dict[str, Any]] = {}
+        self._complete: set[Age] = set()
+        """Checkpoints whose every part is written."""
+        self._snapshot: Age = (0, 0)
+        self._num_logged = 0
+        self._num_damaged = 0
+        self._shortages: set[tuple[str, str]] = set()
+        """Logged shortage of host memory by node."""
+        self._transfers = EndedTransfers()
+
+    def note_step(self, num_steps: int, now: float) -> None:
+        """Note when a step that is due for a checkpoint, or the first one after it, was seen."""
+        due = num_steps - num_steps % self._every_steps
+        if due == num_steps or due not in self._due_at:
+            self._due_at[due] = now
+
+    def record(
+        self, seen: Observation, orders: Mapping[str, GenerationOrder], generation: int
+    ) -> Effects:
+        """Log new snapshots, checkpoints and failures, and the transfers until then."""
+        self._transfers.take(seen)
+        has_snapshot = yield from self._take_snapshots(seen, orders)
+        has_checkpoint = yield from self._take_checkpoints(seen, generation)
+        if has_snapshot or has_checkpoint:
+            yield from self.log_transfers(generation)
+        yield from self._take_checkpoint_errors(seen)
+        yield from self._take_shortages(seen, generation)
+        yield from self._take_damaged(seen, generation)
+
+    def log_transfers(self, generation: int) -> Effects:
+        """Log the transfers that have ended since the last event of this kind.
+
+        Called with each snapshot and checkpoint, and at the run's end.
+        """
+        transfers = self._transfers.flush()
+        if transfers:
+            yield event("transfers", generation, transfers=transfers)
+
+    def _take_snapshots(
+        self, seen: Observation, orders: Mapping[str, GenerationOrder]
+    ) -> Deciding[bool]:
+        """Log the newest step that all workers keep in host memory, if it is a new one.
+
+        Copies on other nodes must exist, too, where they are asked for. Returns True if the step is
+        new.
+        """
+        age = settled_age(orders, seen.reports)
+        if age is None or age <= self._snapshot:
+            return False
+        self._snapshot = age
+        yield event("snapshot", age[0], step=age[1])
+        return True
+
+    def _take_checkpoints(self, seen: Observation, generation: int) -> Deciding[bool]:
+        """Log the checkpoints that were committed since the last look.
+
+        Returns True if there are any.
+        """
+        new = seen.checkpoint.committed[self._num_logged :]
+        for step, uri in new:
+            self.step = step
+            self.uri = uri
+            # A later step in storage makes up for the failure.
+            if self.failing is not None and step >= self.failing.step:
+                self.failing = None
+            yield event("checkpoint", generation, step=step, uri=uri)
+        self._num_logged += len(new)
+        return bool(new)
+
+    def _take_checkpoint_errors(self, seen: Observation) -> Effects:
+        """Note a failure of the driver's part of a checkpoint: the commit."""
+        found = seen.checkpoint
+        generation = found.error_generation
+        step = found.error_step
+        if found.error and step is not None and generation is not None:
+            yield from self._note_failing(generation, step, found.error, retried=found.is_retried)
+
+    def _take_damaged(self, seen: Observation, generation: int) -> Effects:
+        """Log each checkpoint that is passed over as damaged, once."""
+        damaged = seen.checkpoint.damaged
+        for reason in damaged[self._num_damaged :]:
+            sentence = f"Deciding to go on from an older checkpoint, since {reason}"
+            yield event("decision", generation, sentence)
+        self._num_damaged = len(damaged)
+
+    def _take_shortages(self, seen: Observation, generation: int) -> Effects:
+        """Log each sentence on what a node's host memory has no room for once.
+
+        Two workers of a node may report different ones: one may have kept that of a generation in
+        which it was the node's first.
+        """
+        for worker, report in seen.reports.items():
+            node = node_of(worker)
+            sentence = report.memory_shortage
+            if sentence is None or (node, sentence) in self._shortages:
+                continue
+            self._shortages.add((node, sentence))
+            yield event(
+                "memory_shortage", generation, f"{node}: {sentence}", node=node, reason=sentence
+            )
+
+    def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> Effects:
+        """Log each failed checkpoint once, with the newest step that is safe."""
+        found = FailingCheckpoint(
+            generation=generation, step=step, reason=reason, is_retried=retried
+        )
+        known = self.failing
+        # A later checkpoint has failed since: an older one is of no interest.
+        if known is not None and known.age > found.age:
+            return
+        self.failing = found
+        if known is not None and known.age == found.age:
+            return
+        if self.step is None:
+            safe = "no step of this job is in durable storage"
+        else:
+            safe = f"step {self.step} is safe ({self.uri})"
+        then = "it is tried again" if retried else "it is not tried again"
+        yield event(
+            "checkpoint_failed",
+            generation,
+            f"The checkpoint of step {step} failed: {reason}; {safe}; {then}",
+            step=step,
+            error=reason,
+            is_retried=retried,
+            safe_step=self.step,
+            safe_checkpoint=self.uri,
+        )
+
+    def take_receipt(self, worker: str, receipt: Any, layout: Layout, now: float) -> Effects:
+        """Collect one worker's part of a checkpoint; yield the commit once all parts are in.
+
+        All may be in before the generation is known to be ready: a generation that begins at the
+        last step has nothing else to do.
+        """
+        generation, step, parts = receipt
+        age = (generation, step)
+        if age in self._complete:
+            return
+        if isinstance(parts, UploadRetried):
+            reason = f"{worker}: {parts.reason}"
+            yield from self._note_failing(generation, step, reason, retried=True)
+            return
+        if isinstance(parts, str):
+            reason = f"{worker}: {parts}"
+            self.errors[age] = reason
+            yield from self._note_failing(generation, step, reason, retried=False)
+            return
+
+        received = self._receipts.setdefault(age, {})
+        received[worker] = parts
+        if not received.keys() >= set(layout.workers):
+            return
+        self._complete.add(age)
+        if step in self._due_at:
+            upload_s = now - self._due_at[step]
+            self.upload_s = max(self.upload_s or 0.0, upload_s)
+        # What is older is never committed after this one.
+        self._due_at = {due: at for due, at in self._due_at.items() if due > step}
+        self._receipts = {other: each for other, each in self._receipts.items() if other > age}
+        yield CommitCheckpoint(
+            step=step, generation=generation, layout=layout, receipts=tuple(received.values())
+        )

@@ -1,0 +1,400 @@
+"""Record of a run so far, and the summary made of it.
+
+Holds losses by step, step times, reconfigurations, snapshots and checkpoints.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autohet.control.ledger.checkpoint_log import CheckpointLog
+from autohet.control.ledger.failures import FailureCounts
+from autohet.control.ledger.skipped_steps import SkippedSteps
+from autohet.control.ledger.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.control.planning.agent_gc import any_order
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Effects, event
+from autohet.control.values.observation import Observation
+from autohet.runtime.job import Job
+from autohet.runtime.job.learning_rate import learning_rate
+from autohet.runtime.messages import (
+    EvaluationRecord,
+    GenerationOrder,
+    Rewards,
+    StepRecord,
+    WorkerReport,
+)
+from autohet.runtime.step.loss_scale import LossScales
+
+WARM_STEPS = 1
+"""First steps of a generation, which pay for what later ones do not."""
+
+
+class PaceLog:
+    """Compute times of each worker's last steps, by which slow nodes are found.
+
+    num_steps: steps of a worker that are judged. span_s: seconds that they must cover, in which
+    arrivals settle.
+    """
+
+    def __init__(self, num_steps: int, span_s: float) -> None:
+        self._num_steps = num_steps
+        self._span_s = span_s
+        self._is_new = False
+        self._recent: dict[str, deque[tuple[float, float]]] = {}
+        """End and compute seconds of each worker's last steps."""
+
+    def forget(self) -> None:
+        """Reset the compute times.
+
+        Those that follow are compared with another plan or other speeds.
+        """
+        self._recent = {}
+
+    def take(self, worker: str, record: StepRecord) -> None:
+        """Keep a worker's last steps, and more if they span too little time."""
+        if "compute" not in record.parts_s:
+            return
+        self._is_new = True
+        recent = self._recent.setdefault(worker, deque())
+        # Steps whose rows are longer are no slower ones.
+        compute_s = record.parts_s["compute"] / record.relative_work
+        recent.append((record.ended_at, compute_s))
+        while len(recent) > self._num_steps:
+            # The first step goes if those after it span enough time without it.
+            left_s = recent[-1][0] - recent[1][0]
+            if left_s < self._span_s:
+                break
+            recent.popleft()
+
+    def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
+        """Return the compute seconds of each worker's last steps.
+
+        Empty until every worker has enough steps to be judged by, and there is something new.
+        """
+        if not self._is_new:
+            return {}
+        self._is_new = False
+        found = {}
+        for worker in workers:
+            recent = self._recent.get(worker, deque())
+            if len(recent) < self._num_steps:
+                return {}
+            spanned_s = recent[-1][0] - recent[0][0]
+            if spanned_s < self._span_s:
+                return {}
+            found[worker] = [seconds for _, seconds in recent]
+        return found
+
+
+@dataclass(frozen=True)
+class _SeenVote:
+    """Vote of a step's workers, as one of them reported it."""
+
+    generation: int
+    vote: tuple[int, Any]
+    """Step, and its result."""
+
+    @property
+    def step(self) -> int:
+        return self.vote[0]
+
+
+class Ledger:
+    """The driver's memory of a run.
+
+    `record` fills it from each observation; only the orders are set from outside. Methods that
+    decide yield their effects.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.training = job.training
+        """Training section of the job; `max_epochs` becomes steps once the rows are counted."""
+        self.records: dict[int, StepRecord] = {}
+        self.step_seconds: dict[int, list[float]] = {}
+        self.changes: list[Change] = []
+        self.open_change: Change | None = None
+        self.orders: Mapping[str, GenerationOrder] = {}
+        """Orders of the present generation, by worker."""
+        self.checkpoints = CheckpointLog(job.checkpoint.every_steps)
+        """Snapshots, checkpoints and transfers of the run."""
+        self.paces = PaceLog(job.elastic.slow_steps, job.elastic.arrivals_debounce_s)
+        """Compute times of the workers' last steps."""
+        self._vote: _SeenVote | None = None
+        """Newest vote of any generation."""
+        self._generation = 0
+        self.failures = FailureCounts()
+        """Failures that have ended a generation since the last committed step, by cause."""
+        self._first_step = 0
+        self.resumed_at = 0
+        """Step at which this driver began; the steps before are an earlier driver's."""
+        self.told = NOTHING_TOLD
+        self.evaluations: dict[int, EvaluationRecord] = {}
+        """Evaluation records by step, of the present history."""
+        self.peak_bytes: dict[str, int] = {}
+        """Peak device memory by worker, in its newest step."""
+        self._num_rows = 0
+        """Rows of the data set; 0 until a node has prepared it."""
+        self.skipped = SkippedSteps()
+        self.loss_scales = LossScales()
+        """Scale of gradients in fp16 stages."""
+
+    @property
+    def committed_steps(self) -> int:
+        """Number of steps whose update is applied; also the number of the next step."""
+        newest = max(self.records, default=-1)
+        return max(self._first_step, newest + 1)
+
+    @property
+    def steps_run(self) -> int:
+        """Number of committed steps, with those that an earlier driver of this run has logged."""
+        return max(self.committed_steps, self.told.until)
+
+    def go_on_from(self, step: int, told: ToldSteps = NOTHING_TOLD, loss_scales: str = "") -> None:
+        """Start at `step`; the steps before are an earlier driver's.
+
+        told: steps of this run that the earlier driver has logged. loss_scales: text of the
+        checkpoint's manifest.
+        """
+        self.loss_scales = LossScales(loss_scales)
+        self._first_step = step
+        self.resumed_at = step
+        self.told = told
+
+    def begin_generation(self, generation: int, change: Change) -> Effects:
+        """Begin a generation at its first step; steps that were run beyond it are forgotten."""
+        assert change.restore_step is not None
+        first = change.restore_step
+        # Those of this generation stay: its first steps came with the news of readiness.
+        for step, record in list(self.records.items()):
+            if step >= first and record.generation != generation:
+                del self.records[step]
+        for step, evaluation in list(self.evaluations.items()):
+            if step > first and evaluation.generation != generation:
+                del self.evaluations[step]
+
+        self._first_step = first
+        self._generation = generation
+        self.paces.forget()
+        yield from self._make_up_for(first - 1)
+        self.step_seconds.setdefault(generation, [])
+        if self.open_change is not None and self.open_change is not change:
+            # The next change has overtaken it before its first step.
+            yield from self._close(self.open_change, generation)
+        self.open_change = change
+
+    def _make_up_for(self, step: int) -> Effects:
+        """Record a step over which the survivors rolled forward, from its vote.
+
+        Its only witness died after the driver had seen the vote and before it saw the record. The
+        vote knows the loss; nobody knows the time that the step took.
+        """
+        seen = self._vote
+        if seen is None or seen.step != step:
+            return
+        if step in self.records or step < self.resumed_at:
+            return
+        _, result = seen.vote
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+            tokens=result.tokens,
+            seconds=0.0,
+            generation=seen.generation,
+            ended_at=0.0,
+        )
+        yield from self.keep_step(record)
+
+    def record(self, seen: Observation, generation: int) -> Effects:
+        """Record an observation that was made in the time of `generation`.
+
+        Yields its events, and a commit for each checkpoint whose every part is written.
+        """
+        self._take_rows(seen)
+        for report in seen.reports.values():
+            self._take_vote(report)
+            for record in report.steps:
+                self.skipped.take(report.worker, record)
+                if self._is_warm(record):
+                    self.paces.take(report.worker, record)
+                if record.peak_memory_bytes is not None:
+                    self.peak_bytes[report.worker] = record.peak_memory_bytes
+                yield from self._take_step(record, generation, seen.now)
+            for evaluation in report.evaluations:
+                yield from self._take_evaluation(evaluation, generation)
+            for receipt in report.receipts:
+                yield from self._take_receipt(report.worker, receipt, generation, seen.now)
+        workers = self.orders.keys()
+        yield from self.skipped.log_finished(
+            generation, self.records, self.committed_steps, workers
+        )
+        yield from self.checkpoints.record(seen, self.orders, generation)
+
+    def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> Effects:
+        """Collect one worker's part of a checkpoint of the present generation."""
+        generation = receipt[0]
+        order = any_order(self.orders)
+        if generation == present and order is not None:
+            yield from self.checkpoints.take_receipt(worker, receipt, order.layout, now)
+
+    def _is_warm(self, record: StepRecord) -> bool:
+        """Return True if a step is none of the first ones of the present generation."""
+        is_present = record.generation == self._generation
+        return is_present and record.step >= self._first_step + WARM_STEPS
+
+    def _take_evaluation(self, record: EvaluationRecord, generation: int) -> Effects:
+        """Keep and log the first report of an evaluation; all workers report the same."""
+        if record.generation != generation or record.step in self.evaluations:
+            return
+        self.evaluations[record.step] = record
+        sentence = (
+            f"Evaluation loss after step {record.step}: {record.loss:.4f} ({record.sequences}"
+            f" sequences in {record.seconds:.1f} s)"
+        )
+        yield event(
+            "evaluation",
+            record.generation,
+            sentence,
+            step=record.step,
+            evaluation_loss=record.loss,
+            tokens=record.tokens,
+            sequences=record.sequences,
+            seconds=round(record.seconds, 6),
+            **_reward_fields(record.rewards),
+        )
+
+    def _take_rows(self, seen: Observation) -> None:
+        """Keep the number of rows of the data set, and so the run's last step.
+
+        Every node has the same number.
+        """
+        if self._num_rows:
+            return
+        for view in seen.nodes.values():
+            if view.data is not None:
+                self._num_rows = max(self._num_rows, view.data.num_rows)
+        self.training = self.training.with_rows(self._num_rows)
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of steps of the whole run; None until `training.max_epochs` can be counted."""
+        return self.training.last_step(0)
+
+    def newest_vote(self, generation: int) -> tuple[int, Any] | None:
+        """Return the newest step of this generation whose vote any worker saw, and its result.
+
+        Votes that dead workers saw count, too.
+        """
+        if self._vote is None or self._vote.generation != generation:
+            return None
+        return self._vote.vote
+
+    def _take_vote(self, report: WorkerReport) -> None:
+        """Keep a worker's vote if it is the newest.
+
+        Votes of a generation that is not known to be ready count, too: if it dies before that, it
+        may have run a step.
+        """
+        if report.vote is None or report.live_generation is None:
+            return
+        new = _SeenVote(report.live_generation, report.vote)
+        known = (0, -1)
+        if self._vote is not None:
+            known = (self._vote.generation, self._vote.step)
+        if (new.generation, new.step) > known:
+            self._vote = new
+
+    def _take_step(self, record: StepRecord, generation: int, now: float) -> Effects:
+        if record.generation < self._generation:
+            return  # the run has gone back behind that generation
+        known = self.records.get(record.step)
+        if known is not None:
+            is_of_present = record.generation == generation
+            # All workers report the same step: the first report is kept.
+            if not is_of_present or known.generation >= record.generation:
+                return
+
+        yield from self.keep_step(record)
+        self.checkpoints.note_step(record.step + 1, now)
+        self.step_seconds.setdefault(record.generation, []).append(record.seconds)
+        if record.generation == generation:
+            # A step of the present generation shows that it works.
+            self.failures.clear()
+            yield from self._close_change(generation, now)
+
+    def keep_step(self, record: StepRecord) -> Effects:
+        """Keep the record of a committed step, and log it."""
+        self.records[record.step] = record
+        fields = _reward_fields(record.rewards)
+        if record.loss_scale is not None:
+            self.loss_scales.take(record.loss_scale)
+            fields["loss_scale"] = record.loss_scale.factor
+        for parted in record.parted:
+            sentence = f"Replicas had parted: {parted}"
+            yield event("parted", record.generation, sentence, **asdict(parted))
+        # No seconds: a step that was rolled forward, whose time no worker measured.
+        seconds = round(record.seconds, 6) if record.seconds else None
+        yield event(
+            "step",
+            record.generation,
+            step=record.step,
+            loss=record.loss,
+            gradient_norm=record.gradient_norm,
+            tokens=record.tokens,
+            seconds=seconds,
+            learning_rate=learning_rate(self.training, record.step),
+            epoch=self.epoch(record.step + 1),
+            **fields,
+        )
+
+    def epoch(self, steps: int) -> float | None:
+        """Return the epochs (passes over the data set) after `steps` steps.
+
+        None until the rows are counted.
+        """
+        if not self._num_rows:
+            return None
+        num_sequences = steps * self.job.training.global_batch_sequences
+        return round(num_sequences / self._num_rows, 4)
+
+    def _close_change(self, generation: int, now: float) -> Effects:
+        """Close the open change, since its first step is done.
+
+        The moment is on the driver's clock, as all other moments of a change: workers' clocks may
+        disagree.
+        """
+        change = self.open_change
+        if change is None:
+            return
+        change.first_step_at = now
+        self.open_change = None
+        yield from self._close(change, generation)
+
+    def _close(self, change: Change, generation: int) -> Effects:
+        self.changes.append(change)
+        if change.is_told:
+            yield event("reconfigure", generation, **change.to_document())
+
+    def measured_step_s(self, generation: int) -> float | None:
+        """Return the median step seconds of a generation without its first step.
+
+        None where nothing was measured.
+        """
+        seconds = self.step_seconds.get(generation, [])
+        if not seconds:
+            return None
+        warm = seconds[WARM_STEPS:]
+        return statistics.median(warm or seconds)
+
+
+def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:
+    """Return the fields of an event about the rewards of a preference job; empty for other jobs."""
+    if rewards is None:
+        return {}
+    return {"reward_accuracy": rewards.accuracy, "reward_margin": rewards.margin}

@@ -1,0 +1,1 @@
+"""Planning of generations: proposals, orders, purchases, replication and the outlook."""

@@ -1,0 +1,118 @@
+"""Questions of a job to its planner: which fleet, what to expect of it, which plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from autohet.control import fleet
+from autohet.control.job_memory import JobMemory
+from autohet.control.planning.outlook import move_s
+from autohet.control.planning.proposals import PlanProposal
+from autohet.control.values import fleet_event
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Decision, event
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import State, Training
+from planner.inputs.cluster import Fleet
+
+
+def ask_for_plan(
+    memory: JobMemory, seen: Observation, usable: Collection[str], change: Change
+) -> tuple[PlanProposal | None, str]:
+    """Return the plan for these nodes, or the reason why there is none."""
+    shortage = shortage_reason(memory, seen, usable)
+    if shortage:
+        return None, shortage
+    fleet = build_fleet(memory, seen, usable)
+    # For the last step before the end any plan will do.
+    is_ending = memory.end.reason is not None
+    answer = memory.planning.ask(fleet, memory.proposal, redundant=not is_ending)
+    change.replan_s += answer.seconds
+    return answer.proposal, answer.why_not
+
+
+def shortage_reason(memory: JobMemory, seen: Observation, usable: Collection[str]) -> str:
+    """Return a sentence if these nodes are too few for the job, else an empty string."""
+    num_workers = fleet.count_workers(seen, usable)
+    least = memory.job.elastic.min_workers
+    if num_workers >= least:
+        return ""
+    return f"only {num_workers} workers are left; the job needs {least}"
+
+
+def build_fleet(memory: JobMemory, seen: Observation, usable: Collection[str]) -> Fleet:
+    """Build the fleet that the planner is asked about.
+
+    Also sets what the planner is to expect of these nodes: horizon and cost of a move.
+    """
+    horizon_s = _horizon_s(memory, seen, usable)
+    cost_s = move_s(memory.ledger.changes)
+    memory.planning.expect(horizon_s, cost_s)
+
+    gpu_types = {}
+    for name in usable:
+        node_type = seen.nodes[name].node_type
+        gpu_types[name] = node_type.gpu_type
+    factors = node_factors(memory, gpu_types)
+    generation = memory.generation + 1
+    return fleet.fleet_of(seen, usable, generation, factors)
+
+
+def node_factors(memory: JobMemory, gpu_types: Mapping[str, str]) -> dict[str, float]:
+    """Return each node's compute time as a multiple of its profile's.
+
+    gpu_types: GPU type by node name. Nodes that take as long as the profile says are left out.
+    """
+    rates = memory.speeds.rate_factors
+    slowdowns = memory.speeds.slowdowns
+    factors = {}
+    for name, gpu_type in gpu_types.items():
+        factor = rates.get(gpu_type, 1.0) * slowdowns.get(name, 1.0)
+        if factor != 1.0:
+            factors[name] = factor
+    return factors
+
+
+def _horizon_s(memory: JobMemory, seen: Observation, usable: Collection[str]) -> float:
+    """Return the seconds until the fleet changes again, or the job is done.
+
+    This is an estimate, unless the job sets `parallelism.horizon_s`.
+    """
+    wished = memory.job.parallelism.horizon_s
+    if wished is not None:
+        return wished
+    horizon_s = memory.outlook.horizon_s(seen, usable)
+    last = memory.ledger.last_step
+    if last is None or memory.proposal is None:
+        return horizon_s
+    left_steps = last - memory.ledger.committed_steps
+    left_s = left_steps * memory.proposal.predicted_step_s
+    return max(1.0, min(horizon_s, left_s))
+
+
+def plan_decision(memory: JobMemory, proposal: PlanProposal, reason: str) -> Decision:
+    """Return the event that says which plan was chosen, and why."""
+    sentence = f"Deciding to {proposal.headline}, since {reason}"
+    return event("decision", memory.generation, sentence, cause=reason)
+
+
+def begin_change(memory: JobMemory, trouble: fleet_event.FleetEvent, seen: Observation) -> Change:
+    """Return a new change that `trouble` has caused."""
+    plan_before = None
+    if memory.proposal is not None:
+        plan_before = memory.proposal.plan
+    return Change(
+        cause=trouble.cause,
+        nodes=trouble.nodes,
+        happened_at=trouble.happened_at,
+        detected_at=seen.now,
+        step_before=memory.ledger.committed_steps,
+        plan_before=plan_before,
+        reason=trouble.reason,
+    )
+
+
+def drop_search(state: State) -> None:
+    """Drop the search of a state that is left or given up."""
+    if isinstance(state, Training) and state.considering is not None:
+        state.considering.search.drop()

@@ -1,0 +1,1 @@
+"""Steps of the controller, one module for each state."""

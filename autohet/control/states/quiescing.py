@@ -1,0 +1,177 @@
+"""State Quiescing: all survivors stop, and apply the newest step that any of them has committed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from autohet.control import fleet
+from autohet.control.announcing import find_new_deaths, log_death
+from autohet.control.ending import judge_failure
+from autohet.control.job_memory import JobMemory
+from autohet.control.ledger.failures import is_lost
+from autohet.control.planning.proposals import PlanProposal
+from autohet.control.replanning import ask_for_plan, begin_change, plan_decision
+from autohet.control.states.sourcing import adopt
+from autohet.control.values import fleet_event
+from autohet.control.values.actions import Dismiss, Interrupt, RollForward
+from autohet.control.values.effects import Deciding, Effects
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import Quiescing, State, Waiting
+from autohet.runtime.messages import STANDING_PHASES, Phase
+
+
+def interrupt_after_death(
+    memory: JobMemory, trouble: fleet_event.FleetEvent, seen: Observation
+) -> Deciding[State]:
+    """Log the death of members, and interrupt the others."""
+    yield from log_death(memory, trouble, seen)
+    change = begin_change(memory, trouble, seen)
+    # Those that wait for the dead in a collective would wait until its own, longer, time limit.
+    survivors = fleet.survivors(seen, memory.members)
+    yield Interrupt(survivors, memory.generation)
+    deadline = seen.now + memory.timeouts.quiesce_s
+    return Quiescing(change, deadline, interrupted=True, broken=memory.members)
+
+
+def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Replan once all survivors stand after the same step."""
+    alive = fleet.survivors(seen, memory.members)
+    yield from _escalate(state, memory, seen, alive)
+    moving = []
+    for worker in alive:
+        if seen.reports[worker].phase not in STANDING_PHASES:
+            moving.append(worker)
+    if moving:
+        state.quiet_since = None
+        yield from _escalate_or_wait(state, memory, seen, moving)
+        return state
+
+    if state.quiet_since is None:
+        state.quiet_since = seen.now
+    if (yield from _roll_forward(state, memory, seen, alive)):
+        return state
+    if state.change.cause == "death" and _is_cause_unknown(state, memory, seen):
+        return state
+    # From here on no worker takes a step: the time without one begins.
+    state.change.stood_at = seen.now
+    return (yield from _replan(state, memory, seen))
+
+
+def _escalate(
+    state: Quiescing, memory: JobMemory, seen: Observation, alive: tuple[str, ...]
+) -> Effects:
+    """Turn a stop under way into an interrupt after a death."""
+    trouble = find_new_deaths(memory, seen)
+    if trouble is None and not state.interrupted:
+        trouble = fleet.find_failures(seen, memory.members)
+    if trouble is None:
+        return
+    state.broken = state.broken or memory.members
+    if not state.interrupted:
+        state.interrupted = True
+        # The plan that was made before the stop counted on the workers that are lost.
+        state.proposal = None
+        yield Interrupt(alive, memory.generation)
+        state.deadline = seen.now + memory.timeouts.quiesce_s
+    yield from log_death(memory, trouble, seen)
+    state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
+
+
+def _escalate_or_wait(
+    state: Quiescing, memory: JobMemory, seen: Observation, moving: list[str]
+) -> Effects:
+    """Wait for workers that still move; act at the deadline.
+
+    First all are interrupted; at the next deadline those that do not stop are ended.
+    """
+    if seen.now < state.deadline:
+        return
+    if not state.interrupted:
+        state.interrupted = True
+        survivors = fleet.survivors(seen, memory.members)
+        yield Interrupt(survivors, memory.generation)
+    else:
+        why = f"{', '.join(moving)} did not stop in time"
+        yield from _end_late(memory, moving, why, seen)
+    state.deadline = seen.now + memory.timeouts.quiesce_s
+
+
+def _end_late(memory: JobMemory, late: list[str], why: str, seen: Observation) -> Effects:
+    """End workers that are late: they count as dead."""
+    workers = tuple(late)
+    death = fleet_event.FleetEvent(
+        cause="death", nodes=(), workers=workers, happened_at=seen.now, reason=why
+    )
+    yield from log_death(memory, death, seen)
+    yield Dismiss(workers)
+
+
+def _roll_forward(
+    state: Quiescing, memory: JobMemory, seen: Observation, alive: Collection[str]
+) -> Deciding[bool]:
+    """Return True while prepared survivors apply a step that another survivor has committed.
+
+    A survivor that is late with it is ended: its tensors may change at any time, so no plan counts
+    on them, and no later generation takes them over.
+    """
+    # Votes of the dead count, too: what one worker saw, all had contributed to.
+    vote = memory.ledger.newest_vote(memory.generation)
+    if vote is None:
+        return False
+    step_of_vote, _ = vote
+    behind = fleet.find_behind(seen, alive, memory.generation, step_of_vote)
+    if not behind:
+        return False
+
+    # Each gets the order once; a worker that is found later moves the deadline of all.
+    new = [worker for worker in behind if worker not in state.rolling]
+    if new:
+        state.rolling |= frozenset(new)
+        state.roll_deadline = seen.now + memory.timeouts.quiesce_s
+        yield RollForward(tuple(new), memory.generation, vote)
+    elif state.roll_deadline is not None and seen.now > state.roll_deadline:
+        names = ", ".join(behind)
+        why = f"{names} did not apply step {step_of_vote} in time, which others have committed"
+        yield from _end_late(memory, behind, why, seen)
+    return True
+
+
+def _is_cause_unknown(state: Quiescing, memory: JobMemory, seen: Observation) -> bool:
+    """Return True while survivors stand and the dead worker is not known yet.
+
+    The heartbeat is to tell, within bounds. Losses of earlier generations explain nothing.
+    """
+    participants = state.broken or memory.members
+    if any(is_lost(seen, worker) for worker in participants):
+        return False
+    reports = seen.reports_of(memory.members)
+    if any(report.phase is Phase.FAILED for report in reports):
+        return False
+    stood_at = seen.now if state.quiet_since is None else state.quiet_since
+    return seen.now - stood_at < 1.5 * memory.timeouts.heartbeat_s
+
+
+def _replan(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Adopt the plan that was made before the stop, if it still holds; else ask for one."""
+    change = state.change
+    proposal = state.proposal
+    if state.broken:
+        seen, ended = yield from judge_failure(memory, state.broken, seen)
+        if ended is not None:
+            return ended
+
+    if proposal is None or _is_overtaken(proposal, seen):
+        usable = fleet.usable_nodes(seen)
+        proposal, why = ask_for_plan(memory, seen, usable, change)
+        if proposal is None:
+            return Waiting(why, seen.now, change)
+        yield plan_decision(memory, proposal, change.reason)
+    return (yield from adopt(change, proposal, memory, seen))
+
+
+def _is_overtaken(proposal: PlanProposal, seen: Observation) -> bool:
+    """Return True if a worker of the plan is lost, or its node leaves."""
+    for worker in proposal.plan.workers:
+        if not seen.answers(worker) or seen.node_of(worker) in seen.notices:
+            return True
+    return False

@@ -1,0 +1,191 @@
+"""State Sourcing: find the training state, write the orders of the next generation, claim it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autohet.control.ending import fail
+from autohet.control.job_memory import JobMemory
+from autohet.control.planning.orders import Book, OrderTerms
+from autohet.control.planning.proposals import PlanProposal
+from autohet.control.values.actions import Begin, ClaimGeneration, RequestInventories
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Deciding, Effects, Remark, event
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import Building, Quiescing, Sourcing, State
+from planner.cost.memory.host_memory import sentences
+from planner.errors import ConfigError
+from planner.inputs.zones import known_zones
+from recovery.errors import NotRestorable
+
+CLAIM_S = 2.0
+"""Seconds that a claim may take.
+
+A conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is out
+of order.
+"""
+
+
+def adopt(
+    change: Change, proposal: PlanProposal, memory: JobMemory, seen: Observation
+) -> Deciding[State]:
+    """Take over a plan, now that all workers stand, and look for the state at once."""
+    change.plan_after = proposal.plan
+    change.predicted_step_s = proposal.predicted_step_s
+    step_s = proposal.predicted_step_s
+    limits = memory.job.elastic.timeouts(step_s)
+    is_first_plan = not memory.plans
+    if is_first_plan or limits != memory.timeouts:
+        yield Remark(f"Time limits under a predicted step of {step_s:.2f} s: {limits}")
+    memory.timeouts = limits
+    # In the same tick, since live memory mostly holds all that is needed.
+    state = Sourcing(change, proposal, seen.now + limits.quiesce_s)
+    return (yield from step(state, memory, seen))
+
+
+def step(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Claim the generation once the state is found, and begin once it is claimed."""
+    plan = state.proposal.plan
+    needs_more = memory.orders.needs_inventories(plan, seen, memory.members)
+    if needs_more and not state.asked:
+        state.asked = True
+        yield RequestInventories()
+        return state
+    # After the deadline the state is looked for in what is known.
+    is_unanswered = seen.inventories is None and seen.now < state.deadline
+    if needs_more and is_unanswered:
+        return state
+
+    participants = plan.workers
+    if state.book is not None:
+        participants = tuple(state.book.orders)
+    if not all(seen.answers(worker) for worker in participants):
+        # One died while the state was looked for: the plan counts on it.
+        deadline = seen.now + memory.timeouts.quiesce_s
+        return Quiescing(state.change, deadline, interrupted=True)
+    if state.book is None:
+        return (yield from _claim(state, memory, seen))
+    return (yield from _begin(state, state.book, memory, seen))
+
+
+def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Write the orders for the next generation, and claim its number in the journal.
+
+    Both are this driver's once the journal says so.
+    """
+    orders = memory.orders
+    newest = max(memory.generation, orders.newest_generation(seen))
+    generation = newest + 1
+    terms = OrderTerms(
+        last_step=memory.ledger.last_step,
+        step_timeout_s=memory.timeouts.step_s,
+        change_s=memory.planning.horizon_s,
+        evaluated=memory.ledger.evaluations.keys(),
+        loss_scales=memory.ledger.loss_scales,
+    )
+    try:
+        book = orders.write(generation, state.proposal, seen, memory.members, terms)
+    except NotRestorable as error:
+        return (yield from fail(memory, f"the training state is lost: {error}"))
+    except ConfigError as error:
+        return (yield from fail(memory, str(error)))
+    state.book = book
+    patience_s = min(CLAIM_S, memory.timeouts.quiesce_s)
+    state.claimed_by = seen.now + patience_s
+    memory.generation = generation
+    yield ClaimGeneration(book.descent)
+    return state
+
+
+def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Send the orders once the journal names the generation.
+
+    If the storage does not answer in time, they are sent without that.
+    """
+    generation = memory.generation
+    checkpoint = seen.checkpoint
+    if checkpoint.claimed < generation and seen.now < state.claimed_by:
+        return state
+    is_claimed = checkpoint.claimed >= generation and checkpoint.unclaimed != generation
+    if not is_claimed:
+        sentence = (
+            f"Deciding to begin generation {generation} without its entry in the journal, since"
+            " the storage does not take it: a restarted driver cannot go on from what it keeps in"
+            " memory"
+        )
+        yield event("decision", generation, sentence)
+
+    change = state.change
+    # Steps that were committed until all stood count as lost, too, where the restore goes behind.
+    change.step_before = max(change.step_before, memory.ledger.committed_steps)
+    change.restore_step = book.start_step
+    change.begun_at = seen.now
+    yield from _log_plan(state, book, memory)
+
+    orders = {}
+    for worker, order in book.orders.items():
+        orders[worker] = replace(order, is_claimed=is_claimed)
+    yield Begin(orders)
+    memory.ledger.orders = orders
+    memory.agent_gc.begin(orders)
+    limits = memory.timeouts
+    deadline = seen.now + limits.rendezvous_s + limits.transfer_s
+    return Building(
+        change=change,
+        proposal=state.proposal,
+        generation=generation,
+        participants=tuple(orders),
+        deadline=deadline,
+    )
+
+
+def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
+    """Log the plan.
+
+    Warnings come first: host memory that its nodes lack, and copies that are spaced or missing.
+    """
+    proposal = state.proposal
+    fleet = proposal.cost.fleet
+    kept = memory.planning.inputs.kept
+    host_memory = proposal.cost.memory_of.host_memory(proposal.plan, kept)
+    lacks = sentences(host_memory)
+    yield from _warn_of_new(lacks, memory.warnings.host_memory)
+    memory.warnings.host_memory = lacks
+
+    copies: list[str] = []
+    replication = None
+    if book.replication is not None:
+        copies = book.replication.sentences()
+        replication = book.replication.to_document()
+    yield from _warn_of_new(copies, memory.warnings.copies)
+    memory.warnings.copies = copies
+
+    zones = [node.node_type.zone for node in fleet.nodes]
+    transfers = []
+    for transfer in proposal.prediction.transfers:
+        transfers.append(transfer.to_document(proposal.predicted_step_s))
+    yield event(
+        "plan",
+        memory.generation,
+        plan=proposal.plan.to_document(),
+        predicted_step_s=proposal.predicted_step_s,
+        cause=state.change.cause,
+        reason=state.change.reason,
+        step=book.start_step,
+        idle=list(proposal.idle),
+        step_timeout_s=memory.timeouts.step_s,
+        usd_per_hour=fleet.usd_per_hour(),
+        horizon_s=round(memory.planning.horizon_s, 1),
+        move_s=round(memory.planning.move_s, 2),
+        zones=list(known_zones(zones)),
+        lacks_host_memory=lacks,
+        transfers=transfers,
+        replication=replication,
+    )
+
+
+def _warn_of_new(warnings: list[str], logged: list[str]) -> Effects:
+    """Log these warnings, unless they are the ones that were logged for the plan before."""
+    if warnings != logged:
+        for warning in warnings:
+            yield Remark(warning, warning=True)

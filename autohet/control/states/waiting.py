@@ -1,0 +1,128 @@
+"""State Waiting: there are too few workers, or no plan for them."""
+
+from __future__ import annotations
+
+from autohet.control import fleet
+from autohet.control.ending import fail, finish
+from autohet.control.job_memory import JobMemory
+from autohet.control.replanning import build_fleet
+from autohet.control.states.sourcing import adopt
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Deciding, Effects, event
+from autohet.control.values.observation import Observation
+from autohet.control.values.states import State, Waiting
+
+
+def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Plan as soon as the fleet is large enough and has settled, or is late."""
+    if seen.stop_reason:
+        reason = f"stopped while waiting ({seen.stop_reason}): {state.reason}"
+        saving = yield from _save_at_rest(state, memory, seen, reason)
+        return saving or (yield from finish(memory, reason, ok=False))
+
+    elastic = memory.job.elastic
+    usable = fleet.usable_nodes(seen)
+    num_workers = fleet.count_workers(seen, usable)
+    is_short = num_workers < elastic.min_workers
+    starting = fleet.workers_to_hire(seen)
+    preparing = fleet.preparing_nodes(seen)
+    if state.since == 0.0 or (preparing and is_short):
+        # The data takes the time that it takes: the patience is for a fleet that does not come.
+        state.since = seen.now
+
+    joined_at = [view.joined_at for view in seen.nodes.values()]
+    newest_at = max(joined_at, default=seen.now)
+    is_quiet = seen.now - newest_at >= elastic.arrivals_debounce_s
+    is_settled = is_quiet and not starting and not preparing
+    is_late = seen.now - state.since > memory.timeouts.worker_start_s
+    # The planner had no plan for `tried`: it is asked about other nodes, or another price.
+    is_new = fleet.fleet_of(seen, usable, 0).nodes != state.tried
+    if not is_short and (is_settled or is_late) and is_new:
+        return (yield from _plan_from_rest(state, memory, seen, usable))
+
+    if is_short:
+        state.reason = fleet.shortage(
+            num_workers, elastic.min_workers, len(starting), len(preparing)
+        )
+    yield from _announce_wait(memory, state, seen, late=is_late, short=is_short)
+    if seen.now - state.since > elastic.fleet_patience_s:
+        reason = f"waited {elastic.fleet_patience_s:.0f} s: {state.reason}"
+        saving = yield from _save_at_rest(state, memory, seen, reason)
+        return saving or (yield from fail(memory, reason))
+    return state
+
+
+def _save_at_rest(
+    state: Waiting, memory: JobMemory, seen: Observation, reason: str
+) -> Deciding[State | None]:
+    """Make the newest step durable before a job ends whose fleet is too small.
+
+    The survivors do this. None where nothing is newer than the last checkpoint, or no plan exists
+    for the survivors.
+    """
+    safe = memory.ledger.checkpoints.step or 0
+    is_durable = memory.ledger.committed_steps <= safe
+    if is_durable or memory.end.reason is not None:
+        return None
+
+    memory.end.reason = reason
+    saving = Waiting(state.reason, state.since, state.change)
+    usable = fleet.usable_nodes(seen)
+    found = yield from _plan_from_rest(saving, memory, seen, usable, redundant=False)
+    # The same state: there is no plan for the survivors.
+    return None if found is saving else found
+
+
+def _plan_from_rest(
+    state: Waiting,
+    memory: JobMemory,
+    seen: Observation,
+    usable: tuple[str, ...],
+    *,
+    redundant: bool = True,
+) -> Deciding[State]:
+    state.tried = fleet.fleet_of(seen, usable, 0).nodes
+    change = state.change
+    if change is None:
+        steps_run = memory.ledger.steps_run
+        change = Change(
+            cause="start",
+            nodes=(),
+            happened_at=seen.now,
+            detected_at=seen.now,
+            step_before=steps_run,
+            plan_before=None,
+        )
+
+    whole = build_fleet(memory, seen, usable)
+    answer = memory.planning.ask(whole, None, redundant=redundant)
+    if answer.proposal is None:
+        # The new reason is logged, however soon after the one before.
+        state.reason = answer.why_not
+        state.announced = False
+        return state
+
+    change.stood_at = change.stood_at or seen.now
+    change.reason = change.reason or "the fleet is ready"
+    return (yield from adopt(change, answer.proposal, memory, seen))
+
+
+def _announce_wait(
+    memory: JobMemory, state: Waiting, seen: Observation, *, late: bool, short: bool
+) -> Effects:
+    """Log that the job waits, and why.
+
+    After a change this is logged at once. At the start it is logged when workers take longer than
+    arrivals do to settle (`elastic.arrivals_debounce_s`). It is logged again when the awaited fleet
+    has grown or shrunk.
+    """
+    settle_s = memory.job.elastic.arrivals_debounce_s
+    has_changed = state.reason != state.said and seen.now - state.said_at >= settle_s
+    is_new = not state.announced or (short and has_changed)
+    has_waited = short and seen.now - state.since >= settle_s
+    is_due = late or state.change is not None or has_waited
+    if is_new and is_due:
+        state.announced = True
+        state.said = state.reason
+        state.said_at = seen.now
+        yield event("decision", memory.generation, f"Deciding to wait, since {state.reason}")

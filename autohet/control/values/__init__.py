@@ -1,0 +1,1 @@
+"""Values that the controller reads and returns: observations, actions, states, changes."""

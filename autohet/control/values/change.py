@@ -1,0 +1,140 @@
+"""Reconfiguration from its cause to its first step: the time each part ended, and the cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from autohet.runtime.messages import RestoreRecord
+from planner.plans.plan import Plan
+
+
+@dataclass
+class Change:
+    """Reconfiguration under way.
+
+    Times are on the controller's clock; the controller fills them in as they pass.
+    """
+
+    cause: str
+    nodes: tuple[str, ...]
+    happened_at: float
+    detected_at: float
+    step_before: int
+    plan_before: Plan | None
+    reason: str = ""
+    plan_after: Plan | None = None
+    predicted_step_s: float | None = None
+    restore_step: int | None = None
+    stood_at: float | None = None
+    replan_s: float = 0.0
+    begun_at: float | None = None
+    ready_at: float | None = None
+    first_step_at: float | None = None
+    attempts: int = 0
+    restores: dict[str, RestoreRecord] = field(default_factory=dict)
+
+    @property
+    def steps_lost(self) -> int:
+        """Number of committed steps that must be run again."""
+        if self.restore_step is None:
+            return 0
+        return max(0, self.step_before - self.restore_step)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the first step after it has been taken."""
+        return self.first_step_at is not None
+
+    @property
+    def is_complete_move(self) -> bool:
+        """True if this moved a job that trained before, and is complete."""
+        return self.cause != "start" and self.is_complete
+
+    @property
+    def is_told(self) -> bool:
+        """True if this counts as a reconfiguration.
+
+        The first start does not count; a restart of the driver that cost steps does.
+        """
+        return self.cause != "start" or self.steps_lost > 0
+
+    def overtaken(
+        self, nodes: Collection[str], happened_at: float, now: float, reason: str
+    ) -> None:
+        """Turn this change into a death's: a worker died before its first step.
+
+        It is timed from that death, or from the moment at which all workers stood for it.
+        """
+        if self.cause != "death":
+            if self.stood_at is None:
+                self.nodes = ()
+                self.happened_at = happened_at
+                self.detected_at = now
+            else:
+                self.happened_at = self.stood_at
+                self.detected_at = self.stood_at
+        self.cause = "death"
+        self.reason = reason
+        self.happened_at = min(self.happened_at, happened_at)
+        self.nodes = tuple(sorted({*self.nodes, *nodes}))
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Return the bytes that all workers restored, by the tier that they came from."""
+        total: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
+        for record in self.restores.values():
+            total.update(record.bytes_by_tier)
+        return dict(total)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part of the time without a step.
+
+        `detect` runs from the last sign of life of the lost workers. After a notice or an arrival
+        training continues until all workers stand, so `total` starts at that moment.
+        """
+        restore = max((record.restore_s for record in self.restores.values()), default=0.0)
+        stood = self.detected_at if self.stood_at is None else self.stood_at
+        ready = self.ready_at or stood
+        first = self.first_step_at or ready
+        if self.cause == "death":
+            start = self.happened_at
+            detect = self.detected_at - self.happened_at
+            rebuild = max(0.0, ready - start - detect - self.replan_s - restore)
+        else:
+            # The search ran while training continued: it is no part of the time without a step.
+            start = stood
+            detect = 0.0
+            rebuild = max(0.0, ready - stood - restore)
+        parts = {
+            "detect": detect,
+            "replan": self.replan_s,
+            "rebuild": rebuild,
+            "restore": restore,
+            "first_step": first - ready,
+            "total": first - start,
+        }
+        return {name: round(value, 4) for name, value in parts.items()}
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the entry of `reconfigurations` in the summary."""
+        plan_before = None
+        if self.plan_before is not None:
+            plan_before = self.plan_before.to_document()
+        plan_after = None
+        if self.plan_after is not None:
+            plan_after = self.plan_after.to_document()
+        return {
+            "cause": self.cause,
+            "nodes": list(self.nodes),
+            "reason": self.reason,
+            "step": self.restore_step,
+            "plan_before": plan_before,
+            "plan_after": plan_after,
+            "predicted_step_s": self.predicted_step_s,
+            "steps_lost": self.steps_lost,
+            "bytes_by_tier": self.bytes_by_tier(),
+            "seconds": self.seconds(),
+            "attempts": self.attempts,
+        }

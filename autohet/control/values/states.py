@@ -1,0 +1,166 @@
+"""States of a job's controller, each with its reason and its deadline.
+
+The controller moves between them, one tick at a time.
+
+Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
+              ^            |          |
+              |            v          v
+              +------- Quiescing <----+          (a notice, a death, an arrival; or the same during Building)
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autohet.control.planning.orders import Book
+from autohet.control.planning.proposals import PendingSearch, PlanProposal
+from autohet.control.values.change import Change
+from autohet.control.values.fleet_event import FleetEvent
+from planner.inputs.cluster import Node
+
+
+@dataclass
+class Waiting:
+    """Waiting for workers: there are too few, or no plan for them.
+
+    Ends as soon as a plan exists.
+    """
+
+    reason: str
+    since: float
+    change: Change | None = None
+    announced: bool = False
+    said: str = ""
+    said_at: float = 0.0
+    tried: tuple[Node, ...] = ()
+    """Nodes, with their prices of that time, for which the planner had no plan."""
+
+
+@dataclass
+class Quiescing:
+    """Stopping every survivor, after the current step or by an interrupt.
+
+    Then survivors that lack a step whose vote any worker saw roll forward, until `roll_deadline`.
+
+    broken: participants of the generation that a failure has ended; empty where none has.
+    """
+
+    change: Change
+    deadline: float
+    interrupted: bool
+    broken: tuple[str, ...] = ()
+    proposal: PlanProposal | None = None
+    rolling: frozenset[str] = frozenset()
+    roll_deadline: float | None = None
+    quiet_since: float | None = None
+
+
+@dataclass
+class Sourcing:
+    """Finding out what each node holds, while all workers stand.
+
+    Agents and durable storage are asked only if live memory does not hold all. Then the generation
+    of `book` is claimed in the journal; its orders wait for that until `claimed_by`.
+    """
+
+    change: Change
+    proposal: PlanProposal
+    deadline: float
+    asked: bool = False
+    book: Book | None = None
+    claimed_by: float = 0.0
+
+
+@dataclass
+class Building:
+    """Building groups and restoring state: the orders are out."""
+
+    change: Change
+    proposal: PlanProposal
+    generation: int
+    participants: tuple[str, ...]
+    deadline: float
+
+
+@dataclass
+class Considering:
+    """Search for another plan, to decide whether a move is worth it.
+
+    `trouble` caused it; `since` is its start on the controller's clock.
+    """
+
+    trouble: FleetEvent
+    search: PendingSearch
+    since: float
+
+
+@dataclass
+class Leaving:
+    """Move that all workers make once no further notices are waited for.
+
+    It leads to the plan without `change.nodes`, chosen among `usable` nodes. patience_s, needs_s:
+    arguments of `gathering.gathers_until`, which returned `until`.
+    """
+
+    change: Change
+    proposal: PlanProposal
+    usable: tuple[str, ...]
+    patience_s: float
+    needs_s: float
+    until: float
+
+
+@dataclass
+class Training:
+    """Training, perhaps while another plan is looked for or further notices are waited for.
+
+    declined: nodes that have joined, and for which the plan was not changed.
+    """
+
+    generation: int
+    since: float
+    declined: frozenset[str] = field(default_factory=frozenset)
+    considering: Considering | None = None
+    leaving: Leaving | None = None
+
+    @property
+    def reason(self) -> str:
+        if self.leaving is not None:
+            return f"waiting for further notices, since {self.leaving.change.reason}"
+        if self.considering is not None:
+            return f"looking for a better plan, since {self.considering.trouble.reason}"
+        return ""
+
+
+@dataclass
+class Closing:
+    """Committing the newest step to durable storage, after the last step or a requested stop."""
+
+    reason: str
+    ok: bool
+    deadline: float
+    step: int | None = None
+    then_wait: str | None = None
+
+
+@dataclass
+class Saving:
+    """Committing the members' step after ticks failed for long.
+
+    All members were told to stop, whatever the state was, and nothing else is decided any more.
+    """
+
+    reason: str
+    deadline: float
+
+
+@dataclass
+class Ended:
+    """End of the job. may_pass: True if a restarted driver may do better."""
+
+    ok: bool
+    reason: str
+    may_pass: bool = False
+
+
+State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Saving | Ended

@@ -1,1 +1,0 @@
-"""State machine of one job: observe, decide, act. Knows no Ray."""

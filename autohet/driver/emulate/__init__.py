@@ -1,1 +1,0 @@
-"""EMULATED fleets on this machine: real Ray nodes that pose as other machines."""

@@ -1,0 +1,1 @@
+"""Emulated fleets on real Ray: nodes that pose as other machines, and their scripted events."""

@@ -1,0 +1,228 @@
+"""EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types.
+
+Emulated are the GPU types (labels and paced compute) and the machines (processes). Ray,
+torch.distributed, the state, its loss and its recovery are real, and so are the events. A node that
+dies here takes its host memory and its disk directory with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import services
+from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
+from ray.cluster_utils import Cluster as LocalCluster
+
+from autohet.driver.ray.cluster import NAME_LABEL
+from planner.errors import ConfigError
+from planner.inputs.cluster_documents import read_cluster_yaml
+
+logger = logging.getLogger("autohet")
+
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+OBJECT_STORE_BYTES = 80 << 20
+
+
+@dataclass
+class EmulatedNode:
+    """Emulated machine: its Ray node and the directories that die with it."""
+
+    name: str
+    node_type: str
+    ray_node: Any
+    doomed_at: float | None = None
+
+
+@dataclass
+class EmulatedFleet:
+    """Owns the local Ray cluster that poses as a fleet.
+
+    `close` ends every process that it started.
+    """
+
+    document: Mapping[str, Any]
+    directories: Callable[[str], tuple[str, ...]] = lambda name: ()
+    nodes: dict[str, EmulatedNode] = field(default_factory=dict)
+    head_arguments: Mapping[str, Any] = field(default_factory=dict)
+    cluster: LocalCluster | None = None
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def start(self, counts: Mapping[str, int] | None = None) -> str:
+        """Start the head and `counts` nodes of each type (default: min_workers).
+
+        Returns the address for `ray.init`.
+        """
+        head_arguments = {
+            "num_cpus": 2,
+            "num_gpus": 0,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+            **self.head_arguments,
+        }
+        with _environment(HEALTH_CHECKS), _groups_of_their_own():
+            self.cluster = LocalCluster(initialize_head=True, head_node_args=head_arguments)
+
+        if counts is None:
+            counts = first_nodes(self.document)
+        for name, count in counts.items():
+            for _ in range(count):
+                self.add(name, wait=False)
+        self.cluster.wait_for_nodes(timeout=60)
+        return str(self.cluster.address)
+
+    def add(
+        self,
+        node_type: str,
+        name: str | None = None,
+        *,
+        wait: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> EmulatedNode:
+        """Add a machine of `node_type`.
+
+        Its processes see `environment` in addition to this process's own.
+        """
+        assert self.cluster is not None
+        entry = self.document["available_node_types"].get(node_type)
+        if entry is None:
+            raise ConfigError(
+                f"the cluster has no node type '{node_type}'; it has"
+                f" {', '.join(self.document['available_node_types'])}"
+            )
+        index = self._counts.get(node_type, 0)
+        self._counts[node_type] = index + 1
+        name = name or f"{node_type}-{index}"
+        resources = entry.get("resources", {})
+
+        # Ray sets the labels of its own prefix, and refuses them from others.
+        labels = {}
+        for key, value in entry.get("labels", {}).items():
+            if not key.startswith("ray.io/"):
+                labels[key] = value
+        labels[NAME_LABEL] = name
+
+        variables = {**(environment or {}), NODE_TYPE_NAME_ENV: node_type}
+        with _environment(variables), _groups_of_their_own():
+            ray_node = self.cluster.add_node(
+                wait=wait,
+                num_cpus=resources.get("CPU", 1),
+                num_gpus=resources.get("GPU", 1),
+                labels=labels,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+        self.nodes[name] = EmulatedNode(name, node_type, ray_node)
+        return self.nodes[name]
+
+    def kill(self, name: str) -> None:
+        """Kill the machine at once, with its host memory and its disk."""
+        assert self.cluster is not None
+        node = self.nodes.pop(name)
+        self.cluster.remove_node(node.ray_node, allow_graceful=False)
+        self._erase(name)
+
+    def _erase(self, name: str) -> None:
+        """Erase the machine's host memory and disk, and directories that held nothing else."""
+        for path in self.directories(name):
+            directory = Path(path)
+            shutil.rmtree(directory, ignore_errors=True)
+            for parent in (directory.parent, directory.parent.parent):
+                with suppress(OSError):
+                    parent.rmdir()
+
+    def freeze(self, process_id: int) -> None:
+        """Freeze a worker's process, so that it stops answering without ending."""
+        # It may have ended meanwhile.
+        with suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGSTOP)
+
+    def doom(self, name: str, at: float) -> None:
+        """Schedule the machine's end for `at` (this process's clock), whatever runs there."""
+        self.nodes[name].doomed_at = at
+
+    def reap(self, now: float) -> list[str]:
+        """Kill the machines whose scheduled end has come; return their names."""
+        due = []
+        for name, node in self.nodes.items():
+            if node.doomed_at is not None and now >= node.doomed_at:
+                due.append(name)
+        for name in due:
+            self.kill(name)
+        return due
+
+    def close(self) -> None:
+        if ray.is_initialized():
+            ray.shutdown()
+        if self.cluster is not None:
+            self.cluster.shutdown()
+            self.cluster = None
+        for name in self.nodes:
+            self._erase(name)
+        self.nodes.clear()
+
+
+def is_emulated(document: Mapping[str, Any]) -> bool:
+    """Return true if a cluster file describes an emulated fleet on one machine."""
+    return (document.get("provider") or {}).get("type") == "fake_multinode"
+
+
+def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of nodes of each type that an emulated fleet starts with."""
+    types = document["available_node_types"].items()
+    head = document["head_node_type"]
+    return {name: entry.get("min_workers", 0) for name, entry in types if name != head}
+
+
+def read_document(path: str | Path) -> dict[str, Any]:
+    """Read a cluster file as it is; `planner.inputs.cluster` checks its contents."""
+    document = read_cluster_yaml(path)
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"cluster '{path}' is no mapping; it should be a Ray cluster-launcher document"
+        )
+    return document
+
+
+@contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """Start Ray's processes outside this process's group.
+
+    A signal to the group (by a terminal, `timeout`, a service manager) would end the cluster before
+    the newest step is committed, and the driver with it.
+    """
+    module: Any = services
+    before = module.ConsolePopen
+    module.ConsolePopen = functools.partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        module.ConsolePopen = before
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for processes that are started within the context."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

@@ -1,1 +1,0 @@
-"""History of a run: steps, checkpoints, changes and failures, and the documents made of them."""

@@ -1,0 +1,283 @@
+"""All that one run of a job has on the driver's side: controller, workforce and planner."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from autohet.control.ledger.skipped_steps import SKIPPED_FROM
+from autohet.control.ledger.told_steps import NOTHING_TOLD
+from autohet.control.planning.buyer import Buyer
+from autohet.control.planning.buying import Market
+from autohet.control.planning.orders import OrderBuilder
+from autohet.control.replanning import drop_search
+from autohet.control.values.observation import Observation
+from autohet.driver.checkpoints.cleaning import Retention
+from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
+from autohet.driver.checkpoints.resumption import loss_scales, skipped_from
+from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.emulated.rehearsal import Rehearsal
+from autohet.driver.job.checks import check_data
+from autohet.driver.job.run_record import steps_told
+from autohet.driver.job.supervise import is_restart
+from autohet.driver.loop.background_search import BackgroundPlanning
+from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.recorder import RecordedPlanning, Recorder
+from autohet.driver.loop.run_directories import run_id
+from autohet.driver.ray.requests.scaling import FleetRequest
+from autohet.driver.ray.this_machine import CORES_A_WORKER, is_this_machine
+from autohet.driver.ray.workers import WorkerSettings
+from autohet.driver.ray.workforce import RayWorkforce
+from autohet.runtime.facts.planning import planning_inputs
+from autohet.runtime.job import Job
+from autohet.runtime.job.identity import DATA_DIGEST
+from autohet.runtime.models.config import load_config, saved_document
+from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.proof import require_proof
+from autohet.runtime.process.log import RunRecord
+from autohet.runtime.state.model_files import model_files
+from autohet.runtime.step.loss_scale import LOSS_SCALE
+from planner.inputs.cluster import Cluster
+from recovery.checkpoint.manifest import Manifest
+from recovery.storage.open import open_storage
+
+logger = logging.getLogger("autohet")
+STATUS_PERIOD_S = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of a run.
+
+    `ok`: all its steps are trained and committed. `may_pass`: a restarted driver may do better.
+    """
+
+    ok: bool
+    reason: str
+    summary: dict[str, Any]
+    may_pass: bool = False
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of a run.
+
+    cluster: cluster document that plans are made for; None without one. emulated: emulated fleet
+    that the run is on, if it is. request: request to the autoscaler, which is kept as the job wants
+    it.
+    """
+
+    cluster: Cluster | None = None
+    emulated: EmulatedFleet | None = None
+    request: FleetRequest | None = None
+
+
+class JobRun:
+    """Owner of everything that one run of a job has on the driver's side.
+
+    Call `start`, then `tick` until `controller.ended`, then `close`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        machines: Machines,
+        events: EventLog,
+        record: RunRecord | None = None,
+        recorder: Recorder | None = None,
+        durable: Durable | None = None,
+    ) -> None:
+        cluster = machines.cluster
+        fleet = machines.emulated
+        self.job = job
+        self.events = events
+        self.fleet = fleet
+        config = load_config(job.model)
+        if job.model.family is not None:
+            require_proof(config)
+        check_data(job, int(config.vocab_size), here=fleet is not None)
+        self.durable = durable or make_durable(job)
+        self._told = steps_told(events.path) if is_restart() else NOTHING_TOLD
+
+        zones = None if cluster is None else cluster.zones
+        self.planning = BackgroundPlanning(planning_inputs(job, zones=zones))
+        settings = WorkerSettings(threads_of_a_worker(job, fleet), record)
+        self.workforce = RayWorkforce(job, run_id(job), self.durable, cluster, settings)
+        pace = paces_of if job.emulation is not None else None
+        self.orders = OrderBuilder(job, config, pace, self.durable.lease.driver, zones=zones)
+
+        planning: BackgroundPlanning | RecordedPlanning = self.planning
+        if recorder is not None:
+            planning = RecordedPlanning(self.planning, recorder)
+        self.controller = Controller(job, self.workforce, planning, self.orders, events)
+        self.controller.recorder = recorder
+        rehearsal = Rehearsal(
+            fleet,
+            self.workforce.observer.scripted,
+            self.workforce.workers.kill_processes,
+            time.monotonic,
+        )
+        self.workforce.rehearsal = rehearsal.happen
+
+        self.market: Market | None = None
+        self._losses: dict[int, float] = {}
+        """Evaluation losses by step, also of earlier parts of the run."""
+        self._num_recorded = 0
+        self._published_at = -math.inf
+        self._clock = time.monotonic
+
+    def start(self) -> None:
+        """Make sure that no other driver is alive, and find a checkpoint to resume from.
+
+        The controller does the rest. After an error it can be called again.
+
+        Raises:
+            LeaseHeld: another driver of this job is alive. StorageError: the storage does not
+            answer.
+        """
+        self.durable.take_lease()
+        found = self.durable.load_newest()
+        memory = self.controller.memory
+        memory.generation = found.ancestry.newest or 0
+        step = 0
+        scales = ""
+        if found.manifest is not None:
+            self._go_on_from(found.manifest)
+            step = found.manifest.step
+            scales = loss_scales(found.manifest)
+            logger.info("Going on from step %d of %s", found.step, found.uri)
+        memory.ledger.go_on_from(step, self._told, scales)
+
+        self._begin_recording(scales)
+        self.events.emit(
+            "started",
+            memory.generation,
+            job=self.job.name,
+            step=found.step or 0,
+            checkpoint=found.uri,
+            restart=is_restart(),
+        )
+
+    def _go_on_from(self, manifest: Manifest) -> None:
+        """Take over from a checkpoint what its run has to know of the part before it."""
+        memory = self.controller.memory
+        memory.generation = max(memory.generation, manifest.generation)
+        memory.ledger.skipped.go_on_from(skipped_from(manifest))
+        self._losses = losses_of(manifest.scalars)
+        if self._losses:
+            self.durable.record(EVALUATION_LOSSES, str(manifest.scalars[EVALUATION_LOSSES]))
+
+        # Nodes whose data has other tokens are refused, unless the job says that it may change.
+        may_change = any(key.startswith("data.") for key in self.job.checkpoint.allow_changes)
+        if not may_change:
+            digest = manifest.scalars.get(DATA_DIGEST)
+            self.workforce.observer.expect_data(None if digest is None else str(digest))
+
+    def _begin_recording(self, scales: str) -> None:
+        """Record what a replay needs beside the observations; no-op without a recorder."""
+        recorder = self.controller.recorder
+        if recorder is None:
+            return
+        recorder.begin(
+            job=self.job,
+            driver=self.orders.driver,
+            market=self.market,
+            zones=self.orders.zones,
+            generation=self.controller.memory.generation,
+            first_step=self.controller.memory.ledger.committed_steps,
+            told=self._told,
+            loss_scales=scales,
+        )
+
+    def buy(self, request: FleetRequest | None) -> None:
+        """Keep the autoscaler's request as the job wants it, and read its refusals."""
+        if request is None or not request.bundles:
+            return
+        self.workforce.autoscaler.set_request(request)
+        self.market = request.market
+        memory = self.controller.memory
+        memory.buyer = Buyer(self.job, memory.planning, self.market)
+
+    def tick(self) -> Observation:
+        # Before the controller's tick, which may commit a checkpoint with these facts.
+        ledger = self.controller.memory.ledger
+        self.durable.record(SKIPPED_FROM, ledger.skipped.first)
+        self.durable.record(LOSS_SCALE, ledger.loss_scales.text or None)
+        self._record_losses()
+
+        seen = self.controller.tick()
+        if self.fleet is not None:
+            self.fleet.reap(self._clock())
+        if self._clock() - self._published_at >= STATUS_PERIOD_S:
+            self._published_at = self._clock()
+            self.workforce.publish(self.controller.status())
+        return seen
+
+    def _record_losses(self) -> None:
+        """Record in checkpoints the losses by which the best of them are kept."""
+        section = self.job.checkpoint
+        evaluations = self.controller.memory.ledger.evaluations
+        if section.keep_best is None or len(evaluations) == self._num_recorded:
+            return
+        self._num_recorded = len(evaluations)
+        for step, record in evaluations.items():
+            self._losses[step] = record.loss
+        text = losses_text(self._losses, section.every_steps, section.keep_best)
+        self.durable.record(EVALUATION_LOSSES, text)
+
+    def outcome(self) -> Outcome:
+        ended = self.controller.ended
+        assert ended is not None
+        return Outcome(ended.ok, ended.reason, self.controller.summary(), ended.may_pass)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End all that the run started; `at_once`: without waiting for work in flight.
+
+        Snapshots stay only if a restart may want them.
+        """
+        ended = self.controller.ended
+        is_done = ended is not None and ended.ok
+        drop_search(self.controller.state)
+        # The callbacks run in the reverse order, each of them also if one before it fails.
+        with ExitStack() as stack:
+            stack.callback(self.durable.close, at_once=at_once)
+            stack.callback(self.workforce.close, forget_snapshots=is_done, at_once=at_once)
+            if not at_once:
+                self.workforce.publish(self.controller.status())
+
+
+def make_durable(job: Job) -> Durable:
+    """Create the driver's side of the job's checkpoint storage."""
+    document = saved_document(job.model)
+    identity = {"seed": job.training.seed, **job.identity(_weights(job))}
+    facts = RunFacts(job.name, document, identity, model_files(job, document))
+    retention = Retention(job.checkpoint.num_kept, job.checkpoint.keep_best)
+    return Durable(open_storage(job.checkpoint_storage), facts, retention)
+
+
+def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
+    """Return the CPU threads of one worker.
+
+    It is one if many workers share this machine's cores and speeds are emulated.
+    """
+    if job.emulation is not None:
+        return 1
+    if fleet is not None and is_this_machine(fleet.document):
+        return min(CORES_A_WORKER, os.cpu_count() or 1)
+    return 4
+
+
+def _weights(job: Job) -> str | None:
+    """Return the identity of the job's pretrained weights; None if it has none."""
+    model = job.model
+    if model.pretrained is None:
+        return None
+    return weights_identity(model.pretrained, model.revision)

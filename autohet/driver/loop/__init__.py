@@ -1,0 +1,1 @@
+"""Loop around the controller: ticks, events, recordings and searches in the background."""

@@ -1,0 +1,78 @@
+"""Agent actors of a job: one for each of its nodes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from autohet.control.values.observation import HeldPart, Prune
+from autohet.driver.ray.agents.agent_actor import AgentActor, AgentPlace
+from autohet.driver.ray.environment import forwarded_environment
+from autohet.driver.ray.observer import RayObserver
+from autohet.driver.ray.workers import on_node
+from autohet.runtime.messages import AgentEndpoint
+from autohet.runtime.process.log import RunRecord
+
+
+class RayNodeAgents:
+    """Implements `NodeAgents` over Ray; the observer keeps the handles."""
+
+    def __init__(self, observer: RayObserver, record: RunRecord | None) -> None:
+        self._observer = observer
+        self._commands = observer.agent_commands
+        self._record = record
+        self._token = secrets.token_hex(16)
+
+    def start_agents(self, nodes: Sequence[str]) -> None:
+        observer = self._observer
+        job = observer.job
+        for name in nodes:
+            tracked = observer.nodes.get(name)
+            if tracked is None or tracked.agent is not None:
+                continue
+            address = observer.agent_reports.expect(name)
+            memory, disk = tracked.snapshot_directories(job.checkpoint)
+            place = AgentPlace(name, tracked.ray_node.address, self._token, memory, disk)
+
+            actor_class: Any = AgentActor
+            placed = actor_class.options(scheduling_strategy=on_node(tracked))
+            agent = placed.remote(
+                place,
+                job.elastic.notice_sources,
+                job,
+                forwarded_environment(),
+                self._record,
+                address,
+            )
+            observer.agent_reports.watch(name, agent.until_end.remote)
+            tracked.agent = agent
+            tracked.view = replace(tracked.view, agent_started=True)
+
+    def prune(self, what: Prune) -> None:
+        self._commands.prune(self._observer.agents, what)
+
+    def ask_holdings(self) -> None:
+        self._commands.ask_holdings(self._observer.agents, self._observer.clock())
+
+    def hand_over(
+        self, parts: Mapping[str, Sequence[HeldPart]], to: Sequence[AgentEndpoint]
+    ) -> None:
+        self._commands.hand_over(self._observer.agents, parts, to)
+
+    def release_node(self, node: str) -> None:
+        tracked = self._observer.nodes.get(node)
+        if tracked is None or tracked.agent is None:
+            return
+        if not tracked.released:
+            tracked.released = True
+            self._commands.refuse_copies(node, tracked.agent)
+
+    def end_agent(self, node: str) -> None:
+        """End the node's agent, so that a draining node has no lease left and Ray lets it go."""
+        tracked = self._observer.nodes.get(node)
+        if tracked is not None and tracked.agent is not None:
+            ray.kill(tracked.agent)

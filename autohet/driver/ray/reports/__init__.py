@@ -1,0 +1,1 @@
+"""Reports of workers and agents on their way to the driver, and the detection of silence."""

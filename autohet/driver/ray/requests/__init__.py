@@ -1,0 +1,1 @@
+"""Requests to Ray's autoscaler: standing requests, drains and failed launches."""

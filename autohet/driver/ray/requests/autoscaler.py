@@ -1,0 +1,48 @@
+"""Ray's autoscaler as a job uses it: drains, and the standing request for nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autohet.driver.ray.observer import RayObserver
+from autohet.driver.ray.requests.drain import drain
+from autohet.driver.ray.requests.launches import LaunchWatch
+from autohet.driver.ray.requests.scaling import FleetRequest
+
+
+class RayAutoscaler:
+    """Implements `Autoscaler` over Ray."""
+
+    def __init__(self, observer: RayObserver) -> None:
+        self._observer = observer
+        self._request: FleetRequest | None = None
+
+    def set_request(self, request: FleetRequest) -> None:
+        """Set the request to the autoscaler, which the controller changes from now on."""
+        self._request = request
+        self._observer.launches = LaunchWatch()
+        self._observer.spot_types = request.spot_types
+
+    def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
+        if self._request is not None:
+            self._request.change(counts)
+
+    def drain(self, node: str, reason: str, deadline: float | None) -> None:
+        """Drain the node, unless Ray drains it already or its end is only rehearsed."""
+        observer = self._observer
+        tracked = observer.nodes.get(node)
+        if tracked is None or node in observer.scripted.by_node:
+            return
+        node_id = tracked.ray_node.node_id
+        if node_id in observer.drains.known:
+            return
+        left_s = None
+        if deadline is not None:
+            left_s = deadline - observer.clock()
+        drain(node_id, reason, left_s)
+
+    def give_back(self, node: str) -> None:
+        """Give an idle node back: Ray drains it, which shows as its notice."""
+        tracked = self._observer.nodes.get(node)
+        if tracked is not None:
+            drain(tracked.ray_node.node_id, "idle", None)

@@ -1,0 +1,231 @@
+"""Standing request for whole nodes to Ray's autoscaler, which brings replacements too.
+
+Workers and agents reserve no resources, so without this request Ray sees no demand and starts no
+node beyond `min_workers`. The request is for the nodes of the best plan of the largest fleet: a
+node that no plan would use is not bought. It names shapes of whole nodes, and it is sent only after
+Ray's own scheduler has launched exactly those nodes for it (`node_requests`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray.autoscaler.sdk import request_resources
+from ray.autoscaler.v2.utils import is_autoscaler_v2
+from ray.exceptions import RayError
+
+from autohet.control.planning.buying import Market, completed, may_exist, usd_per_hour
+from autohet.driver.emulated.fleet import is_emulated
+from autohet.driver.ray.requests.node_requests import NodeRequest, node_request
+from autohet.driver.sources.spot_prices import SpotType, spot_types
+from autohet.runtime.job import Job
+from planner.errors import ConfigError
+from planner.inputs.cluster import Cluster, cluster_from_document
+
+logger = logging.getLogger("autohet")
+ANY_PRICE = (
+    ", for the fastest plan at any price; parallelism.objective: cost asks for the least $ a token,"
+    " max_usd_per_hour bounds them"
+)
+LAUNCHED_FROM = Path("~/ray_bootstrap_config.yaml")
+"""Place where `ray up` leaves its file on the head node."""
+
+
+def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
+    """Return the cluster-launcher document that this head node was started from.
+
+    None if there is none that can be used.
+    """
+    try:
+        document = yaml.safe_load(path.expanduser().read_text())
+        cluster_from_document(document)
+    except (OSError, yaml.YAMLError):
+        return None
+    except ConfigError as error:
+        logger.warning("%s, from which this cluster was started, is not used: %s", path, error)
+        return None
+    return dict(document)
+
+
+def check_wish(cluster: Cluster, wish: Mapping[str, int]) -> None:
+    """Check that the nodes that the job requests may exist.
+
+    Raises:
+        ConfigError: the request names a type that the cluster does not have, or more nodes of it
+        than allowed.
+    """
+    most = {kind.name: kind.max_nodes for kind in cluster.node_types}
+    for name, count in wish.items():
+        if name not in most:
+            raise ConfigError(
+                f"elastic.request_nodes names '{name}'; cluster '{cluster.name}' has"
+                f" {', '.join(sorted(most))}"
+            )
+        if count > most[name]:
+            raise ConfigError(
+                f"elastic.request_nodes asks for {count} of '{name}', whose max_workers is"
+                f" {most[name]}: raise that, or ask for fewer"
+            )
+
+    if not may_exist(wish, cluster):
+        assert cluster.bound is not None
+        raise ConfigError(
+            f"elastic.request_nodes asks for {sum(wish.values())} nodes, but with those that stand"
+            f" anyway cluster '{cluster.name}' may have {cluster.bound.most} with GPUs (its"
+            " max_workers); ask for fewer, or raise max_workers"
+        )
+
+
+def autoscaler_version() -> int:
+    """Return the autoscaler version of the cluster that this process is connected to.
+
+    Without a connection it is 2, the version that `ray up` starts.
+    """
+    if not ray.is_initialized():
+        return 2
+    try:
+        return 2 if is_autoscaler_v2() else 1
+    except (RayError, RuntimeError, AssertionError):
+        return 2
+
+
+def autoscaler_launches() -> bool:
+    """Return true if an autoscaler may launch nodes here.
+
+    That is one of version 2, one that `ray up` started on this head, or KubeRay's. A cluster of
+    nodes that were started by hand has none.
+    """
+    on_kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
+    return on_kubernetes or LAUNCHED_FROM.expanduser().exists() or autoscaler_version() == 2
+
+
+def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
+    """Return the nodes by type that stand without any request."""
+    types = document.get("available_node_types", {})
+    standing = {}
+    for kind in cluster.node_types:
+        entry = types.get(kind.name, {})
+        standing[kind.name] = entry.get("min_workers", 0)
+    return standing
+
+
+class FleetRequest:
+    """Standing request of one job; `withdraw` ends it.
+
+    The autoscaler then takes idle nodes down after its own time-out. A Ray cluster has one such
+    request: two jobs with requests of their own on one cluster overwrite each other's. counts:
+    nodes by type; hint: text appended to the log message. ConfigError if no request names these
+    nodes.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        document: Mapping[str, Any],
+        counts: Mapping[str, int],
+        hint: str = "",
+    ) -> None:
+        self.cluster = cluster
+        self.counts = dict(counts)
+        self.hint = hint
+        self._document = document
+        self._request = self._named(self.counts)
+
+    def _named(self, counts: Mapping[str, int]) -> NodeRequest:
+        """Return a request that names these nodes; ConfigError if none does."""
+        if not any(counts.values()):
+            return NodeRequest()
+        try:
+            version = autoscaler_version()
+            return node_request(self.cluster, self._document, counts, version=version)
+        except ConfigError as error:
+            # Nodes that were started by hand: nothing would answer a request, so none is needed.
+            if ray.is_initialized() and not autoscaler_launches():
+                logger.warning("no node is asked for: %s", error)
+                return NodeRequest()
+            raise
+
+    @property
+    def bundles(self) -> list[Mapping[str, float]]:
+        return list(self._request.bundles)
+
+    @property
+    def selectors(self) -> list[Mapping[str, str]]:
+        return list(self._request.selectors)
+
+    @property
+    def spot_types(self) -> dict[str, SpotType]:
+        return spot_types(self.cluster, self._document)
+
+    @property
+    def market(self) -> Market:
+        """Current market: the cluster, its standing nodes, and the counts requested now."""
+        return Market(self.cluster, standing_nodes(self.cluster, self._document), dict(self.counts))
+
+    def ask(self) -> None:
+        if not self.bundles:
+            return
+        parts = [f"{count} {name}" for name, count in sorted(self.counts.items()) if count]
+        logger.info(
+            "Asking Ray's autoscaler for %s: $%.2f an hour by the file's prices%s",
+            ", ".join(parts),
+            usd_per_hour(self.counts, self.cluster),
+            self.hint,
+        )
+        self._send()
+
+    def change(self, counts: Mapping[str, int]) -> None:
+        """Request these counts from now on; keep the old request if no request names them."""
+        try:
+            self._request = self._named(counts)
+        except ConfigError as error:
+            logger.warning("the autoscaler is asked for the same nodes still: %s", error)
+            return
+        self.counts = dict(counts)
+        self._send()
+
+    def _send(self) -> None:
+        bundles = [dict(each) for each in self.bundles]
+        # Only version 2 of the autoscaler knows selectors.
+        selectors = None
+        if self._request.labelled:
+            selectors = [dict(each) for each in self.selectors]
+        request_resources(bundles=bundles, bundle_label_selectors=selectors)
+
+    def withdraw(self) -> None:
+        try:
+            if self.bundles:
+                request_resources(bundles=[])
+        except (RayError, RuntimeError) as error:
+            logger.warning("the request for nodes was not withdrawn: %s", error)
+
+
+def fleet_request(
+    job: Job,
+    cluster: Cluster | None,
+    document: Mapping[str, Any],
+    address: str | None,
+    best: Mapping[str, int] | None,
+) -> FleetRequest:
+    """Return the request to Ray's autoscaler for the nodes that the job names.
+
+    If it names none, the request is for the nodes of the best plan of the largest fleet. A fleet
+    emulated here has an empty request: its nodes are started at once.
+    """
+    if cluster is None or (is_emulated(document) and address is None):
+        return FleetRequest(Cluster("", ()), {}, {})
+    counts = job.elastic.request_nodes or {}
+    wishes = job.parallelism
+    if job.elastic.request_nodes is None and best is not None:
+        counts = completed(
+            best, cluster, standing_nodes(cluster, document), job.elastic.min_workers
+        )
+        if wishes.objective == "time" and wishes.max_usd_per_hour is None:
+            return FleetRequest(cluster, document, counts, ANY_PRICE)
+    return FleetRequest(cluster, document, counts)

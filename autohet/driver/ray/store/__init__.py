@@ -1,0 +1,1 @@
+"""Rendezvous store of a generation: torch's TCPStore protocol for authenticated workers."""

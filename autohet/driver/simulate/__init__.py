@@ -1,1 +1,0 @@
-"""SIMULATED workforces: spot traces run through the real controller on a fake clock."""

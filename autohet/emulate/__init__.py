@@ -1,0 +1,1 @@
+"""Demonstrations on this machine: an emulated spot fleet, and networks of limited bandwidth."""

@@ -1,0 +1,1 @@
+"""Copies of training state beside the live one: snapshots, uploads and replicas."""

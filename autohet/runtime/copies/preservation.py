@@ -1,0 +1,204 @@
+"""Copies of a worker's state beyond its own memory.
+
+They are a snapshot in the node's memory after each step, the shards that its agent copies to other
+nodes, and its part of durable checkpoints, which is kept on the node's disk as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from autohet.runtime.copies.durable_uploads import DurableUploads
+from autohet.runtime.copies.memory_snapshots import MemorySnapshots
+from autohet.runtime.copies.replication_state import ReplicationState
+from autohet.runtime.copies.transfer_log import TransferLog
+from autohet.runtime.job import Job
+from autohet.runtime.messages import GenerationOrder, StateTransfer, WorkerPlace
+from recovery.errors import RecoveryError, SnapshotError
+from recovery.local.snapshot import SnapshotLease, SnapshotOptions, SnapshotWriter
+from recovery.peers.replication_rounds import PreservationStatus, Turns
+from recovery.storage.protocol import Storage
+
+logger = logging.getLogger("autohet.worker")
+
+
+class Preservation:
+    """Snapshots, replication rounds and uploads of one worker, which owns this object.
+
+    The generation's thread calls `begin`, `record_vote`, `is_turn`, `keep`, `status` and
+    `before_update`; reports call the rest.
+    """
+
+    def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
+        self.place = place
+        self._every = job.checkpoint.snapshot_every_steps
+        timeouts = job.elastic.timeouts()
+        self._timeout_s = timeouts.checkpoint_s
+        self._leave_s = timeouts.quiesce_s
+        self.transfers = TransferLog()
+        self._snapshots = MemorySnapshots(place, self._every, timeouts.checkpoint_s)
+        self.replication = ReplicationState(place, self._every, timeouts.step_s, self.transfers)
+        self.uploads = DurableUploads(place.worker, storage, timeouts, self.transfers)
+        self._disk: SnapshotWriter | None = None
+        self.order: GenerationOrder | None = None
+        self._turns = Turns(job.checkpoint.every_steps)
+
+    @property
+    def shortage(self) -> str | None:
+        """Sentence on too little host memory for snapshots, of a node's first worker."""
+        return self._snapshots.shortage
+
+    def snapshot_step(self, generation: int) -> int | None:
+        """Return the step of the newest committed snapshot of this generation."""
+        return self._snapshots.newest(generation)
+
+    def replicated_step(self, generation: int) -> int | None:
+        """Return the step of the last complete round of this generation."""
+        return self.replication.complete_step(generation)
+
+    def snapshot_of(self, generation: int, step: int) -> SnapshotLease | None:
+        """Return the committed snapshot of this step.
+
+        None unless this worker has one of the last generation that it trained in.
+        """
+        return self._snapshots.lease(generation, step)
+
+    def begin(self, order: GenerationOrder) -> None:
+        """Begin a generation, whose layout decides what this worker keeps and writes."""
+        self._close_writers()
+        self.uploads.abandon()
+        self.order = order
+        self.replication.begin(order)
+        self._turns = Turns(self._turns.every)
+        self._snapshots.begin(order)
+        self._disk = self._on_disk(order)
+
+    def _close_writers(self) -> None:
+        """Close the writers, so that none still reads the old state.
+
+        A disk that hangs is not waited for.
+        """
+        self._snapshots.close()
+        if self._disk is not None:
+            with suppress(SnapshotError):
+                self._disk.wait_copied(min(self._timeout_s, self._leave_s))
+            self._disk.close(0.0)
+
+    def _on_disk(self, order: GenerationOrder) -> SnapshotWriter:
+        """Return the writer of this node's disk copies.
+
+        The writer's thread makes its files, since the disk may hang; a failure does not stop the
+        run.
+        """
+        place = self.place
+
+        def note(step: int, num_bytes: int, seconds: float) -> None:
+            transfer = StateTransfer(
+                "disk", place.worker, order.generation, step, num_bytes, seconds
+            )
+            self.transfers.add(transfer)
+
+        return SnapshotWriter(
+            place.disk_directory,
+            place.worker,
+            order.layout,
+            order.generation,
+            SnapshotOptions(force_to_device=True, in_background=True, on_commit=note),
+        )
+
+    def before_update(self) -> None:
+        """Block until the state may change: all copies of the step before have been read."""
+        self.uploads.wait_copied()
+        self._snapshots.wait_copied()
+        disk = self._disk
+        if disk is None:
+            return
+        try:
+            disk.wait_copied(self._timeout_s)
+        except SnapshotError as error:
+            logger.warning("no more copies on this node's disk in this generation: %s", error)
+            self._disk = None
+            # Without a wait, since the disk may hang.
+            disk.close(0.0)
+
+    def status(self) -> PreservationStatus:
+        """Return this worker's contribution to the vote.
+
+        It reports this worker's part of the open round, and whether an earlier checkpoint is still
+        being written. Blocks until this worker's snapshot of the step before is committed: a worker
+        that passes the vote begins to overwrite the snapshot before that one. If all processes
+        ended then, a worker without its own snapshot would leave no step that all nodes keep.
+        """
+        self._snapshots.wait()
+        spills = self._disk is not None and self._disk.busy
+        writing = self.uploads.busy or spills
+        if self.order is None:
+            return PreservationStatus(writing=writing)
+        status = self.replication.status(self.order, self._snapshots.writer)
+        return replace(status, writing=writing)
+
+    def record_vote(self, *, pending: bool, failed: bool) -> None:
+        """Apply the step's vote to the open round."""
+        assert self.order is not None
+        completed = self.replication.record_vote(
+            self.order.generation, pending=pending, failed=failed
+        )
+        if completed and self._snapshots.writer is not None:
+            self._snapshots.writer.release_older()
+
+    def is_turn(self, step: int, *, writing: bool) -> bool:
+        """Return True if the step is to be durable, as all workers decide from its vote."""
+        return self._turns.take(step, writing=writing)
+
+    def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
+        """Start the step's snapshot after its update.
+
+        durable: also start to upload this worker's shards.
+        """
+        order = self.order
+        assert order is not None
+        is_snapshot_step = self._every > 0 and (step % self._every == 0 or durable)
+        if is_snapshot_step:
+            self._snapshots.try_again(order)
+            self.replication.begin_step(order, step, self._snapshots.writer)
+            self._snapshots.start(step, state)
+        if durable:
+            # Each of the two releases a lease of its own on the snapshot.
+            self._spill(step, self._snapshots.source(step, state))
+            self.uploads.start(order, step, self._snapshots.source(step, state))
+
+    def _spill(self, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
+        """Keep the durable step on the node's own disk; a full disk is no failure.
+
+        After a loss, only shards that no node has are read from durable storage.
+        """
+        try:
+            if self._disk is not None:
+                self._disk.start(step, state, self._timeout_s)
+            elif isinstance(state, SnapshotLease):
+                state.release()
+        except RecoveryError as error:
+            if isinstance(state, SnapshotLease):
+                state.release()
+            logger.warning("step %d is not on this node's disk: %s", step, error)
+
+    def take_receipts(self) -> list[tuple[int, int, Any]]:
+        """Return (generation, step, receipt) of each upload that has ended since the last call."""
+        return self.uploads.take_receipts()
+
+    def take_transfers(self) -> tuple[StateTransfer, ...]:
+        """Return the uploads, replication rounds and spills that have ended since the last call."""
+        return self.transfers.take()
+
+    def close(self) -> None:
+        self._snapshots.close()
+        if self._disk is not None:
+            self._disk.close()
+        self.replication.close()
+        self.uploads.close()

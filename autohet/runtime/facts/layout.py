@@ -1,0 +1,253 @@
+"""Conversion of a plan to a layout: which worker holds which shards of the training state.
+
+This is the one module where planner and recovery meet.
+
+If the optimizer state of a layer is *sharded* (ZeRO-1, Rajbhandari et al. 2020, section 5.1;
+`planner.plans.redundancy.sharded_layers`), only one worker keeps master and moments of a
+(parameter, unit): its *owner*, one of those that compute with it. The other workers compute with
+weights made from the owner's master before each step, which are no state. So a shard is the same in
+every layout, with or without sharding, and snapshots, copies, checkpoints and restores do not
+depend on sharding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models.family import Family
+from autohet.runtime.models.parameter_names import stage_parameter_names
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_units
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.spmd.layout import program_units
+from planner.plans.plan import Plan, TensorShare
+from planner.plans.redundancy import EMBEDDING as EMBEDDING_LAYER
+from planner.plans.redundancy import HEAD as HEAD_LAYER
+from planner.plans.redundancy import sharded_layers
+from recovery.state.layout import Layout, ShardId, TensorSpec
+
+STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
+FROZEN = "frozen"
+"""Kind of the weights that a run uses but does not train."""
+
+
+def state_name(kind: str, parameter: str) -> str:
+    return f"{kind}/{parameter}"
+
+
+def parameter_name(state: str) -> str:
+    """Return the parameter to which a tensor of state belongs."""
+    return state.split("/", 1)[1]
+
+
+def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
+    """Return every tensor of training state, by name.
+
+    They are fp32 masters and Adam's two moments of each trained parameter.
+    """
+    specs = family_of(config).parameter_specs(config)
+    tensors = {}
+    for kind in STATE_KINDS:
+        for name, spec in specs.items():
+            if spec.trainable:
+                tensor = state_name(kind, name)
+                tensors[tensor] = _tensor_spec(tensor, spec, "float32")
+    return tensors
+
+
+def _tensor_spec(name: str, spec: ParameterSpec, dtype: str) -> TensorSpec:
+    """Return a tensor that is cut as the parameter that it belongs to."""
+    return TensorSpec(name, spec.shape, dtype, spec.split_dim, spec.cuts)
+
+
+def held_units(
+    plan: Plan, config: PreTrainedConfig
+) -> Iterator[tuple[str, str, ParameterSpec, tuple[int, ...]]]:
+    """Yield (worker, parameter name, its spec, units held) for all trained parameters."""
+    specs = family_of(config).parameter_specs(config)
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
+            trained = [name for name in names if specs[name].trainable]
+            for rank, worker in enumerate(stage.workers):
+                share = stage.share(rank)
+                for name in trained:
+                    spec = specs[name]
+                    yield worker, name, spec, local_units(spec, share)
+
+
+def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str, tuple[int, ...]]:
+    """Return the units of untrained parameters that `worker` computes with, by parameter.
+
+    The result is empty if the plan does not have the worker.
+    """
+    specs = family_of(config).parameter_specs(config)
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            if worker in stage.workers:
+                share = stage.share(stage.workers.index(worker))
+                names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
+                frozen = [name for name in names if not specs[name].trainable]
+                return {name: local_units(specs[name], share) for name in frozen}
+    return {}
+
+
+def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype) -> Layout:
+    """Return the layout of the untrained parameters, which are no training state.
+
+    Their names are `frozen/` and the parameter's. dtype: of all but those that are fp32 always.
+    """
+    specs = family_of(config).parameter_specs(config)
+    tensors = {}
+    for name, spec in specs.items():
+        if not spec.trainable:
+            tensor = state_name(FROZEN, name)
+            stored = str(spec.compute_dtype(dtype)).removeprefix("torch.")
+            tensors[tensor] = _tensor_spec(tensor, spec, stored)
+    shards = {}
+    for worker in plan.workers:
+        held: set[ShardId] = set()
+        for name, units in frozen_units(plan, config, worker).items():
+            tensor = state_name(FROZEN, name)
+            held.update(ShardId(tensor, unit) for unit in units)
+        shards[worker] = frozenset(held)
+    return Layout(tensors, shards)
+
+
+def unit_holders(plan: Plan, config: PreTrainedConfig) -> dict[str, dict[int, tuple[str, ...]]]:
+    """Return parameter -> unit -> the workers that compute with it, sorted."""
+    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for worker, name, _, units in held_units(plan, config):
+        for unit in units:
+            found[name][unit].add(worker)
+    holders: dict[str, dict[int, tuple[str, ...]]] = {}
+    for name, by_unit in found.items():
+        holders[name] = {unit: tuple(sorted(held)) for unit, held in by_unit.items()}
+    return holders
+
+
+def unit_owners(
+    plan: Plan, config: PreTrainedConfig, holders: Mapping[str, Mapping[int, tuple[str, ...]]]
+) -> dict[tuple[str, int], str]:
+    """Return the owner of each (parameter, unit) of sharded layers that several workers hold.
+
+    Each holder of any other unit keeps its state.
+
+    holders: the plan's, as `unit_holders` returns them. Within one set of holders, loads differ by
+    at most the largest unit's scalars: the largest units go first to the holder with the least load
+    (Graham 1969). Units stay whole, since state is stored and moved by units.
+    """
+    family = family_of(config)
+    specs = family.parameter_specs(config)
+    sharded = sharded_layers(plan)
+    by_holders: dict[tuple[str, ...], list[tuple[int, str, int]]] = defaultdict(list)
+    for name, held in holders.items():
+        spec = specs[name]
+        if sharded.isdisjoint(_layers_of(spec, family, config)):
+            continue
+        for unit, workers in held.items():
+            if len(workers) > 1:
+                size = unit_elements(spec, unit)
+                by_holders[workers].append((-size, name, unit))
+
+    owners: dict[tuple[str, int], str] = {}
+    for workers, units in by_holders.items():
+        load = dict.fromkeys(workers, 0)
+        # Sizes are negative, so that the largest come first, and among equals the first names.
+        for negative, name, unit in sorted(units):
+            owner = min(workers, key=lambda worker: (load[worker], worker))
+            load[owner] -= negative
+            owners[name, unit] = owner
+    return owners
+
+
+def _layers_of(spec: ParameterSpec, family: Family, config: PreTrainedConfig) -> set[str]:
+    """Return the planner's names of the layers that a parameter is part of.
+
+    A tied embedding is part of the head, too.
+    """
+    if spec.layer == HEAD:
+        return {HEAD_LAYER}
+    if spec.layer != EMBEDDING:
+        return {str(spec.layer)}
+    is_tied = family.tied_head(config) and spec.name == f"{family.token_embedding}.weight"
+    return {EMBEDDING_LAYER, HEAD_LAYER} if is_tied else {EMBEDDING_LAYER}
+
+
+def unit_elements(spec: ParameterSpec, unit: int) -> int:
+    """Return the number of scalars of one unit."""
+    total = math.prod(spec.shape)
+    if spec.split_dim is None:
+        return total
+    return total // spec.shape[spec.split_dim] * spec.unit_length(unit)
+
+
+def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
+    """Return the layout of `plan`: the shards that each worker holds.
+
+    Workers that hold the same shards share one set, since pipelines are often alike.
+    """
+    specs = family_of(config).parameter_specs(config)
+    shards: dict[str, frozenset[ShardId]] = {}
+    if plan.spmd is not None:
+        held = program_units(plan.spmd, plan.workers, specs)
+        for worker, units in held.items():
+            own: set[ShardId] = set()
+            for name, unit in units:
+                own |= _shards_of_unit(name, unit)
+            shards[worker] = frozenset(own)
+        return Layout(tensor_specs(config), shards)
+
+    owners: dict[tuple[str, int], str] = {}
+    if sharded_layers(plan):
+        owners = unit_owners(plan, config, unit_holders(plan, config))
+    known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for rank, worker in enumerate(stage.workers):
+                part = (stage.first_layer, stage.num_layers, stage.share(rank))
+                if part not in known:
+                    known[part] = _shards_of(specs, config, *part)
+                shards[worker] = known[part]
+                if owners:
+                    shards[worker] = _without_others(known[part], owners, worker)
+    return Layout(tensor_specs(config), shards)
+
+
+def _shards_of_unit(parameter: str, unit: int) -> set[ShardId]:
+    """Return the shards of one unit of a trained parameter: its master and its moments."""
+    return {ShardId(state_name(kind, parameter), unit) for kind in STATE_KINDS}
+
+
+def _without_others(
+    shards: frozenset[ShardId], owners: Mapping[tuple[str, int], str], worker: str
+) -> frozenset[ShardId]:
+    """Remove the shards that other workers own."""
+    kept = set()
+    for shard in shards:
+        unit = (parameter_name(shard.tensor), shard.unit)
+        # A unit without an owner is kept by each of its holders.
+        if owners.get(unit, worker) == worker:
+            kept.add(shard)
+    return frozenset(kept)
+
+
+def _shards_of(
+    specs: Mapping[str, ParameterSpec],
+    config: PreTrainedConfig,
+    first_layer: int,
+    num_layers: int,
+    share: TensorShare,
+) -> frozenset[ShardId]:
+    """Return the shards of the trained parameters that one rank of a stage computes with."""
+    shards: set[ShardId] = set()
+    for name in stage_parameter_names(config, first_layer, num_layers):
+        spec = specs[name]
+        if spec.trainable:
+            for unit in local_units(spec, share):
+                shards |= _shards_of_unit(name, unit)
+    return frozenset(shards)

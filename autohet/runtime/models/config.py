@@ -1,0 +1,227 @@
+"""Config of a job's model, as transformers reads it and as the stages need it."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from autohet.runtime.models.auto import auto_family
+from autohet.runtime.models.config_keys import (
+    WITHOUT_EFFECT,
+    check_rope,
+    check_window,
+    known_keys,
+    settle_keys,
+)
+from autohet.runtime.models.error_text import first_line
+from autohet.runtime.models.layers.adapters import adapter_of, set_adapter
+from autohet.runtime.models.layers.dropout import set_dropout
+from autohet.runtime.models.layers.experts import check_experts
+from autohet.runtime.models.parameter_spec import (
+    pad_vocabulary,
+)
+from autohet.runtime.models.pretrained import check_plain_weights, settle_weights
+from autohet.runtime.models.registry import FAMILIES, family_of, import_family, untrained_error
+from planner.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ModelSource(Protocol):
+    """The `model` section of a job, with exactly one of `config` and `pretrained`."""
+
+    @property
+    def config(self) -> dict[str, Any] | None: ...
+    @property
+    def pretrained(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
+
+
+def use_family(source: ModelSource) -> None:
+    """Register the family that `model.family` names in this process; no-op without one.
+
+    Raises:
+        ConfigError: it cannot be imported, is no Family, is of another model type, or the library
+        has no plans to derive it from.
+    """
+    name = getattr(source, "family", None)
+    if name is None:
+        return
+    document = source.config
+    if document is None:
+        document = _read_document(str(source.pretrained), source.revision)
+    model_type = str(document.get("model_type"))
+    if name != "auto":
+        FAMILIES[model_type] = import_family(name, model_type)
+    elif model_type not in FAMILIES:
+        _from_document(dict(document), "model.config")  # names an unknown type
+        FAMILIES[model_type] = auto_family(model_type)
+
+
+def load_config(source: ModelSource) -> PreTrainedConfig:
+    """Return the transformers config of a job's model.
+
+    Its own dropout keys are 0: stages drop by `dropout.dropout_of(config)`, other modules nothing.
+
+    Raises:
+        ConfigError: the model type is unknown, a value is wrong, or the checkpoint cannot be read.
+    """
+    use_family(source)
+    if source.config is not None and source.config.get("model_type") not in FAMILIES:
+        raise untrained_error(source.config.get("model_type"))
+    config = _read_source(source)
+    _check_architecture(config)
+    dropout = family_of(config).take_dropout(config)
+    if getattr(source, "dropout", True):
+        set_dropout(config, dropout)
+        if dropout.attention:
+            _warn_of_attention_dropout(dropout.attention)
+    config._attn_implementation = family_of(config).stock_attention
+    pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
+    _set_adapter(config, source)
+    return config
+
+
+@cache
+def _warn_of_attention_dropout(rate: float) -> None:
+    """Log, once per process, the price of dropout of attention weights."""
+    logger.warning(
+        "The model's config drops attention weights with probability %g: attention trains without"
+        " fused kernels, several times slower; model.dropout: false trains without dropout",
+        rate,
+    )
+
+
+def _set_adapter(config: PreTrainedConfig, source: ModelSource) -> None:
+    """Put the source's adapter into the config; no-op without one."""
+    set_adapter(config, getattr(source, "adapter", None), source.pretrained, source.revision)
+    if adapter_of(config) is not None and source.pretrained is not None:
+        check_plain_weights(source.pretrained, source.revision)
+
+
+def saved_document(source: ModelSource) -> dict[str, Any]:
+    """Return the config that a checkpoint of this model carries.
+
+    It has the source's own values (`use_cache`, dropouts), and the rows that pad the vocabulary.
+    """
+    config = _read_source(source)
+    pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
+    _set_adapter(config, source)
+    return config.to_dict()
+
+
+def _read_source(source: ModelSource) -> PreTrainedConfig:
+    if source.config is not None:
+        return read_config(source.config, source.revision)
+    return read_config(str(source.pretrained), source.revision)
+
+
+def read_config(
+    source: Mapping[str, Any] | str | Path, revision: str | None = None
+) -> PreTrainedConfig:
+    """Return the transformers config of any causal language model.
+
+    `source` is a mapping with `model_type`, a directory, or a hub id. The config of a trainable
+    family has no left-over keys. The config of a checkpoint describes its weights as they are read:
+    without quantization, and with the head tied only if it is.
+
+    Raises:
+        ConfigError: the model type is unknown, a value is wrong, or there is no config at the place
+        named.
+    """
+    if isinstance(source, Mapping):
+        config = _from_document(dict(source), "model.config")
+        if config.model_type in FAMILIES:
+            settle_keys(config, source, "model.config", typed_by_hand=True)
+            check_window(config, "model.config")
+            check_rope(config, "model.config")
+        else:
+            unknown = sorted(set(source) - known_keys(config) - WITHOUT_EFFECT)
+            if unknown:
+                logger.warning(
+                    "model.config: %s has no key %s; the default is used",
+                    config.model_type,
+                    ", ".join(unknown),
+                )
+        return _without_quantization(config)
+    where = f"model.pretrained '{source}'"
+    document = _read_document(str(source), revision)
+    config = _from_document(document, where)
+    if config.model_type not in FAMILIES:
+        return config
+    settle_keys(config, document, where, typed_by_hand=False)
+    check_window(config, where)
+    check_rope(config, where)
+    settle_weights(str(source), config, family_of(config), revision)
+    return _without_quantization(config)
+
+
+def _read_document(source: str, revision: str | None) -> dict[str, Any]:
+    """Read the config.json of a directory or hub id."""
+    try:
+        document: dict[str, Any] = PreTrainedConfig.get_config_dict(
+            source, revision=revision or "main"
+        )[0]
+    except (OSError, ValueError) as error:
+        # A JSONDecodeError is a ValueError.
+        place = "the directory" if Path(source).is_dir() else "the hub id or directory"
+        raise ConfigError(
+            f"model.pretrained: {place} '{source}' has no readable config: {first_line(error)}"
+        ) from None
+    if not document.get("model_type"):
+        raise ConfigError(
+            f"model.pretrained: the config.json of '{source}' names no model_type; name a directory"
+            " that transformers' AutoModelForCausalLM loads"
+        )
+    return document
+
+
+def _from_document(document: dict[str, Any], where: str) -> PreTrainedConfig:
+    """Build a config as `AutoConfig` builds it from a config.json."""
+    model_type = str(document.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1)
+        hint = "name one such as llama, qwen3, mistral, gpt2 or opt"
+        if near:
+            hint = f"did you mean {near[0]}?"
+        raise ConfigError(f"{where}: model_type '{model_type}' is unknown to transformers; {hint}")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(document))
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"{where} is no valid {model_type} config: {' '.join(str(error).split())}"
+        ) from None
+    return config
+
+
+def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Remove the quantization settings: weights are dequantized on reading, and saved so."""
+    config.__dict__.pop("quantization_config", None)
+    return config
+
+
+def _check_architecture(config: PreTrainedConfig) -> None:
+    family_of(config).check(config)
+    check_experts(config)
+    heads = int(config.num_attention_heads)
+    hidden = int(config.hidden_size)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    if heads % groups:
+        raise ConfigError(
+            f"num_key_value_heads {groups} does not divide num_attention_heads {heads}; choose a"
+            " divisor"
+        )
+    if hidden % heads and getattr(config, "head_dim", None) is None:
+        raise ConfigError(
+            f"num_attention_heads {heads} does not divide hidden_size {hidden}; choose a divisor"
+        )

@@ -1,0 +1,1 @@
+"""Layers as a stage computes them: attention, experts, adapters, parallel forms, the loss."""

@@ -1,0 +1,273 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) of a decoder's linear maps.
+
+A map W with an adapter computes W x + s B A x. A is cut as W's input, B as W's output. If W's
+output is cut, A is whole on each rank, and its gradient on a rank is a part of the sum. If W's
+input is cut, B is whole, and its gradient is a part of the sum. One all-reduce sums both partial
+products.
+
+The adapter is stored in the model's config, under `ADAPTER`. Every function of the config
+(parameter specs, layouts, checkpoints) therefore sees it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from autohet.runtime.models.layers.dropout import DropoutRows, dropped_product
+from autohet.runtime.models.layers.recomputation import is_replaying
+from autohet.runtime.models.layers.tensor_parallel import RowParallel, TensorParallel, leave
+from planner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autohet.runtime.models.family import Family
+
+ADAPTER = "autohet_adapter"
+"""Attribute of a config: the `Adapter` as a mapping; absent if all weights are trained."""
+ALL_LINEAR = "all-linear"
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A job's `model.adapter`, with the model that it adapts.
+
+    base: a directory or hub id; None: the base is drawn from the seed.
+    """
+
+    kind: str
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]
+    rslora: bool
+    base: str | None = None
+    revision: str | None = None
+    dropout: float = 0.0
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the update B A x."""
+        if self.rslora:
+            return self.alpha / math.sqrt(self.rank)
+        return self.alpha / self.rank
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Targets other than `all-linear`."""
+        given = tuple(self.targets)
+        if isinstance(self.targets, str):
+            given = (self.targets,)
+        return tuple(each for each in given if each != ALL_LINEAR)
+
+    def matches(self, module_path: str) -> bool:
+        """Return True if a linear map of a block is a target."""
+        patterns = self.patterns
+        if not patterns:
+            return True
+        return any(_matches(pattern, module_path) for pattern in patterns)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    is_end = path == pattern or path.endswith(f".{pattern}")
+    return is_end or fnmatch.fnmatchcase(path, pattern)
+
+
+def set_adapter(
+    config: PreTrainedConfig, section: Any, base: str | None, revision: str | None
+) -> None:
+    """Put a job's adapter (`AdapterSection`; None: no-op) into the model's config."""
+    if section is not None:
+        adapter = Adapter(**asdict(section), base=base, revision=revision)
+        setattr(config, ADAPTER, asdict(adapter))
+
+
+def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
+    """Return the adapter of a model's config or a checkpoint's config mapping; None if none."""
+    is_mapping = isinstance(config, Mapping)
+    found = config.get(ADAPTER) if is_mapping else getattr(config, ADAPTER, None)
+    if found is None:
+        return None
+    fields = dict(found)
+    # JSON has lists for tuples.
+    if not isinstance(fields["targets"], str):
+        fields["targets"] = tuple(fields["targets"])
+    return Adapter(**fields)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str]:
+    """Return the paths of the linear maps of the library's model that have an adapter.
+
+    Raises:
+        ConfigError: a target matches no linear map, or a block has none.
+    """
+    prefix = f"{family.layers}."
+    linear: list[str] = []
+    for path, module in model.named_modules():
+        if path.startswith(prefix) and is_linear(module):
+            linear.append(path)
+    for pattern in adapter.patterns:
+        if not any(_matches(pattern, path) for path in linear):
+            raise ConfigError(_unmatched(pattern, linear))
+
+    found = [path for path in linear if adapter.matches(path)]
+    blocks = model.get_submodule(family.layers)
+    num_blocks = len(list(blocks.children()))
+    adapted_blocks = {family.layer_of(f"{path}.") for path in found}
+    without = set(range(num_blocks)) - adapted_blocks
+    if without:
+        raise ConfigError(
+            f"model.adapter.targets match no linear map of block {min(without)}, and a stage of"
+            " such blocks alone would have nothing to train; name targets that each block has"
+        )
+    return found
+
+
+def _unmatched(pattern: str, linear: Collection[str]) -> str:
+    """Return an error message with the nearest linear map, by path or by its last component."""
+    names = sorted({_last_component(path) for path in linear})
+    near = difflib.get_close_matches(_last_component(pattern), names, n=1, cutoff=0.0)
+    return (
+        f"model.adapter.targets: '{pattern}' matches no linear map of the blocks; the nearest is"
+        f" {near[0]} (of {', '.join(names)})"
+    )
+
+
+def _last_component(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
+
+
+def initial_adapters(
+    shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole fp32 tensor) of adapters, a function of seed and name alone.
+
+    They are drawn as peft draws them: A uniform, Kaiming with a = sqrt(5), and B zero.
+    """
+    for name, shape in shapes.items():
+        tensor = torch.zeros(shape)
+        if name.endswith(A_SUFFIX):
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            # 63 bits, since torch takes a signed number.
+            own_seed = int.from_bytes(digest[:8], "little") >> 1
+            generator = torch.Generator().manual_seed(own_seed)
+            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+        yield name, tensor
+
+
+def is_adapter(name: str) -> bool:
+    """Return True if a parameter's name is that of an adapter's matrix."""
+    return name.endswith((A_SUFFIX, B_SUFFIX))
+
+
+@dataclass
+class AdapterDropout:
+    """Dropout of one map's adapter.
+
+    rows: keys of the stage's present rows, shared by its maps. columns: keys of the columns that
+    this rank has of the map's input.
+    """
+
+    rate: float
+    rows: DropoutRows
+    columns: Tensor
+
+    def product(self, x: Tensor, lora_a: nn.Linear) -> Tensor:
+        """Return A applied to x, with dropout where the stage trains."""
+        if self.rows.keys is None:
+            found: Tensor = lora_a(x)
+            return found
+        return dropped_product(x, lora_a.weight, self.rows.keys, self.columns, self.rate)
+
+
+class AdaptedLinear(nn.Module):
+    """Linear map with a low-rank update.
+
+    Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out,
+    in), Conv1D's (in, out), or a `RowParallel` of either. dropout: drops elements of the update's
+    input; None: none.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        rank: int,
+        scaling: float,
+        dropout: AdapterDropout | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp: TensorParallel | None = None
+        self.transposed = isinstance(original, Conv1D)
+        if isinstance(original, RowParallel):
+            self.tp = original.tp
+            self.transposed = original.transposed
+        self.scaling = scaling
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
+        self.bias: nn.Parameter | None = original._parameters.get("bias")
+        self.is_on = True
+        self.dropout = dropout
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+        """Product of x and the frozen weight, unless that is transposed."""
+        # Of the right shapes once the stage's slices are loaded.
+        self.lora_A = nn.Linear(rank, rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(rank, rank, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        product = x @ weight if self.transposed else self.product(x, weight)
+        if not self.is_on:
+            total = leave(product, self.tp)
+        elif self.tp is None:
+            total = product + self._update(x)
+        else:
+            total = self._summed(product, self._update(x), self.tp)
+        if self.bias is None:
+            return total
+        return total + self.bias
+
+    def _update(self, x: Tensor) -> Tensor:
+        """Return s B A x."""
+        if self.dropout is None:
+            low = self.lora_A(x)
+        else:
+            low = self.dropout.product(x, self.lora_A)
+        update: Tensor = self.lora_B(low) * self.scaling
+        return update
+
+    def _summed(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
+        """Sum product and update over all ranks, in the product's memory.
+
+        Selective recomputation keeps the product, so a replay finds the sum there.
+        """
+        if not is_replaying():
+            product.add_(update)
+        return leave(product, tp)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the model compute as its base, without the updates of its adapters."""
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True

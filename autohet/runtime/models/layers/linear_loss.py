@@ -1,0 +1,255 @@
+"""Fused head and cross entropy, for some rows of logits at a time.
+
+A vocabulary of 152k makes 1.24 GB of bf16 logits per sequence of 4,096 tokens, and the same amount
+for their gradient. Here each chunk's logits are replaced by their gradient at once, so neither is
+ever whole. The products are those of the head's forward and backward passes; none is computed
+twice. `F.cross_entropy` and `F.linear_cross_entropy` count rows that pad a vocabulary, and sum in
+the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.models.layers.autograd import apply
+from autohet.runtime.models.layers.compilation import can_compile
+from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
+from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits at a time: 128 MiB in bf16, and large enough for products at full speed."""
+MIN_COMPILED_ELEMENTS = 1_000_000
+"""Least size of a head's weight that is compiled; smaller ones are tests, slowed by compiling."""
+LossAndGradient = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
+
+
+class LossGroup(Protocol):
+    """Reductions over a cut vocabulary's group, in place, and ended for the stream."""
+
+    def all_reduce(self, tensor: Tensor) -> None: ...
+    def all_reduce_max(self, tensor: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class CutVocabulary:
+    """This rank's rows of the head's weight.
+
+    They begin at `start`, of `num_rows` in all, of which the first `num_tokens` belong to the
+    vocabulary. Ranks may have unequal numbers of rows, but take equally many positions at a time,
+    so that all of them call the sums of each chunk.
+    """
+
+    group: LossGroup
+    degree: int
+    start: int
+    num_rows: int
+    num_tokens: int
+
+    def tokens_among(self, num_rows: int) -> int:
+        """Return how many of this rank's rows belong to the vocabulary, if it has `num_rows`."""
+        return min(max(self.num_tokens - self.start, 0), num_rows)
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocabulary: int | CutVocabulary,
+    terms: LossTerms = PLAIN,
+    adjustment: LogitAdjustment = UNCHANGED,
+) -> Tensor:
+    """Return the sum of cross entropy of the adjusted hidden @ weight.T over `targets`, an fp32
+    scalar.
+
+    hidden: [..., h]; weight: [V, h]; targets: [...] int64, -100 where a position counts nothing;
+    vocabulary: its number of tokens, from which on rows of the weight pad it. Gradients are
+    computed in the forward pass and scaled in the backward pass, which may run once.
+
+    With a cut vocabulary the weight has this rank's rows, the sum is equal on all ranks of the
+    group, and the gradient of `hidden` is this rank's part of the sum.
+    """
+    cut = None
+    num_tokens = vocabulary
+    if isinstance(vocabulary, CutVocabulary):
+        cut = vocabulary
+        num_tokens = cut.tokens_among(len(weight))
+    if not torch.is_grad_enabled():
+        # Autograd functions are told that a parameter needs a gradient in evaluation too.
+        hidden = hidden.detach()
+        weight = weight.detach()
+    return apply(
+        _LinearCrossEntropy,
+        hidden.flatten(0, -2),
+        weight,
+        targets.flatten(),
+        num_tokens,
+        terms,
+        adjustment,
+        cut,
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        num_tokens: int,
+        terms: LossTerms,
+        adjustment: LogitAdjustment,
+        cut: CutVocabulary | None,
+    ) -> Tensor:
+        ctx.scale = terms.gradient_scale
+        loss_and_gradient = _way_of(weight, replace(terms, gradient_scale=1.0), cut)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        size = max(1, _chunk_rows(weight, cut))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            logits = hidden[rows] @ weight.T
+            slope: Tensor | float = 1.0
+            if not adjustment.changes_nothing:
+                logits = adjustment.compute(logits)
+                slope = adjustment.derivative(logits)
+            loss, gradient = loss_and_gradient(logits, targets[rows], num_tokens, ctx.scale)
+            if not adjustment.changes_nothing:
+                gradient.mul_(slope)
+            total += loss
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[rows])
+            if ctx.needs_input_grad[1]:
+                if of_weight is None:
+                    of_weight = gradient.T @ hidden[rows]
+                else:
+                    of_weight.addmm_(gradient.T, hidden[rows])
+        ctx.save_for_backward(of_hidden, of_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        scale = gradients[0] / ctx.scale
+        if of_hidden is not None:
+            of_hidden.mul_(scale)
+        if of_weight is not None:
+            of_weight.mul_(scale)
+        return of_hidden, of_weight, None, None, None, None, None
+
+
+def _chunk_rows(weight: Tensor, cut: CutVocabulary | None) -> int:
+    """Return the number of positions at a time: with a cut, equal on ranks of unequal rows."""
+    if cut is None:
+        return CHUNK_ELEMENTS // len(weight)
+    return CHUNK_ELEMENTS * cut.degree // cut.num_rows
+
+
+def _way_of(weight: Tensor, terms: LossTerms, cut: CutVocabulary | None) -> LossAndGradient:
+    if cut is not None:
+        return partial(_over_group, terms=terms, cut=cut)
+    if weight.numel() >= MIN_COMPILED_ELEMENTS and can_compile(weight.device.type):
+        return _compiled(terms)
+    return partial(_eager, terms=terms)
+
+
+def _over_group(
+    logits: Tensor,
+    targets: Tensor,
+    num_tokens: int,
+    scale: float,
+    terms: LossTerms,
+    cut: CutVocabulary,
+) -> tuple[Tensor, Tensor]:
+    """Compute this rank's columns like `_eager`; a few numbers of each position are reduced."""
+    smoothing = terms.label_smoothing
+    z_loss = terms.z_loss
+    local = targets - cut.start
+    counted = targets >= 0
+    mine = (local >= 0) & (local < num_tokens)
+    index = local.masked_fill(~mine, 0).unsqueeze(-1)
+    gradient = logits[:, :num_tokens].float()
+    highest = gradient.new_full((len(logits),), -torch.inf)
+    if num_tokens:
+        highest = gradient.amax(-1)
+    cut.group.all_reduce_max(highest)
+    # Sums over the vocabulary: of exponentials, of the target's logit alone, and of all logits.
+    sums = gradient.new_zeros(3, len(logits))
+    if num_tokens:
+        gradient = gradient.sub_(highest.unsqueeze(-1))
+        own_target = gradient.gather(-1, index).squeeze(-1)
+        sums[1] = own_target.masked_fill(~mine, 0.0)
+        if smoothing:
+            sums[2] = gradient.sum(-1)
+        gradient = gradient.exp_()
+        sums[0] = gradient.sum(-1)
+    cut.group.all_reduce(sums)
+    of_target = sums[1]
+    if smoothing:
+        of_all = smoothing / cut.num_tokens * sums[2]
+        of_target = (1.0 - smoothing) * of_target + of_all
+    losses = sums[0].log() - of_target
+    factor = 1.0 / sums[0]
+    if z_loss:
+        normaliser = sums[0].log() + highest
+        losses = losses + z_loss * normaliser.square()
+        factor = factor * (1.0 + 2.0 * z_loss * normaliser)
+    if num_tokens:
+        gradient = gradient.mul_(factor.unsqueeze(-1))
+        if smoothing:
+            gradient = gradient.sub_(smoothing / cut.num_tokens)
+        at_target = (smoothing - 1.0) * mine.unsqueeze(-1).float()
+        gradient.scatter_add_(-1, index, at_target)
+        factor_of_row = counted.unsqueeze(-1) * scale
+        logits[:, :num_tokens].copy_(gradient.mul_(factor_of_row))
+    logits[:, num_tokens:] = 0.0
+    return (losses * counted).sum(), logits
+
+
+def _eager(
+    logits: Tensor, targets: Tensor, num_tokens: int, scale: float, terms: LossTerms
+) -> tuple[Tensor, Tensor]:
+    """Return the fp32 sum of losses of rows of logits, and its scaled gradient in the logits'
+    memory.
+    """
+    smoothing = terms.label_smoothing
+    z_loss = terms.z_loss
+    counted = targets >= 0
+    index = targets.clamp_min(0).unsqueeze(-1)
+    columns = logits[:, :num_tokens]
+    gradient = columns.float()
+    highest = gradient.amax(-1, keepdim=True)
+    gradient = gradient.sub_(highest)
+    of_target = gradient.gather(-1, index)
+    if smoothing:
+        of_all = smoothing * gradient.mean(-1, keepdim=True)
+        of_target = (1.0 - smoothing) * of_target + of_all
+    gradient = gradient.exp_()
+    total = gradient.sum(-1, keepdim=True)
+    losses = (total.log() - of_target).squeeze(-1)
+    gradient = gradient.div_(total)
+    if z_loss:
+        normaliser = total.log() + highest
+        losses = losses + z_loss * normaliser.square().squeeze(-1)
+        gradient = gradient.mul_(1.0 + 2.0 * z_loss * normaliser)
+    if smoothing:
+        gradient = gradient.sub_(smoothing / num_tokens)
+    at_target = torch.full_like(of_target, smoothing - 1.0)
+    gradient.scatter_add_(-1, index, at_target)
+    factor_of_row = counted.unsqueeze(-1) * scale
+    columns.copy_(gradient.mul_(factor_of_row))
+    logits[:, num_tokens:] = 0.0
+    return (losses * counted).sum(), logits
+
+
+@cache
+def _compiled(terms: LossTerms) -> LossAndGradient:
+    """Return `_eager` compiled into few passes over the logits."""
+    return torch.compile(partial(_eager, terms=terms))

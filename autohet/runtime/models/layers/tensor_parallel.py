@@ -1,0 +1,437 @@
+"""Tensor parallelism on plain local tensors, with a vocabulary split in parts.
+
+It uses Megatron-LM's f and g (Shoeybi et al., 2019, section 3). Hidden states are whole and equal
+on every rank of the group, before and after each block; only tensors inside attention and MLP are
+cut. Every rank of a group calls these functions in the same order; each blocks until its all-reduce
+is done.
+
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank has an equal part of
+the sequence between these, in norms and residual sums. An all-gather replaces f and a
+reduce-scatter replaces g; together they transfer as much as the two all-reduces. The sequence is
+padded at its end if the TP degree does not divide it. A parameter that each rank holds whole then
+has the gradient of the rank's own tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from autohet.runtime.models.layers.autograd import apply
+from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
+from autohet.runtime.models.layers.recomputation import is_replaying
+from autohet.runtime.models.layers.row_chunks import row_chunks
+from planner.plans.plan import TensorShare
+
+
+class ReduceGroup(Protocol):
+    """Group operations that tensor parallelism needs."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum `tensor` over the group, in place; blocks."""
+        ...
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Take the elementwise maximum over the group, in place; blocks."""
+        ...
+
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        """Gather every rank's `part` in rank order into `out`; blocks."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
+        """Sum `parts` over the group, this rank's part into `out`; blocks. `parts` may change."""
+        ...
+
+    def all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Send rows of `given` to every rank and receive rows into `out`, in rank order; blocks.
+
+        received, sent: rows by rank.
+        """
+        ...
+
+    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        """Send `counts[rank]` to each rank; return the sent and the received; blocks the host."""
+        ...
+
+
+LOSS_CHUNK_ELEMENTS = 1 << 24
+"""Limit on the logits that the loss holds in fp32 at a time: 64 MiB."""
+
+
+@dataclass
+class SequenceLength:
+    """Number of tokens of the whole sequences that a stage computes on now."""
+
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A rank of a tensor-parallel group.
+
+    `uneven`: the rank's share of each cut tensor, if that is not 1 / `degree`. `cuts_sequence`:
+    hidden states between cut parts are this rank's part of the sequence, whose `length` the stage
+    sets. `expert_owners`: share of each rank, if a block with experts sends tokens to the owners of
+    their experts (`expert_dispatch`); empty: each rank computes its experts for all tokens.
+    """
+
+    group: ReduceGroup
+    rank: int
+    degree: int
+    uneven: TensorShare | None = None
+    cuts_sequence: bool = False
+    expert_owners: tuple[TensorShare, ...] = ()
+    length: SequenceLength = field(default_factory=SequenceLength, compare=False)
+
+    @property
+    def share(self) -> TensorShare:
+        return self.uneven or TensorShare(self.rank, self.rank + 1, self.degree)
+
+
+class _Enter(torch.autograd.Function):
+    """Identity forward, sum of gradients backward (Megatron's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].contiguous()
+        ctx.group.all_reduce(gradient)
+        return gradient, None
+
+
+class _Leave(torch.autograd.Function):
+    """Sum forward, identity backward (Megatron's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
+        # A partial product or masked rows: fresh, and neither's backward reads its own output, so
+        # the sum takes its place. `data` has a version of its own, so recomputation finds
+        # products that anything else changed in place, as far as torch counts such changes.
+        assert x.is_contiguous()
+        total = x.data
+        group.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _gathered(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
+    """Gather [b, ceil(S / degree), h] of each rank to [b, S, h]."""
+    parts = x.new_empty(tp.degree, *x.shape)
+    tp.group.all_gather(parts, x.contiguous())
+    whole = parts.transpose(0, 1).flatten(1, 2)[:, :length]
+    # Contiguous: blocks with experts take a view of it.
+    return whole.contiguous()
+
+
+def _summed_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
+    """Sum the ranks' partial sums [b, S, h]; return this rank's [b, ceil(S / degree), h]."""
+    by_rank = padded(x, tp.degree).unflatten(1, (tp.degree, -1)).transpose(0, 1)
+    out = x.new_empty(by_rank.shape[1:])
+    # A copy, since the group may change the parts, and autograd may still need `x`.
+    parts = by_rank.clone(memory_format=torch.contiguous_format)
+    tp.group.reduce_scatter(out, parts)
+    return out
+
+
+def _own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
+    parts = padded(x, tp.degree).chunk(tp.degree, dim=1)
+    # A copy, since a view would keep the whole.
+    return parts[tp.rank].clone(memory_format=torch.contiguous_format)
+
+
+def padded(x: Tensor, parts: int) -> Tensor:
+    """Return [b, S, ...] with zeros at the end of dimension 1, whose length `parts` divides."""
+    more = -x.shape[1] % parts
+    if not more:
+        return x
+    # F.pad takes two numbers for each dimension, from the last one on.
+    dimensions_after = x.dim() - 2
+    return F.pad(x, (0, 0) * dimensions_after + (0, more))
+
+
+class _SequenceOperation(torch.autograd.Function):
+    """Autograd function that applies one of the functions above forward, and another backward.
+
+    A rank's results for padding are cut off wherever parts are gathered, so their gradient is zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, ahead: Any, back: Any) -> Tensor:
+        ctx.tp = tp
+        ctx.back = back
+        ctx.length = tp.length.tokens
+        out: Tensor = ahead(x, tp, ctx.length)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradients[0], ctx.tp, ctx.length), None, None, None
+
+
+def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
+    """Pass a whole tensor, or a part of the sequence, into a part of the model that is cut."""
+    if tp is None or tp.degree == 1:
+        return x
+    if tp.cuts_sequence:
+        return gather_sequence(x, tp)
+    return apply(_Enter, x, tp.group)
+
+
+def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> Tensor:
+    """Sum the partial sums that leave a part of the model that is cut.
+
+    is_product: `x` is a matrix product, which selective recomputation keeps with its sum.
+    """
+    if tp is None or tp.degree == 1:
+        return x
+    if tp.cuts_sequence:
+        return reduce_sequence(x, tp)
+    return x if is_product and is_replaying() else apply(_Leave, x, tp.group)
+
+
+def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather the ranks' parts of the sequence; each rank computes a part of the gradient."""
+    return apply(_SequenceOperation, x, tp, _gathered, _summed_part)
+
+
+def reduce_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum the ranks' partial sums, and return this rank's part of the sequence."""
+    return apply(_SequenceOperation, x, tp, _summed_part, _gathered)
+
+
+def own_part(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return this rank's part of hidden states that are whole and equal on every rank."""
+    return apply(_SequenceOperation, x, tp, _own_part, _gathered)
+
+
+def whole_of_parts(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather the ranks' parts of the sequence; every rank computes the same with the whole."""
+    return apply(_SequenceOperation, x, tp, _gathered, _own_part)
+
+
+def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
+    """Return this rank's part of the whole hidden states that enter a stage."""
+    if tp is None or not tp.cuts_sequence:
+        return x
+    return own_part(x, tp)
+
+
+def join_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
+    """Make the hidden states that leave a stage whole again, and equal on every rank."""
+    if tp is None or not tp.cuts_sequence:
+        return x
+    return whole_of_parts(x, tp)
+
+
+class RowParallel(nn.Module):
+    """Linear map whose inputs are cut: it sums partial products, then adds the bias once.
+
+    Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out,
+    in) or Conv1D's (in, out).
+    """
+
+    def __init__(self, original: nn.Module, tp: TensorParallel) -> None:
+        super().__init__()
+        self.transposed = isinstance(original, Conv1D)
+        self.tp = tp
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
+        self.bias: nn.Parameter | None = original._parameters.get("bias")
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        partial = x @ weight if self.transposed else self.product(x, weight)
+        total = leave(partial, self.tp)
+        return total if self.bias is None else total + self.bias
+
+
+class _SumBoth(torch.autograd.Function):
+    """Sum forward and backward: each rank uses the sum for its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        ctx.group.all_reduce(gradient)
+        return gradient, None
+
+
+class SplitNorm(nn.Module):
+    """RMS norm over a width that is cut; holds this rank's slice of `weight`.
+
+    The mean of squares is taken over the whole group, one fp32 number a token.
+    """
+
+    def __init__(self, original: nn.Module, tp: TensorParallel) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
+        self.epsilon = float(original.variance_epsilon)  # type: ignore[arg-type]
+        self.width = len(self.weight)
+        """Width of the whole norm; `load_parameters` loads the slice later."""
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        own_squares = wide.square().sum(-1, keepdim=True)
+        squares = apply(_SumBoth, own_squares, self.tp.group)
+        normalised = wide * torch.rsqrt(squares / self.width + self.epsilon)
+        return (self.weight * normalised).to(x.dtype)
+
+
+class VocabularyEmbedding(nn.Module):
+    """Embedding of which this rank holds the rows from `start`.
+
+    Tokens of other ranks give zeros, and the sum over ranks is whole.
+    """
+
+    def __init__(self, original: nn.Module, tp: TensorParallel, start: int) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
+        self.tp = tp
+        self.start = start
+        self.padding_idx: int | None = getattr(original, "padding_idx", None)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.start
+        outside = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        if self.padding_idx is not None:
+            # As nn.Embedding: the padding token has its row's values but teaches the row nothing.
+            is_padding = (tokens == self.padding_idx).unsqueeze(-1)
+            rows = torch.where(is_padding, rows.detach(), rows)
+        own_rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
+        return leave(own_rows, self.tp)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of cross entropy over rows of logits, fp32, some rows at a time.
+
+    With a group the logits are cut along the vocabulary, and the sum is equal on every rank. Kept
+    for backward are the unchanged logits, in the compute dtype, and two numbers a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        num_tokens: int,
+        group: ReduceGroup | None,
+        terms: LossTerms,
+    ) -> Tensor:
+        local = targets - start
+        ctx.num_tokens = num_tokens
+        ctx.terms = terms
+        mine = (local >= 0) & (local < num_tokens)
+        index = local.masked_fill(~mine, 0).unsqueeze(-1)
+        columns = logits[:, :num_tokens]
+        if num_tokens:
+            highest = columns.amax(dim=-1).float()
+        else:
+            highest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        if group is not None:
+            group.all_reduce_max(highest)
+        # Of exponentials, of the target's logit, and, with label smoothing, of all logits; then
+        # the number of columns of all ranks.
+        smooth = terms.label_smoothing > 0
+        num_sums = 4 if smooth else 2
+        sums = torch.zeros(num_sums, len(logits), dtype=torch.float32, device=logits.device)
+        for rows in _chunks(columns):
+            shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
+            of_target = shifted.gather(-1, index[rows]).squeeze(-1)
+            sums[1, rows] = of_target.masked_fill_(~mine[rows], 0.0)
+            if smooth:
+                sums[2, rows] = shifted.sum(-1)
+            sums[0, rows] = shifted.exp_().sum(-1)
+        if smooth:
+            sums[3] = float(num_tokens)
+        if group is not None:
+            group.all_reduce(sums)
+        of_target = sums[1]
+        vocabulary = sums[3] if smooth else sums[0]
+        if smooth:
+            mean = sums[2] / vocabulary
+            of_target = (1.0 - terms.label_smoothing) * of_target + terms.label_smoothing * mean
+        losses = sums[0].log() - of_target
+        if terms.z_loss:
+            normaliser = sums[0].log() + highest
+            losses = losses + terms.z_loss * normaliser.square()
+        counted = targets >= 0
+        ctx.save_for_backward(logits, highest, sums[0], index, mine, counted, vocabulary)
+        return (losses * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        logits, highest, total, index, mine, counted, vocabulary = ctx.saved_tensors
+        smoothing = ctx.terms.label_smoothing
+        z_loss = ctx.terms.z_loss
+        gradient = torch.empty_like(logits)
+        columns = logits[:, : ctx.num_tokens]
+        gradient[:, ctx.num_tokens :] = 0.0
+        for rows in _chunks(columns):
+            shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
+            part = shifted.exp_().div_(total[rows].unsqueeze(-1))
+            if z_loss:
+                normaliser = total[rows].log() + highest[rows]
+                slope = 1.0 + 2.0 * z_loss * normaliser
+                part.mul_(slope.unsqueeze(-1))
+            if smoothing:
+                spread = smoothing / vocabulary[rows]
+                part.sub_(spread.unsqueeze(-1))
+            of_target = mine[rows].unsqueeze(-1).to(part.dtype)
+            part.scatter_add_(-1, index[rows], of_target * (smoothing - 1.0))
+            factor = counted[rows] * gradients[0]
+            gradient[rows, : ctx.num_tokens] = part.mul_(factor.unsqueeze(-1))
+        return gradient, None, None, None, None, None
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    return row_chunks(logits, LOSS_CHUNK_ELEMENTS)
+
+
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    tp: TensorParallel | None,
+    start: int,
+    num_tokens: int | None = None,
+    terms: LossTerms = PLAIN,
+) -> Tensor:
+    """Sum the cross entropy over positions, fp32; positions with target -100 are ignored.
+
+    The logits are never whole in fp32 if they come in another dtype.
+
+    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. The sum is equal
+    on every rank of the group. Columns from `num_tokens` on pad the vocabulary (there are none if
+    it is None or more than V_local): they are ignored, and get a gradient of 0.
+    """
+    width = logits.shape[-1]
+    counted = width
+    if num_tokens is not None:
+        counted = min(max(num_tokens, 0), width)
+    group = None if tp is None or tp.degree == 1 else tp.group
+    rows = logits.flatten(0, -2)
+    return apply(_ChunkedCrossEntropy, rows, targets.flatten(), start, counted, group, terms)

@@ -1,0 +1,59 @@
+"""Families of this process by model type."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models.families import BUILT_IN
+from autohet.runtime.models.family import Family
+from planner.errors import ConfigError
+
+FAMILIES = dict(BUILT_IN)
+"""Families of this process by model type: the built-in ones, and that of `model.family`."""
+
+
+def import_family(name: str, model_type: str) -> Family:
+    module_name, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        family = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(
+            f"model.family '{name}' cannot be imported from {here}: {error}; give"
+            " my_package.my_model:FAMILY of a module in the job's working directory"
+        ) from error
+    if not isinstance(family, Family):
+        raise ConfigError(
+            f"model.family '{name}' is a {type(family).__name__}, but must be a Family of"
+            " autohet.runtime.models"
+        )
+    if family.model_type != model_type:
+        raise ConfigError(
+            f"model.family '{name}' is for model_type '{family.model_type}', but the model is a"
+            f" '{model_type}'"
+        )
+    return family
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the family of a config.
+
+    Raises:
+        ConfigError: the model type is unknown; the message lists the known ones.
+    """
+    family: Family | None = FAMILIES.get(config.model_type)
+    if family is None:
+        raise untrained_error(config.model_type)
+    return family
+
+
+def untrained_error(model_type: object) -> ConfigError:
+    return ConfigError(
+        f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}. Give"
+        " model.family: auto for another decoder of transformers, or your own family"
+    )

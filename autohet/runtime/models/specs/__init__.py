@@ -1,0 +1,1 @@
+"""Model specs for the planner, read from the library's modules."""

@@ -1,0 +1,106 @@
+"""Changes that an adapter makes to a model spec: trained and frozen parameters, backward FLOPs.
+
+With frozen weights a backward pass computes the gradients of inputs alone. Take a layer whose
+weights need M FLOPs a token in the forward pass, its attention A and its adapters L. Its backward
+pass then needs M + 2 A + 2 L, instead of 2 (M + A + L) with all weights trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models.layers.adapters import B_SUFFIX
+from autohet.runtime.models.parameter_spec import ParameterSpec
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.specs.counted_values import counted_block
+from planner.plans.model_spec import KeptValues, LayerSpec, ModelSpec
+
+
+def adapted_spec(
+    spec: ModelSpec, config: PreTrainedConfig, sequence_length: int, precision: str
+) -> ModelSpec:
+    """Return the spec of a model with the config's adapter, given the spec of the whole model."""
+    family = family_of(config)
+    by_layer: dict[int, list[ParameterSpec]] = {}
+    for each in family.parameter_specs(config).values():
+        if each.trainable:
+            by_layer.setdefault(each.layer, []).append(each)
+    blocks = []
+    known: dict[object, KeptValues] = {}
+    for index, block in enumerate(spec.blocks):
+        specs = by_layer[index]
+        # Blocks of equal shapes keep equally many values, which take a while to count.
+        kind = block.parameters, tuple(each.shape for each in specs)
+        if kind not in known:
+            known[kind] = _kept(config, precision, index, specs)
+        key_values = []
+        for each in specs:
+            module_path = each.name.removesuffix(B_SUFFIX)
+            if family.is_key_value(module_path):
+                key_values.append(each)
+        adapted = _adapted_block(block, specs, key_values, sequence_length)
+        blocks.append(replace(adapted, autograd=known[kind]))
+    # A backward pass ends before the embedding; of the head it needs the input's gradient alone.
+    embedding = replace(_frozen(spec.embedding), backward_share=0.0)
+    head = replace(_frozen(spec.head), backward_share=0.5)
+    return replace(
+        spec, embedding=embedding, blocks=tuple(blocks), head=head, frozen_format=precision
+    )
+
+
+def _frozen(layer: LayerSpec) -> LayerSpec:
+    return replace(
+        layer,
+        parameters=0,
+        replicated_parameters=0,
+        key_value_parameters=0,
+        frozen_parameters=layer.parameters,
+        frozen_replicated_parameters=layer.replicated_parameters,
+        frozen_key_value_parameters=layer.key_value_parameters,
+    )
+
+
+def _adapted_block(
+    block: LayerSpec,
+    trained: Sequence[ParameterSpec],
+    key_values: Sequence[ParameterSpec],
+    sequence_length: int,
+) -> LayerSpec:
+    """Return a block's spec with frozen weights and trained adapters.
+
+    trained: the block's adapters. key_values: those of them that are B of keys or values.
+    """
+    added = _scalars(trained)
+    replicated = [each for each in trained if each.split_dim is None]
+    weights = 2.0 * block.matmul_parameters * sequence_length
+    attention = block.score_flops(sequence_length)
+    updates = 2.0 * added * sequence_length
+    backward = weights + 2.0 * (attention + updates)
+    return replace(
+        _frozen(block),
+        parameters=added,
+        replicated_parameters=_scalars(replicated),
+        key_value_parameters=_scalars(key_values) if block.key_value_units else 0,
+        matmul_parameters=block.matmul_parameters + added,
+        backward_share=backward / (2.0 * (weights + attention + updates)),
+    )
+
+
+def _scalars(specs: Sequence[ParameterSpec]) -> int:
+    return sum(math.prod(each.shape) for each in specs)
+
+
+def _kept(
+    config: PreTrainedConfig, precision: str, layer: int, trained: Sequence[ParameterSpec]
+) -> KeptValues:
+    """Count the values that autograd keeps of a block with adapters.
+
+    In a backward pass the scaled gradient of the widest update is alive, too.
+    """
+    counted = counted_block(config, precision, layer)
+    outputs = [each.shape[0] for each in trained if each.name.endswith(B_SUFFIX)]
+    return replace(counted, backward=counted.backward + max(outputs))

@@ -1,0 +1,1 @@
+"""Stages: contiguous blocks of a decoder with their weights, inputs and dropout."""

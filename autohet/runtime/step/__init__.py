@@ -1,0 +1,1 @@
+"""One training step and its commit, from batches to votes."""

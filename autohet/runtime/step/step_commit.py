@@ -1,0 +1,467 @@
+"""Base of all trainers: how a step is committed and applied, and its results.
+
+A step is committed by all workers or by none. Its vote is one all-reduce over every worker. When it
+ends at one worker, every worker has contributed and is *prepared*: it has the summed gradients of
+the state that it keeps. A survivor that was interrupted before it saw the result can still apply
+the step with the result that another survivor saw (`apply_prepared`), and must, since that one has
+applied it.
+
+The update itself does not communicate, even if state is sharded: weights that others need are sent
+at the beginning of the next step. So each worker's part of the layout is whole as soon as its own
+update is. Survivors go forward over a step exactly if every shard of it has a live holder;
+otherwise the run goes back to the newest step whose missing shards have copies.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.groups import Group, PeerLost
+from autohet.runtime.groups.clock import StreamClock
+from autohet.runtime.messages import ReplicaMismatch, Rewards, Skipped, SkipReason
+from autohet.runtime.parallel.executor import Batch
+from autohet.runtime.step.batches import EvaluationRows
+from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.loss_scale import LossScale
+from autohet.runtime.step.replica_check import ReplicaCheck, ReplicasDiffer
+from autohet.runtime.step.votes import Vote, Voter, skip_reason
+
+MOST_REPAIRS = 2
+MAX_NAMED = 16
+"""Limit on the tensors that a worker names as the cause of a skipped step."""
+PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
+
+
+@dataclass(frozen=True)
+class StateVersion:
+    """Version of a state: its number of steps, and whether all of it is at that step.
+
+    A state is not whole during an update and after one that failed midway. Some tensors are then at
+    `step` and others at the next one, and nothing may use the state.
+    """
+
+    step: int
+    whole: bool = True
+
+
+class HalfUpdated(RuntimeError):
+    """Failure of an update after it had changed tensors: the state is of no step any more."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A committed step.
+
+    `gradient_norm` is before clipping. `parts_s` are the seconds of this worker's phases. On a GPU
+    its `optimizer` is the update before, since the host does not wait for this step's.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    tokens: int
+    seconds: float
+    stop: bool
+    checkpoint: bool
+    applied: bool
+    replicating: bool = False
+    replication_failed: bool = False
+    writing: bool = False
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    parted: tuple[ReplicaMismatch, ...] = ()
+    """Shards whose holders differed and were made equal before the step was run."""
+    rewards: Rewards | None = None
+    """Rewards of a preference job's pairs; None: the job has none."""
+    skipped: Skipped | None = None
+    """Reason why no weight was changed; None: the weights were updated."""
+    relative_work: float = 1.0
+    """Work of this worker's microbatches relative to average rows."""
+    loss_scale: LossScale | None = None
+    """Scale of gradients in fp16 stages; None if the plan has none."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Mean loss over all targets, or pairs, of the evaluation rows, after `step` updates.
+
+    `seconds`: this worker's. `rewards`: of a preference job's pairs.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    sequences: int
+    seconds: float
+    rewards: Rewards | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationEnded:
+    """Evaluation that all workers stopped after the same global batch, on a stop request.
+
+    checkpoint: True if a checkpoint is wanted of the step after which they stop.
+    """
+
+    checkpoint: bool
+
+
+class UpdateTimes:
+    """Device times of a trainer's updates, for which the host does not wait."""
+
+    def __init__(self, clock: StreamClock) -> None:
+        self._clock = clock
+        self._marks: list[tuple[Any, Any]] = []
+        """Marks of the stream before and after each of the last two updates."""
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the update that the context launches; one that fails is left out."""
+        begin = self._clock.mark()
+        yield
+        newest = (begin, self._clock.mark())
+        self._marks = [*self._marks[-1:], newest]
+
+    @property
+    def newest_s(self) -> float:
+        """Seconds of the newest update known to have ended; 0 before the first."""
+        # On a GPU the newest update may still run when the host has launched it.
+        ended = self._marks if self._clock.in_step_with_host else self._marks[:-1]
+        if not ended:
+            return 0.0
+        begin, end = ended[-1]
+        return self._clock.seconds(begin, end)
+
+
+class Trainer(ABC):
+    """Owner of the training state of one worker for one generation.
+
+    `train_step` is called from one thread. A step whose summed gradient is not finite, or that the
+    job asks to skip, is committed without an update, by all workers alike.
+
+    voter: takes stop requests. world, counts_loss: as `Voter` has them.
+    """
+
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        generation: WorkerGeneration,
+        hooks: TrainerHooks,
+        world: Group,
+        *,
+        counts_loss: bool,
+    ) -> None:
+        self.training = setup.training
+        self._device = setup.device
+        self.state = generation.state
+        self.version = StateVersion(generation.step)
+        self.groups = generation.groups
+        self.voter = Voter(world, generation.groups, setup.device, counts_loss=counts_loss)
+        self.voter.preservation_status = hooks.preservation_status
+        self._clock = generation.groups.back_end.clock
+        self.hooks = hooks
+        self.prepared: int | None = None
+        """Step whose gradients are summed and whose vote is cast, but not applied; None: none."""
+        self.last_vote: tuple[int, Vote] | None = None
+        """Newest vote that this worker knows the result of, with its step."""
+        self.phase = "idle"
+        # A roll-forward comes from another thread than the step.
+        self._applying = threading.Lock()
+        self._updates = UpdateTimes(self._clock)
+        self.loss_scale: LossScale | None = None
+        """Scale of gradients in fp16 stages, equal at all workers; None: the plan has none."""
+        self.replicas: ReplicaCheck | None = None
+        """Check that holders of a shard are still bit-equal, part of each vote.
+
+        All workers have one, or none has.
+        """
+
+    @abstractmethod
+    def _gradients_of(
+        self, batch: Callable[[int, range], Batch]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
+        """Run the passes and sum the gradients.
+
+        Return this worker's part of the squared norm, its losses, its targets, and three marks of
+        the stream: at the begin of the passes, at their end and at the end of the sums.
+        """
+
+    @property
+    @abstractmethod
+    def compute_s(self) -> float:
+        """Seconds of the last step's forward and backward passes on the device.
+
+        The host must have waited for the end of the step.
+        """
+
+    @property
+    def relative_work(self) -> float:
+        """Work of the last step's microbatches relative to average rows."""
+        return 1.0
+
+    @abstractmethod
+    def apply_update(self, vote: Vote) -> None:
+        """Change the state in place with the summed gradients of the prepared step."""
+
+    def _bad_gradients(self) -> tuple[str, ...]:
+        """Return the names of parameters whose summed gradient on this worker is not finite."""
+        return ()
+
+    def _overflows(self) -> Tensor | None:
+        """Return the number of this worker's microbatches that overflowed in fp16, on the device.
+
+        None if it computes in another format.
+        """
+        return None
+
+    def _skipped(self, vote: Vote) -> Skipped | None:
+        """Return this worker's view of the cause of a skip; None if the step changes weights."""
+        reason = skip_reason(vote, self.step, self.training)
+        if reason is None:
+            return None
+        if reason is SkipReason.GRADIENT_NORM:
+            return Skipped(reason, f"{vote.gradient_norm:.4g}")
+        if reason is SkipReason.REQUESTED:
+            return Skipped(reason)
+        return Skipped(
+            reason,
+            parameters=not_finite(self.state, "param/")[:MAX_NAMED],
+            gradients=self._bad_gradients()[:MAX_NAMED],
+            loss_not_finite=not math.isfinite(vote.loss_sum),
+        )
+
+    def rebuild_derived(self, names: Collection[str]) -> None:  # noqa: B027
+        """Rebuild everything derived from these state tensors, whose bits were repaired."""
+
+    @property
+    def step(self) -> int:
+        """Number of committed updates in the state, which is the number of the next step."""
+        return self.version.step
+
+    def train_step(self, batch: Callable[[int, range], Batch]) -> StepResult:
+        """Run the next step; every worker of the plan calls it. Blocks.
+
+        `batch(step, sequences)` gives tokens and targets of these positions of the step's global
+        batch.
+
+        Raises:
+            PeerLost, Interrupted: the step is not committed here; `prepared` tells whether it can
+            still be.
+        """
+        started = time.perf_counter()
+        assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
+        try:
+            self.groups.check()
+            vote, marks, parted = self._voted(batch)
+        except PeerLost:
+            # Peers that wait for this worker, but not for the lost one, must wake up too.
+            self.groups.interrupt()
+            raise
+        voted = time.perf_counter()
+        step = self.step
+        skipped = self._skipped(vote)
+        self.apply_prepared(vote)
+        ended = time.perf_counter()
+        parts = self._parts(started, voted, marks)
+        parts["optimizer"] = self._updates.newest_s
+        return StepResult(
+            step,
+            vote.loss,
+            vote.gradient_norm,
+            vote.tokens,
+            ended - started,
+            vote.stops > 0,
+            vote.checkpoints > 0,
+            skipped is None,
+            vote.replicating > 0,
+            vote.replication_failures > 0,
+            vote.writing > 0,
+            parts,
+            parted,
+            vote.rewards,
+            skipped,
+            self.relative_work,
+            self.loss_scale,
+        )
+
+    def evaluate(self, rows: EvaluationRows) -> EvaluationResult | EvaluationEnded:
+        """Return the mean loss over `rows`, by forward passes alone.
+
+        Every worker of the plan calls it. Blocks. State, gradients and votes of steps stay as they
+        are.
+
+        Raises:
+            PeerLost, Interrupted: another generation has to evaluate again.
+        """
+        started = time.perf_counter()
+        try:
+            self.groups.check()
+            self._enter("evaluate")
+            self._before_evaluation()
+            members = self.voter.world.size
+            seen = Vote(0.0, 0.0, tokens=0, stops=0, checkpoints=0, members=members)
+            for index in range(rows.num_batches):
+                loss, num_targets = self._evaluate_batch(rows, index)
+                batch = self.voter.count_evaluation(loss, num_targets)
+                if batch.stops:
+                    return EvaluationEnded(checkpoint=batch.checkpoints > 0)
+                seen = seen.with_batch(batch)
+        except PeerLost:
+            self.groups.interrupt()
+            raise
+        self.phase = "idle"
+        seconds = time.perf_counter() - started
+        return EvaluationResult(
+            self.step, seen.loss, seen.tokens, rows.num_rows, seconds, seen.rewards
+        )
+
+    def _before_evaluation(self) -> None:  # noqa: B027
+        """Bring the weights that are computed with to the present step."""
+
+    def _evaluate_batch(self, rows: EvaluationRows, index: int) -> tuple[Tensor, Tensor]:
+        """Return this worker's losses and targets of one global batch of evaluation rows."""
+        raise NotImplementedError
+
+    def _voted(
+        self, batch: Callable[[int, range], Batch]
+    ) -> tuple[Vote, tuple[Any, Any, Any], tuple[ReplicaMismatch, ...]]:
+        """Compute the gradients and vote on them.
+
+        If the vote reports a replica mismatch, repair the replicas and run the step again; if it
+        reports an overflow in fp16, halve the scale and run the step again.
+        """
+        found: tuple[ReplicaMismatch, ...] = ()
+        num_repairs = 0
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.at(self.step)
+        while num_repairs <= MOST_REPAIRS:
+            squares, loss, num_targets, marks = self._gradients_of(batch)
+            vote = self._cast_vote(squares, loss, num_targets)
+            if not self._must_repeat(vote):
+                return vote, marks, found
+            if vote.parted:
+                assert self.replicas is not None
+                repaired = self.replicas.repair(self.step)
+                self.rebuild_derived({each.tensor for each in repaired})
+                found += repaired
+                num_repairs += 1
+            else:
+                assert self.loss_scale is not None
+                self.loss_scale = self.loss_scale.halved(self.step)
+        raise ReplicasDiffer("; ".join(str(each) for each in found))
+
+    def _must_repeat(self, vote: Vote) -> bool:
+        """Return True if the step did not happen and is run again, by all workers alike."""
+        can_halve = self.loss_scale is not None and self.loss_scale.can_halve
+        return vote.parted != 0 or (vote.overflows > 0 and can_halve)
+
+    def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
+        """Return seconds by part, on the device.
+
+        The host has waited for the vote's end, so the vote gets the rest: its own time and waits.
+        """
+        begin, passes_done, summed = marks
+        compute = self.compute_s
+        passes = self._clock.seconds(begin, passes_done)
+        sums = self._clock.seconds(passes_done, summed)
+        vote = max(0.0, voted - started - passes - sums)
+        return {
+            "compute": compute,
+            "wait": max(0.0, passes - compute),
+            "gradient_sync": sums,
+            "vote": vote,
+        }
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        if self.hooks.on_phase is not None:
+            self.hooks.on_phase(phase, self.step)
+
+    def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
+        """Cast this worker's vote: one all-reduce over all workers, which decides the step."""
+        parted = 0.0
+        if self.replicas is not None:
+            parted = self.replicas.contribution(self.step)
+        mine = self.voter.contribution(squares, loss, num_targets, parted, self._overflows())
+        # Before the vote is sent: a peer that sees its result may count on this worker's gradients.
+        self.prepared = self.step
+        self._enter("vote")
+        vote = self.voter.count(mine)
+        if self._must_repeat(vote):
+            self.prepared = None
+        else:
+            self.last_vote = (self.step, vote)
+        return vote
+
+    def apply_prepared(self, vote: Vote | None = None) -> bool:
+        """Apply the prepared step, without communication.
+
+        Return True if the weights changed (the step was not skipped). A call that failed before it
+        changed a tensor may be repeated.
+
+        vote: the vote that another survivor saw; not needed if this worker saw it (`last_vote`).
+
+        Raises:
+            HalfUpdated: an earlier call failed in the middle of the update.
+        """
+        with self._applying:
+            if not self.version.whole:
+                raise HalfUpdated(
+                    f"the update of step {self.step} broke off: its state is of no step"
+                )
+            assert self.prepared == self.step, (
+                f"step {self.prepared} is prepared, {self.step} is next"
+            )
+            # This worker may have seen the result itself, just before it was interrupted.
+            if self.last_vote is not None:
+                voted_step, seen = self.last_vote
+                if voted_step == self.step:
+                    vote = seen
+            assert vote is not None, "without the vote's result the step did not happen"
+            self.last_vote = (self.step, vote)
+            self._enter("apply")
+            if self.hooks.before_update is not None:
+                self.hooks.before_update()
+            changes = skip_reason(vote, self.step, self.training) is None
+            if changes:
+                with self._updates.measured():
+                    # From the first changed tensor to the last the state is of no step.
+                    self.version = StateVersion(self.step, whole=False)
+                    self.apply_update(vote)
+            self.prepared = None
+            self.version = StateVersion(self.step + 1)
+            self.phase = "idle"
+            return changes
+
+
+def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
+    """Return the names of tensors under `prefix` with a value that is not finite.
+
+    The names come without `prefix`.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        if name.startswith(prefix) and not bool(torch.isfinite(tensor).all()):
+            found.append(name.removeprefix(prefix))
+    return tuple(found)
+
+
+__all__ = [
+    "PHASES",
+    "EvaluationEnded",
+    "EvaluationResult",
+    "HalfUpdated",
+    "StateVersion",
+    "StepResult",
+    "Trainer",
+    "UpdateTimes",
+]

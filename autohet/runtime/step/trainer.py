@@ -1,0 +1,370 @@
+"""Training of one worker in one generation of a plan of pipelines.
+
+A step runs passes, gradient sums and the update, and is committed as in `step_commit`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import ChainMap
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.facts.layout import FROZEN, frozen_layout, layout_of_plan, state_name
+from autohet.runtime.groups import Group
+from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.layers.dropout import without_dropout
+from autohet.runtime.models.layers.fp8 import check_fp8, use_fp8
+from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.kernels import compile_blocks, use_library, wants_compiled
+from autohet.runtime.models.stages.stage import StageModel, build_stage
+from autohet.runtime.parallel.borders import Borders, HiddenStates
+from autohet.runtime.parallel.buckets import LocalBuffers
+from autohet.runtime.parallel.compute_weights import ComputeWeights
+from autohet.runtime.parallel.executor import Batch, Executor
+from autohet.runtime.parallel.gradient_sync import GradientSync
+from autohet.runtime.parallel.host_staging import HostStaging, use_cores
+from autohet.runtime.parallel.overlap import sums_have_one_order
+from autohet.runtime.parallel.place import Place, place_of
+from autohet.runtime.parallel.preference import PreferenceLoss
+from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
+from autohet.runtime.state.flat_optimizer import FlatOptimizer
+from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
+from autohet.runtime.step.batches import EvaluationRows
+from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.pacing import Pacer
+from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
+from autohet.runtime.step.step_commit import Trainer
+from autohet.runtime.step.votes import Vote
+from planner.plans.communicators import num_border_groups
+from planner.plans.plan import TensorShare
+from recovery.state.layout import Layout
+
+logger = logging.getLogger("autohet.worker")
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """Process groups of one stage, without gradient-sync groups.
+
+    `world`: all workers of the plan, for the vote. The vote starts after the last message of a
+    step, so it shares a group of borders, which saves one communicator.
+    """
+
+    tensor: Group | None
+    forward: list[Group]
+    backward: list[Group]
+
+    @property
+    def world(self) -> Group:
+        return self.backward[0]
+
+    @classmethod
+    def build(cls, generation: WorkerGeneration, place: Place) -> StageGroups:
+        """Build the groups that this worker is in, in the plan's order; every worker calls it."""
+        groups = generation.groups
+        plan = generation.plan
+        stage = place.stage
+        tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
+        # Unless some stage has borders on both sides, all borders share the even ones' groups.
+        borders = ("even", "even")
+        if num_border_groups(plan) > 2:
+            borders = ("even", "odd")
+        forward = [groups.group(plan.workers, f"forward/{border}") for border in borders]
+        backward = [groups.group(plan.workers, f"backward/{border}") for border in borders]
+        return cls(tensor, forward, backward)
+
+
+class StageTrainer(Trainer):
+    """Owner of a stage, its optimizer state and its groups, for one generation.
+
+    A step gathers compute weights that others own (`_weights`), runs the stage's passes
+    (`_executor` over `stage`) and sums gradients over their holders (`gradient_sync`). Once it is
+    committed, the step updates masters and moments (`_optimizer`) and the compute weights.
+    """
+
+    def __init__(
+        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS
+    ) -> None:
+        plan = generation.plan
+        me = generation.worker
+        back_end = generation.groups.back_end
+        place = place_of(plan, me)
+        assert place is not None, f"{me} is not in the plan"
+        self.plan = plan
+        self.place = place
+        precision = setup.training.precision
+        dtypes = StageDtypes.of_place(plan, place, precision)
+        self._begins = setup.begins
+        self._length_work = setup.length_work
+        self._relative_works: list[float] = []
+        """Work of each microbatch of the last step."""
+        groups = StageGroups.build(generation, place)
+        counts_loss = place.is_last and place.tp_rank == 0
+        super().__init__(setup, generation, hooks, groups.world, counts_loss=counts_loss)
+        if scales_gradients(plan, precision):
+            self.loss_scale = generation.loss_scale
+        self.stage = _build_stage(setup, place, groups.tensor, dtypes.compute)
+        local = LocalBuffers(plan, setup.config, me, back_end.max_sync_groups(plan))
+        staging = None
+        if plan.offloads:
+            staging = HostStaging(setup.device)
+            if setup.device.type == "cuda":
+                use_cores(plan, me)
+        # It lays the state out anew, so it comes before gradients and compute copies take memory.
+        undecayed = parameters_without_decay(setup.training, local.specs)
+        self._optimizer = FlatOptimizer(local, self.state, undecayed, staging)
+        self._weights = ComputeWeights(
+            local, generation.groups, self.state, dtypes, setup.device, staging=staging
+        )
+        self._gathering: tuple[Any, Any] | None = None
+        """Marks of the stream before and after the last gathering of weights."""
+        self.stage.weights.load({**generation.frozen, **self._weights.tensors})
+        self._has_dropout = self.stage.dropout.drops
+        # Isolated documents change shapes with each microbatch: code is compiled for one shape.
+        if setup.begins is None and wants_compiled(setup.training.compile_blocks, self.stage):
+            compile_blocks(self.stage)
+        overlap = setup.overlap
+        if overlap is None:
+            most = back_end.max_sync_groups(plan)
+            overlap = not back_end.in_stream_order or sums_have_one_order(plan, setup.config, most)
+        self._executor = self._build_executor(setup, generation, groups, dtypes)
+        self.gradient_sync = GradientSync(
+            local,
+            generation.groups,
+            self.stage.weights.local_parameters(),
+            overlap=overlap,
+            scaled=self._executor.scaled,
+        )
+        if setup.training.replica_check_steps:
+            reload = partial(_reload_frozen, generation, self.stage)
+            self.replicas = _replica_check(setup, generation, groups.world, reload)
+
+    def _build_executor(
+        self,
+        setup: TrainingSetup,
+        generation: WorkerGeneration,
+        groups: StageGroups,
+        dtypes: StageDtypes,
+    ) -> Executor:
+        pace = generation.pace
+        over = generation.groups
+        shape = (
+            self.place.pipeline.microbatch_sequences,
+            setup.training.sequence_length,
+            int(setup.config.hidden_size),
+        )
+        hidden = HiddenStates(shape, dtypes.compute, setup.device)
+        crossing = dtypes.before, dtypes.after
+        borders = Borders(
+            self.place, groups.forward, groups.backward, groups.tensor, hidden, crossing
+        )
+        pacer = None if pace is None else Pacer(pace, lambda: over.interrupted)
+        beta = setup.training.preference_beta
+        if beta is not None:
+            self.voter.preference = PreferenceLoss(beta, setup.device)
+        return Executor(borders, self.stage, pacer, over.check, self._clock, self.voter.preference)
+
+    def _gradients_of(
+        self, batch: Callable[[int, range], Batch]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
+        self._gather_weights()
+        begin = self._clock.mark()
+        self.gradient_sync.begin()
+        self._begin_scaled()
+        step = self.step
+        self._relative_works = []
+        loss, num_targets = self._executor.run(
+            lambda m: batch(step, self.place.sequences(m)),
+            self._enter,
+            before_last_backward=self.gradient_sync.last_backward,
+            begins=None if self._begins is None else self._microbatch_begins,
+            before_forward=self._draw_dropout if self._has_dropout else lambda m: None,
+        )
+        passes_done = self._clock.mark()
+        self._enter("gradient_sync")
+        squares = self.gradient_sync.finish()
+        marks = (begin, passes_done, self._clock.mark())
+        return squares, loss, num_targets, marks
+
+    def _begin_scaled(self) -> None:
+        """Let this stage compute gradients with the step's scale; no-op unless it is in fp16."""
+        scaled = self._executor.scaled
+        if scaled is None:
+            return
+        assert self.loss_scale is not None
+        factor = self.loss_scale.factor
+        scaled.begin(factor)
+        if self.stage.loss_terms.gradient_scale != factor:
+            self.stage.loss_terms = replace(self.stage.loss_terms, gradient_scale=factor)
+
+    def _overflows(self) -> Tensor | None:
+        scaled = self._executor.scaled
+        return None if scaled is None else scaled.overflows
+
+    def _draw_dropout(self, m: int) -> None:
+        """Draw the dropout of microbatch m, by the positions of its rows in the run."""
+        first = self.step * self.training.global_batch_sequences
+        samples = [first + place for place in self.place.sequences(m)]
+        self.stage.dropout.draw(self.training.seed, samples)
+
+    def _before_evaluation(self) -> None:
+        self._gather_weights()
+
+    def _evaluate_batch(self, rows: EvaluationRows, index: int) -> tuple[Tensor, Tensor]:
+        # The first microbatches have rows; those without any are not run.
+        present = rows.num_in_batch(index)
+        count = 0
+        for m in range(self.place.pipeline.num_microbatches):
+            if self.place.sequences(m).start < present:
+                count += 1
+        batch = partial(self._evaluation_part, rows.batch, index)
+        begins = None
+        if rows.isolated:
+            begins = partial(self._evaluation_part, rows.begins, index)
+        return self._executor.evaluate(batch, count, begins)
+
+    def _evaluation_part(self, read: Callable[[int, range], Any], index: int, m: int) -> Any:
+        """Call `read` on the rows of microbatch m of a global batch of evaluation rows."""
+        return read(index, self.place.sequences(m))
+
+    def _microbatch_begins(self, m: int) -> Tensor:
+        assert self._begins is not None
+        begins = self._begins(self.step, self.place.sequences(m))
+        if self._length_work is not None:
+            self._relative_works.append(self._length_work.relative(begins))
+        return begins
+
+    @property
+    def relative_work(self) -> float:
+        works = self._relative_works
+        if not works:
+            return 1.0
+        return sum(works) / len(works)
+
+    def _gather_weights(self) -> None:
+        """Gather the compute weights that other workers own; no-op unless state is sharded.
+
+        It runs before the passes, not after the update, so that the update does not communicate and
+        a worker lost here costs no committed step.
+        """
+        if self._weights.are_gathered:
+            self._enter("gather")
+            before = self._clock.mark()
+            self._weights.gather()
+            self._gathering = (before, self._clock.mark())
+
+    def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
+        parts = super()._parts(started, voted, marks)
+        if self._gathering is not None:
+            gather_s = self._clock.seconds(*self._gathering)
+            parts["gather"] = gather_s
+            # The vote's part is what no other part explains, so far including the gathering.
+            parts["vote"] = max(0.0, parts["vote"] - gather_s)
+        return parts
+
+    @property
+    def compute_s(self) -> float:
+        return self._executor.compute_s
+
+    def apply_update(self, vote: Vote) -> None:
+        factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.num_losses)
+        rule = UpdateRule(self.training, self.step, factor)
+        self._optimizer.update(self.gradient_sync.flats, rule)
+        self._weights.refresh()
+
+    def _bad_gradients(self) -> tuple[str, ...]:
+        return self.gradient_sync.not_finite()
+
+    def rebuild_derived(self, names: Collection[str]) -> None:
+        if any(name.startswith("param/") for name in names):
+            self._weights.refresh()
+
+
+def _build_stage(
+    setup: TrainingSetup, place: Place, tensor: Group | None, dtype: torch.dtype
+) -> StageModel:
+    """Build this worker's slice of the model, without weights."""
+    config = setup.config
+    training = setup.training
+    stage = place.stage
+    if training.kernels == "liger":
+        why_not = use_library(str(config.model_type), setup.device)
+        if why_not is not None:
+            logger.info(why_not)
+    # A family may bring stages of its own, as the tests' exact model does.
+    build = getattr(family_of(config), "build_stage", build_stage)
+    tp = None
+    if tensor is not None:
+        tp = _tensor_parallel(place, tensor)
+    recompute = stage.recompute or training.stage_recompute
+    if training.objective == "dpo":
+        # As in TRL's DPOTrainer: the reference drops nothing either.
+        config = without_dropout(config)
+    layers = range(stage.first_layer, stage.end_layer)
+    built: StageModel = build(config, layers, tp, setup.device, dtype, recompute)
+    if (stage.compute or training.precision) == "fp8":
+        check_fp8(setup.device)
+        for block in built.blocks:
+            use_fp8(block)
+    built.loss_terms = LossTerms(
+        training.label_smoothing,
+        training.z_loss,
+        training.balance_weight,
+        counts_tokens=training.router_balance == "bias",
+    )
+    return built
+
+
+def _tensor_parallel(place: Place, tensor: Group) -> TensorParallel:
+    """Return this worker's part in its stage's tensor-parallel group."""
+    stage = place.stage
+    uneven = place.share if stage.tp_shares else None
+    owners: tuple[TensorShare, ...] = ()
+    if stage.expert_dispatch == "all_to_all":
+        owners = tuple(stage.share(rank) for rank in range(place.tp_degree))
+    cut = stage.sequence_parallel
+    return TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut, owners)
+
+
+def _reload_frozen(generation: WorkerGeneration, stage: StageModel, names: Collection[str]) -> None:
+    """Read frozen weights from their origin again, also into the stage's copies of them."""
+    generation.reload_frozen(names)
+    stage.weights.renew_copies({name: generation.frozen[name] for name in names})
+
+
+def _replica_check(
+    setup: TrainingSetup,
+    generation: WorkerGeneration,
+    world: Group,
+    reload: Callable[[Collection[str]], None],
+) -> ReplicaCheck:
+    ends = {EMBEDDING: "embedding", HEAD: "head"}
+    plan = generation.plan
+    config = setup.config
+    specs = family_of(config).parameter_specs(config)
+    layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
+
+    # Frozen weights are no training state, but are compared alike.
+    state = layout_of_plan(plan, config)
+    frozen = frozen_layout(plan, config, COMPUTE_DTYPES[setup.training.precision])
+    shards_by_worker = {}
+    for worker, shards in state.shards_by_worker.items():
+        shards_by_worker[worker] = shards | frozen.shards_by_worker[worker]
+    layout = Layout({**state.tensors, **frozen.tensors}, shards_by_worker)
+    weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
+    tensors = ChainMap(generation.state, weights)
+    every = setup.training.replica_check_steps
+    held = HeldReplicas(generation.worker, layout, tensors)
+    return ReplicaCheck(held, world, every, layers, reload)
+
+
+__all__ = ["StageGroups", "StageTrainer"]

@@ -1,0 +1,1 @@
+"""SIMULATED runs: spot traces run through the real controller on a fake clock."""

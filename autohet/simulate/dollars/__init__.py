@@ -1,0 +1,1 @@
+"""SIMULATED dollars: prices over time, bills and other spending."""

@@ -1,0 +1,229 @@
+"""Spot prices over time from a file, and a sentence on the source of each price.
+
+The file is EC2's answer to `describe-spot-price-history` or a CSV.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.sources.spot_prices import PRICE_LABEL, PricePoint, price_points
+from autohet.simulate.dollars.prices import PriceRow
+from planner.errors import ConfigError
+from planner.inputs.catalogue import PRICES_AS_OF
+from planner.inputs.cluster import Cluster, NodeType
+
+COLUMNS = ("time_s", "node_type", "usd_per_hour")
+HISTORY = "SpotPriceHistory"
+ByPlace = Mapping[tuple[str, str], Sequence[PricePoint]]
+"""Points by instance type and zone, in order of time."""
+
+
+@dataclass(frozen=True)
+class RecordedPrices:
+    """Rows of prices, and the source of the prices of each node type that has rows."""
+
+    rows: Sequence[PriceRow] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_prices(
+    path: str | Path, cluster: Cluster, document: object = None, begin: datetime | None = None
+) -> RecordedPrices:
+    """Read prices from a CSV or from JSON.
+
+    The CSV has `time_s, node_type, usd_per_hour` (of a node). The JSON is as `aws ec2
+    describe-spot-price-history` prints it (a list of such answers, too). For it, `document`, the
+    cluster file, gives the node types' instance types, and its spot nodes get prices. The trace
+    begins at `begin`, by default when all of them have a price.
+
+    Raises:
+        ConfigError: a column or a value that does not fit, a node type that the cluster does not
+        have; nothing for any spot node type, several zones for one that names none, a `begin`
+        outside the file.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read prices '{path}': {why}") from None
+
+    if text.lstrip()[:1] in ("{", "["):
+        instances = {}
+        for kind in cluster.node_types:
+            instances[kind.name] = _instance(_entry(document, kind.name))
+        return _from_history(_by_place(text, path), path, cluster, instances, begin)
+    if begin is not None:
+        raise ConfigError(
+            f"prices '{path}' are a CSV, whose time_s counts from the trace's begin: leave out"
+            " --prices-from"
+        )
+    rows = _from_csv(text, path, cluster)
+    return RecordedPrices(rows, {name: f"over time, by '{path}'" for _, name, _ in rows})
+
+
+def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) -> dict[str, str]:
+    """Return the source of each node type's price; the text says so if the price is constant."""
+    found = {}
+    for kind in cluster.node_types:
+        recorded_source = recorded.sources.get(kind.name)
+        found[kind.name] = recorded_source or _constant(kind, _entry(document, kind.name))
+    return found
+
+
+def _constant(kind: NodeType, entry: Mapping[str, Any]) -> str:
+    if kind.usd_per_hour is None:
+        return "no price is known: its hours count as free"
+    if PRICE_LABEL in (entry.get("labels") or {}):
+        return f"constant, the cluster file's label {PRICE_LABEL}"
+    return f"constant, the catalogue's price of {_instance(entry) or None}: {PRICES_AS_OF}"
+
+
+def _entry(document: object, name: str) -> Mapping[str, Any]:
+    types = document.get("available_node_types") if isinstance(document, Mapping) else None
+    return (types or {}).get(name) or {}
+
+
+def _instance(entry: Mapping[str, Any]) -> str:
+    """Return the instance type that the cluster file names; empty if it names none."""
+    return str((entry.get("node_config") or {}).get("InstanceType") or "")
+
+
+# EC2's answer
+# ------------------------------------------------------------------------------
+
+
+def _by_place(text: str, path: str | Path) -> ByPlace:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"prices '{path}' are no JSON: {error}") from None
+    pages = document if isinstance(document, list) else [document]
+    for page in pages:
+        if not (isinstance(page, Mapping) and isinstance(page.get(HISTORY), list)):
+            raise ConfigError(
+                f"prices '{path}' have no list {HISTORY}, as `aws ec2 describe-spot-price-history`"
+                " prints it"
+            )
+    found: dict[tuple[str, str], list[PricePoint]] = {}
+    for point in sorted(price_points(pages), key=lambda point: point.since):
+        found.setdefault((point.instance_type, point.zone), []).append(point)
+    return found
+
+
+def _from_history(
+    by_place: ByPlace,
+    path: str | Path,
+    cluster: Cluster,
+    instances: Mapping[str, str],
+    begin: datetime | None,
+) -> RecordedPrices:
+    found = {}
+    for kind in cluster.node_types:
+        if kind.spot:
+            points = _points_of(kind, instances[kind.name], by_place, path)
+            if points:
+                found[kind.name] = points
+    if not found:
+        known = ", ".join(sorted({instance for instance, _ in by_place})) or "none"
+        spot_names = [kind.name for kind in cluster.node_types if kind.spot]
+        wanted = ", ".join(instances[name] or "no instance type" for name in spot_names)
+        raise ConfigError(
+            f"prices '{path}' have nothing for any spot node type of the cluster: they are of"
+            f" {known}, the cluster's spot nodes of {wanted or 'none'}"
+        )
+
+    first = max(points[0].since for points in found.values())
+    last = max(points[-1].since for points in found.values())
+    if begin is None:
+        begin = first
+    elif not begin.tzinfo:
+        begin = begin.replace(tzinfo=UTC)
+    if not first <= begin <= last:
+        raise ConfigError(
+            f"--prices-from is {begin.isoformat()}; prices '{path}' are of {first.isoformat()} to"
+            f" {last.isoformat()}"
+        )
+    rows: list[PriceRow] = []
+    sources = {}
+    for name, points in found.items():
+        sources[name] = _said(points, begin)
+        for point in points:
+            # A point before the beginning has a negative second: its price holds from 0 on.
+            time_s = (point.since - begin).total_seconds()
+            rows.append((time_s, name, point.usd_per_hour))
+    return RecordedPrices(rows, sources)
+
+
+def _said(points: Sequence[PricePoint], begin: datetime) -> str:
+    return (
+        f"over time, EC2's spot price history of {points[0].instance_type} in {points[0].zone}; the"
+        f" trace begins at {begin.isoformat()}"
+    )
+
+
+def _points_of(
+    kind: NodeType, instance: str, by_place: ByPlace, path: str | Path
+) -> Sequence[PricePoint]:
+    zones = sorted(zone for of, zone in by_place if of == instance)
+    if not zones or kind.zone in zones:
+        return by_place.get((instance, kind.zone), ())
+    if kind.zone or len(zones) > 1:
+        where = "names no zone: set the label 'autohet.io/zone'"
+        if kind.zone:
+            where = f"is in {kind.zone}"
+        raise ConfigError(
+            f"prices '{path}' have {instance} in {', '.join(zones)}; node type '{kind.name}'"
+            f" {where}"
+        )
+    return by_place[instance, zones[0]]
+
+
+# a CSV
+# ------------------------------------------------------------------------------
+
+
+def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[PriceRow]:
+    try:
+        reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+        rows = list(reader)
+        columns = tuple(reader.fieldnames or ())
+    except csv.Error as error:
+        raise ConfigError(f"cannot read prices '{path}': {error}") from None
+    if columns != COLUMNS:
+        raise ConfigError(
+            f"prices '{path}' has columns {', '.join(columns) or 'none'}; they must be"
+            f" {', '.join(COLUMNS)}"
+        )
+    names = {kind.name for kind in cluster.node_types}
+    found = []
+    for number, row in enumerate(rows, 1):
+        if row["node_type"] not in names:
+            raise ConfigError(
+                f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster"
+                f" has {', '.join(sorted(names))}"
+            )
+        time_s = _number(row, "time_s", number, path)
+        usd_per_hour = _number(row, "usd_per_hour", number, path)
+        found.append((time_s, row["node_type"], usd_per_hour))
+    return found
+
+
+def _number(row: Mapping[str, str], name: str, number: int, path: str | Path) -> float:
+    try:
+        value = float(row[name])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise ConfigError(
+            f"'{name}' of row {number} of prices '{path}' must be a number of at least 0, not"
+            f" {row[name]!r}"
+        )
+    return value

@@ -1,0 +1,1 @@
+"""SIMULATED fleet: machines, workers and their generations on a fake clock."""

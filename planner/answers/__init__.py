@@ -1,0 +1,1 @@
+"""Answers of a running job: replanning, repairs, robustness and explanations of plans."""

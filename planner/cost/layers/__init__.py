@@ -1,0 +1,1 @@
+"""Seconds of layers: measured, interpolated or estimated."""

@@ -1,0 +1,268 @@
+"""Seconds of every layer by GPU type, TP degree, microbatch, recomputation and share of a rank."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.layers.even_layers import LEAST_OWN, EvenLayerTimes, LayerTimes
+from planner.cost.layers.experts import USUAL_LOAD_SPREAD, imbalance
+from planner.cost.layers.measured_layers import MeasuredLayers
+from planner.cost.memory.training_bytes import VALUE_BYTES, recomputed_values
+from planner.cost.parameters import CostParameters
+from planner.errors import ConfigError
+from planner.inputs.catalogue import canonical_gpu_type, find_gpu_type
+from planner.plans.model_spec import Experts, LayerSpec
+from planner.plans.plan import Recompute, TensorShare
+
+Floats = NDArray[np.float64]
+# of a block's forward, where the device's memory bandwidth is not known: what `selective` computes
+# again
+SELECTIVE_FORWARD = 0.2
+
+
+class LayerTimeModel:
+    """Layer times of one model at one sequence length and dtype; results are cached.
+
+    even: times of even groups whose experts have equal loads, from which all others are made.
+    tp_communication_s(gpu_type, tp_degree, microbatch): seconds of one block's tensor-parallel
+    all-reduces in one direction.
+    """
+
+    def __init__(
+        self,
+        measured: MeasuredLayers,
+        parameters: CostParameters,
+        tp_communication_s: Callable[[str, int, int], float],
+    ) -> None:
+        self.measured = measured
+        self.even = EvenLayerTimes(measured, parameters, tp_communication_s)
+        self._spec = measured.spec
+        self._parameters = parameters
+        self._cache: dict[tuple[object, ...], LayerTimes] = {}
+
+    def times(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute = "none",
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """Return all layers' seconds for one microbatch.
+
+        The forward covers all forward passes of a step (`LayerSpec.forward_passes`), and the
+        backward of blocks what it recomputes. share: the worker's share in a group of `tp_degree`
+        workers that share the layers unevenly; None: 1 / TP degree.
+        """
+        found = self._single_pass(gpu_type, tp_degree, microbatch, recompute, share)
+        passes = self._spec.forward_passes
+        return found if passes == 1 else replace(found, forward_s=passes * found.forward_s)
+
+    def _single_pass(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute = "none",
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """Return `times` for a step with one forward pass."""
+        gpu_type = canonical_gpu_type(gpu_type)
+        held = self._experts.of_share(share) if self._experts and share else None
+        key = (gpu_type, tp_degree, microbatch, recompute, _fraction(tp_degree, share), held)
+        known = self._cache.get(key)
+        if known is None:
+            if recompute == "none":
+                known = self._keeping(gpu_type, tp_degree, microbatch, share)
+            else:
+                known = self._recomputing(gpu_type, tp_degree, microbatch, recompute, share)
+            self._cache[key] = known
+        return known
+
+    def _keeping(
+        self, gpu_type: str, tp_degree: int, microbatch: int, share: TensorShare | None
+    ) -> LayerTimes:
+        """Return the times of a worker that recomputes nothing."""
+        if share is None:
+            times = self.even.times(gpu_type, tp_degree, microbatch)
+        else:
+            times = self._between(gpu_type, tp_degree, microbatch, share.fraction)
+        return self._unbalanced(times, gpu_type, tp_degree, microbatch, share)
+
+    def _recomputing(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute,
+        share: TensorShare | None,
+    ) -> LayerTimes:
+        """Return the times of a worker whose backward includes what it recomputes."""
+        # the runtime does not compile blocks that recompute selectively
+        model = self._eager if recompute == "selective" else self
+        whole = model._single_pass(gpu_type, tp_degree, microbatch, share=share)
+        cut = 1 / _fraction(tp_degree, share)
+        blocks_s = whole.forward_s[1:-1]
+        again_s = self._again_s(gpu_type, cut, microbatch, blocks_s, recompute)
+        backward_s = whole.backward_s.copy()
+        backward_s[1:-1] += again_s
+        return replace(whole, backward_s=backward_s)
+
+    def _again_s(
+        self,
+        gpu_type: str,
+        tp_degree: float,
+        microbatch: int,
+        forward_s: Floats,
+        recompute: Recompute,
+    ) -> Floats:
+        """Return seconds that each block takes to recompute.
+
+        `full`: its forward pass. `selective`, which keeps products: the memory traffic of the rest,
+        each scalar written once and read twice, or a fixed share of the forward if the device's
+        bandwidth is unknown.
+        """
+        if recompute == "full":
+            return forward_s
+        device = find_gpu_type(gpu_type)
+        if device is None:
+            return SELECTIVE_FORWARD * forward_s
+
+        tokens = microbatch * self.measured.sequence_length
+        values = np.array([recomputed_values(block, tp_degree) for block in self._spec.blocks])
+        moved_bytes = 3 * values * tokens * VALUE_BYTES[self.measured.dtype]
+        bytes_per_s = device.memory_bytes_per_s * self._parameters.memory_efficiency
+        return np.minimum(forward_s, moved_bytes / bytes_per_s)
+
+    def _between(
+        self, gpu_type: str, tp_degree: int, microbatch: int, fraction: float
+    ) -> LayerTimes:
+        """Return the times of a worker that has `fraction` of what a group of `tp_degree` cuts.
+
+        A layer's own time is linear in the fraction between the two nearest TP degrees that are
+        powers of two. The group's communication is added.
+        """
+        # the TP degrees whose parts are just larger and just smaller than the fraction
+        wide = 2 ** int(math.log2(1 / fraction))
+        weight = 2 * wide * fraction - 1
+        narrow = 2 * wide if weight < 1 else wide
+        wide_s, wide_notes = self._eager._alone(gpu_type, wide, microbatch)
+        narrow_s, narrow_notes = self._eager._alone(gpu_type, narrow, microbatch)
+        forward_s, backward_s, update_s = weight * wide_s + (1 - weight) * narrow_s
+        communication_s = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
+        note = (
+            f"{fraction:.1%} of a layer on {gpu_type}, TP {tp_degree}: from TP {wide} and TP"
+            f" {narrow}, in proportion"
+        )
+        return LayerTimes(
+            forward_s=forward_s + communication_s,
+            backward_s=backward_s + communication_s,
+            update_s=update_s,
+            estimated=tuple(dict.fromkeys((*wide_notes, *narrow_notes, note))),
+        )
+
+    def _alone(
+        self, gpu_type: str, tp_degree: int, microbatch: int
+    ) -> tuple[Floats, tuple[str, ...]]:
+        """Return the seconds of every layer without communication, and what is estimated.
+
+        Seconds: forward, backward and update, [3, num_layers + 2].
+        """
+        times = self.even.times(gpu_type, tp_degree, microbatch)
+        had = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
+        forward_s = _own_s(times.forward_s, had)
+        backward_s = _own_s(times.backward_s, had)
+        return np.array([forward_s, backward_s, times.update_s]), times.estimated
+
+    @cached_property
+    def _eager(self) -> "LayerTimeModel":
+        """Times of blocks that are not compiled though others are (`compiles_blocks`)."""
+        if not self._parameters.compiles_blocks:
+            return self
+        parameters = replace(self._parameters, compiles_blocks=False)
+        return LayerTimeModel(self.measured, parameters, self.even.tp_communication_s)
+
+    @cached_property
+    def _experts(self) -> Experts | None:
+        """Routed experts of the model, looked up once; None: all blocks are dense."""
+        return self._spec.experts
+
+    def _unbalanced(
+        self,
+        times: LayerTimes,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """Return the times of a rank whose experts have the load of the group's largest.
+
+        The experts' part of a block's own time, by FLOPs, grows with the load. A measurement of a
+        whole group already has what more experts on one rank take.
+        """
+        if self._experts is None or tp_degree == 1:
+            return times
+        measured = self.measured.load_spread
+        spread = USUAL_LOAD_SPREAD if measured is None else measured
+        key = self.measured.key(gpu_type, tp_degree)
+
+        # blocks of one kind share a result: a model has hundreds of blocks of one or two kinds
+        added: dict[tuple[LayerSpec, bool], float] = {}
+        growth = np.zeros(self._spec.num_layers + 2)
+        for index, block in enumerate(self._spec.blocks):
+            is_measured = share is None and bool(self.measured.points(key, f"block:{index}"))
+            kind = block, is_measured
+            if kind not in added:
+                added[kind] = self._added_by_load(block, tp_degree, share, spread, is_measured)
+            growth[index + 1] = added[kind]
+
+        had = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
+        forward_s = times.forward_s + growth * _own_s(times.forward_s, had)
+        backward_s = times.backward_s + growth * _own_s(times.backward_s, had)
+        notes = times.estimated
+        if measured is None:
+            notes += (f"loads of experts: a spread of {spread:.0%} of their mean is assumed",)
+        return replace(times, forward_s=forward_s, backward_s=backward_s, estimated=notes)
+
+    def _added_by_load(
+        self,
+        block: LayerSpec,
+        tp_degree: int,
+        share: TensorShare | None,
+        spread: float,
+        is_measured: bool,
+    ) -> float:
+        """Return the seconds that unequal loads add to a block, over the block's own seconds."""
+        experts = block.experts
+        if experts is None:
+            return 0.0
+        held = experts.on_rank(tp_degree)
+        fraction = 1.0 / tp_degree
+        if share is not None:
+            held = experts.of_share(share)
+            fraction = share.fraction
+        elif is_measured:
+            fraction = held / experts.number
+        routed = experts.parameters * experts.per_token / experts.number
+        flops = 2.0 * routed * self.measured.sequence_length
+        load = imbalance(experts, held, fraction, tp_degree, spread)
+        return (load - 1.0) * flops / block.forward_flops(self.measured.sequence_length)
+
+
+def _fraction(tp_degree: int, share: TensorShare | None) -> float:
+    return 1 / tp_degree if share is None else share.fraction
+
+
+def _own_s(seconds: Floats, communication_s: Floats) -> Floats:
+    """Return each layer's seconds without communication, which links may predict too long."""
+    return np.maximum(LEAST_OWN * seconds, seconds - communication_s)
+
+
+def require_dtype(dtype: str) -> None:
+    """Raise ConfigError for a precision that the model does not know."""
+    if dtype not in VALUE_BYTES:
+        raise ConfigError(f"precision is '{dtype}'; known: {', '.join(VALUE_BYTES)}")

@@ -1,0 +1,1 @@
+"""Seconds and dollars of what plans send between workers, nodes and zones."""

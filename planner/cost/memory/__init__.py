@@ -1,0 +1,1 @@
+"""Bytes that plans need on devices and hosts."""

@@ -1,0 +1,1 @@
+"""Inputs of the planner: cluster files, the catalogue, zones, profiles."""

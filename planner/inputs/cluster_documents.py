@@ -1,0 +1,249 @@
+"""Cluster files of several tools, converted to one form: Ray's cluster-launcher document.
+
+KubeRay's are derived and legacy files are rewritten as Ray does. Each other kind of file raises an
+error of its own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.inputs.kuberay import DERIVED, as_launcher_document, device_name, is_kuberay
+
+LABEL_PREFIX = "autohet.io/"
+DEFAULT_HEAD = "ray.head.default"
+"""The head's node type in Ray's own defaults, which a file without `head_node_type` gets."""
+LEGACY_HEAD = "ray-legacy-head-node-type"
+LEGACY_WORKER = "ray-legacy-worker-node-type"
+TOP_KEYS = frozenset(
+    {
+        "cluster_name",
+        "max_workers",
+        "upscaling_speed",
+        "idle_timeout_minutes",
+        "docker",
+        "provider",
+        "auth",
+        "available_node_types",
+        "head_node_type",
+        "file_mounts",
+        "cluster_synced_files",
+        "file_mounts_sync_continuously",
+        "rsync_exclude",
+        "rsync_filter",
+        "initialization_commands",
+        "setup_commands",
+        "head_setup_commands",
+        "worker_setup_commands",
+        "head_start_ray_commands",
+        "worker_start_ray_commands",
+        "no_restart",
+        "min_workers",
+        "initial_workers",
+        "autoscaling_mode",
+        "target_utilization_fraction",
+        "head_node",
+        "worker_nodes",
+        "metadata",
+        "notes",
+    }
+)
+"""Ray's own (`ray/autoscaler/ray-schema.json`), and `notes`, which a derived document has."""
+NODE_TYPE_KEYS = frozenset(
+    {
+        "resources",
+        "labels",
+        "node_config",
+        "min_workers",
+        "max_workers",
+        "docker",
+        "worker_setup_commands",
+        "worker_image",
+        "pod_config",
+        "object_store_memory",
+        "idle_timeout_s",
+        "priority",
+        "initialization_commands",
+    }
+)
+_HELM_KEYS = frozenset({"head", "worker", "additionalWorkerGroups"})
+_ANYSCALE_KEYS = frozenset(
+    {"cloud", "cloud_id", "compute_config", "worker_node_types", "image_uri", "build_id"}
+)
+Json = Mapping[str, Any]
+
+
+def read_cluster_yaml(path: str | Path) -> object:
+    """Return the content of a cluster file, unchecked.
+
+    KubeRay's documents are converted to a cluster-launcher document.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    import yaml
+
+    try:
+        text = Path(path).read_text()
+        documents = [found for found in yaml.safe_load_all(text) if found is not None]
+    except OSError as error:
+        raise ConfigError(f"cannot read cluster '{path}': {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cluster '{path}' is no text: byte {error.start} is not UTF-8") from None
+    except yaml.YAMLError as error:
+        if re.search(r"{{.*}}|{%.*%}", text):
+            raise ConfigError(
+                f"cluster '{path}' is a template; render it first (`helm template`, `envsubst`)"
+            ) from None
+        raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
+    document = _the_cluster(documents, f"cluster '{path}'")
+    if is_kuberay(document):
+        return as_launcher_document(document, f"cluster '{path}'")
+    return document
+
+
+def _the_cluster(documents: list[object], where: str) -> object:
+    """Return the one document that describes a cluster.
+
+    Files for kubectl also hold services, accounts and volumes.
+    """
+    flat = list[object]()
+    for document in documents:
+        flat += _items(document)
+    if len(flat) <= 1:
+        return flat[0] if flat else None
+    clusters = [document for document in flat if is_kuberay(document) and _brings(document)]
+    if len(clusters) == 1:
+        return clusters[0]
+    if not clusters:
+        kinds = [str(item.get("kind")) for item in flat if isinstance(item, Mapping)]
+        raise ConfigError(
+            f"{where} holds {len(flat)} documents ({', '.join(kinds)}), none of which is a"
+            " RayCluster or brings one"
+        )
+    names = []
+    for cluster in clusters:
+        metadata = cluster.get("metadata") or {}
+        names.append(f"{cluster['kind']} {metadata.get('name')}")
+    raise ConfigError(
+        f"{where} holds {len(clusters)} clusters ({', '.join(names)}); give a file with one"
+    )
+
+
+def _items(document: object) -> Iterator[object]:
+    """A Kubernetes `List`'s items, or the document."""
+    if isinstance(document, Mapping) and document.get("kind") == "List":
+        yield from document.get("items") or ()
+    else:
+        yield document
+
+
+def _brings(document: Json) -> bool:
+    """Return True if a KubeRay document describes a cluster; a RayJob may only select one."""
+    spec = document.get("spec") or {}
+    spec = spec.get("jobTemplate") or spec
+    return bool({"headGroupSpec", "rayClusterSpec", "rayClusterConfig"} & set(spec))
+
+
+def refuse_other_documents(top: Json, where: str) -> None:
+    """ConfigError for files of other tools that name clusters, too."""
+    if "available_node_types" in top:
+        return
+    if _HELM_KEYS & set(top):
+        raise ConfigError(
+            f"{where} holds values of KubeRay's Helm chart; render the cluster with `helm template"
+            " kuberay/ray-cluster -f FILE` and give that"
+        )
+    if _ANYSCALE_KEYS & set(top) or "instance_type" in (top.get("head_node") or {}):
+        raise ConfigError(
+            f"{where} is an Anyscale compute config; `ray up` does not read it. Give a Ray"
+            " cluster-launcher file with available_node_types"
+        )
+    if provider_type(top) == "local":
+        raise ConfigError(
+            f"{where} lists machines (provider local) and not what they have; name node types under"
+            " available_node_types with GPU and labels, and plan on those"
+        )
+    if "apiVersion" in top and "kind" in top:
+        raise ConfigError(
+            f"{where} is a {top['kind']} of {top['apiVersion']}; a RayCluster was expected"
+        )
+
+
+def with_legacy_types(top: Json) -> Json:
+    """A file of `head_node` and `worker_nodes` as Ray rewrites it
+    (`ray/autoscaler/_private/util.py`, merge_legacy_yaml_with_defaults).
+    """
+    if "available_node_types" in top or not (top.get("head_node") and top.get("worker_nodes")):
+        return top
+    most = top.get("max_workers", 2)
+    types = {
+        LEGACY_HEAD: {"node_config": top["head_node"], "min_workers": 0, "max_workers": 0},
+        LEGACY_WORKER: {
+            "node_config": top["worker_nodes"],
+            "min_workers": top.get("min_workers", 0),
+            "max_workers": most,
+        },
+    }
+    for name, key in ((LEGACY_HEAD, "head_node"), (LEGACY_WORKER, "worker_nodes")):
+        types[name]["resources"] = top[key].get("resources") or {}
+    return {**top, "available_node_types": types, "head_node_type": LEGACY_HEAD}
+
+
+def provider_type(top: Json) -> object:
+    """Return the `type` of a file's provider; None if it names none."""
+    provider = top.get("provider") or {}
+    return provider.get("type")
+
+
+def instance_type_of(config: Json) -> str | None:
+    """The machine that a node is: EC2's InstanceType, GCP's machineType, Azure's vmSize."""
+    azure = config.get("azure_arm_parameters") or {}
+    named = config.get("InstanceType") or config.get("machineType") or azure.get("vmSize")
+    if not named:
+        return None
+    # GCP also writes a type as a URL: zones/us-central1-a/machineTypes/a2-highgpu-1g
+    return str(named).rsplit("/", 1)[-1]
+
+
+def _accelerators(config: Json) -> list[Json]:
+    found = config.get("guestAccelerators") or ()
+    return [item for item in found if isinstance(item, Mapping)]
+
+
+def accelerator_count(config: Json) -> int | None:
+    """Return the GPUs that a GCP node adds to its machine type; None if it names none."""
+    counts = [int(item.get("acceleratorCount", 0)) for item in _accelerators(config)]
+    return sum(counts) if counts else None
+
+
+def derived_labels(config: Json, top: Json) -> dict[str, str]:
+    """Market, zone and GPU type as the launcher's own keys say them; a file's labels override."""
+    found = dict(config.get(DERIVED) or {})
+    if _is_spot(config):
+        found[LABEL_PREFIX + "spot"] = "true"
+    placement = config.get("Placement") or {}
+    provider = top.get("provider") or {}
+    zone = placement.get("AvailabilityZone") or provider.get("availability_zone")
+    # a list of zones says only where the node may be
+    if isinstance(zone, str) and "," not in zone:
+        found[LABEL_PREFIX + "zone"] = zone
+    for item in _accelerators(config):
+        name = str(item.get("acceleratorType", "")).rsplit("/", 1)[-1]
+        found[LABEL_PREFIX + "gpu-type"] = device_name(name)
+    return found
+
+
+def _is_spot(config: Json) -> bool:
+    """Return True if EC2's market options, GCP's scheduling or Azure's priority ask for spot."""
+    market = config.get("InstanceMarketOptions") or {}
+    if market.get("MarketType") == "spot":
+        return True
+    scheduling = config.get("scheduling") or {}
+    for item in scheduling if isinstance(scheduling, list) else [scheduling]:
+        if item.get("preemptible") is True or item.get("provisioningModel") == "SPOT":
+            return True
+    azure = config.get("azure_arm_parameters") or {}
+    return str(azure.get("priority", "")).lower() == "spot"

@@ -1,0 +1,398 @@
+"""KubeRay's documents as cluster-launcher documents: a `RayCluster`, or the one inside a `RayJob`,
+`RayService` or `RayCronJob`, has worker groups instead of node types.
+
+Groups are read as Ray's own autoscaler derives them
+(`ray/autoscaler/_private/kuberay/autoscaling_config.py`, Ray 2.60) and as KubeRay counts their pods
+(`ray-operator/controllers/ray/utils/util.go`, GetWorkerGroupDesiredReplicas): a group is a node
+type, its `labels` are the nodes'. Instance type, GPU type, market and zone come from the pod's node
+selector and node affinity.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeGuard
+
+from planner.errors import ConfigError
+from planner.inputs.catalogue import find_gpu_type
+from planner.inputs.documents import is_integer, read_mapping
+from planner.inputs.zones import ZONE_LINKS
+
+HEAD = "headgroup"
+"""Name of the head's group in Ray's autoscaler."""
+GPU_RESOURCE = "nvidia.com/gpu"
+INSTANCE_TYPES = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
+ZONES = ("topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone")
+SPOT = {
+    "karpenter.sh/capacity-type": "spot",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "cloud.google.com/gke-spot": "true",
+    "cloud.google.com/gke-preemptible": "true",
+    "cloud.google.com/gke-provisioning": "spot",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+}
+"""Node labels that say that a node is a spot one: Karpenter, EKS managed node groups, GKE, AKS."""
+GPU_LABELS = (
+    "nvidia.com/gpu.product",
+    "cloud.google.com/gke-accelerator",
+    "k8s.amazonaws.com/accelerator",
+    "karpenter.k8s.aws/instance-gpu-name",
+    "gpu.nvidia.com/class",
+    "gpu.nvidia.com/model",
+)
+"""Node labels that name a GPU: NVIDIA's feature discovery, GKE, the cluster autoscaler on AWS,
+Karpenter, CoreWeave."""
+DERIVED = "autohet"
+"""Key of a node type's `node_config` for labels derived here, which Ray does not know."""
+UNBOUNDED = 2**31 - 1
+"""Value that the API server writes for an absent `maxReplicas`."""
+Json = Mapping[str, Any]
+
+
+def is_kuberay(document: object) -> TypeGuard[Json]:
+    if not isinstance(document, Mapping):
+        return False
+    version = str(document.get("apiVersion", ""))
+    return version.startswith("ray.io/")
+
+
+def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
+    """Return the same cluster as `ray up` would have it.
+
+    It has a name, and node types with resources, labels and bounds. `notes` says what of the
+    document has no effect.
+
+    Raises:
+        ConfigError: it is another kind of document, or groups lack what their nodes are known by;
+        everything that is wrong is named at once.
+    """
+    spec = _cluster_spec(document, where)
+    metadata = read_mapping(document.get("metadata") or {}, f"metadata of {where}")
+    scales = bool(spec.get("enableInTreeAutoscaling"))
+    head = read_mapping(spec.get("headGroupSpec") or {}, f"headGroupSpec of {where}")
+    notes: list[str] = []
+    errors: list[str] = []
+    types: dict[str, Any] = {}
+
+    def add_head() -> None:
+        types[HEAD] = _node_type(head, HEAD, (0, 0), notes)
+
+    _collect(errors, add_head)
+    for group in spec.get("workerGroupSpecs") or []:
+        _collect(errors, partial(_add_group, types, group, where, scales, notes))
+    if errors:
+        raise ConfigError("; ".join(errors))
+    if spec.get("suspend"):
+        notes.append(f"{where} is suspended: it has no pods until `suspend` is false")
+    provider = {"type": "kuberay", "namespace": metadata.get("namespace", "default")}
+    return {
+        "cluster_name": str(metadata.get("name", "kuberay")),
+        "max_workers": sum(kind["max_workers"] for kind in types.values()),
+        "provider": provider,
+        "available_node_types": types,
+        "head_node_type": HEAD,
+        "notes": notes,
+        "metadata": _zone_links(metadata, where),
+    }
+
+
+def _zone_links(metadata: Json, where: str) -> dict[str, Any]:
+    """The table of zones from an annotation, whose value is YAML text."""
+    import yaml
+
+    text = (metadata.get("annotations") or {}).get(ZONE_LINKS)
+    if text is None:
+        return {}
+    try:
+        return {ZONE_LINKS: yaml.safe_load(str(text))}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"annotation '{ZONE_LINKS}' of {where} is not YAML: {error}") from None
+
+
+def _collect(errors: list[str], read: Callable[[], None]) -> None:
+    """Run `read`; add what is wrong to `errors`."""
+    try:
+        read()
+    except ConfigError as error:
+        errors.append(str(error))
+
+
+def _cluster_spec(document: Json, where: str) -> Json:
+    """The spec of the document's RayCluster."""
+    kind = document.get("kind")
+    spec = read_mapping(document.get("spec") or {}, f"spec of {where}")
+    if kind == "RayCronJob":
+        spec = read_mapping(spec.get("jobTemplate") or {}, f"jobTemplate of {where}")
+    if kind in ("RayJob", "RayCronJob"):
+        if "rayClusterSpec" not in spec:
+            raise ConfigError(
+                f"{where} is a {kind} for a cluster that it only selects; give the RayCluster's own"
+                " file"
+            )
+        return read_mapping(spec["rayClusterSpec"], f"rayClusterSpec of {where}")
+    if kind == "RayService" and "rayClusterConfig" in spec:
+        return read_mapping(spec["rayClusterConfig"], f"rayClusterConfig of {where}")
+    if kind != "RayCluster":
+        raise ConfigError(
+            f"{where} is a {kind} of {document.get('apiVersion')}; a RayCluster or RayJob was"
+            " expected"
+        )
+    return spec
+
+
+def _add_group(
+    types: dict[str, Any], group: Any, where: str, scales: bool, notes: list[str]
+) -> None:
+    read_mapping(group, f"a worker group of {where}")
+    name = group.get("groupName")
+    if not isinstance(name, str) or not name or name in types:
+        raise ConfigError(
+            f"a worker group of {where} has the groupName {name!r}; each needs one of its own"
+        )
+    if group.get("suspend"):
+        notes.append(f"worker group '{name}' is suspended: it has no pods")
+    types[name] = _node_type(group, name, _num_nodes(group, name, scales), notes)
+
+
+def _num_nodes(group: Json, name: str, scales: bool) -> tuple[int, int]:
+    """Return the minimum and maximum number of nodes of a worker group.
+
+    They are the autoscaler's bounds. Without one, both are the replicas that KubeRay makes.
+    """
+    if group.get("suspend"):
+        return 0, 0
+    hosts = _count(group, "numOfHosts", name, 1)
+    least = _count(group, "minReplicas", name, 0)
+    most = _count(group, "maxReplicas", name, None if scales else UNBOUNDED)
+    if least > most:
+        raise ConfigError(f"worker group '{name}' has minReplicas {least} above maxReplicas {most}")
+    if not scales:
+        replicas = max(_count(group, "replicas", name, 0), least)
+        least = min(replicas, most)
+        most = least
+    if most * hosts >= UNBOUNDED:
+        raise ConfigError(
+            f"worker group '{name}' has no bound: maxReplicas is {most}, the API's default; set"
+            " how many nodes of it there may be"
+        )
+    return least * hosts, most * hosts
+
+
+def _count(group: Json, key: str, name: str, default: int | None) -> int:
+    value = group.get(key, default)
+    if value is None:
+        raise ConfigError(f"worker group '{name}' has no {key}: how many nodes of it there may be")
+    if not is_integer(value) or value < 0:
+        raise ConfigError(f"{key} of worker group '{name}' must be a count, not {value!r}")
+    return value
+
+
+def _node_type(
+    group: Json, name: str, num_nodes: tuple[int, int], notes: list[str]
+) -> dict[str, Any]:
+    template = read_mapping(group.get("template") or {}, f"template of group '{name}'")
+    pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
+    containers = pod.get("containers") or [{}]
+    resources = read_mapping(containers[0].get("resources") or {}, f"resources of group '{name}'")
+    least, most = num_nodes
+    found = {
+        "resources": _shape(group, resources, name, notes),
+        "labels": dict(group.get("labels") or {}),
+        "min_workers": least,
+        "max_workers": most,
+        "node_config": _placement(pod, group, resources),
+    }
+    for theirs, ours in (("priority", "priority"), ("idleTimeoutSeconds", "idle_timeout_s")):
+        if group.get(theirs) is not None:
+            found[ours] = group[theirs]
+    return found
+
+
+def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[str, Any]:
+    """Return Ray's resources of a pod.
+
+    They are the group's own `resources`, else its start parameters, else the first container's
+    limits and requests.
+    """
+    own = group.get("resources") or {}
+    start = group.get("rayStartParams") or {}
+    limits = resources.get("limits") or {}
+    requests = resources.get("requests") or {}
+    # Where both are given, Ray's autoscaler reads the limit.
+    given = {**requests, **limits}
+    shape = {"GPU": _num_gpus(own, start, given, name, notes)}
+    cpus = None
+    if "CPU" in own:
+        cpus = _rounded_up(own["CPU"], f"CPU of group '{name}'")
+    elif "num-cpus" in start:
+        cpus = _whole(start["num-cpus"], f"num-cpus of group '{name}'")
+    elif "cpu" in given:
+        cpus = _rounded_up(given["cpu"], f"cpu of group '{name}'")
+    if cpus is not None:
+        shape["CPU"] = cpus
+    standard = {"CPU", "GPU", "TPU", "memory"}
+    for key in own.keys() - standard:
+        shape[key] = _rounded_up(own[key], f"{key} of group '{name}'")
+    return shape
+
+
+def _num_gpus(own: Json, start: Json, given: Json, name: str, notes: list[str]) -> int:
+    if "GPU" in own:
+        return _rounded_up(own["GPU"], f"GPU of group '{name}'")
+    if "num-gpus" in start:
+        return _whole(start["num-gpus"], f"num-gpus of group '{name}'")
+    for key in given:
+        if key.startswith("nvidia.com/mig-"):
+            notes.append(f"group '{name}' has slices of a GPU ({key}): they are not planned on")
+        if key.endswith("gpu") and key != GPU_RESOURCE:
+            notes.append(f"group '{name}' has other GPUs than NVIDIA's ({key}): not planned on")
+    return _rounded_up(given.get(GPU_RESOURCE, 0), f"{GPU_RESOURCE} of group '{name}'")
+
+
+_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
+_SMALL = {"n": 1e-9, "u": 1e-6, "m": 1e-3}
+
+
+def quantity(value: object) -> float | None:
+    """Kubernetes' quantity (`500m`, `1.5Gi`, `1e3`) as a number; None where it is none."""
+    match = _QUANTITY.fullmatch(str(value).strip())
+    if match is None:
+        return None
+    number, unit, binary, exponent = match.groups()
+    if exponent:
+        return float(number) * 10.0 ** int(exponent)
+    if not unit:
+        return float(number)
+    if unit in _SMALL:
+        return None if binary else float(number) * _SMALL[unit]
+    base = 1024.0 if binary else 1000.0
+    power = " KMGTPE".index(unit.upper())
+    return float(number) * base**power
+
+
+def _rounded_up(value: object, what: str) -> int:
+    """A quantity, rounded up as Ray does."""
+    number = quantity(value)
+    if number is None:
+        raise ConfigError(f"{what} must be a quantity such as 8 or 500m, not {value!r}")
+    return math.ceil(round(number, 9))
+
+
+def _whole(value: object, what: str) -> int:
+    """A start parameter, which Ray reads as an integer."""
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ConfigError(f"{what} must be a whole number, not {value!r}") from None
+
+
+def _required(pod: Json) -> dict[str, tuple[str, ...]]:
+    """Return the values that each node label may have.
+
+    The node selector and the required node affinity say them. Terms of an affinity are
+    alternatives; only labels that all of them name count.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for key, value in (pod.get("nodeSelector") or {}).items():
+        found[key] = (str(value),)
+    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
+    needed = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    terms = []
+    for term in needed.get("nodeSelectorTerms") or []:
+        terms.append(dict(_named_values(term)))
+    if not terms:
+        return found
+
+    named_by_all = set.intersection(*map(set, terms))
+    for key in named_by_all:
+        values = dict[str, None]()
+        for named in terms:
+            values.update(dict.fromkeys(named[key]))
+        # the node selector, which is read first, holds too and names one value
+        found.setdefault(key, tuple(values))
+    return found
+
+
+def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for expression in term.get("matchExpressions") or []:
+        if expression.get("operator") == "In":
+            values = expression.get("values") or ()
+            yield str(expression["key"]), tuple(map(str, values))
+
+
+def _placement(pod: Json, group: Json, resources: Json) -> dict[str, Any]:
+    """Instance type, zone and market of the pod's node, and labels derived from it."""
+    needed = _required(pod)
+    found: dict[str, Any] = {}
+    instances = _first(needed, INSTANCE_TYPES)
+    if len(instances) == 1:
+        found["InstanceType"] = instances[0]
+    zones = _first(needed, ZONES)
+    if len(zones) == 1:
+        found["Placement"] = {"AvailabilityZone": zones[0]}
+    for label, value in SPOT.items():
+        if needed.get(label) == (value,):
+            found["InstanceMarketOptions"] = {"MarketType": "spot"}
+    limits = {**(resources.get("limits") or {}), **(group.get("resources") or {})}
+    derived = {**_gpu_type(needed), **_memory(limits)}
+    if derived:
+        found[DERIVED] = derived
+    return found
+
+
+def _first(needed: Mapping[str, tuple[str, ...]], labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the values of the first of these labels that is needed; empty if none is."""
+    for label in labels:
+        if label in needed:
+            return needed[label]
+    return ()
+
+
+def _gpu_type(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    names = _first(needed, GPU_LABELS)
+    if len(names) != 1:
+        return {}
+    return {"autohet.io/gpu-type": device_name(names[0])}
+
+
+_MAKERS = ("NVIDIA", "TESLA", "GEFORCE", "QUADRO")
+"""Words of a product's name that tell no device from another."""
+
+
+def device_name(product: str) -> str:
+    """Return the catalogue's name of a device by a product name.
+
+    Such names are NVIDIA's, GKE's, Karpenter's and AWS's: NVIDIA-A100-SXM4-80GB, nvidia-tesla-t4,
+    nvidia-h100-mega-80gb. The name itself is returned if no device is known by a part of it.
+    """
+    gib = ""
+    plain = []
+    for word in re.split(r"[-_ ]", product.upper()):
+        is_size = re.fullmatch(r"\d+GB", word) is not None
+        if is_size and not gib:
+            gib = word.removesuffix("GB")
+        is_variant = is_size or re.fullmatch(r"SXM\d?|MEGA|HBM\d\w?", word)
+        if word and word not in _MAKERS and not is_variant:
+            plain.append(word)
+
+    # the longest known part wins, and of two devices of one name the one with that memory
+    for end in range(len(plain), 0, -1):
+        name = "-".join(plain[:end])
+        candidates = [f"{name}-{gib}", name] if gib else [name]
+        for candidate in candidates:
+            if find_gpu_type(candidate) is not None:
+                return candidate
+    return product
+
+
+def _memory(limits: Json) -> dict[str, str]:
+    """Return the host-memory label from a container's limit; empty if it has no limit.
+
+    The container's tmpfs counts towards its limit.
+    """
+    num_bytes = quantity(limits.get("memory", "")) or 0.0
+    gib = f"{num_bytes / 2**30:.3f}"
+    return {"autohet.io/host-memory-gib": gib} if float(gib) else {}

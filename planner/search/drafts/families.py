@@ -1,0 +1,325 @@
+"""Drafts of near-equal pipelines.
+
+n pipelines share the groups of each node type as evenly as whole groups can be. A closed form ranks
+all families (`closed_form.py`). Those ranked first are cut exactly (`cut.py`), in several orders of
+their node types, and timed with the gradient sync that their placement leaves.
+
+There are two placements. The same stages of all pipelines lie side by side: gradients are summed
+inside nodes, and transfers share NICs. Or each pipeline is on nodes of its own, with the reverse.
+Two or more families of different node types may also train beside each other, each with a depth and
+microbatches of its own.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.drafts.climb import climb
+from planner.search.drafts.closed_form import Families, families, ranked
+from planner.search.drafts.combined_families import cut_combined_families
+from planner.search.drafts.cut import Balancer
+from planner.search.drafts.cut_ranking import CutRanking
+from planner.search.drafts.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
+from planner.search.drafts.regroup import regroup
+from planner.search.drafts.shared_nodes import SharedNodes
+from planner.search.drafts.side_by_side import SideBySide, Sync
+from planner.search.drafts.uncut import (
+    CutPipelines,
+    UncutPipelines,
+    uncut_family,
+    uncut_in_best_orders,
+)
+from planner.search.problem import limits
+from planner.search.problem.request import Request
+from planner.search.problem.tables import Tables
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft with its estimated seconds a step.
+
+    side_by_side: its pipelines are to lie side by side.
+    """
+
+    seconds: float
+    draft: Draft
+    side_by_side: bool
+
+
+def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
+    """Return the best drafts of either placement for a request, fastest first.
+
+    Drafts that probably hold some layer on too few nodes come last, and only if the request is not
+    brief.
+    """
+    every = families(tables, request.mixed_tp)
+    known = (Estimator(tables), Balancer(tables))
+    if request.min_node_disjoint_holders < 2:
+        return _proposals_of(request, tables, every, every, known)
+
+    on_several_nodes = ~_on_one_node(tables, every)
+    apart = every.take(np.flatnonzero(on_several_nodes))
+    found = _proposals_of(request, tables, apart, every, known)
+    if request.brief or on_several_nodes.all():
+        return found
+    if found and request.is_late:
+        return found
+
+    # a proposal counts as known if pipelines and placement are equal
+    known_drafts = set()
+    for proposal in found:
+        known_drafts.add((proposal.draft, proposal.side_by_side))
+    others = []
+    for proposal in _proposals_of(request, tables, every, every, known):
+        if (proposal.draft, proposal.side_by_side) not in known_drafts:
+            others.append(proposal)
+    return [*found, *others]
+
+
+def _proposals_of(
+    request: Request,
+    tables: Tables,
+    near_equal: Families,
+    every: Families,
+    known: tuple[Estimator, Balancer],
+) -> list[Proposal]:
+    """Return the best drafts of some families; any of `every` may train beside each other."""
+    holders = request.min_node_disjoint_holders
+    most_pipelines = int(every.number.max(initial=1))
+    numbers = sorted(set(near_equal.number.tolist()))
+    usable = _resources_in(tables, near_equal)
+    orders = tuple(uncut_in_best_orders(tables, numbers, usable))
+    # the prediction refuses some of the drafts if each layer must lie on several nodes
+    keep = limits.DRAFTS
+    if holders > 1:
+        keep *= 4
+
+    found = list[Proposal]()
+    for side_by_side in (True, False):
+        if found and request.is_late:
+            break
+
+        # one pipeline alone has no other at its side
+        fewest = max(holders, 2 if side_by_side else 1)
+        enough = np.flatnonzero(near_equal.number >= fewest)
+        parts = holders if side_by_side else max(1, most_pipelines)
+        options = DraftOptions(
+            side_by_side,
+            parts=parts,
+            mixed_sizes=request.mixed_microbatch,
+            keep=keep,
+            beside=every,
+            orders=orders,
+        )
+        sync = SideBySide(request, tables, parts)
+        drafter = Drafter(tables, near_equal.take(enough), sync, known, options)
+        found += drafter.proposals(lambda: request.is_late)
+    return sorted(found, key=lambda proposal: proposal.seconds)
+
+
+def _resources_in(tables: Tables, some: Families) -> frozenset[int]:
+    """Return the resources that some of the families use."""
+    used = np.unique(some.rows[some.rows >= 0])
+    return frozenset(tables.kind(row).resource for row in used)
+
+
+def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
+    """Return (n,) True for families that use a node type of which the fleet has one node.
+
+    Their near-equal pipelines have the same layers on that node: it alone holds some of them.
+    """
+    num_nodes = np.array([resource.num_nodes for resource in tables.resources])
+    uses_alone = (some.rows >= 0) & (num_nodes == 1)
+    return np.asarray(uses_alone.any(axis=1))
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Options of a drafter.
+
+    side_by_side: the same stages of all pipelines lie side by side; else each pipeline is on nodes
+    of its own, and only then may different families train beside each other. parts: of pipelines
+    that lie side by side on nodes of their own. mixed_sizes: pipelines may differ in their
+    microbatch. keep: maximum number of drafts. beside: families that may train beside each other
+    (None: the drafter's). orders: equal pipelines whose stages follow each other in any order.
+    """
+
+    side_by_side: bool = False
+    parts: int = 1
+    mixed_sizes: bool = True
+    keep: int = limits.DRAFTS
+    beside: Families | None = None
+    orders: tuple[UncutPipelines, ...] = ()
+
+
+class Drafter:
+    """Proposes drafts of one placement over one set of tables.
+
+    sync: what follows the pipelines in this placement. known: estimator and balancer shared by both
+    placements.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        every: Families,
+        sync: Sync,
+        known: tuple[Estimator, Balancer] | None = None,
+        options: DraftOptions | None = None,
+    ):
+        options = options or DraftOptions()
+        self.tables = tables
+        self.families = every
+        self.beside = options.beside or every
+        self.together = options.side_by_side
+        self.mixed_sizes = options.mixed_sizes
+        self.keep = options.keep
+        self._orders = options.orders
+        self._usable = _resources_in(tables, every)
+
+        if known is None:
+            known = (Estimator(tables), Balancer(tables))
+        self.estimator, balancer = known
+        parts = options.parts if self.together else None
+        self._shared = SharedNodes(self.estimator, parts)
+        self._ranking = CutRanking(self.estimator, balancer, sync, self._shared)
+
+    def proposals(self, is_late: Callable[[], bool] = lambda: False) -> list[Proposal]:
+        """Return the best proposals, fastest first; `is_late` ends the search for more."""
+        found = list[Proposal]()
+        in_pattern = list[CutPipelines]()
+        batch = self.tables.batch
+        quickest = ranked(self.tables, batch, self.families, self._ranking.sync)
+        for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
+            if found and is_late():
+                break
+
+            most_s = np.inf
+            if found:
+                fastest_s = min(proposal.seconds for proposal in found)
+                most_s = limits.MAX_SLOWDOWN * fastest_s
+            next_ones = itertools.islice(quickest, limits.FAMILIES)
+            promising = [family for family, seconds in next_ones if seconds <= most_s]
+            if not promising:
+                break
+
+            cuts = self._cuts_of_families(promising)
+            in_pattern += cuts
+            found += self._propose(cuts)
+
+        if not (found and is_late()):
+            found += self._propose(self._cuts_in_any_order(in_pattern))
+        if not self.together and not (found and is_late()):
+            found += self._propose(cut_combined_families(self._ranking, self.beside))
+
+        best_of = dict[Draft, Proposal]()
+        for proposal in sorted(found, key=lambda proposal: -proposal.seconds):
+            best_of[proposal.draft] = proposal  # the last one is the fastest
+        fastest_first = sorted(best_of.values(), key=lambda proposal: proposal.seconds)
+        return fastest_first[: self.keep]
+
+    def _cuts_of_families(self, chosen: Sequence[int]) -> list[CutPipelines]:
+        """Return the best cut of each family, and of its regroupings, once and twice regrouped."""
+        alternatives = [self._uncut(family) for family in chosen]
+        best = self._ranking.fastest(alternatives)
+        once = self._best_regrouped(best)
+        twice = self._best_regrouped(once)
+        return [*best, *once, *twice]
+
+    def _uncut(self, family: int) -> list[UncutPipelines]:
+        """Return the pipelines of a family, once for each of several orders of its node types."""
+        orders = uncut_family(
+            self.tables,
+            self.families,
+            family,
+            self.tables.batch,
+            share_all=not self.together,  # side by side, all pipelines have the same stages
+        )
+        return list(orders)
+
+    def _best_regrouped(self, cuts: list[CutPipelines]) -> list[CutPipelines]:
+        """Return the best cut of each kind of regrouping of the first cuts, fastest first."""
+        alternatives = list[list[UncutPipelines]]()
+        for cut in cuts[: limits.SHORTLIST]:
+            alternatives += regroup(self.tables, cut.uncut)
+        return self._ranking.fastest(alternatives)
+
+    def _cuts_in_any_order(self, in_pattern: Sequence[CutPipelines]) -> list[CutPipelines]:
+        """Return the best cuts of equal pipelines whose stages follow each other in any order.
+
+        They are climbed to from the best orders and from `in_pattern`, by one stage at a time.
+        """
+        numbers = set(self.families.number.tolist())
+        ordered = []
+        for uncut in self._orders:
+            if uncut.number in numbers:
+                ordered.append([uncut])
+        orders = self._ranking.fastest(ordered)
+
+        starts = list(orders)
+        for cut in in_pattern:
+            if len(cut.uncut.pipelines) == 1:
+                starts.append(cut)
+        climbed = climb(self._ranking, starts, self._usable)
+        return sorted([*orders, *climbed], key=lambda cut: cut.seconds)
+
+    def _propose(self, cuts: Sequence[CutPipelines]) -> list[Proposal]:
+        """Return the proposals of the fastest cuts, as far as memory and batch allow."""
+        found = []
+        fastest_first = sorted(cuts, key=lambda cut: cut.seconds)
+        for cut in fastest_first[: 2 * limits.DRAFTS]:
+            proposal = self._proposal(cut.shape_of_each())
+            if proposal is not None:
+                found.append(proposal)
+        return found
+
+    def _proposal(self, shapes: list[Shape]) -> Proposal | None:
+        shapes = self.with_odd_one(shapes)
+        if not shapes:
+            return None
+        draft = assign_microbatches(self.estimator, shapes, self.tables.batch)
+        if draft is None or not draft_fits(self.estimator, draft):
+            return None
+
+        number = len(shapes)
+        seconds = self.estimator.draft_s(draft)
+        for shape, microbatches in set(draft.pipelines):
+            sent_s = microbatches * self._shared.sent_s(number, shape.rows)
+            seconds = max(seconds, sent_s)
+        after_s = self._ranking.after_s(number, set(shapes))
+        return Proposal(seconds + after_s, draft, self.together)
+
+    def with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
+        """Return shapes whose microbatches meet the batch; empty if they cannot.
+
+        If microbatches of their size do not add up to the batch, the last pipeline gets the largest
+        smaller size that divides it. A last pipeline of another family keeps its own size if the
+        tables have no row of its kinds at the smaller size.
+        """
+        tables = self.tables
+        size = self.estimator.microbatch(shapes[0])
+        if tables.batch % size == 0:
+            return shapes
+
+        smaller = []
+        for possible in tables.sizes:
+            if possible < size and tables.batch % possible == 0:
+                smaller.append(possible)
+        if not smaller or not self.mixed_sizes or len(shapes) == 1:
+            return []
+
+        row_of = {}
+        for index, row in enumerate(tables.rows):
+            row_of[row.kind, row.microbatch] = index
+        *others, last = shapes
+        rows = list[int]()
+        for row_index in last.rows:
+            kind = tables.rows[row_index].kind
+            smaller_row = row_of.get((kind, smaller[-1]))
+            if smaller_row is None:
+                return shapes
+            rows.append(smaller_row)
+        return [*others, Shape(tuple(rows), last.ends)]

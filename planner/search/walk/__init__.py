@@ -1,0 +1,1 @@
+"""Random walk from plan to plan, and the judgement of each plan."""

@@ -1,0 +1,124 @@
+"""Improvement of placed plans: a walk of random moves.
+
+A lower bound screens the moves, and the prediction judges the rest.
+
+Tables decide order, groups and cuts pipeline by pipeline, with gradient sync in general. Only the
+prediction knows which transfers share a NIC, what hides what, and the tied embedding. A move that
+costs little is kept now and then (simulated annealing: Kirkpatrick et al., Science 220, 1983).
+Random numbers come from a fixed seed and tries are counted, not timed, so equal input gives the
+equal plan, unless a deadline ends the walks.
+"""
+
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from planner.plans.plan import Plan
+from planner.search.problem import limits
+from planner.search.walk.moves import Moves
+
+Score = Callable[[Plan], float]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judge of plans by a score to minimize.
+
+    score: seconds a step, or a number in proportion to them; infinite if a plan may not be chosen.
+    at_first, at_least: lower bounds of the score that take less time to compute, of a plan before
+    and after it is prepared. prepared: the plan as it would be run. likeness: a key that is equal
+    only for plans with equal scores, before they are prepared.
+    """
+
+    score: Score
+    at_least: Score = lambda plan: 0.0
+    prepared: Callable[[Plan], Plan] = lambda plan: plan
+    likeness: Callable[[Plan], Hashable] = lambda plan: plan
+    at_first: Score = lambda plan: 0.0
+
+
+class Improver:
+    """Walks from plan to plan."""
+
+    def __init__(self, moves: Moves, judge: Judge, is_late: Callable[[], bool] = lambda: False):
+        self.moves = moves
+        self.judge = judge
+        self.is_late = is_late
+        self.num_tried = 0
+        self.walked: list[Plan] = []  # what the first walks ended with
+        self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
+        self._scores: dict[Hashable, float] = {}  # by likeness
+        self._bounds: dict[Hashable, float] = {}
+        self._prepared: set[Hashable] = set()  # those whose bound is of the prepared plan
+
+    def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
+        """Return the best plan met in `tries` tries.
+
+        Half the tries are walked from all starts, the rest from the best plan met.
+        """
+        num_starts = max(1, len(starts))
+        each = max(1, tries // 2 // num_starts)
+        self.walked = [self.walk(plan, each) for plan in starts]
+        best = min(self.walked, key=self.judge.score)
+        left = max(1, tries - each * len(starts))
+        return self.walk(best, left)
+
+    def walk(
+        self, plan: Plan, tries: int, broken: Callable[[Plan], Collection[int]] | None = None
+    ) -> Plan:
+        """Return the best plan met in `tries` tries.
+
+        A try is less likely to be kept the more it costs and the later it comes.
+        """
+        now = best = plan
+        now_s = best_s = self.judge.score(plan)
+        for number in range(tries):
+            if self.is_late():
+                break
+            self.num_tried += 1
+            # simulated annealing: the temperature falls with the square of the tries that are left
+            heat = limits.HOT * (1 - number / tries) ** 2
+            allowance = -heat * math.log(1 - self.moves.rng.random())
+            most_s = now_s * (1 + allowance)
+            begins = None if broken is None else broken(now)
+            drawn = self.moves.draw(now, begins)
+            if drawn is None:
+                continue
+            moved_s = self.score(drawn, most_s)
+            if moved_s <= most_s:
+                now = self.judge.prepared(drawn)
+                now_s = moved_s
+            if now_s < best_s * (1 - 1e-9):
+                best = now
+                best_s = now_s
+        return best
+
+    def score(self, drawn: Plan, most_s: float) -> float:
+        """Return the score of a plan; infinite if a lower bound is above `most_s`.
+
+        Most moves of a fleet with equal nodes lead to a plan that is like one seen before.
+        """
+        key = self.judge.likeness(drawn)
+        known_s = self._scores.get(key)
+        if known_s is not None:
+            return known_s
+        if key not in self._bounds:
+            self._bounds[key] = self.judge.at_first(drawn)
+        if self._bounds[key] > most_s:
+            return math.inf
+        plan = self.judge.prepared(drawn)
+        if key not in self._prepared:
+            self._prepared.add(key)
+            self._bounds[key] = self.judge.at_least(plan)
+        if self._bounds[key] > most_s:
+            return math.inf
+        score = self.judge.score(plan)
+        self._scores[key] = score
+        self.timed[plan] = score
+        return score
+
+
+def tries_for(gpus: int) -> int:
+    """Return the number of tries for a fleet of `gpus` GPUs."""
+    tries = max(limits.FEWEST_TRIES, limits.TRIES_GPUS // gpus)
+    return min(limits.MOST_TRIES, tries)
