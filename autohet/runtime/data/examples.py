@@ -267,6 +267,12 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, **parts}
 
 
+def _worded(value: Any) -> Any:
+    """Return a number, such as an answer of 72, as its text, and all else as it is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
 def _is_of_user(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role", message.get("from")) in USERS
 
@@ -321,7 +327,7 @@ class TokenExamples:
 
 
 def _record(given: Any) -> dict[str, Any]:
-    return {name: without_nulls(value) for name, value in _object(given).items()}
+    return {name: _worded(without_nulls(value)) for name, value in _object(given).items()}
 
 
 def _object(record: Any) -> dict[str, Any]:

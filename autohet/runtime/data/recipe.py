@@ -35,7 +35,7 @@ def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
         ConfigError: the tokenizer has no chat template.
     """
     kind = kind_of_examples(data, tokenizer)
-    if kind is None or not (data.fields or data.kind == "sharegpt"):
+    if kind is None or not (data.fields or data.kind in ("chat", "sharegpt")):
         return kind
     return RenamedExamples(kind, data)
 

@@ -27,6 +27,7 @@ COMMON_FIELDS = {
     frozenset({"instruction", "output"}): "prompt: [instruction, input], completion: output",
 }
 """Values of `data.fields` for columns that many data sets have."""
+TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 TEXT_MEMBERS = ("content", "value", "text")
 """Members of a message that are text where a table of mixed types stores `4` for them."""
 LIST_TYPES = (
@@ -340,7 +341,8 @@ def _columns(names: Sequence[str], columns: tuple[str, ...], name: str) -> list[
 def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table as plain values, with those of Arrow's JSON type parsed."""
     for batch in batches:
-        parse = _members_parser({each.name: _parser(each.type) for each in batch.schema})
+        columns = batch.schema
+        parse = _members_parser({c.name: _parser(c.type, c.name in TEXT_COLUMNS) for c in columns})
         for record in batch.to_pylist():
             yield record if parse is None else parse(record)
 

@@ -253,6 +253,8 @@ class Job:
         found = identity_of(sections, weights if self.model.pretrained else FROM_SEED)
         if self.data is not None:
             found["data.tokenizer"] = self.data.tokenizer or "bytes"
+            # As in runs of versions that began no document by themselves.
+            found["data.begin_of_document"] = self.data.begin_of_document or None
         found[FAMILY] = self.model.family or BUILT_IN_FAMILY
         found["model.dropout"] = self.model.dropout
         return found | adapter_identity(self.model.adapter)

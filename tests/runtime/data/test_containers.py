@@ -193,6 +193,20 @@ def test_an_answer_that_is_a_number_is_text_among_lists(
         np.testing.assert_array_equal(rows[0], each)
 
 
+def test_answers_that_are_numbers_are_their_texts(tmp_path: Path, make_data: MakeData) -> None:
+    """Wrong: the `72` that `datasets` stores for text and number alike is refused in a table."""
+    save_chat_tokenizer(tmp_path / "tokenizer")
+    answers: list[Any] = ["72", 72, "3.10", "so be it", "[1]x"]
+    records = [{"prompt": f"What is {n}?", "completion": answers[n % 5]} for n in range(40)]
+    _, sources = write_all(tmp_path / "data", records)
+    texts = [{**each, "completion": str(each["completion"])} for each in records]
+    sources["texts"] = str(write_jsonl(tmp_path / "texts.jsonl", texts))
+    keys = {"kind": "prompt_completion", "tokenizer": str(tmp_path / "tokenizer")}
+    rows = [rows_of(prepare_dataset(make_data(each, **keys), 63)) for each in sources.values()]
+    for each in rows[1:]:
+        np.testing.assert_array_equal(rows[0], each)
+
+
 @pytest.mark.parametrize(("separator", "suffix"), [(",", "csv"), ("\t", "tsv"), (";", "csv")])
 def test_a_csv_file_gives_the_rows_of_its_table(
     tmp_path: Path, make_data: MakeData, separator: str, suffix: str

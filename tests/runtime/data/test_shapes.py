@@ -221,7 +221,9 @@ def test_the_model_s_own_tokenizer_is_the_default(tmp_path: Path, tokenizer: Any
     np.testing.assert_array_equal(*rows)
     by_config = job_of(config, **data)
     assert by_config.data is not None
-    assert by_config.identity()["data.tokenizer"] == "bytes"
+    assert by_config.identity()["data.tokenizer"] == "bytes", "as in earlier runs"
+    without = job_of(config, **data, begin_of_document="").identity()
+    assert without == by_config.identity()
     assert "UTF-8 byte" in prepare_dataset(by_config.data, 15).summary
     hub = job_of({"pretrained": "org/name", "revision": "v2"}, **data)
     assert hub.data is not None
