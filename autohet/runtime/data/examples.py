@@ -21,7 +21,7 @@ from autohet.runtime.data.conversations import (
     tools_of,
 )
 from autohet.runtime.data.marks import MAX_TOKEN
-from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of, without_nulls
+from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of
 from autohet.runtime.data.tokenization import Tokenizer, Tokens
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
@@ -103,7 +103,7 @@ class ChatExamples:
         return f"chat {self.template.identity} {self.field} {self.train_on}"
 
     def extract(self, record: Any) -> RenderedText:
-        record = _record(record)
+        record = _object(record)
         messages = messages_of(record.get(self.field), self.field)
         return render_chat(self.template, messages, tools_of(record), self.train_on)
 
@@ -147,12 +147,7 @@ class _Completions:
         """Return the record's prompt with the completion in `field`."""
         prompt = record.get(PROMPT)
         completion = record.get(field)
-        if isinstance(prompt, list) or isinstance(completion, list):
-            # A text beside messages is one message.
-            if isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
-            if isinstance(completion, str):
-                completion = [{"role": "assistant", "content": completion}]
+        if isinstance(prompt, list) and isinstance(completion, list):
             rendered = render_completion(
                 self._loaded(),
                 messages_of(prompt, PROMPT),
@@ -208,7 +203,7 @@ class CompletionExamples(_Completions):
     columns = (PROMPT, COMPLETION, "tools")
 
     def extract(self, record: Any) -> Completion:
-        return self._of(_record(record), COMPLETION)
+        return self._of(with_messages(_object(record)), COMPLETION)
 
     def encode(self, extracted: Sequence[Completion]) -> list[Example]:
         return self._encoded(extracted)
@@ -220,7 +215,7 @@ class PreferenceExamples(_Completions):
     columns = (PROMPT, CHOSEN, REJECTED, "tools")
 
     def extract(self, record: Any) -> tuple[Completion, Completion]:
-        record = _with_prompt(_record(record))
+        record = _with_prompt(_object(record))
         return self._of(record, CHOSEN), self._of(record, REJECTED)
 
     def encode(self, extracted: Sequence[tuple[Completion, Completion]]) -> list[Example]:
@@ -246,7 +241,7 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     prompt = record.get(PROMPT)
     are_conversations = isinstance(chosen, list) and isinstance(rejected, list)
     if isinstance(prompt, list) or not are_conversations:
-        return record
+        return with_messages(record)
     chosen = cast(list[Any], chosen)
     rejected = cast(list[Any], rejected)
     shortest = min(len(chosen), len(rejected))
@@ -254,7 +249,7 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     while shared < shortest and chosen[shared] == rejected[shared]:
         shared += 1
     if isinstance(prompt, str) and not shared:
-        return record
+        return with_messages(record)
     if not 0 < shared < shortest:
         raise BrokenRecord(
             f"no prompt, and fields {CHOSEN!r} and {REJECTED!r} share {shared} messages of"
@@ -267,10 +262,17 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, **parts}
 
 
-def _worded(value: Any) -> Any:
-    """Return a number, such as an answer of 72, as its text, and all else as it is."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number else value
+def with_messages(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record whose texts beside messages are messages, of the user or the assistant."""
+    given = {name: record.get(name) for name in (PROMPT, COMPLETION, CHOSEN, REJECTED)}
+    if not any(isinstance(value, list) for value in given.values()):
+        return record
+    found = dict(record)
+    for name, value in given.items():
+        if isinstance(value, str):
+            role = "user" if name == PROMPT else "assistant"
+            found[name] = [{"role": role, "content": value}]
+    return found
 
 
 def _is_of_user(message: Any) -> bool:
@@ -324,10 +326,6 @@ class TokenExamples:
 
     def encode(self, extracted: Sequence[NDArray[np.int64]]) -> list[Example]:
         return [Example(ids, np.ones(len(ids), np.bool_)) for ids in extracted]
-
-
-def _record(given: Any) -> dict[str, Any]:
-    return {name: _worded(without_nulls(value)) for name, value in _object(given).items()}
 
 
 def _object(record: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Records whose fields have other names than their kind gives them, or the form of ShareGPT."""
+"""Records in the form that their kind wants, whatever their container and their fields' names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from autohet.runtime.data.examples import Example, ExampleKind
-from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation
+from autohet.runtime.data.records import (
+    SKIP_REMEDY,
+    BrokenRecord,
+    is_conversation,
+    without_nulls,
+)
 from autohet.runtime.job import DataSection
 
+OPTIONAL_FIELDS = ("tools", "system")
 TOOL_CALLERS = ("function_call", "tool_call")
 ROLE_BY_SPEAKER = {"observation": "tool", "function_response": "tool", "tool_response": "tool"}
 """Roles by ShareGPT's names of the speakers, beside those that every conversation may have."""
 
 
-class RenamedExamples:
-    """Examples of `kind`, from records with the fields of `data.fields` or in ShareGPT's form."""
+class PlainExamples:
+    """Examples of `kind`, from records as files and tables have them.
+
+    Fields get the names of the kind (`data.fields`) and ShareGPT's turns its messages. Nulls inside
+    a field are left out, and a number is its text.
+    """
 
     def __init__(self, kind: ExampleKind, data: DataSection) -> None:
         self._kind = kind
@@ -32,22 +42,32 @@ class RenamedExamples:
             found += _listed(self._data.field_of(column))
         if self._is_sharegpt:
             found += _listed(self._data.field_of("system"))
-        return tuple(found)
+        return tuple(dict.fromkeys(found))
 
     def extract(self, record: Any) -> Any:
         if not isinstance(record, dict):
             return self._kind.extract(record)
+        record = {name: _worded(without_nulls(value)) for name, value in record.items()}
         renamed = dict(record)
-        for name in self._data.fields or {}:
-            if name != "messages":
-                renamed[name] = _joined(record, _listed(self._data.field_of(name)))
-        if self._is_sharegpt:
-            field = str(self._data.field_of("messages"))
-            renamed[field] = _chat_messages(renamed.get(field), renamed.pop("system", None))
+        for name, field in (self._data.fields or {}).items():
+            if name in OPTIONAL_FIELDS:
+                renamed[name] = record.get(str(field))
+            elif name != "messages":
+                renamed[name] = _joined(record, _listed(field))
+        turns = str(self._data.field_of("messages"))
+        system = renamed.pop("system", None) if self._is_sharegpt else None
+        if turns in renamed:
+            renamed[turns] = _chat_messages(renamed[turns], system)
         return self._kind.extract(renamed)
 
     def encode(self, extracted: Sequence[Any]) -> list[Example]:
         return self._kind.encode(extracted)
+
+
+def _worded(value: Any) -> Any:
+    """Return a number, such as an answer of 72, as its text, and all else as it is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
 
 
 def _listed(field: str | tuple[str, ...]) -> list[str]:
@@ -73,7 +93,7 @@ def _joined(record: dict[str, Any], fields: list[str]) -> Any:
 
 
 def _chat_messages(turns: Any, system: Any) -> Any:
-    """Return ShareGPT's turns as messages, after the record's system prompt."""
+    """Return turns as messages, after the record's system prompt."""
     if not is_conversation(turns):
         return turns
     messages = [_message(turn) for turn in turns]

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from autohet.runtime.data.dataset import FORMAT_VERSION
 from autohet.runtime.data.examples import ExampleKind, begin_tokens, kind_of_examples
-from autohet.runtime.data.fields import RenamedExamples
+from autohet.runtime.data.fields import PlainExamples
 from autohet.runtime.data.packing import BestFit, Concat, Packer, Pairs
 from autohet.runtime.data.parts import PART_BYTES, READING_VERSION, Part, Reading, divide
 from autohet.runtime.data.selection import Selection
@@ -35,9 +35,7 @@ def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
         ConfigError: the tokenizer has no chat template.
     """
     kind = kind_of_examples(data, tokenizer)
-    if kind is None or not (data.fields or data.kind in ("chat", "sharegpt")):
-        return kind
-    return RenamedExamples(kind, data)
+    return kind if kind is None or data.tokens_field else PlainExamples(kind, data)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,9 @@ def test_fields_have_the_names_that_the_job_gives(
 
     given = [{"dialog": [*DIALOG[:2]]}]
     names = {"messages": "dialog"}
-    same_rows(make_data, tmp_path, given, [{"messages": DIALOG[:2]}], fields=names, kind="chat")
+    wanted_chat = [{"messages": DIALOG[:2]}]
+    for more in ({}, {"tools": "functions"}):
+        same_rows(make_data, tmp_path, given, wanted_chat, fields=names | more, kind="chat")
     path = write_jsonl(tmp_path / "a.jsonl", [{"body": f"text {n}"} for n in range(9)])
     named = prepare_dataset(make_data(path, fields={"text": "body"}), 15)
     np.testing.assert_array_equal(
