@@ -135,8 +135,7 @@ class _Completions:
         self._all = data.targets == "all"
         # Without a template of its own the data may be texts alone, which need none.
         given = "" if data.chat_template is None else self._loaded().identity
-        begin = tokenizer.begin_tokens if data.begin_of_document is None else ()
-        self.identity = f"{data.kind} {data.targets} {given} {tokenizer.end_token} {begin}"
+        self.identity = f"{data.kind} {data.targets} {given} {tokenizer.end_token}"
 
     def _loaded(self) -> ChatTemplate:
         if self._template is None:

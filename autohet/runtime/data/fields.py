@@ -32,8 +32,9 @@ class PlainExamples:
         self._kind = kind
         self._data = data
         self._is_sharegpt = data.kind == "sharegpt"
-        renamed = json.dumps([data.fields, self._is_sharegpt])
-        self.identity = f"{kind.identity} of fields {renamed}"
+        begins = data.begin_of_document is None
+        rules = json.dumps([data.fields, self._is_sharegpt, begins])
+        self.identity = f"{kind.identity} of records {rules}"
 
     @property
     def columns(self) -> tuple[str, ...]:

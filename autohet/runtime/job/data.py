@@ -228,9 +228,9 @@ class DataSection:
             return self.train_on
         by_kind: dict[str, Literal["assistant", "completion", "all"]] = {
             "chat": "assistant",
-            "sharegpt": "assistant",
             "prompt_completion": "completion",
             "preference": "completion",
+            "sharegpt": "assistant",
         }
         return by_kind.get(self.kind, "all")
 
