@@ -17,8 +17,8 @@ from autohet.runtime.job import DataSection
 
 OPTIONAL_FIELDS = ("tools", "system")
 TOOL_CALLERS = ("function_call", "tool_call")
-ROLE_BY_SPEAKER = {"observation": "tool", "function_response": "tool", "tool_response": "tool"}
-"""Roles by ShareGPT's names of the speakers, beside those that every conversation may have."""
+TOOL_SPEAKERS = ("observation", "function_response", "tool_response")
+"""ShareGPT's names of the speakers of calls and of their results."""
 
 
 class PlainExamples:
@@ -107,8 +107,8 @@ def _chat_messages(turns: Any, system: Any) -> Any:
 def _message(turn: dict[str, Any]) -> dict[str, Any]:
     speaker = turn.get("from")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if speaker in ROLE_BY_SPEAKER:
-        return {"role": ROLE_BY_SPEAKER[speaker], "content": turn.get("value"), **rest}
+    if speaker in TOOL_SPEAKERS:
+        return {"role": "tool", "content": turn.get("value"), **rest}
     if speaker not in TOOL_CALLERS:
         return turn
     try:
