@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohet.control.values.states import Building, Quiescing, Training
+from autohet.control.job_state import Building, Quiescing, Training
 from autohet.driver.loop.controller import Controller
 from autohet.runtime.messages import Phase, RollForwardOutcome
 from autohet.runtime.step.votes import Vote

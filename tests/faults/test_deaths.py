@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autohet.control.planning.proposals import make_planning
+from autohet.control.job_state import Building, Waiting
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Building, Waiting
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.job.job_run import JobRun, Outcome
+from autohet.driver.loop.planning import make_planning
 from autohet.driver.loop.run_directories import node_directories
 from autohet.driver.ray.requests.drain import drain
 from autohet.driver.ray.workers import RayWorkers

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from autohet.control.job_state import Waiting
 from autohet.control.values.observation import Notice, Observation
-from autohet.control.values.states import Waiting
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.job.job_run import JobRun
 from autohet.runtime.job import Job

@@ -18,9 +18,8 @@ from autohet.runtime.models.config import load_config
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
-from autohet.runtime.models.parameter_names import stage_parameter_names
 from autohet.runtime.models.parameter_spec import WHOLE, ParameterSpec, local_units, take_units
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from planner.plans.plan import Recompute, TensorShare
 

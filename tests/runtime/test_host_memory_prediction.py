@@ -29,7 +29,7 @@ from planner.cost.memory import host_memory
 from planner.cost.memory.host_memory import HostMemory, Kept
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType, node_of
+from planner.inputs.fleet import Fleet, Node, NodeType, node_of
 from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.local import memory_budget
 from recovery.local.memory_budget import Budget, share_out

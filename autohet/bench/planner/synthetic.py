@@ -13,7 +13,7 @@ from typing import Any
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.profile import Measurement, ProfileTable
 from planner.plans.model_spec import Experts, LayerSpec, ModelSpec
 from planner.spmd.decoder import Decoder

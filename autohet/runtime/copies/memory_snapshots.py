@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from recovery.errors import SnapshotError
 from recovery.local.agent_store import write_copies_limit
 from recovery.local.memory_budget import capacity_of, memory_remedy, share_out

@@ -27,7 +27,6 @@ from autohet.runtime.models.layers.adapters import ADAPTER
 from autohet.runtime.models.layers.dropout import dropout_of
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS, is_dense
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
-from autohet.runtime.models.parameter_names import stage_parameter_names
 from autohet.runtime.models.parameter_spec import (
     PADDED,
     WHOLE,
@@ -35,7 +34,7 @@ from autohet.runtime.models.parameter_spec import (
     local_units,
     take_units,
 )
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError

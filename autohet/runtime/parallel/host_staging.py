@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.parallel.buckets import ALIGNMENT
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from planner.plans.plan import Plan
 
 STAGING_BYTES = 32 << 20

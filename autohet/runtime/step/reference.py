@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.models.layers.adapters import adapter_of, is_adapter, target_paths
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS, ROUTERS
 from autohet.runtime.models.layers.pieces import piece_mask, positions_of
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.optimizer import parameters_without_decay
+from autohet.runtime.step.learning_rate import learning_rate
 
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 Begins = Callable[[int, range], Tensor]

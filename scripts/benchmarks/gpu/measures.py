@@ -30,7 +30,7 @@ from autohet.runtime.step.step_commit import StepResult
 from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.parameters import OURS, framework_parameters
 from planner.cost.prediction import Prediction
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.profile import Measurement, ProfileTable, write_profile
 from planner.plans.plan import Plan
 from recovery.local.snapshot import SnapshotOptions, SnapshotWriter

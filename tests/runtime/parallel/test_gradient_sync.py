@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohet.runtime.facts.layout import held_units, layout_of_plan
-from autohet.runtime.models.parameter_names import stage_parameter_names
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.parallel.buckets import (
     ALIGNMENT,
     GradientBuffer,

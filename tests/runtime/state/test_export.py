@@ -29,12 +29,11 @@ from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,
-    assign_writers,
     commit_checkpoint,
     write_shards,
 )
 from recovery.checkpoint.manifest import Manifest
-from recovery.state.layout import Layout, TensorSpec
+from recovery.state.layout import Layout, TensorSpec, assign_writers
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 from tests.harness.tiny_models import MIXTURES
