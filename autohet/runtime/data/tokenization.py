@@ -143,7 +143,13 @@ class NoTokenizer:
 
 def _begin_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return the token ids that the post-processor of a library tokenizer puts before a text."""
-    encoding = tokenizer.encode("a")
+    added = tokenizer.encode("").ids
+    words = [(token, word) for word, token in tokenizer.get_vocab().items() if token not in added]
+    if not added or not words:
+        return ()
+
+    # A word of the vocabulary, since a tokenizer may refuse all others.
+    encoding = tokenizer.encode(min(words)[1])
     is_added = encoding.special_tokens_mask
     if all(is_added):
         return ()

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl.data_utils import maybe_extract_prompt
 
 from autohet.runtime.data import TokenDataset, prepare_dataset
+from autohet.runtime.data.tokenization import load_tokenizer
 from autohet.runtime.job import DataSection, Job
 from planner.errors import ConfigError
 from tests.harness.chat_tokenizer import CHATML, save_chat_tokenizer
@@ -157,8 +159,6 @@ def test_a_text_beside_messages_is_one_of_them(
 
 def beginning_tokenizer(directory: Path, *before: str) -> PreTrainedTokenizerFast:
     """Save a tokenizer whose post-processor puts special tokens before a text."""
-    from tokenizers import processors
-
     library = save_chat_tokenizer(directory)
     backend = library.backend_tokenizer
     special = [(token, library.convert_tokens_to_ids(token)) for token in before]
@@ -198,6 +198,15 @@ def test_the_tokenizer_s_post_processor_begins_each_text_once(
     chat = make_data(path, kind="chat", tokenizer=keys["tokenizer"])
     (ids, _), *_ = documents_of(prepare_dataset(chat, 63))
     assert ids == library.apply_chat_template(DIALOG[:2], return_dict=True)["input_ids"]
+
+
+def test_a_tokenizer_that_refuses_unknown_words_has_its_begin_too(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "rose": 2}))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.save(str(tmp_path / "words.json"))
+    assert load_tokenizer(str(tmp_path / "words.json")).begin_tokens == (0,)
 
 
 def job_of(model: dict[str, Any], **data: Any) -> Job:
