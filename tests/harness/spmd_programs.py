@@ -16,7 +16,7 @@ from planner.spmd.costs import Shares
 from planner.spmd.graph import Graph, GraphNode
 from planner.spmd.layouts import CONVERSIONS, FACTORED, PARTIAL, TensorLayout, conversion_between
 from planner.spmd.plan import PlacedProgram
-from planner.spmd.program import Instruction, Program, layout_builder
+from planner.spmd.program import Instruction, Program, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
 from tests.harness.spmd_models import spmd_case
 
@@ -76,7 +76,7 @@ class _Walk:
             goal = (
                 target
                 if direct and self.rng.random() < 0.7
-                else self.rng.choice(layout_builder(self.graph, name))
+                else self.rng.choice(layouts_of(self.graph, name))
             )
             op = conversion_between(source, goal)
             if op is not None and goal not in self.have[name]:
