@@ -202,8 +202,10 @@ def test_where_no_cluster_runs_this_machine_is_one(
 
 def test_the_gpus_of_this_machine_have_the_catalogues_links() -> None:
     document = launcher_document("A10G", 4, 22 << 30, 48)
-    (kind,) = cluster_from_document(document).node_types
+    cluster = cluster_from_document(document)
+    (kind,) = cluster.node_types
     assert (kind.gpu_type, kind.num_gpus, kind.max_nodes) == ("A10G", 4, 1)
+    assert cluster.notes == (), "the head without GPUs is no news on one machine"
     assert kind.intra_node_bytes_per_s == 256e9 / 8
     assert announcement(document).endswith("4 workers for its A10G GPUs")
     assert "on its CPU" in announcement(local_document("cpu"))
