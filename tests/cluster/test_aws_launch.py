@@ -42,7 +42,6 @@ def missing() -> str | None:
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(420),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
@@ -121,7 +120,6 @@ def test_every_aws_file_is_launched() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NODE_TYPES)
 def test_a_job_trains_on_the_floor_and_each_node_type_is_launched_as_its_labels_say(
     name: str, tmp_path: Path
@@ -132,7 +130,6 @@ def test_a_job_trains_on_the_floor_and_each_node_type_is_launched_as_its_labels_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_same_of_the_file_with_efa_interfaces(tmp_path: Path) -> None:
     seen = launch(tmp_path, "efa", 800, CONFIGS / "aws-p5-p4d.yaml")
     check_whole(seen, NODE_TYPES["aws-p5-p4d"])

@@ -25,12 +25,12 @@ from tests.harness.local_fleet import (
     largest_relative_difference,
     make_job,
     node_type,
-    until,
     write_documents,
 )
+from tests.harness.waits import wait_until
 from tests.harness.warm_ray import warm_ray_workers
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.cluster
 STEPS = 36
 AGENTS_SECRET = '"token": "'
 
@@ -108,13 +108,13 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
             entrypoint=f"{autohet} train --job {job_path} --events {events}"
         )
         over = lambda: client.get_job_status(submitted).is_terminal()  # noqa: E731
-        until(lambda: len(events_of(events, "step")) >= 16 or over(), "16 steps", 180)
+        wait_until(lambda: len(events_of(events, "step")) >= 16 or over(), "16 steps")
         assert not over(), client.get_job_logs(submitted)[-2000:]
         os.kill(driver_of(events), signal.SIGKILL)
         add_node(
             cluster
         )  # nodes are numbered in the order of their ids: the others may have other names from now on  # noqa: E501
-        until(over, "the end", 150)
+        wait_until(over, "the end")
         logs = client.get_job_logs(submitted)
         assert client.get_job_status(submitted) is JobStatus.SUCCEEDED, logs[-2000:]
         shown = subprocess.run(

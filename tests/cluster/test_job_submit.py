@@ -21,13 +21,13 @@ from tests.harness.local_fleet import (
     largest_relative_difference,
     local_fleet,
     make_job,
-    until,
     write_documents,
 )
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
 from tests.harness.s3_server import s3_server
+from tests.harness.waits import HANG_S, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.cluster
 STEPS = 24
 RAYS_STOP_WAIT_S = 3
 """After so many seconds `ray job stop` kills, unless the job's environment says otherwise."""
@@ -65,7 +65,7 @@ class Submissions:
 
     def stop(self, submitted: str, timeout_s: float) -> None:
         assert self.client.stop_job(submitted)
-        until(lambda: self.over(submitted), "the stop", timeout_s)
+        wait_until(lambda: self.over(submitted), "the stop")
         assert self.client.get_job_status(submitted) is JobStatus.STOPPED
 
 
@@ -107,7 +107,7 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
         with local_fleet(head_with_job_server(port), big=1, small=1) as fleet:
             jobs = Submissions(port, job_path)
             first = jobs.submit(first_events)
-            until(lambda: len(losses_of(first_events)) >= 5, "five steps", 180)
+            wait_until(lambda: len(losses_of(first_events)) >= 5, "five steps")
             status = main_json(["status", "--address", str(fleet.cluster.address)])
             assert status["jobs"]["tiny"]["state"] == "training"
             proxy.bytes_per_s = 80e3
@@ -118,7 +118,7 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
             assert 5 <= len(done) < STEPS
             assert stored_whole(uri, len(done))
             second = jobs.submit(second_events)
-            until(lambda: jobs.over(second), "the end", 180)
+            wait_until(lambda: jobs.over(second), "the end")
             logs = jobs.client.get_job_logs(second)
             assert jobs.client.get_job_status(second) is JobStatus.SUCCEEDED, logs
     assert f"Going on from step {len(done)} of" in logs
@@ -130,7 +130,6 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +163,7 @@ def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
         with local_fleet(head_with_job_server(port), big=1, small=1):
             jobs = Submissions(port, job_path, **STOP_WAIT)
             submitted = jobs.submit(events)
-            until(lambda: len(losses_of(events)) >= 5 or jobs.over(submitted), "five steps", 240)
+            wait_until(lambda: len(losses_of(events)) >= 5 or jobs.over(submitted), "five steps")
             assert not jobs.over(submitted), jobs.client.get_job_logs(submitted)[-3000:]
             proxy.bytes_per_s = 40e6
             began = time.monotonic()
@@ -207,5 +206,5 @@ def write_plan(path: Path) -> None:
 def main_json(arguments: list[str]) -> dict:
     """One JSON document and nothing else on standard output, from a process of its own."""
     command = [str(Path(sys.executable).parent / "autohet"), *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     return json.loads(done.stdout)

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.harness.waits import HANG_S
 from tests.harness.wheel import install_wheel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(540)]
+pytestmark = pytest.mark.cluster
 AUTOHET = Path(sys.executable).parent / "autohet"
 README = Path(__file__).parents[2] / "README.md"
 # Other people's clusters on this machine are found by their processes; in a process namespace of
@@ -64,7 +65,7 @@ def run_alone(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=HANG_S,
             check=False,
         )
 

@@ -17,8 +17,6 @@ from tests.harness.host_memory import memory_directory
 from tests.harness.leaks import nothing_left
 from tests.harness.struck_run import Result, Strike, StruckRun, losses_by_step
 
-DEADLINE_S = 90.0
-
 
 @dataclass(frozen=True)
 class Scene:
@@ -71,7 +69,7 @@ def lose_a_worker(
     job = exact_job(directory, shared, memory, plan, parallelism=parallelism, **sections)
     with nothing_left(memory):
         run = StruckRun(job, directory, Strike("backward", "worker", "kill", step=6))
-        result = run.run(DEADLINE_S)
+        result = run.run()
         assert result.ok, result.reason
     assert result.struck_at_step is not None
     assert losses_by_step(result.events) == pytest.approx(list(reference.losses), rel=tolerance)

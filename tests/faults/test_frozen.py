@@ -14,7 +14,7 @@ from tests.faults.test_sequences import nothing_lost, run_through
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.struck_run import Result, StruckRun
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.faults
 RAY_NOTICES_S = 64.0  # after which Ray tells that a node is silent, by default
 SLOW_S = 4.5  # beyond the silence that makes a worker suspect
 
@@ -25,8 +25,7 @@ def ray_is_patient(run: StruckRun) -> None:
 
 def run_with_defaults(scene: Scene, directory: Path, memory: Path, events: Interference) -> Result:
     """Bit-equal to the end and nothing lost, under the heartbeat that a job has by default."""
-    elastic = {"step_timeout_s": 60, "heartbeat_timeout_s": None}
-    result = run_through(scene, directory, memory, events, ray_is_patient, elastic=elastic)
+    result = run_through(scene, directory, memory, events, ray_is_patient)
     nothing_lost(result)
     return result
 

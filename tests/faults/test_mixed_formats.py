@@ -14,7 +14,7 @@ from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScales
 from tests.faults.conftest import Scene, lose_a_worker
 from tests.harness.exact_job import PLAN, STEPS
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.faults
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,

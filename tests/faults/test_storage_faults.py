@@ -30,8 +30,7 @@ from tests.harness.mounts import mounted
 from tests.harness.s3_server import s3_server
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
-DEADLINE_S = 60.0
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +104,9 @@ def test_storage_that_misbehaves_costs_no_step(
     events.when(in_generation(2), lambda run, seen: None)
     uri = storage_of(tmp_path)
     checkpoint = {"storage": uri, "every_steps": 8}
-    patient = {"checkpoint_timeout_s": 60}  # a third of all requests is sent again
     with nothing_left(memory):
-        run = start_run(scene, tmp_path, memory, checkpoint=checkpoint, elastic=patient)
-        result = run.run(DEADLINE_S, events)
+        run = start_run(scene, tmp_path, memory, checkpoint=checkpoint)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events
     assert mode == "slow" or proxy.refused > 0
@@ -131,7 +129,7 @@ def test_storage_that_is_gone_for_a_while(
     with nothing_left(memory):
         result = start_run(
             scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}
-        ).run(DEADLINE_S, events)
+        ).run(events)
         assert result.ok, result.reason
     assert not events.events
     assert proxy.refused > 0
@@ -146,9 +144,7 @@ def first_life(
     """A run that is stopped, with a committed checkpoint, after some steps."""
     events = Interference()
     events.when(trains_at(stop_at), lambda run, seen: setattr(run.fleet, "stop_reason", "the test"))
-    result = start_run(scene, directory, memory, checkpoint={"storage": uri}, **given).run(
-        DEADLINE_S, events
-    )
+    result = start_run(scene, directory, memory, checkpoint={"storage": uri}, **given).run(events)
     assert result.reason == "stopped by the test", result.reason
     return result
 
@@ -210,7 +206,7 @@ def test_another_fleet_reads_s3_that_misbehaves(
     before = stopped.result
     proxy.mode = mode
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run(DEADLINE_S)
+        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run()
         assert result.ok, result.reason
     assert proxy.data_reads
     assert mode == "slow" or proxy.refused > 0
@@ -253,7 +249,7 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
     with nothing_left(memory):
         run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
         run.fleet.points, run.fleet.act = (point,), strike
-        result = run.run(DEADLINE_S, events)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert proxy.data_reads
@@ -307,9 +303,11 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     events = Interference()
     events.when(reads, strike)
     events.when(in_generation(generation + 1), kept)
+    # Where nothing is answered, the driver asks for the newest checkpoint in vain for this long.
+    elastic = {"quiesce_timeout_s": 20}
     with nothing_left(memory):
-        run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
-        result = run.run(DEADLINE_S, events)
+        run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}, elastic=elastic)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     death, again = (
@@ -320,10 +318,7 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
         )
         for kind, number in (("death", generation), ("plan", generation + 1))
     )
-    print(f"{again - death:.2f} s from the death to the next orders")
-    # Far below a read's own deadline. Where nothing is answered at all, the driver asks for the
-    # newest checkpoint in vain, for as long as it would wait for agents.
-    assert again - death < (10.0 if mode == "half" else 10.0 + run.job.elastic.timeouts().quiesce_s)
+    assert again - death < run.job.elastic.timeouts().transfer_s / 2, "no read's own deadline"
     assert all(count == 1 for name, count in result.starts.items() if name != "worker-d/0"), (
         result.starts
     )
@@ -333,9 +328,7 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
 def settled(listing: Callable[[], list[Path]], still_s: float = 0.3) -> list[Path]:
     """What a frozen sender had on its way has come, and what it replaces is gone."""
     found, since = listing(), time.monotonic()
-    deadline = since + DEADLINE_S
     while time.monotonic() - since < still_s:
-        assert time.monotonic() < deadline
         time.sleep(0.02)
         now = listing()
         if now != found:
@@ -383,9 +376,7 @@ def test_a_damaged_snapshot_in_host_memory(
     events.when(trains_at(6), strike)
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, nodes={"b": 1, "c": 1}, plan=CHAIN).run(
-            DEADLINE_S, events
-        )
+        result = start_run(scene, tmp_path, memory, nodes={"b": 1, "c": 1}, plan=CHAIN).run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
@@ -439,7 +430,7 @@ def test_a_damaged_copy_at_a_peer(
             plan=CHAIN,
             checkpoint={"every_steps": every},
         )
-        result = run.run(DEADLINE_S, events)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
@@ -465,9 +456,7 @@ def test_a_damaged_copy_on_a_disk(
     damage(sorted((tmp_path / "disk" / "run" / "b").rglob("*.snapshot")), how)
     proxy.data_reads.clear()
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}, **given).run(
-            DEADLINE_S
-        )
+        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}, **given).run()
         assert result.ok, result.reason
     assert proxy.data_reads
     restored = next(event["bytes_by_tier"] for event in result.events if event["kind"] == "restore")
@@ -492,9 +481,7 @@ def test_a_full_disk_or_memory_of_a_node_stops_nothing(
     events = Interference()
     events.when(trains_at(6), lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
-    result = start_run(scene, tmp_path, memory, checkpoint={which: str(small_disk)}).run(
-        DEADLINE_S, events
-    )
+    result = start_run(scene, tmp_path, memory, checkpoint={which: str(small_disk)}).run(events)
     assert not events.events, result.reason
     assert result.summary["steps_lost"] == 0
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
@@ -504,8 +491,14 @@ def test_full_durable_storage_is_said_at_the_end(
     small_disk: Path, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """All steps are trained; none is durable, and the outcome says why."""
-    run = start_run(scene, tmp_path, memory, checkpoint={"storage": str(small_disk)})
-    result = run.run(DEADLINE_S)
+    run = start_run(
+        scene,
+        tmp_path,
+        memory,
+        checkpoint={"storage": str(small_disk)},
+        elastic={"checkpoint_timeout_s": 10},
+    )
+    result = run.run()
     run.forget()
     assert not result.ok
     assert "no space left" in result.reason
@@ -535,7 +528,7 @@ def test_an_absence_of_the_storage_refuses_no_later_checkpoint(
     with nothing_left(memory):
         result = start_run(
             scene, tmp_path, memory, checkpoint={"storage": str(uri), "every_steps": 5}
-        ).run(DEADLINE_S, events)
+        ).run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert result.summary["steps_lost"] == 0

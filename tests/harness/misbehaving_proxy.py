@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+from tests.harness.waits import HANG_S
+
 SLOW_DOWN = (
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request"
     b" rate.</Message></Error>"
@@ -111,7 +113,7 @@ class MisbehavingProxy:
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         assert self._upstream.hostname is not None
         connection = http.client.HTTPConnection(
-            self._upstream.hostname, self._upstream.port or 80, timeout=30
+            self._upstream.hostname, self._upstream.port or 80, timeout=HANG_S
         )
         try:
             connection.request(method, path, body=body or None, headers=headers)

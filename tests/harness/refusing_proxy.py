@@ -21,6 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from tests.harness.waits import HANG_S
+
 RESET = "reset"
 """Code of a refusal that is no answer: the connection ends."""
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
@@ -268,7 +270,7 @@ class RefusingProxy:
     def forward(self, request: Request) -> tuple[int, list[tuple[str, str]], bytes]:
         assert self._upstream.hostname is not None
         connection = http.client.HTTPConnection(
-            self._upstream.hostname, self._upstream.port, timeout=30
+            self._upstream.hostname, self._upstream.port, timeout=HANG_S
         )
         headers = {name: value for name, value in request.headers.items() if name != "host"}
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.fork_server import forking_context
+from tests.harness.waits import HANG_S
 
 NEWS = -1  # the number of a message that nobody asked for
 
@@ -109,18 +110,18 @@ class RemoteProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self) -> None:
         """Kill and reap."""
         self.kill()
-        self._process.join(timeout_s)
+        self._process.join(HANG_S)
         assert self._process.exitcode is not None, f"{self.name} outlives SIGKILL"
         self.connection.close()
         self.gone = True
         self._process.close()
 
 
-def await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 5.0) -> None:
-    """As long as the driver waits for its actors' last answers (`RayWorkforce.close`)."""
+def await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 30.0) -> None:
+    """Wait for these answers; a process that was frozen gives none."""
     deadline = time.monotonic() + timeout_s
     left = {process.connection: process for process in calls}
     while left and time.monotonic() < deadline:

@@ -31,6 +31,7 @@ from tests.harness import toy_model  # noqa: F401
 from tests.harness.exact_job import NODES, node_type
 from tests.harness.fault_points import FILES, PHASES, RECONFIGURING, UPDATING, FaultPoint
 from tests.harness.process_fleet import ProcessFleet
+from tests.harness.waits import HANG_S
 
 NOTICE_S = 6.0
 LEASE_S = 4.0
@@ -258,11 +259,11 @@ class StruckRun:
         return seen
 
     def run(
-        self, timeout_s: float, interfere: Callable[[StruckRun, Observation], None] | None = None
+        self,
+        interfere: Callable[[StruckRun, Observation], None] | None = None,
+        timeout_s: float = HANG_S,
     ) -> Result:
-        """To the end, which must come within `timeout_s`; everything that was started is ended
-        afterwards.
-        """
+        """To the end; everything that was started is ended afterwards."""
         began = time.monotonic()
         resources: dict[str, tuple[int, int]] = {}
         try:

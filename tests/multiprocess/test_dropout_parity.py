@@ -37,7 +37,7 @@ from tests.multiprocess.test_parity import (
     with_memory,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 STEPS = 5
 ADAPTER = AdapterSection(rank=4, alpha=16.0, dropout=0.3)
 CASES = {

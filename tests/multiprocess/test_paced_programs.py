@@ -13,7 +13,7 @@ from tests.harness.paced_programs import (
     predicted_and_measured,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 
 def test_a_paced_step_is_no_shorter_than_predicted_and_shares_follow_speed() -> None:

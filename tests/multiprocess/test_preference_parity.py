@@ -39,7 +39,7 @@ from tests.multiprocess.test_parity import (
     plan_document,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 SETTINGS = {
     **TRAINING,
     "objective": "dpo",
