@@ -28,7 +28,8 @@ from tests.harness.s3_server import s3_server
 from tests.harness.waits import HANG_S, wait_until
 
 pytestmark = pytest.mark.cluster
-STEPS = 24
+MANY_STEPS = 5000
+REST = 10
 RAYS_STOP_WAIT_S = 3
 """After so many seconds `ray job stop` kills, unless the job's environment says otherwise."""
 STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
@@ -63,7 +64,7 @@ class Submissions:
     def over(self, submitted: str) -> bool:
         return self.client.get_job_status(submitted).is_terminal()
 
-    def stop(self, submitted: str, timeout_s: float) -> None:
+    def stop(self, submitted: str) -> None:
         assert self.client.stop_job(submitted)
         wait_until(lambda: self.over(submitted), "the stop")
         assert self.client.get_job_status(submitted) is JobStatus.STOPPED
@@ -97,11 +98,10 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
     with s3_server() as server, proxy_before(server.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         uri = server.create_bucket("stop") + "/tiny"
-        # Slow enough that the stop comes in the middle.
         sections = {
-            "training": {"steps": STEPS},
+            "training": {"steps": MANY_STEPS, "decay_steps": 24},
+            "checkpoint": {"storage": uri, "every_steps": MANY_STEPS},  # the stop's own alone
             "emulation": {"block_forward_s": 0.01},
-            "checkpoint": {"storage": uri},
         }
         job_path, _ = write_documents(tmp_path, {}, **sections)
         with local_fleet(head_with_job_server(port), big=1, small=1) as fleet:
@@ -111,12 +111,14 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
             status = main_json(["status", "--address", str(fleet.cluster.address)])
             assert status["jobs"]["tiny"]["state"] == "training"
             proxy.bytes_per_s = 80e3
-            jobs.stop(first, 120)
+            jobs.stop(first)
             assert took_longer_than_ray_waits(proxy)
             proxy.bytes_per_s = None
             done = losses_of(first_events)
-            assert 5 <= len(done) < STEPS
+            assert 5 <= len(done) < MANY_STEPS
             assert stored_whole(uri, len(done))
+            sections["training"]["steps"] = len(done) + REST
+            write_documents(tmp_path, {}, **sections)
             second = jobs.submit(second_events)
             wait_until(lambda: jobs.over(second), "the end")
             logs = jobs.client.get_job_logs(second)
@@ -125,7 +127,7 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
     summary = json.loads(next(line for line in logs.splitlines() if line.startswith('{"steps"')))
     assert summary["first_step"] == len(done)
     losses = [*done.values(), *summary["losses"]]
-    assert len(losses) == STEPS
+    assert len(losses) == len(done) + REST
     assert largest_relative_difference(losses, make_job(tmp_path, **sections)) < 1e-3
 
 
@@ -167,7 +169,7 @@ def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
             assert not jobs.over(submitted), jobs.client.get_job_logs(submitted)[-3000:]
             proxy.bytes_per_s = 40e6
             began = time.monotonic()
-            jobs.stop(submitted, 500)
+            jobs.stop(submitted)
             seconds = time.monotonic() - began
         assert proxy.throttled_bytes > 2e9
         assert took_longer_than_ray_waits(proxy)

@@ -55,6 +55,12 @@ ON_GPU: Mapping[str, Mapping[str, Any]] = {
 }
 """Contexts and communicators take seconds to make, and processes that share a card hold up each
 other's."""
+SEEN_FROZEN = {
+    "worker": "is stopped, as its node's agent sees",
+    "node": "answers, its agent included",
+    "pipeline": "answers, its agent included",
+}
+"""Reasons of deaths by freezes: found before the heartbeat's time-out."""
 HEARTBEAT_S = 4.0
 FREEZE_S = HEARTBEAT_S + 1.0
 
@@ -147,6 +153,8 @@ def _fleet_cell(
         assert result.ok, result.reason
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"
     assert result.complaints == []
+    deaths = [event["reason"] for event in result.events if event["kind"] == "death"]
+    assert strike.mode != "freeze" or SEEN_FROZEN[strike.scope] in deaths[0], deaths
     if strike.mode == "notice":  # what the driver saw decides the same again
         assert replay_run(run.observations, paced=False).difference is None
     check_outcome(tmp_path, scene.reference, result.events)

@@ -22,7 +22,6 @@ def test_a_frozen_agent_hides_no_other_nodes_copies(
     """
 
     def strike(run: StruckRun, seen: Observation) -> None:
-        run.fleet.silent_node_s = 30.0
         run.fleet.freeze_node("e")
         run.fleet.kill_worker("b/0")
 

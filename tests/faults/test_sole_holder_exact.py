@@ -69,12 +69,8 @@ def test_a_frozen_only_holder_is_asked_for_nothing(
     the whole of b silent.
     """
 
-    def freeze(run: StruckRun, seen: Observation) -> None:
-        run.fleet.silent_node_s = 64.0  # when Ray would tell, by default
-        run.harm("freeze", "b")
-
     events = Interference()
-    events.when(replicated, freeze)
+    events.when(replicated, lambda run, seen: run.harm("freeze", "b"))
     events.when(in_generation(2), lambda run, seen: None)
     result = run_through(scene, tmp_path, memory, events)
     death = next(event for event in result.events if event["kind"] == "death")

@@ -65,8 +65,8 @@ class ProcessFleet(OneObject):
     stop_reason: str | None = None
     complaints: list[str] = field(default_factory=list)
     process_ids: list[int] = field(default_factory=list)
-    silent_node_s: float = 4.0
-    """After which a node that does not answer is taken for dead: Ray's health check."""
+    silent_node_s: float = 64.0
+    """Seconds after which a node that does not answer is dead: Ray's health check, by default."""
     environment: dict[str, str] = field(default_factory=dict)
     """For the workers: where their storage is."""
     clock_offsets: dict[str, float] = field(default_factory=dict)

@@ -54,7 +54,6 @@ class RemoteProcess:
         self._process.start()
         there.close()
         self._numbers = itertools.count()
-        self._held: list[tuple[int, str, tuple[Any, ...]]] | None = None
         self.gone = False
 
     @property
@@ -65,29 +64,11 @@ class RemoteProcess:
     def ask(self, method: str, *arguments: Any) -> int:
         """Start a call; returns its number. Nothing comes of it if the process is gone."""
         number = next(self._numbers)
-        if self._held is None:
-            self._send((number, method, arguments))
-        else:
-            self._held.append((number, method, arguments))
-        return number
-
-    def _send(self, call: tuple[int, str, tuple[Any, ...]]) -> None:
         try:
-            self.connection.send(call)
+            self.connection.send((number, method, arguments))
         except OSError:
             self.gone = True
-
-    def hold(self) -> None:
-        """The process is cut off: calls, answers and news arrive in neither direction until
-        `let_through`.
-        """
-        self._held = []
-
-    def let_through(self) -> None:
-        """All that was held up arrives, in its order."""
-        held, self._held = self._held or [], None
-        for call in held:
-            self._send(call)
+        return number
 
     def take(self) -> list[Answer]:
         """All answers and news that are there; `gone` is set once the process has ended and all is
@@ -95,7 +76,7 @@ class RemoteProcess:
         """
         found = []
         try:
-            while not self.gone and self._held is None and self.connection.poll():
+            while not self.gone and self.connection.poll():
                 found.append(Answer(*self.connection.recv()))
         except (EOFError, OSError):
             self.gone = True

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import Planning, make_planning
@@ -25,6 +26,7 @@ from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
+from planner.search.problem import limits
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.storage.open import open_storage
 from tests.harness import toy_model  # noqa: F401
@@ -33,6 +35,8 @@ from tests.harness.fault_points import FILES, PHASES, RECONFIGURING, UPDATING, F
 from tests.harness.process_fleet import ProcessFleet
 from tests.harness.waits import HANG_S
 
+FEW_TRIES = 120
+"""Steps of the planner's search, a tenth: tests/planner tests how good a plan is."""
 NOTICE_S = 6.0
 LEASE_S = 4.0
 STEP_PHASES = tuple(phase for phase in PHASES if phase not in ("gather", "evaluate"))
@@ -264,6 +268,12 @@ class StruckRun:
         timeout_s: float = HANG_S,
     ) -> Result:
         """To the end; everything that was started is ended afterwards."""
+        with patch.object(limits, "MOST_TRIES", FEW_TRIES):
+            return self._run(interfere, timeout_s)
+
+    def _run(
+        self, interfere: Callable[[StruckRun, Observation], None] | None, timeout_s: float
+    ) -> Result:
         began = time.monotonic()
         resources: dict[str, tuple[int, int]] = {}
         try:
