@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autohet.runtime.process.terminal import PlainConsole
 from planner.cost.parameters import OURS
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage
 
 # Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the

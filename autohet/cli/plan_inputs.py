@@ -20,8 +20,9 @@ from planner.cost.parameters import (
     usual_framework,
 )
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Fleet, cluster_from_document
+from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Plan
 
 logger = logging.getLogger("autohet")

@@ -20,7 +20,7 @@ from autohet.cli.plan_display import (
     segment_label,
 )
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan
 
 MOST_LISTED = 20

@@ -13,7 +13,7 @@ from typing import Any
 from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.simulation import Scenario
 from planner.errors import ConfigError
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 CurvePoints = tuple[list[float], list[float]]

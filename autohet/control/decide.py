@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
-from autohet.control.announcing import forget_gone, is_dead, log_new_deaths
-from autohet.control.ending import fail, fail_unsaved
+from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
 from autohet.control.failures import FailureAnswer, answer_failures
-from autohet.control.job_memory import JobMemory
-from autohet.control.replanning import drop_search
-from autohet.control.states import building, closing, quiescing, sourcing, training, waiting
-from autohet.control.values.actions import Hire, RequestStop, StartAgents
-from autohet.control.values.effects import Deciding, Decision, Effects, Supersede, event
-from autohet.control.values.observation import Failures, Observation
-from autohet.control.values.states import (
+from autohet.control.job_state import (
     Building,
     Closing,
     Ended,
@@ -31,7 +24,15 @@ from autohet.control.values.states import (
     Training,
     Waiting,
 )
-from planner.inputs.cluster import NodeType
+from autohet.control.replanning import drop_search
+from autohet.control.states import building, closing, quiescing, sourcing, training, waiting
+from autohet.control.values.actions import Hire, RequestStop, StartAgents
+from autohet.control.values.effects import Deciding, Decision, Effects, Supersede, event
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.values.observation import Failures, Observation
+    from planner.inputs.fleet import NodeType
 
 AGENT_START_S = 10.0
 """Seconds after which a node is announced even if its agent has not reported its type."""
@@ -56,8 +57,6 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     yield from _direct_agents(memory, seen)
     given_back = set() if memory.buyer is None else memory.buyer.released
     memory.outlook.look(seen, given_back)
-    if memory.ledger.records:
-        memory.orders.confirm()  # also where the first generation's readiness was never seen
     hire = fleet.workers_to_hire(seen)
     if hire and isinstance(memory.state, Waiting | Training):
         yield Hire(hire)

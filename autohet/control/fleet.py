@@ -12,7 +12,7 @@ from autohet.control.values.actions import Drain
 from autohet.control.values.fleet_event import FleetEvent
 from autohet.control.values.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase, WorkerReport
-from planner.inputs.cluster import Fleet, node_of
+from planner.inputs.fleet import Fleet, node_of
 
 MOST_NAMED = 6
 
@@ -338,30 +338,29 @@ def _more_may_come(notices: Collection[Notice], now: float) -> bool:
 
 
 def find_arrivals(
+    observation: Observation, planned: Collection[str], declined: Collection[str]
+) -> tuple[str, ...]:
+    """Return the usable nodes that the present plan was not made for."""
+    usable = usable_nodes(observation)
+    return tuple(name for name in usable if name not in planned and name not in declined)
+
+
+def more_may_arrive(
     observation: Observation,
+    arrived: Collection[str],
     planned: Collection[str],
-    declined: Collection[str],
     debounce_s: float,
     start_s: float,
-) -> tuple[str, ...]:
-    """Return the usable nodes that the present plan was not made for.
+) -> bool:
+    """Return True while more nodes may be on their way with those that have `arrived`.
 
-    More may be on their way: the newest must be `debounce_s` old, and nodes that came less than
-    `start_s` ago are waited for while their processes start.
+    The newest must be `debounce_s` old, and nodes that came less than `start_s` ago are waited for
+    while their processes start.
     """
-    new = []
-    for name in usable_nodes(observation):
-        if name not in planned and name not in declined:
-            new.append(name)
-    if not new:
-        return ()
-    newest_at = max(observation.nodes[name].joined_at for name in new)
+    newest_at = max(observation.nodes[name].joined_at for name in arrived)
     if observation.now - newest_at < debounce_s:
-        return ()
+        return True
 
-    starting = observation.nodes_with(workers_to_hire(observation))
-    for name in starting - set(planned):
-        view = observation.nodes[name]
-        if observation.now - view.joined_at < start_s:
-            return ()
-    return tuple(new)
+    starting = observation.nodes_with(workers_to_hire(observation)) - set(planned)
+    joined_at = [observation.nodes[name].joined_at for name in starting]
+    return any(observation.now - joined < start_s for joined in joined_at)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from autohet.control.job_state import State, Waiting
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.planning.agent_gc import AgentGc
-from autohet.control.planning.buyer import Buyer
-from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.outlook import Outlook
-from autohet.control.planning.proposals import Planning, PlanProposal
 from autohet.control.script import Script
-from autohet.control.values.change import Change
-from autohet.control.values.observation import Notice
-from autohet.control.values.states import State, Waiting
-from autohet.runtime.job import Job
-from autohet.runtime.job.elastic import Timeouts
-from planner.inputs.cluster import NodeType
-from planner.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from autohet.control.planning.buyer import Buyer
+    from autohet.control.planning.orders import OrderBuilder
+    from autohet.control.planning.proposals import Planner, PlanProposal
+    from autohet.control.values.change import Change
+    from autohet.control.values.observation import Notice
+    from autohet.runtime.job import Job
+    from autohet.runtime.job.elastic import Timeouts
+    from planner.inputs.fleet import NodeType
+    from planner.plans.plan import Plan
 
 
 @dataclass
@@ -84,7 +87,7 @@ class JobMemory:
 
     job: Job
     """The job, which never changes."""
-    planning: Planning
+    planning: Planner
     """The planner, with the horizon that it was told last."""
     orders: OrderBuilder
     """Layouts and ancestry of all generations, and copies that proved bad."""

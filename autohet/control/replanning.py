@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from autohet.control import fleet
-from autohet.control.job_memory import JobMemory
+from autohet.control.job_state import State, Training
 from autohet.control.planning.outlook import move_s
-from autohet.control.planning.proposals import PlanProposal
-from autohet.control.values import fleet_event
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Decision, event
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import State, Training
-from planner.inputs.cluster import Fleet
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values import fleet_event
+    from autohet.control.values.observation import Observation
+    from planner.inputs.fleet import Fleet
 
 
 def ask_for_plan(
@@ -46,7 +49,7 @@ def build_fleet(memory: JobMemory, seen: Observation, usable: Collection[str]) -
     Also sets what the planner is to expect of these nodes: horizon and cost of a move.
     """
     horizon_s = _horizon_s(memory, seen, usable)
-    cost_s = move_s(memory.ledger.changes)
+    cost_s = move_s(memory.ledger.timings)
     memory.planning.expect(horizon_s, cost_s)
 
     gpu_types = {}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from autohet.control.values.actions import Rehearse
-from autohet.control.values.observation import Observation
-from autohet.runtime.job import Job, ScriptedEvent
+
+if TYPE_CHECKING:
+    from autohet.control.values.observation import Observation
+    from autohet.runtime.job import Job, ScriptedEvent
 
 
 class Script:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median, median_low
 
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 
 MIN_RATE_CHANGE = 1.2
 """Least factor by which a GPU type's compute is off its profile before plans count on it.

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from autohet.control.planning.proposals import PlanProposal, make_planning
+from autohet.control.planning.proposals import PlanProposal
 from autohet.driver.emulated.fleet import read_document
 from autohet.driver.job.job_run import Machines, Outcome
 from autohet.driver.job.run import Show, connection, train_on
+from autohet.driver.loop.planning import make_planning
 from autohet.emulate.chat_demo import ExportedAdapter, chat_job, export_best, write_chat
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScale
-from planner.plans.plan import Plan
-from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
-from recovery.state.holdings import Source
-from recovery.state.layout import Layout, ShardId
+
+if TYPE_CHECKING:
+    from planner.plans.plan import Plan
+    from recovery.peers.replication_targets import ReplicationTarget
+    from recovery.state.holdings import Source
+    from recovery.state.layout import Layout, ShardId
 
 
 class Phase(StrEnum):

@@ -20,7 +20,7 @@ from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.setups import Setup
 from autohet.simulate.spot_trace import TraceEvent
 from autohet.simulate.trained_span import TrainedSpan
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 
 Choose = Callable[[Sequence[Node]], Setup | None]
 RECONSIDER = "reconsider"

@@ -14,7 +14,7 @@ from autohet.driver.sky.command import SkyCluster, SkyJob
 from autohet.driver.sky.supervisor import POLL_S, Limits, Record, Seen, decide_round
 from autohet.simulate.spot_trace import TraceEvent, in_order
 from planner.errors import ConfigError
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.inputs.zones import ZoneTable, refusal_of, region_of
 
 _UP = SkyCluster("simulated", "UP")

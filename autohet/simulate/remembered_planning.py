@@ -15,14 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autohet.control.planning.proposals import PendingSearch, Planning, PlanProposal
+from autohet.control.planning.proposals import PendingSearch, PlanProposal
+from autohet.driver.loop.planning import Planning
 from autohet.runtime.facts.planning import PlanningInputs
 from autohet.simulate.costs import SMALL_FLEET_GPUS, Costs
 from planner.answers.replan import MigrationCost, align, holders_of, replan
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.cluster import Fleet, Node, node_of
+from planner.inputs.fleet import Fleet, Node, node_of
 from planner.plans.plan import Plan, Stage
 from planner.search.problem.request import Request
 from planner.strategies import plan_with

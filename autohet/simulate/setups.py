@@ -13,7 +13,7 @@ from autohet.simulate.remembered_planning import RememberedPlanning, renamed
 from planner.answers.replan import MigrationCost
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet, Node, NodeType, node_of
+from planner.inputs.fleet import Fleet, Node, NodeType, node_of
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Plan
 from planner.plans.redundancy import layer_named, stages_with_layers

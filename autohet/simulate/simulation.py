@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from autohet.control.job_state import Training
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.outlook import MOST_S
-from autohet.control.values.states import Training
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
 from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
@@ -40,7 +40,8 @@ from autohet.simulate.spot_trace import TraceEvent
 from autohet.simulate.trained_span import TrainedSpan
 from planner.errors import ConfigError
 from planner.inputs.catalogue import instance_types
-from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Plan
 
 ENDLESS = 10**9
@@ -242,7 +243,7 @@ class TraceSimulation:
 
         config = load_config(job.model)
         layouts = CoarseLayouts(config)
-        orders = OrderBuilder(job, config, layouts=layouts, zones=scenario.cluster.zones)
+        orders = OrderBuilder(job, layouts, zones=scenario.cluster.zones)
         controller = Controller(job, workforce, planning, orders, EventLog(None))
         self._run_controller(controller, workforce, progress)
         workforce.machines.bill.settle(workforce.now)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import NodeType
 
 COUNTS = ("time_s", "node_type", "num_nodes")
 EVENTS = ("time_s", "event", "node")

@@ -14,7 +14,7 @@ from typing import Any
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Plan
 from planner.search.memory import cost_like
 from planner.search.problem.cost_tables import tables_of

@@ -16,7 +16,7 @@ from typing import Literal
 from planner.answers.repair import recut, repair
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import FINEST_TP_DEGREE, Pipeline, Plan
 from planner.plans.redundancy import layer_named, layers_of, stages_with_layers

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.cost.model import CostModel
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Plan
 from planner.search.problem import limits
 

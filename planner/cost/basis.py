@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from planner.cost.links.traffic import Links, LinkTable
 from planner.cost.parameters import CostParameters
 from planner.cost.stage_formats import StageFormats
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.inputs.profile import ProfileTable
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from planner.plans.model_spec import ModelSpec

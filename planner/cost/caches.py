@@ -9,7 +9,7 @@ from planner.cost.links.sync import KnownRings
 from planner.cost.memory.plan_memory import Synced
 from planner.cost.memory.worker_memory import TermsByUse
 from planner.cost.stage_costs import TermsByStage
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.spmd.decoder import Decoder
 
 

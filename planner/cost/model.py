@@ -30,7 +30,7 @@ from planner.cost.stage_costs import StageCosts
 from planner.cost.stage_formats import StageFormats
 from planner.cost.step_times import StepTimes
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet, NodeType
+from planner.inputs.fleet import Fleet, NodeType
 from planner.inputs.zones import ZoneTable, known_zones
 from planner.plans.plan import Plan, check_plan
 from planner.spmd.decoder import Decoder

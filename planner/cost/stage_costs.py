@@ -26,7 +26,7 @@ from planner.cost.memory.training_bytes import (
     with_cut_sequence,
 )
 from planner.cost.memory.worker_memory import WorkerMemory
-from planner.inputs.cluster import Member, NodeType
+from planner.inputs.fleet import Member, NodeType
 from planner.plans.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.plans.redundancy import layers_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from planner.cost.model import CostModel
 from planner.cost.schedule import Timeline, simulate_pipeline
 from planner.cost.step_times import Simulation
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan
 
 _MICROSECONDS = 1e6

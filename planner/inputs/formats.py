@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from planner.errors import ConfigError
 from planner.inputs.catalogue import canonical_gpu_type, find_gpu_type
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import COMPUTE_FORMATS, ComputeFormat, Plan
 
 CPU_FORMATS: list[ComputeFormat] = [each for each in COMPUTE_FORMATS if each != "fp8"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet, node_of
+from planner.inputs.fleet import Fleet, node_of
 from planner.plans.communicators import workers_of_unit
 from planner.plans.model_spec import LayerSpec, ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.cost.layers.layer_costs import Floats, LayerCosts
 from planner.cost.stage_costs import spread_tp_s
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.inputs.formats import shared_format
 from planner.plans.plan import TensorShare
 from planner.plans.shares import UnevenGroup, placed, whole_shares

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Plan
 from planner.spmd.costs import CostTable, Device, SpmdCluster, Term, Wire, Work, ring_collectives
 from planner.spmd.decoder import Decoder

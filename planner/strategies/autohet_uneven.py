@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.cluster import Fleet, NodeType, node_of
+from planner.inputs.fleet import Fleet, NodeType, node_of
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.plans.shares import UnevenGroup

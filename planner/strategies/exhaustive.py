@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage, check_plan
 from planner.plans.redundancy import redundancy
 from planner.search.problem import limits

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.cost.links.boundaries import NicFlows
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.search.problem import limits
 from planner.search.problem.cost_tables import tables_of
 from planner.search.problem.request import Answer, Request, check_request

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.inputs.formats import can_compute
 from planner.search.problem.request import Answer, Idle, Rejected, Request, narrowed
 from planner.search.walk.judge import describe

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.problem import limits
 from planner.search.problem.request import (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.search.problem import limits
 from planner.search.problem.request import TIME_IS_OVER, Answer, Rejected, Request, narrowed
 from planner.strategies.fasop import fleets_up_to

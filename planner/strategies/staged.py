@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.inputs.cluster import Node
+from planner.inputs.fleet import Node
 from planner.plans.plan import Plan
 from planner.search.drafts.draft import (
     Draft,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.search.problem import limits
 from planner.search.problem.request import Answer, Idle, Rejected, Request, narrowed
 from planner.search.walk.judge import describe, unacceptable, zones_of

@@ -37,13 +37,7 @@ from recovery.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from recovery.checkpoint.write import (
-    CheckpointPart,
-    WorkerReceipt,
-    assign_writers,
-    step_prefix,
-    write_shards,
-)
+from recovery.checkpoint.write import CheckpointPart, WorkerReceipt, step_prefix, write_shards
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.storage.errors import ObjectExists, ObjectMissing
@@ -55,7 +49,6 @@ __all__ = [
     "CheckpointPart",
     "NewestCheckpoint",
     "WorkerReceipt",
-    "assign_writers",
     "checkpoint_uri",
     "commit_checkpoint",
     "find_newest",

@@ -138,19 +138,6 @@ class TensorSpec:
         shape[self.split_dim] = sum(self.unit_extent(unit) for unit in units)
         return tuple(shape)
 
-    def local_slices(self, units: Sequence[int]) -> dict[int, tuple[slice, ...]]:
-        """Map each of a worker's ascending `units` to its slices of the local tensor."""
-        slices_by_unit: dict[int, tuple[slice, ...]] = {}
-        position = 0
-        for unit in units:
-            end = position + self.unit_extent(unit)
-            slices = [slice(0, extent) for extent in self.shape]
-            if self.split_dim is not None:
-                slices[self.split_dim] = slice(position, end)
-            slices_by_unit[unit] = tuple(slices)
-            position = end
-        return slices_by_unit
-
     def unit_extent(self, unit: int) -> int:
         """Return the unit's size along `split_dim`."""
         return self.cuts[unit + 1] - self.cuts[unit]
@@ -265,3 +252,33 @@ def units_by_tensor(shards: Iterable[ShardId]) -> dict[str, tuple[int, ...]]:
     for shard in sorted(shards):
         units.setdefault(shard.tensor, []).append(shard.unit)
     return {name: tuple(of_tensor) for name, of_tensor in units.items()}
+
+
+def assign_writers(
+    layout: Layout, node_by_worker: Mapping[str, str] | None = None
+) -> dict[str, frozenset[ShardId]]:
+    """Assign every held shard to exactly one of its holders, which writes it.
+
+    Bytes are balanced over nodes, then over workers. Longest processing time first (Graham 1969),
+    shards with the fewest holders before all others. A node's workers share its link, so a node's
+    load counts before a worker's. Deterministic; a worker may get the empty set.
+    """
+    nodes = node_by_worker or {worker: worker for worker in layout.workers}
+    node_load = dict.fromkeys(nodes.values(), 0)
+    worker_load = dict.fromkeys(layout.workers, 0)
+    written: dict[str, set[ShardId]] = {worker: set() for worker in layout.workers}
+
+    def turn(shard: ShardId) -> tuple[int, int, ShardId]:
+        return (len(layout.holders(shard)), -layout.shard_bytes(shard), shard)
+
+    def load(worker: str) -> tuple[int, int, str]:
+        return (node_load[nodes[worker]], worker_load[worker], worker)
+
+    held = [shard for shard in layout.shards if layout.holders(shard)]
+    for shard in sorted(held, key=turn):
+        writer = min(layout.holders(shard), key=load)
+        num_bytes = layout.shard_bytes(shard)
+        written[writer].add(shard)
+        node_load[nodes[writer]] += num_bytes
+        worker_load[writer] += num_bytes
+    return {worker: frozenset(shards) for worker, shards in written.items()}

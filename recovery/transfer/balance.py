@@ -18,8 +18,7 @@ from functools import partial
 
 from recovery.state.holdings import Source
 from recovery.transfer.bounds import Demand, lower_bound_s
-from recovery.transfer.lines import Lines
-from recovery.transfer.links import LinkRates
+from recovery.transfer.links import Lines, LinkRates
 from recovery.transfer.messages import Send
 from recovery.transfer.placement import Placement, SourceOrder
 from recovery.transfer.source_choices import SourceChoices

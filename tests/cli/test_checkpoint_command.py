@@ -14,13 +14,12 @@ from autohet.runtime.process.terminal import visible
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,
-    assign_writers,
     commit_checkpoint,
     open_checkpoint,
     write_shards,
 )
 from recovery.checkpoint.manifest import DataFile, encode_manifest
-from recovery.state.layout import Layout, TensorSpec
+from recovery.state.layout import Layout, TensorSpec, assign_writers
 from recovery.storage.open import open_storage
 
 

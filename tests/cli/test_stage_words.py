@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from autohet.cli.plan_display import grouped, segment_label, show, stage_lines
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 
 A100 = NodeType("a100", "A100-80", 4, 80 << 30, 3e11, 5e10)

@@ -25,7 +25,7 @@ from autohet.driver.ray.node_type_lookup import NodeTypeLookup
 from autohet.driver.ray.requests.drain import drain
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,

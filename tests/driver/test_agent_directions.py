@@ -10,7 +10,7 @@ from autohet.control.planning.agent_gc import AgentGc
 from autohet.control.values.actions import AskHoldings, HandOver
 from autohet.control.values.observation import NodeView, Notice, Observation
 from autohet.runtime.messages import AgentEndpoint
-from planner.inputs.cluster import Node
+from planner.inputs.fleet import Node
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout
 from tests.driver.test_agent_gc import SPECS, B, W, kept, orders, reports

@@ -2,7 +2,7 @@
 waiting for ever.
 """
 
-from autohet.control.values.states import Building
+from autohet.control.job_state import Building
 from tests.driver.test_controller import causes, run, trained
 from tests.driver.test_overtaken import make_faulty
 

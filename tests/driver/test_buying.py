@@ -20,12 +20,13 @@ from autohet.control.planning.buying import (
     releasable,
     usd_per_hour,
 )
-from autohet.control.planning.proposals import make_planning
 from autohet.control.values.actions import AskForNodes, GiveBack
 from autohet.control.values.observation import Launches, NodeView, Notice, Observation
+from autohet.driver.loop.planning import make_planning
 from autohet.driver.ray.requests.launches import newest_cause
 from autohet.driver.ray.requests.scaling import fleet_request
-from planner.inputs.cluster import Cluster, Node, cluster_from_document
+from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.fleet import Node
 from tests.driver.test_scaling import AWS, shortest_job
 
 REASON = (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.control.values.states import Closing, Training, Waiting
+from autohet.control.job_state import Closing, Training, Waiting
 from tests.driver.test_controller import run, trained
 from tests.driver.test_overtaken import make_faulty
 

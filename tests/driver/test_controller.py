@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from autohet.control.job_state import Training, Waiting
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.planning.proposals import make_planning
 from autohet.control.values.observation import Notice
-from autohet.control.values.states import Training, Waiting
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.planning import make_planning
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import PlanningInputs
 from autohet.runtime.messages import Phase
 from autohet.runtime.models.config import load_config
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from tests.harness.fake_job import fake_job
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
@@ -35,7 +36,7 @@ def make(steps=40, min_workers=1, nodes=4, workforce=None, **elastic):
         job,
         workforce,
         make_planning(job),
-        OrderBuilder(job, load_config(job.model)),
+        OrderBuilder(job, layout_builder(load_config(job.model))),
         EventLog(None),
     )
     return controller, workforce

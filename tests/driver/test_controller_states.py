@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from autohet.control.job_state import Building, Training
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.values.states import Building, Training
 from autohet.driver.loop.events import EventLog
-from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.layout import layout_builder, layout_of_plan
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from tests.harness.fake_job import fake_job
 from tests.harness.faulty_workforce import FaultyWorkforce
 from tests.harness.promises import CheckedController, Promises, RememberedPlanning
@@ -113,7 +113,7 @@ class AnyFleet(RuleBasedStateMachine):
         planning = RememberedPlanning(inputs, clock=lambda: 0.0)
         planning.hasty, planning.looks = hasty, looks
         self.controller = CheckedController(
-            job, workforce, planning, OrderBuilder(job, config), EventLog(None)
+            job, workforce, planning, OrderBuilder(job, layout_builder(config)), EventLog(None)
         )
         if resumed:
             self.resume(planning, config)

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from autohet.control.job_state import Waiting
 from autohet.control.values.observation import NodeView
-from autohet.control.values.states import Waiting
 from autohet.driver.ray.data_watch import DataWatch, describe_preparation
 from autohet.runtime.data.parts import divide
 from autohet.runtime.facts.preparation import Preparation, shared_datasets
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, DataState
-from planner.inputs.cluster import Node
+from planner.inputs.fleet import Node
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

@@ -15,7 +15,8 @@ from autohet.control.values.observation import Notice
 from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.loop.controller import Controller
 from autohet.driver.report.events import fleet_over_time
-from planner.inputs.cluster import Cluster, Node
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import Node
 from tests.driver.test_controller import KIND, make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

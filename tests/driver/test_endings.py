@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from autohet.control.job_state import Building, Quiescing
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.values.states import Building, Quiescing
 from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase
@@ -38,7 +39,7 @@ def make(steps=40, nodes=4, **elastic):
     force = ScriptedWorkforce(KIND)
     for index in range(nodes):
         force.join(f"small-{index}")
-    orders = OrderBuilder(job, load_config(job.model))
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)))
     planning = RememberedPlanning(planning_inputs(job))
     return Controller(job, force, planning, orders, EventLog(None)), force
 

@@ -21,7 +21,7 @@ from autohet.driver.job.elastic_trainer import History
 from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.messages import DataState, EvaluationRecord, Phase, WorkerReport
 from planner.errors import ConfigError
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 from tests.harness.fake_job import fake_job
 
 

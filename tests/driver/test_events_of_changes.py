@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from autohet.control.job_state import Building, Quiescing, Waiting
 from autohet.control.values.observation import Loss
-from autohet.control.values.states import Building, Quiescing, Waiting
 from autohet.driver.job.view import View
 from autohet.driver.loop.events import EventLog
 from autohet.runtime.messages import ReplicaMismatch, StepRecord

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from autohet.control.planning.proposals import make_planning
 from autohet.driver.job.preparation import check_inputs
+from autohet.driver.loop.planning import make_planning
 from planner.errors import ConfigError
 from tests.harness import toy_model  # noqa: F401
 from tests.harness.exact_job import CHAIN, PLAN, exact_job

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autohet.control.planning.gathering import gathers_until, needed_s, slowest_move_s
+from autohet.control.job_state import Closing, Training
 from autohet.control.planning.orders import URGENT
-from autohet.control.planning.outlook import MOVE_PRIOR_S
+from autohet.control.planning.outlook import MOVE_PRIOR_S, gathers_until, needed_s, slowest_move_s
 from autohet.control.values.change import Change
 from autohet.control.values.observation import Notice
-from autohet.control.values.states import Closing, Training
 from autohet.driver.loop.controller import Controller
 from autohet.runtime.job.elastic import ElasticSection
 from recovery.state.layout import Layout, ShardId, TensorSpec
@@ -213,9 +212,9 @@ def change(cause: str, *, rebuild_s: float, first_step_s: float, replan_s: float
 
 def test_the_need_is_what_this_run_has_measured_and_its_limits_before() -> None:
     facts: dict[str, Any] = {"search_s": 10.0, "step_s": 2.0, "state_s": 3.0}
-    start = change("start", rebuild_s=20.0, first_step_s=5.0)
+    start = change("start", rebuild_s=20.0, first_step_s=5.0).timing()
     short, long = (
-        change("notice", rebuild_s=of, first_step_s=1.0, replan_s=of) for of in (1.0, 4.0)
+        change("notice", rebuild_s=of, first_step_s=1.0, replan_s=of).timing() for of in (1.0, 4.0)
     )
     need = lambda changes, upload_s=0.0: needed_s(changes, LIMITS, upload_s=upload_s, **facts)  # noqa: E731
     assert need([]) == (2 + 10 + LIMITS.quiesce_s + LIMITS.rendezvous_s + 3) / URGENT

@@ -12,10 +12,10 @@ import pytest
 
 from autohet.control import decide
 from autohet.control.failures import MOST_FAILURES, RETRIES, FailureAnswer, answer_failures
+from autohet.control.job_state import Considering, Ended, Training
 from autohet.control.states import training
 from autohet.control.values.actions import GiveBack
 from autohet.control.values.fleet_event import FleetEvent
-from autohet.control.values.states import Considering, Ended, Training
 from autohet.driver.loop.controller import Controller, Guard
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce

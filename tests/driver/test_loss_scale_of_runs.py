@@ -14,6 +14,7 @@ from autohet.control.values.effects import Decision, Round
 from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.resumption import loss_scales
 from autohet.driver.loop.replay import memory_at_start
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
 from autohet.runtime.models.config import load_config
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LOSS_SCALE, LossScale
@@ -87,5 +88,7 @@ def test_a_replay_begins_with_the_recorded_scale() -> None:
     job = fake_job()
     header = {"job": job, "generation": 3, "first_step": 4, "loss_scales": "0:10 2:8"}
     planning: Any = None
-    memory = memory_at_start(header, planning, OrderBuilder(job, load_config(job.model)))
+    memory = memory_at_start(
+        header, planning, OrderBuilder(job, layout_builder(load_config(job.model)))
+    )
     assert memory.ledger.loss_scales.before(4) == HALVED

@@ -9,7 +9,7 @@ import pytest
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import PlanProposal
 from autohet.control.values.observation import CheckpointState, NodeView, Notice, Observation
-from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.layout import layout_builder, layout_of_plan
 from autohet.runtime.messages import (
     AgentEndpoint,
     InterruptedRestore,
@@ -18,7 +18,7 @@ from autohet.runtime.messages import (
     WorkerReport,
 )
 from autohet.runtime.models.config import load_config
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
@@ -31,7 +31,7 @@ STEP = 7
 
 def make_book(**checkpoint):
     job = fake_job(checkpoint=checkpoint)
-    return OrderBuilder(job, load_config(job.model))
+    return OrderBuilder(job, layout_builder(load_config(job.model)))
 
 
 def plan_of(*pipelines):
@@ -178,7 +178,7 @@ def test_nobody_copies_what_lies_on_two_nodes_or_where_the_job_does_not_want_it(
 def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
     book = make_book()
     begin(book, TWO, "a", "b")
-    layout = layout_of_plan(TWO.plan, book.model_config)
+    layout = layout_of_plan(TWO.plan, load_config(book.job.model))
     held = {
         name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)]
         for name in ("a", "b")
@@ -215,7 +215,7 @@ def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have(ended)
 
     book = make_book()
     begin(book, TWO, "a", "b")
-    layout = layout_of_plan(TWO.plan, book.model_config)
+    layout = layout_of_plan(TWO.plan, load_config(book.job.model))
     if ended == "whole":
         record = RestoreRecord({}, 0.0, 1.0, slow={"b": 3e6})
         told = WorkerReport(C, 1, 2, Phase.TRAINING, STEP, 2, restore=record)
@@ -242,7 +242,7 @@ def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have(ended)
 def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_before():
     book = make_book()
     begin(book, TWO, "a", "b")
-    layout = layout_of_plan(TWO.plan, book.model_config)
+    layout = layout_of_plan(TWO.plan, load_config(book.job.model))
     new, old = (
         Holding(Source("memory", "a", "x/0", step, 1), layout.shards) for step in (STEP, STEP - 1)
     )
@@ -267,7 +267,7 @@ def test_a_relay_whose_copy_proved_bad_is_known_by_what_it_holds_then(ended):
     """
     book = make_book()
     begin(book, TWO, "a", "b")
-    layout = layout_of_plan(TWO.plan, book.model_config)
+    layout = layout_of_plan(TWO.plan, load_config(book.job.model))
     shard, relay = min(layout.shards), Source("worker", "b", B, STEP)
     held = {"a": [Holding(Source("memory", "a", "x/0", STEP, 1), layout.shards)]}
     whole = plan_of([(4, A)], [(4, B)], [(4, C)])
@@ -319,7 +319,7 @@ def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
 def test_when_time_is_short_a_leaver_gives_only_what_nobody_else_has():
     book = make_book(replicate_every_steps=0)
     begin(book, TWO, "a", "b")
-    layout = layout_of_plan(TWO.plan, book.model_config)
+    layout = layout_of_plan(TWO.plan, load_config(book.job.model))
     reports, new = [standing(A), standing(B)], plan_of([(4, A)], [(4, C)])
     plenty = observe("a", "b", "c", reports=reports, notices=[Notice("b", "test", 99.0, 10_000.0)])
     shares = sources(book.write(2, new, plenty, (A, B)), C)
@@ -333,7 +333,7 @@ def test_when_time_is_short_a_leaver_gives_only_what_nobody_else_has():
 def test_a_node_with_a_faster_card_gives_more():
     book = make_book()
     begin(book, TWO, "a", "b")
-    layout = layout_of_plan(TWO.plan, book.model_config)
+    layout = layout_of_plan(TWO.plan, load_config(book.job.model))
     held = {
         name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)]
         for name in ("a", "b")

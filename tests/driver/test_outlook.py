@@ -17,7 +17,7 @@ from autohet.control.planning.outlook import (
 )
 from autohet.control.values.change import Change
 from autohet.control.values.observation import NodeView, Notice, Observation
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 
 SPOT = NodeType("spot", "A10G", 1, 24 << 30, 32e9, 3e9, spot=True)
 STEADY = replace(SPOT, name="steady", spot=False)
@@ -74,13 +74,15 @@ def change(cause: str, total_s: float) -> Change:
 
 
 def test_a_move_costs_what_this_runs_moves_have_cost() -> None:
-    assert move_s([change("start", 500.0)]) == MOVE_PRIOR_S
-    assert move_s([change("notice", 21.0)] * 20) == pytest.approx((MOVE_PRIOR_S + 8 * 20.0) / 9)
+    assert move_s([change("start", 500.0).timing()]) == MOVE_PRIOR_S
+    assert move_s([change("notice", 21.0).timing()] * 20) == pytest.approx(
+        (MOVE_PRIOR_S + 8 * 20.0) / 9
+    )
 
 
 def test_arrivals_are_gathered_as_long_as_a_change_costs() -> None:
     assert gather_s([], 2.0) == 2.0
-    assert gather_s([change("notice", 21.0)] * 20, 2.0) == pytest.approx(
-        move_s([change("notice", 21.0)] * 20)
+    assert gather_s([change("notice", 21.0).timing()] * 20, 2.0) == pytest.approx(
+        move_s([change("notice", 21.0).timing()] * 20)
     )
-    assert gather_s([change("notice", 2000.0)] * 20, 2.0) == 60.0
+    assert gather_s([change("notice", 2000.0).timing()] * 20, 2.0) == 60.0

@@ -4,7 +4,7 @@ is forgotten.
 
 from dataclasses import replace
 
-from autohet.control.values.states import Building, Quiescing, Sourcing, Waiting
+from autohet.control.job_state import Building, Quiescing, Sourcing, Waiting
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.faulty_workforce import FaultyWorkforce
 

@@ -8,13 +8,14 @@ import pytest
 
 from autohet.control import speeds
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.planning.proposals import make_planning
 from autohet.control.values.observation import NodeView
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.planning import make_planning
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.models.config import load_config
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from tests.driver.test_controller import KIND, causes, run
 from tests.driver.test_slow import PacedWorkforce
 from tests.harness.fake_job import fake_job
@@ -38,7 +39,7 @@ def _mixed(by_type):
         endpoint = AgentEndpoint(name, "here", 1, "token")
         workforce.nodes[name] = NodeView(Node(name, kind), workforce.now, endpoint)
     workforce.slow = {name: by_type.get(kind.gpu_type, 1.0) for name, kind in NODES.items()}
-    orders = OrderBuilder(job, load_config(job.model))
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)))
     controller = Controller(job, workforce, make_planning(job), orders, EventLog(None))
     workforce.controller = controller
     return controller, workforce

@@ -15,7 +15,8 @@ from autohet.driver.sources.simple import Scripted
 from autohet.runtime.job import ScriptedEvent
 from autohet.runtime.messages import Phase, WorkerReport
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Node, cluster_from_document
+from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.fleet import Node
 from tests.harness.fake_job import fake_job
 from tests.harness.local_fleet import cluster_document
 

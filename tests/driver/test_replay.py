@@ -19,18 +19,20 @@ from autohet.control.planning import buyer, buying
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import FAILURES, Market
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.planning.proposals import make_planning
 from autohet.control.values.observation import Launches, Notice
 from autohet.driver.emulated.pacing import paces_of
 from autohet.driver.loop.controller import Controller, Guard
 from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.planning import make_planning
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.driver.loop.replay import replay_run
 from autohet.driver.loop.value_codec import decode, encode
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.messages import AgentEndpoint, DataState, Phase, StepRecord, WorkerReport
 from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Node
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import Node
 from recovery.state.layout import ShardId
 from tests.driver.test_controller import KIND, causes, run, trained
 from tests.harness.fake_job import fake_job
@@ -44,7 +46,7 @@ def recorded(path: Path, steps: int) -> tuple[Controller, ScriptedWorkforce, Rec
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBuilder(job, load_config(job.model), paces_of, "me")
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder = recorder
     recorder.begin(job=job, driver="me", generation=0, first_step=0)
@@ -110,7 +112,7 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
 WATCHED = """
 import logging, sys, time
 from pathlib import Path
-from autohet.driver.recording import replay
+from autohet.driver.loop import replay
 from autohet.driver.loop.replay import replay_run
 
 EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
@@ -239,7 +241,7 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBuilder(job, load_config(job.model), paces_of, "me")
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder, controller.memory.buyer = recorder, Buyer(job, planning, market)
     recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)

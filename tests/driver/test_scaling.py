@@ -9,7 +9,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config
 
 from autohet.control.planning.buying import best_counts, capped, standing_first, with_min_workers
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.driver.ray.requests import scaling
 from autohet.driver.ray.requests.scaling import (
     check_wish,

@@ -4,7 +4,7 @@ is judged by what is there then.
 
 import time
 
-from autohet.control.values.states import Quiescing, Training
+from autohet.control.job_state import Quiescing, Training
 from autohet.driver.loop.background_search import BackgroundPlanning
 from tests.driver.test_controller import causes, make, run, trained
 from tests.driver.test_second_thoughts import decisions

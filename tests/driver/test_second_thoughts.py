@@ -2,10 +2,11 @@
 worth a move.
 """
 
-from autohet.control.planning.proposals import Planning, PlanProposal
-from autohet.control.values.states import Quiescing
+from autohet.control.job_state import Quiescing
+from autohet.control.planning.proposals import PlanProposal
+from autohet.driver.loop.planning import Planning
 from planner.answers.repair import repair
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from tests.driver.test_controller import causes, make, run, trained
 
 

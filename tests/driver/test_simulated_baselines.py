@@ -14,7 +14,8 @@ from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.setups import Setup
 from autohet.simulate.spot_trace import TraceEvent, read_trace
 from planner.errors import ConfigError
-from planner.inputs.cluster import Node, NodeType, cluster_from_document
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.fleet import Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 from tests.harness.local_fleet import cluster_document
 

@@ -9,7 +9,8 @@ from autohet.runtime.job import Job
 from autohet.simulate.costs import Costs
 from autohet.simulate.remembered_planning import RememberedPlanning, SearchCache, renamed
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet, Node, cluster_from_document
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.fleet import Fleet, Node
 from planner.plans.plan import check_plan
 from tests.driver.test_simulation import job_document
 from tests.harness.local_fleet import cluster_document

@@ -25,7 +25,8 @@ from autohet.simulate.simulation import Scenario, TraceSimulation, horizon
 from autohet.simulate.spot_trace import read_trace
 from planner.errors import ConfigError
 from planner.inputs.catalogue import PRICES_AS_OF
-from planner.inputs.cluster import Fleet, Node, NodeType, cluster_from_document
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.fleet import Fleet, Node, NodeType
 from tests.driver.test_simulated_planning import planning_of
 from tests.driver.test_simulation import CLUSTER, job_document
 from tests.harness.local_fleet import cluster_document

@@ -11,7 +11,8 @@ from autohet.simulate.regions import RegionWalk, Stay, only, regions_of, stay_se
 from autohet.simulate.simulation import Scenario, TraceSimulation
 from autohet.simulate.spot_trace import TraceEvent
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import NodeType
 from planner.inputs.zones import ZoneLink, ZoneTable
 from tests.driver.test_simulation import job_document
 

@@ -10,7 +10,7 @@ import yaml
 
 from autohet.cli.main import main
 from autohet.control.planning.buying import best_counts
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.driver.ray.requests.scaling import fleet_request, standing_nodes
 from autohet.runtime.job import Job
 from autohet.simulate.costs import Costs

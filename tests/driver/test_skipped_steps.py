@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from autohet.control.ledger.skipped_steps import SkippedSteps, is_skipped
+from autohet.control.ledger.skipped_steps import SkippedSteps, is_skipped, skipped_by_vote
 from autohet.control.values.effects import Round
 from autohet.runtime.messages import Skipped, SkipReason, StepRecord, WorkerReport
 from tests.driver.test_controller import KIND, make, run
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
 BROKEN = "model.layers.0.mlp.up_proj.weight"
+NOT_FINITE = Skipped(SkipReason.NOT_FINITE)
 
 
 class Skipping(ScriptedWorkforce):
@@ -115,19 +116,20 @@ def test_skips_before_and_after_a_restart_are_one_row() -> None:
 
 
 def test_a_step_that_only_a_vote_proves_counts_by_its_loss() -> None:
-    assert is_skipped(replace(record(0, False), loss=float("nan")))
-    assert is_skipped(replace(record(0, False), gradient_norm=float("inf")))
+    for loss, gradient_norm in ((float("nan"), 1.0), (1.0, float("inf"))):
+        assert is_skipped(replace(record(0, False), skipped=skipped_by_vote(loss, gradient_norm)))
+    assert skipped_by_vote(1.0, 1.0) is None
     assert not is_skipped(record(0, False))
 
 
 def test_an_event_does_not_wait_for_ever_for_a_worker_that_is_gone() -> None:
     decided = Round()
     steps = SkippedSteps()
-    steps.take("a", record(3, True))
+    steps.take("a", 3, NOT_FINITE)
     decided.collect(steps.log_finished(1, {3: record(3, True)}, 4, ("a", "b")))
     assert not decided.events
     decided.collect(steps.log_finished(1, {3: record(3, True)}, 9, ("a", "b")))
     assert len(decided.events) == 1
-    steps.take("a", record(9, True))
+    steps.take("a", 9, NOT_FINITE)
     decided.collect(steps.finish(1))
     assert len(decided.events) == 2

@@ -25,7 +25,9 @@ class PacedWorkforce(ScriptedWorkforce):
 
     def _step(self, process):
         report = super()._step(process)
-        rated = self.controller.memory.proposal.compute_s({})[report.worker]
+        rated = self.controller.memory.planning.compute_s(self.controller.memory.proposal, {})[
+            report.worker
+        ]
         compute = rated * self.machine * self.slow.get(report.worker.split("/")[0], 1.0)
         work = self.work.get(report.worker.split("/")[0], 1.0)
         paced = {"parts_s": {"compute": compute * work}, "relative_work": work}

@@ -7,14 +7,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from autohet.control.ledger.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.control.ledger.ledger import NOTHING_TOLD, ToldSteps
 from autohet.control.planning.orders import OrderBuilder
 from autohet.driver.job.run_record import steps_told
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.value_codec import decode, encode
-from autohet.runtime.facts.layout import layout_of_plan
-from planner.inputs.cluster import Fleet, Node
+from autohet.runtime.facts.layout import layout_builder, layout_of_plan
+from planner.inputs.fleet import Fleet, Node
 from tests.driver.test_controller import run, trained
 from tests.driver.test_controller_states import SMALL, inputs_of
 from tests.harness.faulty_workforce import FaultyWorkforce
@@ -27,7 +27,9 @@ def restarted(told: ToldSteps) -> Controller:
     """A driver that finds a checkpoint of step 20, and that its predecessor told of these steps."""
     job, inputs, config = inputs_of(1)
     force, planning = FaultyWorkforce(SMALL), RememberedPlanning(inputs, clock=lambda: 0.0)
-    controller = Controller(job, force, planning, OrderBuilder(job, config), EventLog(None))
+    controller = Controller(
+        job, force, planning, OrderBuilder(job, layout_builder(config)), EventLog(None)
+    )
     fleet = Fleet(1, tuple(Node(f"small-{index}", SMALL) for index in range(2)))
     layout = layout_of_plan(planning.propose(fleet, None).plan, config)
     force.make_durable(DURABLE, 3, layout, (3,) * DURABLE)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autohet.control.job_state import Ended
 from autohet.control.values.observation import Loss
-from autohet.control.values.states import Ended
 from autohet.runtime.messages import Phase, WorkerPlace
 from autohet.runtime.step.device import choose_device
 from autohet.runtime.worker import Worker

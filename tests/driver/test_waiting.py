@@ -26,7 +26,7 @@ from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import Phase, StateTransfer, StepRecord, WorkerReport
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
 TRAINS = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autohet.control.planning.proposals import make_planning
+from autohet.control.job_state import Waiting
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Waiting
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.job.job_run import JobRun, Outcome
+from autohet.driver.loop.planning import make_planning
 from autohet.driver.ray.requests.drain import drain
 from autohet.driver.ray.workers import RayWorkers
 from autohet.runtime.job import Job

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from autohet.control.job_state import Training
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Training
 from autohet.emulate.namespaces import NamespaceNetwork
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import BATCH, LENGTH, exact_job

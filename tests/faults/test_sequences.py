@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from autohet.control.job_state import Building
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Building
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import PLAN, STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from autohet.control.job_state import Waiting
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Waiting
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job, node_type
 from tests.harness.leaks import nothing_left

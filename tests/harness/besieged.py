@@ -33,7 +33,6 @@ from autohet.runtime.process.store_tunnel import (
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,
-    assign_writers,
     commit_checkpoint,
     write_shards,
 )
@@ -47,7 +46,7 @@ from recovery.peers import protocol
 from recovery.peers.client import ShardClient
 from recovery.peers.server import ShardServer
 from recovery.state.ancestry import Descent
-from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.state.layout import Layout, ShardId, TensorSpec, assign_writers
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
 from tests.harness.hostile_user import Targets, hostile_user

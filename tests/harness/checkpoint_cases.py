@@ -10,8 +10,8 @@ import torch
 
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.manifest import Manifest
-from recovery.checkpoint.write import WorkerReceipt, assign_writers, write_shards
-from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.checkpoint.write import WorkerReceipt, write_shards
+from recovery.state.layout import Layout, ShardId, TensorSpec, assign_writers
 from recovery.storage.protocol import Storage
 
 SHAPES: Mapping[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {

@@ -20,7 +20,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
 from autohet.runtime.models.config import load_config
 from autohet.runtime.worker import Worker
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.checkpoint.commit import open_checkpoint
 from recovery.checkpoint.read import read_shards

@@ -20,7 +20,7 @@ from autohet.runtime.messages import (
     WorkerReport,
 )
 from autohet.simulate.fleet.manifest import SimulatedManifest
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout
 from tests.harness.collective import MOVING, Collective, Life, node_of, on_nodes

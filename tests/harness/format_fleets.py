@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from autohet.runtime.step.precision import without_incapable_nodes
 from planner.errors import ConfigError, InfeasibleError

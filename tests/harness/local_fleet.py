@@ -17,8 +17,8 @@ from typing import Any
 import ray
 import yaml
 
+from autohet.control.job_state import Training
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Training
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.job.job_run import JobRun, Machines, Outcome
 from autohet.driver.loop.events import EventLog

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
-from autohet.control.planning.proposals import Planning
+from autohet.driver.loop.planning import Planning
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
@@ -36,7 +36,8 @@ from autohet.runtime.step.reference import reference_model
 from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.layers.experts import load_spread
 from planner.cost.model import CostModel
-from planner.inputs.cluster import Fleet, cluster_from_document
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.fleet import Fleet
 from planner.inputs.profile import ProfileTable
 from planner.plans.plan import Pipeline, Plan, Stage
 from tests.harness.local_fleet import node_type

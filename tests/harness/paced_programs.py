@@ -13,8 +13,9 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
-from autohet.control.planning.proposals import Planning, PlanProposal
+from autohet.control.planning.proposals import PlanProposal
 from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.loop.planning import Planning
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.groups import GenerationGroups, Group, GroupTimeouts
@@ -26,7 +27,8 @@ from autohet.runtime.step.pacing import Pace
 from autohet.runtime.step.step_commit import Trainer
 from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.model import CostModel
-from planner.inputs.cluster import Fleet, cluster_from_document
+from planner.inputs.cluster import cluster_from_document
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import Shares, round_to_units
 from planner.spmd.decoder import WHOLE

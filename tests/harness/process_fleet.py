@@ -35,7 +35,7 @@ from autohet.runtime.messages import (
     WorkerPlace,
     WorkerReport,
 )
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 from recovery.state.ancestry import Descent
 from tests.harness.fault_points import FaultPoint
 from tests.harness.one_object import OneObject

@@ -12,13 +12,7 @@ from unittest.mock import patch
 
 from autohet.control import fleet
 from autohet.control.job_memory import JobMemory
-from autohet.control.planning.outlook import gather_s
-from autohet.control.planning.proposals import PendingSearch, Planning, PlanProposal
-from autohet.control.states import quiescing, sourcing, waiting
-from autohet.control.values.change import Change
-from autohet.control.values.effects import Deciding
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import (
+from autohet.control.job_state import (
     Building,
     Closing,
     Ended,
@@ -27,9 +21,16 @@ from autohet.control.values.states import (
     State,
     Training,
 )
+from autohet.control.planning.outlook import gather_s
+from autohet.control.planning.proposals import PendingSearch, PlanProposal
+from autohet.control.states import quiescing, sourcing, waiting
+from autohet.control.values.change import Change
+from autohet.control.values.effects import Deciding
+from autohet.control.values.observation import Observation
 from autohet.driver.loop.controller import Controller
+from autohet.driver.loop.planning import Planning
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from tests.harness.faulty_workforce import FaultyWorkforce
 from tests.harness.scripted_workforce import TICK_S
 
@@ -332,7 +333,7 @@ class Promises:
         new = [name for name in fleet.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}
         gathering_s = gather_s(
-            controller.memory.ledger.changes, controller.memory.job.elastic.arrivals_debounce_s
+            controller.memory.ledger.timings, controller.memory.job.elastic.arrivals_debounce_s
         )
         limit_s = max(controller.memory.timeouts.worker_start_s, gathering_s) + 2.0
         newest = max((seen.nodes[name].joined_at for name in new), default=seen.now)

@@ -16,7 +16,7 @@ from autohet.control.values.observation import (
     Observation,
 )
 from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 from tests.harness.one_object import OneObject
 
 TICK_S = 0.1

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from autohet.control.job_state import Training
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.planning.proposals import Planning, make_planning
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Training
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.planning import Planning, make_planning
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.search.problem import limits
@@ -138,7 +139,7 @@ class StruckRun:
         self.observations = directory / f"observations-{time.monotonic_ns()}.jsonl"
         self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
         self.planning = make_planning(job)
-        self.orders = OrderBuilder(job, config, driver=self.durable.lease.driver)
+        self.orders = OrderBuilder(job, layout_builder(config), driver=self.durable.lease.driver)
         self.recorder = Recorder(self.observations) if records else None
         asked: Planning = self.planning
         if self.recorder is not None:

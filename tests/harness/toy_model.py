@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from autohet.runtime.models.family import Family
-from autohet.runtime.models.parameter_names import stage_parameter_names
-from autohet.runtime.models.registry import FAMILIES
+from autohet.runtime.models.registry import FAMILIES, stage_parameter_names
 from autohet.runtime.models.stages.stage_dropout import StageDropout
 from autohet.runtime.models.stages.stage_spec import StageSpec
 from planner.plans.plan import Recompute

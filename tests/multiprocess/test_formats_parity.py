@@ -15,16 +15,15 @@ import pytest
 import torch
 
 from autohet.runtime.job import AdapterSection
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import is_adapter
 from autohet.runtime.models.registry import family_of
+from autohet.runtime.step.learning_rate import learning_rate
 from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.step.reference import peft_reference_model, reference_model
 from planner.plans.plan import Plan
-from tests.harness.training_case import Case, rows_of, run_scaled
-from tests.multiprocess.test_parity import (
+from tests.harness.parity import (
     ASYMMETRIC,
     GPT2,
     LLAMA,
@@ -35,6 +34,7 @@ from tests.multiprocess.test_parity import (
     plan_document,
     with_memory,
 )
+from tests.harness.training_case import Case, rows_of, run_scaled
 
 pytestmark = pytest.mark.multiprocess
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.profile import Measurement, ProfileTable
 from planner.plans.model_spec import LayerSpec, ModelSpec
 from planner.strategies import Request

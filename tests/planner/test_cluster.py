@@ -13,13 +13,8 @@ from planner.inputs.catalogue import (
     instance_types,
     may_have_gpus,
 )
-from planner.inputs.cluster import (
-    Fleet,
-    Node,
-    cluster_from_document,
-    cluster_from_yaml,
-    node_type_from_labels,
-)
+from planner.inputs.cluster import cluster_from_document, cluster_from_yaml, node_type_from_labels
+from planner.inputs.fleet import Fleet, Node
 
 LABELS = {
     "autohet.io/gpu-type": "T4",

@@ -17,7 +17,7 @@ from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.profile import Measurement, ProfileTable
 from planner.plans.model_spec import LayerSpec, ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage, TensorShare

@@ -15,7 +15,7 @@ from planner.cost.layers.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.model_spec import Experts, ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.strategies import Request, plan_with

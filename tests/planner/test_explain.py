@@ -7,7 +7,7 @@ import pytest
 from planner.answers.explain import explain
 from planner.answers.robustness import robustness
 from planner.cost.model import CostModel
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.memory import search_with_memory
 from planner.search.problem import limits

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.search.problem import limits
 from planner.search.problem.request import Answer, Request, SearchReport
 from planner.strategies.fleets import TypeCounts

@@ -12,7 +12,7 @@ from planner.cost.memory.host_memory import GIB, USABLE, HostMemory, Kept, sente
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet, node_of
+from planner.inputs.fleet import Fleet, node_of
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search import autohet
 from planner.search.memory import search_with_memory

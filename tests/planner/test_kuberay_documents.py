@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from planner.errors import ConfigError
-from planner.inputs.cluster import NodeType, cluster_from_document, cluster_from_yaml
+from planner.inputs.cluster import cluster_from_document, cluster_from_yaml
+from planner.inputs.fleet import NodeType
 from planner.inputs.kuberay import as_launcher_document, device_name, quantity
 
 LABELS = {"autohet.io/intra-node-gbps": "128", "autohet.io/inter-node-gbps": "16"}

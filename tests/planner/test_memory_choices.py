@@ -14,7 +14,7 @@ from planner.cost.layers.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.model_spec import KeptValues, ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage, check_plan
 from planner.plans.redundancy import redundancy

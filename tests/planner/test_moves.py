@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from planner.plans.plan import check_plan
 from planner.search.autohet import placements
 from planner.search.drafts.closed_form import families

@@ -15,7 +15,7 @@ from planner.cost.memory.offload import UPDATE_BYTES
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.problem.request import Request
 from planner.strategies import plan_with

@@ -4,7 +4,7 @@ end of the range.
 
 import pytest
 
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.strategies.fasop import fleets_up_to
 from planner.strategies.pareto import spread
 

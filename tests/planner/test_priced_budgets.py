@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet, cluster_from_yaml
+from planner.inputs.cluster import cluster_from_yaml
+from planner.inputs.fleet import Fleet
 from planner.search.problem import limits
 from planner.search.problem.request import Answer, Request, narrowed
 from planner.strategies import plan_with

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import check_plan
 from planner.strategies import STRATEGIES, Request, plan_with
 from tests.planner.cases import SECONDS_PER_BLOCK, fleet, model, profile, request

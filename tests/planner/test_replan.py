@@ -11,7 +11,7 @@ import pytest
 
 from planner.answers.repair import recut, repair
 from planner.answers.replan import MigrationCost, holders_of, migration_s, replan
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage, check_plan
 from planner.plans.redundancy import redundancy
 from planner.search.problem.cost_tables import tables_of

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.errors import InfeasibleError
 from planner.inputs.cluster import cluster_from_yaml

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autohet.bench.planner.searches import small_case
-from planner.inputs.cluster import Fleet, Node
+from planner.inputs.fleet import Fleet, Node
 from planner.plans.plan import check_plan
 from planner.search.problem import limits
 from planner.strategies import plan_with

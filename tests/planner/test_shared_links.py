@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.cost.links.sync import SyncJob, simulate_sync
-from planner.inputs.cluster import Fleet, NodeType
+from planner.inputs.fleet import Fleet, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.strategies import Request
 from tests.planner.cases import fleet, model, request, with_nics

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from planner.search.drafts.cut import Balancer
 from planner.search.drafts.draft import Draft, Shape
 from planner.search.drafts.orders import Orders, neighbours, rows_of, supply_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planner.cost.links.sync import Ring, SyncJob, side_by_side, simulate_sync
 from planner.cost.links.traffic import Links
 from planner.cost.parameters import CostParameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 
 WORKERS = "abcdef"
 shares = st.dictionaries(st.sampled_from(WORKERS), st.floats(0.05, 1.0), min_size=2)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from autohet.bench.planner.synthetic import tied
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.cost.basis import Workload
 from planner.cost.model import CostModel
-from planner.inputs.cluster import Fleet, cluster_from_yaml, node_of
+from planner.inputs.cluster import cluster_from_yaml
+from planner.inputs.fleet import Fleet, node_of
 from planner.plans.plan import Plan, check_plan
 from planner.plans.redundancy import fewest_holders, redundancy
 from planner.search.autohet import drafted, placements

@@ -16,7 +16,8 @@ from planner.answers.replan import replan
 from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.inputs.cluster import GIB, Fleet
+from planner.inputs.cluster import GIB
+from planner.inputs.fleet import Fleet
 from planner.inputs.profile import ProfileTable
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage, check_plan

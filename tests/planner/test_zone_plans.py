@@ -13,7 +13,7 @@ import pytest
 from planner.answers.replan import replan
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.inputs.zones import SAME_REGION, ZoneLink, ZoneTable
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.walk.judge import zones_of

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,
-    assign_writers,
     checkpoint_uri,
     commit_checkpoint,
     list_checkpoints,
@@ -42,7 +41,7 @@ from recovery.checkpoint.errors import (
 )
 from recovery.checkpoint.manifest import decode_manifest, encode_manifest
 from recovery.checkpoint.read import plan_reads, read_shards, verify
-from recovery.state.layout import ITEM_BYTES_BY_DTYPE, Layout, ShardId, TensorSpec
+from recovery.state.layout import ITEM_BYTES_BY_DTYPE, Layout, ShardId, TensorSpec, assign_writers
 from recovery.storage.errors import StorageFull, StorageUnreachable
 from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import (

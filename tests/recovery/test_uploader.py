@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recovery.checkpoint import upload as checkpoint_upload
-from recovery.checkpoint.commit import CheckpointPart, assign_writers
+from recovery.checkpoint.commit import CheckpointPart
 from recovery.checkpoint.errors import UploadFailed
 from recovery.checkpoint.read import read_shards
 from recovery.checkpoint.upload import Uploader, UploaderBusy
@@ -23,7 +23,7 @@ from recovery.checkpoint.write import write_shards
 from recovery.errors import ShardCorrupt
 from recovery.local.snapshot import SnapshotWriter
 from recovery.state.borrowed import BorrowedState
-from recovery.state.layout import Layout, TensorSpec
+from recovery.state.layout import Layout, TensorSpec, assign_writers
 from recovery.storage.errors import StorageFull, StorageThrottled, StorageTimeout
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage

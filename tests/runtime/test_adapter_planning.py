@@ -17,7 +17,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Plan
 
 ROOT = Path(__file__).parents[2]

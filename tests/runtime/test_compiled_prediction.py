@@ -12,7 +12,7 @@ import pytest
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import DataSection, Job, ModelSection
 from planner.cost.parameters import OURS, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Plan
 from scripts.benchmarks.gpu.part import SIZES, Machine, sized_job
 

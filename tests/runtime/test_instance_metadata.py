@@ -40,7 +40,6 @@ def test_no_notice_is_none(server: ImdsServer) -> None:
     metadata = InstanceMetadata(server.endpoint)
     assert metadata.interruption() is None
     assert metadata.rebalance() is None
-    assert metadata.new_notices() == ()
 
 
 def test_interruption_carries_its_deadline(server: ImdsServer) -> None:
@@ -93,16 +92,17 @@ def test_an_agent_reports_it_by_the_services_clock(
             watch.close()
 
 
-def test_each_notice_is_new_once(server: ImdsServer) -> None:
+def test_each_read_of_one_notice_is_equal(server: ImdsServer) -> None:
     metadata = InstanceMetadata(server.endpoint)
     server.recommend_rebalance(NOTICE_TIME - 300)
-    (first,) = metadata.new_notices()
-    assert (first.kind, first.seconds_left(0.0)) == ("rebalance", None)
+    advice = metadata.rebalance()
+    assert advice is not None
+    assert (advice.kind, advice.seconds_left(0.0)) == ("rebalance", None)
     server.interrupt(NOTICE_TIME)
-    assert [notice.kind for notice in metadata.new_notices()] == ["interruption"]
-    assert metadata.new_notices() == ()
+    first = metadata.interruption()
+    assert first == metadata.interruption()
     server.interrupt(NOTICE_TIME + 60)
-    assert [notice.time_unix_s for notice in metadata.new_notices()] == [NOTICE_TIME + 60]
+    assert metadata.interruption() != first
 
 
 def test_refused_token_is_renewed_once(server: ImdsServer) -> None:

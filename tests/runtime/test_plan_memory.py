@@ -20,7 +20,7 @@ from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.basis import Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import RECOMPUTE_CHOICES, Plan
 from tests.harness.limited_memory import LimitedMemory
 from tests.harness.live_memory import LiveMemory

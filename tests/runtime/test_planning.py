@@ -11,7 +11,7 @@ from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 
 GIB = 1 << 30
 

@@ -11,7 +11,8 @@ import pytest
 
 from autohet.cli.main import main
 from autohet.cli.profile import measured_format
-from autohet.control.planning.proposals import PlanProposal, make_planning
+from autohet.control.planning.proposals import PlanProposal
+from autohet.driver.loop.planning import make_planning
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import AdapterSection, Job
 from autohet.runtime.models.family import COMPUTE_DTYPES
@@ -25,7 +26,8 @@ from autohet.runtime.step.precision import (
 )
 from planner.cost.stage_formats import StageFormats
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Fleet, Node, cluster_from_yaml
+from planner.inputs.cluster import Cluster, cluster_from_yaml
+from planner.inputs.fleet import Fleet, Node
 from planner.inputs.profile import ProfileKey
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import PlanProposal
 from autohet.control.values.observation import NodeView, Observation
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
 from autohet.runtime.models.config import load_config
@@ -31,7 +32,7 @@ from autohet.runtime.state.optimizer import UpdateRule
 from autohet.runtime.step import votes as votes_module
 from autohet.runtime.step.votes import Vote
 from autohet.runtime.worker import Worker
-from planner.inputs.cluster import Node
+from planner.inputs.fleet import Node
 from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.local.agent_store import AgentStore
 from tests.harness.exact_job import BATCH, LENGTH, exact_job, node_type, train_alone
@@ -50,14 +51,14 @@ class Scene:
         self.votes: dict[int, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                votes_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v))
+                votes_module, "Vote", lambda **v: self.votes.setdefault(len(self.votes), Vote(**v))
             )
             self.wanted = train_alone(tmp_path / "alone", tmp_path, training={"steps": STEPS}).state
         place = WorkerPlace(ME, NODE, "A10G", str(tmp_path / "memory"), str(tmp_path / "ssd"))
         self.worker = Worker(place, self.job, phase_hook=hook)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.kept = AgentStore(tmp_path / "memory", tmp_path / "ssd", NODE)
-        self.book = OrderBuilder(self.job, load_config(self.job.model))
+        self.book = OrderBuilder(self.job, layout_builder(load_config(self.job.model)))
 
     def order(self, generation: int, report: WorkerReport | None = None) -> Any:
         """What the product orders for a generation, given the worker's report and what the node's

@@ -29,7 +29,8 @@ from planner.cost.layers.curves import make_curve
 from planner.cost.links.traffic import Links
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType, cluster_from_yaml
+from planner.inputs.cluster import cluster_from_yaml
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.profile import Measurement, ProfileTable, default_profile
 from planner.plans.plan import Pipeline, Plan, Stage
 

@@ -20,7 +20,7 @@ from autohet.bench.planner.synthetic import (
     tied,
 )
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.model_spec import ModelSpec
 from planner.search.problem.request import narrowed
 from planner.strategies import Request, plan_with

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.search.drafts.draft import Estimator, Shape
 from planner.search.problem.stage_sums import Floats, Ints, Row
 from planner.search.problem.tables import Kind, Resource, Tables

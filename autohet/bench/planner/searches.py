@@ -40,7 +40,7 @@ from autohet.bench.planner.synthetic import (
 )
 from planner.answers.replan import replan
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.plans.plan import Plan
 from planner.search.autohet import placements
 from planner.search.bounds.bound import Bound

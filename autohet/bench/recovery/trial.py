@@ -19,7 +19,7 @@ from autohet.bench.recovery.cases import (
 from autohet.bench.recovery.native import NativeNetwork
 from autohet.bench.recovery.surroundings import Task
 from autohet.bench.recovery.workers import Result, WorkerProcesses
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from recovery.state.layout import ShardId
 from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import TransferSchedule

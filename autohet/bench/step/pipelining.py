@@ -34,11 +34,11 @@ from autohet.bench.step.sides import autocast_of, first_parameters, random_rows,
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.parameter_spec import is_norm_or_bias
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.step.learning_rate import learning_rate
 from autohet.runtime.step.reference import reference_model
 from autohet.runtime.step.trainer import StageTrainer
 from planner.plans.plan import Plan

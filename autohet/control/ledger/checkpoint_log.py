@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.control.planning.agent_gc import settled_age
 from autohet.control.values.actions import CommitCheckpoint
 from autohet.control.values.effects import Deciding, Effects, event
-from autohet.control.values.observation import Age, Observation
 from autohet.runtime.messages import GenerationOrder, StateTransfer, UploadRetried
-from planner.inputs.cluster import node_of
-from recovery.state.layout import Layout
+from planner.inputs.fleet import node_of
+
+if TYPE_CHECKING:
+    from autohet.control.values.observation import Age, Observation
+    from recovery.state.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from autohet.control.values.observation import Observation
 from autohet.runtime.messages import Phase
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
+
+if TYPE_CHECKING:
+    from autohet.control.values.observation import Observation
 
 MAX_ERROR_CHARACTERS = 120
 LOST = "lost"

@@ -9,18 +9,13 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.control.ledger.checkpoint_log import CheckpointLog
 from autohet.control.ledger.failures import FailureCounts
-from autohet.control.ledger.skipped_steps import SkippedSteps
-from autohet.control.ledger.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
 from autohet.control.planning.agent_gc import any_order
-from autohet.control.values.change import Change
 from autohet.control.values.effects import Effects, event
-from autohet.control.values.observation import Observation
-from autohet.runtime.job import Job
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.messages import (
     EvaluationRecord,
     GenerationOrder,
@@ -28,10 +23,44 @@ from autohet.runtime.messages import (
     StepRecord,
     WorkerReport,
 )
+from autohet.runtime.step.learning_rate import learning_rate
 from autohet.runtime.step.loss_scale import LossScales
+
+if TYPE_CHECKING:
+    from autohet.control.values.change import Change, Timing
+    from autohet.control.values.observation import Observation
+    from autohet.runtime.job import Job
 
 WARM_STEPS = 1
 """First steps of a generation, which pay for what later ones do not."""
+
+
+@dataclass(frozen=True)
+class ToldSteps:
+    """Steps of a run that have an event.
+
+    first: the step at which the run began; steps: those with an event; checkpoint_step: the newest
+    checkpoint with one.
+    """
+
+    first: int
+    steps: frozenset[int]
+    checkpoint_step: int | None = None
+
+    @property
+    def until(self) -> int:
+        """Number of steps that are known to have been run: all before this one."""
+        return max(self.steps, default=-1) + 1
+
+    def missing(self, restored: int) -> list[int]:
+        """Return the steps before `restored`, at which the run continues, that have no event."""
+        if not self.steps:
+            return []
+        return [step for step in range(self.first, restored) if step not in self.steps]
+
+
+NOTHING_TOLD = ToldSteps(0, frozenset())
+"""For a run that no driver has logged before."""
 
 
 class PaceLog:
@@ -115,9 +144,13 @@ class Ledger:
         self.job = job
         self.training = job.training
         """Training section of the job; `max_epochs` becomes steps once the rows are counted."""
+        self.last_step = job.training.last_step(0)
+        """Steps of the whole run; None until `training.max_epochs` can be counted."""
         self.records: dict[int, StepRecord] = {}
         self.step_seconds: dict[int, list[float]] = {}
         self.changes: list[Change] = []
+        self.timings: list[Timing] = []
+        """Timings of complete changes, oldest first."""
         self.open_change: Change | None = None
         self.orders: Mapping[str, GenerationOrder] = {}
         """Orders of the present generation, by worker."""
@@ -208,6 +241,7 @@ class Ledger:
             seconds=0.0,
             generation=seen.generation,
             ended_at=0.0,
+            skipped=skipped_by_vote(result.loss, result.gradient_norm),
         )
         yield from self.keep_step(record)
 
@@ -220,7 +254,8 @@ class Ledger:
         for report in seen.reports.values():
             self._take_vote(report)
             for record in report.steps:
-                self.skipped.take(report.worker, record)
+                if record.skipped is not None:
+                    self.skipped.take(report.worker, record.step, record.skipped)
                 if self._is_warm(record):
                     self.paces.take(report.worker, record)
                 if record.peak_memory_bytes is not None:
@@ -230,10 +265,11 @@ class Ledger:
                 yield from self._take_evaluation(evaluation, generation)
             for receipt in report.receipts:
                 yield from self._take_receipt(report.worker, receipt, generation, seen.now)
-        workers = self.orders.keys()
-        yield from self.skipped.log_finished(
-            generation, self.records, self.committed_steps, workers
-        )
+        if not self.skipped.is_empty:
+            workers = self.orders.keys()
+            yield from self.skipped.log_finished(
+                generation, self.records, self.committed_steps, workers
+            )
         yield from self.checkpoints.record(seen, self.orders, generation)
 
     def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> Effects:
@@ -279,12 +315,9 @@ class Ledger:
         for view in seen.nodes.values():
             if view.data is not None:
                 self._num_rows = max(self._num_rows, view.data.num_rows)
-        self.training = self.training.with_rows(self._num_rows)
-
-    @property
-    def last_step(self) -> int | None:
-        """Number of steps of the whole run; None until `training.max_epochs` can be counted."""
-        return self.training.last_step(0)
+        if self._num_rows:
+            self.training = self.training.with_rows(self._num_rows)
+            self.last_step = self.training.last_step(0)
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
         """Return the newest step of this generation whose vote any worker saw, and its result.
@@ -325,12 +358,15 @@ class Ledger:
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
         if record.generation == generation:
             # A step of the present generation shows that it works.
-            self.failures.clear()
+            if self.failures.total:
+                self.failures.clear()
             yield from self._close_change(generation, now)
 
     def keep_step(self, record: StepRecord) -> Effects:
         """Keep the record of a committed step, and log it."""
         self.records[record.step] = record
+        if record.skipped is not None:
+            self.skipped.is_empty = False
         fields = _reward_fields(record.rewards)
         if record.loss_scale is not None:
             self.loss_scales.take(record.loss_scale)
@@ -378,6 +414,8 @@ class Ledger:
 
     def _close(self, change: Change, generation: int) -> Effects:
         self.changes.append(change)
+        if change.is_complete:
+            self.timings.append(change.timing())
         if change.is_told:
             yield event("reconfigure", generation, **change.to_document())
 

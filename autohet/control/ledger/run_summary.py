@@ -6,14 +6,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autohet.control.ledger.ledger import Ledger
-from autohet.control.planning.proposals import PlanProposal
-from autohet.runtime.job.learning_rate import learning_rate
-from planner.cost.model import CostModel
+from autohet.runtime.step.learning_rate import learning_rate
 from planner.inputs.catalogue import find_gpu_type
-from planner.plans.plan import Pipeline, Plan, Stage
+
+if TYPE_CHECKING:
+    from autohet.control.ledger.ledger import Ledger
+    from autohet.control.planning.proposals import PlanProposal
+    from planner.cost.model import CostModel
+    from planner.plans.plan import Pipeline, Plan, Stage
 
 
 def ledger_status(ledger: Ledger) -> dict[str, Any]:

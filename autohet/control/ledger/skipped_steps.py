@@ -16,11 +16,16 @@ PATIENCE_STEPS = 2
 """Number of later steps after which an event no longer waits for missing workers' reports."""
 
 
+def skipped_by_vote(loss: float, gradient_norm: float) -> Skipped | None:
+    """Return the skip that a vote alone shows; None if its numbers are finite."""
+    if math.isfinite(loss) and math.isfinite(gradient_norm):
+        return None
+    return Skipped(SkipReason.NOT_FINITE, loss_not_finite=not math.isfinite(loss))
+
+
 def is_skipped(record: StepRecord) -> bool:
     """Return True if the step changed no weights although the job did not request that."""
-    if record.skipped is not None:
-        return record.skipped.reason is not SkipReason.REQUESTED
-    return not (math.isfinite(record.loss) and math.isfinite(record.gradient_norm))
+    return record.skipped is not None and record.skipped.reason is not SkipReason.REQUESTED
 
 
 class SkippedSteps:
@@ -32,6 +37,8 @@ class SkippedSteps:
     def __init__(self) -> None:
         self._waiting: dict[int, dict[str, Skipped]] = {}
         self._earlier: int | None = None
+        self.is_empty = True
+        """True while no step of this driver was skipped: then there is nothing to log or count."""
         self.first: int | None = None
         """First of the newest steps, one after the other, that changed no weights.
 
@@ -45,10 +52,10 @@ class SkippedSteps:
         """Note that the run's checkpoint ends with skipped steps, from `first` on."""
         self._earlier = first
 
-    def take(self, worker: str, record: StepRecord) -> None:
-        """Keep a worker's report on a step; a step that is run again counts anew."""
-        if record.skipped is not None:
-            self._waiting.setdefault(record.step, {})[worker] = record.skipped
+    def take(self, worker: str, step: int, skipped: Skipped) -> None:
+        """Keep a worker's report on a skipped step; a step that is run again counts anew."""
+        self.is_empty = False
+        self._waiting.setdefault(step, {})[worker] = skipped
 
     def log_finished(
         self,

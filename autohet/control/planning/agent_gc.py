@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from autohet.control.values.actions import Action, AskHoldings, EndAgent, HandOver, ReleaseNode
 from autohet.control.values.observation import Age, HeldPart, Observation, Prune
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from recovery.state.holdings import Holding, Source, restorable_step
-from recovery.state.layout import ShardId
+
+if TYPE_CHECKING:
+    from recovery.state.layout import ShardId
 
 MOVING = frozenset({Phase.BUILDING, Phase.RESTORING, Phase.TRAINING})
 

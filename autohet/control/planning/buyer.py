@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from autohet.control.planning.buying import (
     IdleNodes,
@@ -18,10 +19,12 @@ from autohet.control.planning.buying import (
     releasable,
     with_spares,
 )
-from autohet.control.planning.proposals import Pending, Planning
 from autohet.control.values.actions import Action, AskForNodes, GiveBack
-from autohet.control.values.observation import Launches, Observation
-from autohet.runtime.job import Job
+
+if TYPE_CHECKING:
+    from autohet.control.planning.proposals import Pending, Planner
+    from autohet.control.values.observation import Launches, Observation
+    from autohet.runtime.job import Job
 
 LOOK_S = 5.0
 STILL = "Deciding to ask for the same nodes still"
@@ -30,7 +33,7 @@ STILL = "Deciding to ask for the same nodes still"
 class Buyer:
     """Adapts what is requested of the autoscaler. Owned by the controller, as part of its state."""
 
-    def __init__(self, job: Job, planning: Planning, market: Market) -> None:
+    def __init__(self, job: Job, planning: Planner, market: Market) -> None:
         self._planning = planning
         self._market = market
         self._fixed = job.elastic.request_nodes is not None

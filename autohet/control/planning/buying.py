@@ -11,12 +11,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from autohet.control.planning.proposals import Planning
-from autohet.control.values.observation import Observation
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Fleet, NodeType
-from planner.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from autohet.control.planning.proposals import Planner
+    from autohet.control.values.observation import Observation
+    from planner.inputs.cluster import Cluster
+    from planner.inputs.fleet import Fleet, NodeType
+    from planner.plans.plan import Plan
 
 FAILURES = 3
 """Failed launches of a type, with none that succeeds between, before another type is requested."""
@@ -162,7 +166,7 @@ def completed(
     return standing_first(enough, cluster, standing)
 
 
-def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[str, int]:
+def best_counts(planning: Planner, cluster: Cluster, standing: Counts) -> dict[str, int]:
     """Return the nodes of the best plan of the largest fleet, within the job's bound on its price.
 
     The bound covers all nodes that would stand, used or not.
@@ -187,7 +191,7 @@ def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[
 
 
 def _counts_within(
-    planning: Planning, cluster: Cluster, standing: Counts, bound: float | None
+    planning: Planner, cluster: Cluster, standing: Counts, bound: float | None
 ) -> dict[str, int]:
     """Return the nodes that the job's plan will use once they have been requested.
 
@@ -340,7 +344,7 @@ class Shortage:
     alive: Counts
 
 
-def fallback(planning: Planning, short: Shortage) -> Wanted:
+def fallback(planning: Planner, short: Shortage) -> Wanted:
     """Return the nodes of the best plan in which refused types get no more nodes than they have."""
     cluster = short.market.cluster
     standing = short.market.standing

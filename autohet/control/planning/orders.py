@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autohet.control.planning.outlook import MOST_S
-from autohet.control.planning.proposals import PlanProposal
+from autohet.control.planning.outlook import MOST_S, URGENT
 from autohet.control.planning.replication import Replication, ReplicationPlanner, Targets
 from autohet.control.planning.restore_sources import (
     BadCopy,
@@ -18,26 +16,21 @@ from autohet.control.planning.restore_sources import (
     spare_leavers,
     without,
 )
-from autohet.control.values.observation import Observation
-from autohet.runtime.facts.layout import layout_of_plan
-from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerReport
-from autohet.runtime.models.registry import family_of
 from autohet.runtime.step.loss_scale import LossScales
 from planner.inputs.zones import EC2_ZONES, ZoneTable
-from planner.plans.plan import Plan
-from recovery.checkpoint.commit import assign_writers
 from recovery.errors import NotRestorable
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source, require_restorable_step, restorable_step
-from recovery.state.layout import Layout
+from recovery.state.layout import assign_writers
 from recovery.transfer.schedule import TransferSchedule, schedule
 
-URGENT = 0.25
-"""Part of the time until a node leaves that a restore may take and still read from it as usual.
-
-A restore that would take more asks that node only for what no other node has.
-"""
+if TYPE_CHECKING:
+    from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.observation import Observation
+    from autohet.runtime.job import Job
+    from planner.plans.plan import Plan
+    from recovery.state.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -80,21 +73,15 @@ class OrderBuilder:
     def __init__(
         self,
         job: Job,
-        model_config: Any,
+        layouts: Callable[[Plan], Layout],
         pace: Callable[[PlanProposal], Mapping[str, Any]] | None = None,
         driver: str = "",
-        layouts: Callable[[Plan], Layout] | None = None,
         zones: ZoneTable | None = None,
     ) -> None:
         self.job = job
         self.zones = zones or EC2_ZONES
-        self.model_config = model_config
         self._pace = pace
         self.driver = driver
-        if layouts is None:
-            # This imports the library's modules. A decision imports nothing.
-            family_of(model_config).parameter_specs(model_config)
-            layouts = partial(layout_of_plan, config=model_config)
         self._layout = layouts
         self._planned: tuple[Plan, Layout] | None = None
         self._layouts: dict[int, Layout] = {}

@@ -1,16 +1,26 @@
 """Expectations of a run about its fleet: time until the next change, and cost of a move.
 
-The time is estimated by node type. Both come from a prior and from what this run has seen.
+The time is estimated by node type. Both come from a prior and from what this run has seen. From
+them follows how long a change waits for further notices, so that one change answers them all: nodes
+of a spot pool are reclaimed within seconds of each other, and until its deadline a node trains on,
+so that waiting costs nothing but risk.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from autohet.control.values.change import Change
-from autohet.control.values.observation import Observation
+from planner.inputs.fleet import node_of
+
+if TYPE_CHECKING:
+    from autohet.control.values.change import Timing
+    from autohet.control.values.observation import Notice, Observation
+    from autohet.runtime.job.elastic import Timeouts
+    from recovery.state.layout import Layout
 
 SPOT_PRIOR_S = 1.7 * 3600.0
 """Prior of a spot node's mean life, in seconds, before anything was seen of its type.
@@ -32,6 +42,11 @@ MOVE_PRIOR_S = 5.0
 It holds until this run has made a move.
 """
 REMEMBERED = 8
+URGENT = 0.25
+"""Part of the time until a node leaves that a restore may take and still read from it as usual.
+
+A restore that would take more asks that node only for what no other node has.
+"""
 PATIENCE_S = 60.0
 
 
@@ -97,38 +112,94 @@ class Outlook:
         return min(MOST_S, max(LEAST_S, 1 / rate))
 
 
-def move_s(changes: Sequence[Change]) -> float:
+def move_s(timings: Sequence[Timing]) -> float:
     """Return the seconds that a move costs in addition to moving its bytes.
 
     This is the mean of this run's last moves and, once, of the prior.
     """
-    moves = [fixed_s(change) for change in changes if change.is_complete_move]
+    moves = [timing.fixed_s for timing in timings if timing.is_move]
     recent = moves[-REMEMBERED:]
     return (MOVE_PRIOR_S + sum(recent)) / (1 + len(recent))
 
 
-def fixed_s(change: Change) -> float:
-    """Return one change's seconds without its bytes.
-
-    These are stopping, rebuilding groups, and the first step beyond what a step takes anyway.
-    """
-    parts = change.seconds()
-    step_s = change.predicted_step_s or 0.0
-    return parts["rebuild"] + max(0.0, parts["first_step"] - step_s)
-
-
-def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
+def gather_s(timings: Sequence[Timing], debounce_s: float) -> float:
     """Return the seconds for which arrivals are gathered before one change takes them all.
 
     That is as long as a change costs, once that is known, since the next node may need another
     change (the break-even of renting and buying).
     """
-    moves = [change for change in changes if change.is_complete_move]
-    if not moves:
+    if not any(timing.is_move for timing in timings):
         return debounce_s
-    return max(debounce_s, patience_s(moves))
+    return max(debounce_s, patience_s(timings))
 
 
-def patience_s(changes: Sequence[Change]) -> float:
+def patience_s(timings: Sequence[Timing]) -> float:
     """Return the seconds to wait for something that would otherwise need another change."""
-    return min(PATIENCE_S, move_s(changes))
+    return min(PATIENCE_S, move_s(timings))
+
+
+def gathers_until(notices: Sequence[Notice], patience_s: float, needs_s: float) -> float:
+    """Return the time at which the change begins, if no other node gets a notice.
+
+    That is `patience_s` after the last notice, and at the latest `needs_s` before the first
+    deadline. A node without a deadline may be gone at any time: then there is no wait.
+    """
+    last_seen_at = max(notice.seen_at for notice in notices)
+    first_deadline = math.inf
+    for notice in notices:
+        if notice.deadline is None:
+            first_deadline = -math.inf
+        else:
+            first_deadline = min(first_deadline, notice.deadline)
+    latest = first_deadline - needs_s
+    return min(last_seen_at + patience_s, latest)
+
+
+def needed_s(
+    timings: Sequence[Timing],
+    limits: Timeouts,
+    *,
+    search_s: float,
+    step_s: float,
+    state_s: float,
+    upload_s: float | None,
+) -> float:
+    """Return the seconds before the first deadline at which the change must begin.
+
+    The step under way, a search (of at most `search_s`), groups, the first step and the restore (of
+    `state_s` at least) take as long as the longest of this run's last changes. Before there was
+    one, the start counts, and before that the time limits. All this is to be over in that part of
+    the time left in which a restore still takes whatever leavers hold (`URGENT`). If the next
+    notice leaves too few nodes to go on, a checkpoint comes in its place: `upload_s` is this run's
+    longest upload; None, where there was none, stands for its time limit.
+    """
+    moves = [timing for timing in timings if timing.is_move][-REMEMBERED:]
+    # The start moves nothing and has no plan before it, but it builds the same groups.
+    builds = moves or timings
+
+    rebuild_s = limits.quiesce_s + limits.rendezvous_s
+    if builds:
+        rebuild_s = max(timing.rebuild_s + timing.first_step_s for timing in builds)
+    replan_s = search_s
+    if moves:
+        replan_s = max(timing.replan_s for timing in moves)
+    restore_s = max([state_s, *(timing.restore_s for timing in moves)])
+    change_s = step_s + replan_s + rebuild_s + restore_s
+
+    if upload_s is None:
+        upload_s = limits.checkpoint_s
+    return change_s / URGENT + upload_s
+
+
+def slowest_move_s(layout: Layout, seen: Observation) -> float:
+    """Return the seconds in which every node could send, or receive, all training state on it."""
+    bytes_by_node: Counter[str] = Counter()
+    for worker in layout.workers:
+        bytes_by_node[node_of(worker)] += layout.bytes_of(worker)
+
+    slowest_s = 0.0
+    for name, num_bytes in bytes_by_node.items():
+        if name in seen.nodes:
+            bytes_per_s = seen.nodes[name].node_type.inter_node_bytes_per_s
+            slowest_s = max(slowest_s, num_bytes / bytes_per_s)
+    return slowest_s

@@ -1,35 +1,19 @@
-"""Requests of the controller to the planner: a plan for a fleet, or the advice to stay as it is.
-
-No Ray, no torch.
-"""
+"""Questions of the controller to the planner, and its answers: a plan, or the advice to stay."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from autohet.control.planning.outlook import MOST_S, MOVE_PRIOR_S
-from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
-from autohet.runtime.job import Job
-from autohet.runtime.step.precision import check_plan_formats
-from planner.answers.replan import MigrationCost, ReplanDecision, replan
-from planner.cost.model import CostModel
-from planner.cost.parameters import OURS, framework_parameters
-from planner.cost.prediction import Prediction
-from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.cluster import Fleet, NodeBound
-from planner.inputs.zones import ZoneTable
-from planner.plans.plan import Plan, check_plan
-from planner.plans.redundancy import require_disjoint_holders
-from planner.spmd.fleet import work_by_worker
-from planner.strategies import Answer, Request, plan_with
-from planner.strategies.autohet_uneven import check_like_gpus
+if TYPE_CHECKING:
+    from autohet.runtime.job import Job
+    from planner.cost.model import CostModel
+    from planner.cost.prediction import Prediction
+    from planner.inputs.fleet import Fleet, NodeBound
+    from planner.plans.plan import Plan
 
-REPLANNING_STRATEGY = "autohet"
 MOST_LISTED = 8  # pipelines, in a sentence
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -55,39 +39,6 @@ class PlanProposal:
     @property
     def predicted_step_s(self) -> float:
         return self.prediction.step_time_s
-
-    def compute_s(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds of compute that each worker needs for a step.
-
-        `slowdowns` holds the known slowdown of each node.
-        """
-        factors = {}
-        for worker in self.plan.workers:
-            node = self.cost.fleet.node_of(worker)
-            factors[worker] = slowdowns.get(node.name, 1.0)
-        if self.plan.spmd is not None:
-            return self._spmd_compute_s(factors)
-
-        found: dict[str, float] = {}
-        for pipeline in self.plan.pipelines:
-            for index, stage in enumerate(pipeline.stages):
-                parts_s = self.cost.stages.seconds(pipeline, index, rated=True)
-                microbatch_s = sum(parts_s)
-                seconds = pipeline.num_microbatches * microbatch_s
-                # A tensor-parallel group is as fast as its slowest member.
-                slowdown = max(factors[worker] for worker in stage.workers)
-                for worker in stage.workers:
-                    found[worker] = seconds * slowdown
-        return found
-
-    def _spmd_compute_s(self, factors: Mapping[str, float]) -> dict[str, float]:
-        """Return `compute_s` of a plan of one program; factors: slowdown by worker."""
-        found = {}
-        passes = self.plan.pipelines[0].num_microbatches
-        work = work_by_worker(self.cost, self.plan)
-        for worker, (forward_s, backward_s) in work.items():
-            found[worker] = passes * (forward_s + backward_s) * factors[worker]
-        return found
 
     @property
     def headline(self) -> str:
@@ -132,29 +83,6 @@ class PlanResult:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Question:
-    """Question of whether to stay with a plan, and else which plan to move to.
-
-    thorough: as in `Planning.propose`.
-    """
-
-    plan: Plan
-    request: Request
-    horizon_s: float
-    move_s: float
-    thorough: bool | None
-
-
-def replanned(asked: Question) -> ReplanDecision:
-    """Decide by the useful work until the fleet is expected to change again.
-
-    The cost of a move is subtracted.
-    """
-    migration = MigrationCost(fixed_s=asked.move_s, horizon_s=asked.horizon_s)
-    return replan(asked.plan, asked.request, migration=migration, thorough=asked.thorough)
-
-
 class Pending(Protocol[T_co]):
     """Answer to a question, computed while the caller does not wait."""
 
@@ -172,243 +100,50 @@ PendingSearch = Pending[PlanProposal]
 """Whole search while training continues."""
 
 
-class _AtOnce(Generic[T]):
-    """Answer that is computed when it is asked for."""
+class Planner(Protocol):
+    """Planner of one job: spec, profile and wishes are fixed, the fleet is the argument."""
 
-    def __init__(self, answer: Callable[[], T]) -> None:
-        self._answer = answer
-
-    def result(self) -> T:
-        return self._answer()
-
-    def drop(self) -> None:
-        pass
-
-
-class Planning:
-    """Planner as one job uses it: spec, profile and wishes are fixed, the fleet is the argument."""
-
-    def __init__(
-        self, inputs: PlanningInputs, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.inputs = inputs
-        self.job = inputs.job
-        self.clock = clock
-        self.horizon_s = inputs.job.parallelism.horizon_s or MOST_S
-        self.move_s = MOVE_PRIOR_S
-        self.bound: NodeBound | None = None
-        """Bound on the nodes of a fleet that may exist; a living fleet is within it."""
+    job: Job
+    horizon_s: float
+    move_s: float
+    bound: NodeBound | None
+    """Bound on the nodes of a fleet that may exist; a living fleet is within it."""
 
     def expect(self, horizon_s: float, move_s: float) -> None:
         """Set the expectations for the next plans.
 
         horizon_s: time until the fleet changes again. move_s: cost of a move without its bytes.
         """
-        self.horizon_s = horizon_s
-        self.move_s = move_s
 
-    def make_cost(self, fleet: Fleet, *, one_format: bool = False) -> CostModel:
-        """Return the cost model of a fleet for the way in which this project's runtime runs a step.
-
-        An emulated fleet has the emulated memory. one_format: stages that name no format compute in
-        the job's precision, as in a plan that the job names.
-        """
-        parameters = framework_parameters(OURS, self.inputs.parameters)
-        emulated = self.inputs.fleet(fleet)
-        return self.inputs.cost_model(emulated, parameters=parameters, one_format=one_format)
-
-    def propose(
-        self,
-        fleet: Fleet,
-        current: PlanProposal | None,
-        *,
-        redundant: bool = True,
-        thorough: bool | None = None,
-    ) -> PlanProposal:
+    def propose(self, fleet: Fleet, current: PlanProposal | None) -> PlanProposal:
         """Return the plan that does the most work until the fleet is expected to change again.
 
-        With a present plan that still can run, the answer may be to stay with it. `redundant`
-        False: any plan that fits will do, even one without the wished-for copies of each shard.
-        `thorough`: whether a whole search is worth its time now; None: as `planner.answers.replan`
-        sees fit.
+        With a present plan that still can run, the answer may be to stay with it.
 
         Raises:
             ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are
             wrong.
         """
-        fixed = self._fixed_plan(fleet)
-        if fixed is not None:
-            return fixed
-
-        cost = self.make_cost(fleet)
-        request = self.request(fleet, cost)
-        if redundant:
-            self._require_nodes(fleet)
-        else:
-            request = replace(request, min_node_disjoint_holders=1)
-
-        if current is None or not self.can_repair:
-            answer = plan_with(self.job.parallelism.strategy, request)
-            return self._proposal(answer, cost)
-        question = self.question(current, request, thorough)
-        return self.concluded(replanned(question), cost)
-
-    @property
-    def can_repair(self) -> bool:
-        """True if the job's strategy can start from the present plan."""
-        wishes = self.job.parallelism
-        return wishes.strategy == REPLANNING_STRATEGY and not wishes.spmd
 
     def ask(
         self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
     ) -> PlanResult:
-        """Run `propose` and time it; that no plan exists is returned, not raised."""
-        started = self.clock()
-        try:
-            proposal = self.propose(fleet, current, redundant=redundant)
-        except ConfigError as error:
-            return PlanResult(None, str(error), self.clock() - started)
-        return PlanResult(proposal, "", self.clock() - started)
+        """Run `propose` and time it; that no plan exists is returned, not raised.
+
+        redundant: False where any plan that fits will do, even one without the wished-for copies.
+        """
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""
-        return _AtOnce(lambda: self.propose(fleet, current, thorough=True))
 
-    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
-        """Return a pending `work(self, question)`, whose result the caller does not wait for.
+    def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
+        """Return a pending `work(planner, question)`, whose result the caller does not wait for."""
 
-        `work` is a function of a module that asks this planner several things.
+    def host_memory_lacks(self, proposal: PlanProposal) -> list[str]:
+        """Return one sentence for each node type whose host memory is short."""
+
+    def compute_s(self, proposal: PlanProposal, slowdowns: Mapping[str, float]) -> dict[str, float]:
+        """Return the seconds of compute that each worker needs for a step.
+
+        `slowdowns` holds the known slowdown of each node.
         """
-        return _AtOnce(lambda: work(self, question))
-
-    def _require_nodes(self, fleet: Fleet) -> None:
-        """Raise InfeasibleError in the job's terms, before a search would raise it in its own."""
-        wishes = self.job.parallelism
-        wanted = max(wishes.redundancy, wishes.min_pipelines)
-        num_nodes = sum(bool(node.workers) for node in fleet.nodes)
-        if num_nodes < wanted:
-            # The larger wish is the one to lower.
-            name = "min_pipelines" if wishes.min_pipelines == wanted else "redundancy"
-            raise InfeasibleError(
-                f"parallelism.{name} is {wanted}, so that each layer needs as many nodes, and the"
-                f" fleet has {num_nodes}: lower it, or add nodes"
-            )
-
-    def question(self, current: PlanProposal, request: Request, thorough: bool | None) -> Question:
-        """Return the question for `replanned`, to be answered here or in another process."""
-        return Question(
-            plan=current.plan,
-            request=request,
-            horizon_s=self.horizon_s,
-            move_s=self.move_s,
-            thorough=thorough,
-        )
-
-    def concluded(self, decision: ReplanDecision, cost: CostModel) -> PlanProposal:
-        """Turn the answer of `replanned` into a proposal for the fleet of this cost model."""
-        proposal = self._proposal(decision.answer, cost)
-        return replace(
-            proposal,
-            stay=decision.kind == "stay",
-            reason=decision.reason,
-            searched=decision.searched,
-        )
-
-    def request(self, fleet: Fleet, cost: CostModel) -> Request:
-        """Return the job's wishes as one planning problem."""
-        wishes = self.job.parallelism
-        training = self.job.training
-        return Request(
-            fleet=cost.fleet,
-            spec=self.inputs.spec,
-            cost=cost,
-            global_batch_sequences=training.global_batch_sequences,
-            sequence_length=training.sequence_length,
-            microbatch_sequences=wishes.microbatch_sequences,
-            max_tp_degree=wishes.max_tp_degree,
-            max_stages=wishes.max_pipeline_stages,
-            objective=wishes.objective,
-            max_usd_per_hour=wishes.max_usd_per_hour,
-            max_zones=wishes.max_zones,
-            max_transfer_share=wishes.max_transfer_share,
-            bound=self.bound,
-            min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
-            time_limit_s=wishes.search_time_limit_s,
-            clock=self.clock,
-            spmd=wishes.spmd,
-        )
-
-    def _proposal(self, answer: Answer, cost: CostModel) -> PlanProposal:
-        check_plan(answer.plan, self.inputs.spec.num_layers)
-        idle = [f"{', '.join(group.workers)}: {group.why}" for group in answer.idle]
-        return PlanProposal(
-            plan=answer.plan, prediction=answer.prediction, cost=cost, idle=tuple(idle)
-        )
-
-    def read_fixed_plan(self) -> Plan | None:
-        """Return the plan that the job names; None if it names none.
-
-        Raises:
-            ConfigError: it cannot be read, does not suit the model, or keeps a layer on fewer nodes
-            than the job asks for.
-        """
-        wishes = self.job.parallelism
-        spec = self.inputs.spec
-        path = wishes.plan
-        if path is None:
-            return None
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise ConfigError(f"cannot read parallelism.plan '{path}': {error.strerror}") from None
-        except UnicodeDecodeError:
-            why = "it is not UTF-8 text"
-            raise ConfigError(f"cannot read parallelism.plan '{path}': {why}") from None
-        plan = Plan.from_json(text)
-
-        check_plan(
-            plan,
-            spec.num_layers,
-            max_tp_degree=spec.max_tp_degree,
-            limited_by=spec.limit_of_parts,
-        )
-        wanted = max(wishes.redundancy, wishes.min_pipelines)
-        try:
-            require_disjoint_holders(plan, None, spec.num_layers, wanted)
-        except InfeasibleError as error:
-            raise ConfigError(
-                f"parallelism.plan '{path}': {error}; lay its pipelines on other nodes, or lower"
-                " min_pipelines and redundancy"
-            ) from None
-        return plan
-
-    def _fixed_plan(self, fleet: Fleet) -> PlanProposal | None:
-        """Return the plan that the job names, if all its workers are there; else None.
-
-        Raises:
-            ConfigError: it mixes GPU types in a stage with experts, or a GPU type has no units for
-            the format of its stage.
-        """
-        plan = self.read_fixed_plan()
-        if plan is None:
-            return None
-        is_whole = set(plan.workers) <= set(fleet.workers)
-        if not is_whole:
-            return None
-
-        check_like_gpus(plan, fleet, self.inputs.spec)
-        check_plan_formats(self.job, plan, fleet)
-        if self.job.training.offload == "optimizer" and plan.spmd is None:
-            plan = plan.offloading()
-
-        cost = self.make_cost(fleet, one_format=True)
-        return PlanProposal(plan, cost.predict(plan), cost)
-
-
-def make_planning(
-    job: Job,
-    clock: Callable[[], float] = time.perf_counter,
-    zones: ZoneTable | None = None,
-) -> Planning:
-    """Return the planner for a job. Raises ConfigError where model, profile or links are wrong."""
-    return Planning(planning_inputs(job, zones=zones), clock)

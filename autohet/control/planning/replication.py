@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autohet.control.planning.proposals import PlanProposal
 from autohet.control.planning.replication_price import (
     CopiedTraining,
     RoundSpacing,
@@ -14,12 +13,15 @@ from autohet.control.planning.replication_price import (
     spacing_of,
     traffic_of,
 )
-from autohet.control.values.observation import Observation
-from autohet.runtime.job.checkpoint import CheckpointSection
-from planner.inputs.cluster import Fleet
-from planner.inputs.zones import ZoneTable
+from planner.inputs.fleet import Fleet
 from recovery.peers.replication_targets import Peer, ReplicationTarget, replication_targets
-from recovery.state.layout import Layout, ShardId
+
+if TYPE_CHECKING:
+    from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.observation import Observation
+    from autohet.runtime.job.checkpoint import CheckpointSection
+    from planner.inputs.zones import ZoneTable
+    from recovery.state.layout import Layout, ShardId
 
 Targets = Mapping[str, tuple[ReplicationTarget, ...]]
 """Shards that each worker's agent copies to other nodes, by worker."""

@@ -12,10 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from planner.inputs.zones import ZonePair, ZoneTable, are_apart, zone_pair
-from recovery.peers.replication_targets import ReplicationTarget
-from recovery.state.layout import Layout
+
+if TYPE_CHECKING:
+    from recovery.peers.replication_targets import ReplicationTarget
+    from recovery.state.layout import Layout
 
 FLEET_SHARE = 0.05
 """Default limit on the price of copies to other zones, as a part of the fleet's price."""

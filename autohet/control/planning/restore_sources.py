@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from autohet.control.values.observation import Observation
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 from recovery.transfer.links import LinkRates
+
+if TYPE_CHECKING:
+    from autohet.control.values.observation import Observation
 
 BadCopy = tuple[Source, ShardId]
 """Shard of one source that failed, or was wrong, in a restore."""

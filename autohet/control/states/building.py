@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
-from autohet.control.announcing import log_death, release_leaver
-from autohet.control.job_memory import JobMemory
+from autohet.control.ending import log_death, release_leaver
+from autohet.control.job_state import Building, Quiescing, State, Training
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import Dismiss, Interrupt
-from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding, Effects, Remark, event
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import Building, Quiescing, State, Training
 from autohet.runtime.messages import STANDING_PHASES, Phase, RestoreRecord, WorkerReport
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.values.change import Change
+    from autohet.control.values.observation import Observation
 
 
 def step(state: Building, memory: JobMemory, seen: Observation) -> Deciding[State]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from autohet.control import fleet
 from autohet.control.ending import fail, fail_unsaved, finish
-from autohet.control.job_memory import JobMemory
+from autohet.control.job_state import Closing, Saving, State, Waiting
 from autohet.control.states.quiescing import interrupt_after_death
 from autohet.control.values.effects import Deciding, event
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import Closing, Saving, State, Waiting
 from autohet.runtime.messages import STANDING_PHASES
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.values.observation import Observation
 
 
 def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State]:

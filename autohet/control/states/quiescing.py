@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from autohet.control import fleet
-from autohet.control.announcing import find_new_deaths, log_death
-from autohet.control.ending import judge_failure
-from autohet.control.job_memory import JobMemory
+from autohet.control.ending import find_new_deaths, judge_failure, log_death
+from autohet.control.job_state import Quiescing, State, Waiting
 from autohet.control.ledger.failures import is_lost
-from autohet.control.planning.proposals import PlanProposal
 from autohet.control.replanning import ask_for_plan, begin_change, plan_decision
 from autohet.control.states.sourcing import adopt
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import Dismiss, Interrupt, RollForward
-from autohet.control.values.effects import Deciding, Effects
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import Quiescing, State, Waiting
 from autohet.runtime.messages import STANDING_PHASES, Phase
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.effects import Deciding, Effects
+    from autohet.control.values.observation import Observation
 
 
 def interrupt_after_death(

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autohet.control.ending import fail
-from autohet.control.job_memory import JobMemory
+from autohet.control.job_state import Building, Quiescing, Sourcing, State
 from autohet.control.planning.orders import Book, OrderTerms
-from autohet.control.planning.proposals import PlanProposal
 from autohet.control.values.actions import Begin, ClaimGeneration, RequestInventories
-from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding, Effects, Remark, event
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import Building, Quiescing, Sourcing, State
-from planner.cost.memory.host_memory import sentences
 from planner.errors import ConfigError
 from planner.inputs.zones import known_zones
 from recovery.errors import NotRestorable
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.change import Change
+    from autohet.control.values.observation import Observation
 
 CLAIM_S = 2.0
 """Seconds that a claim may take.
@@ -74,6 +76,8 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     Both are this driver's once the journal says so.
     """
     orders = memory.orders
+    if memory.ledger.records:
+        orders.confirm()  # also where the first generation's readiness was never seen
     newest = max(memory.generation, orders.newest_generation(seen))
     generation = newest + 1
     terms = OrderTerms(
@@ -146,9 +150,7 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
     """
     proposal = state.proposal
     fleet = proposal.cost.fleet
-    kept = memory.planning.inputs.kept
-    host_memory = proposal.cost.memory_of.host_memory(proposal.plan, kept)
-    lacks = sentences(host_memory)
+    lacks = memory.planning.host_memory_lacks(proposal)
     yield from _warn_of_new(lacks, memory.warnings.host_memory)
     memory.warnings.host_memory = lacks
 

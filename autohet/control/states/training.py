@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autohet.control import fleet, speeds
-from autohet.control.announcing import release_leaver
-from autohet.control.ending import stop_with_checkpoint
-from autohet.control.job_memory import JobMemory
+from autohet.control.ending import release_leaver, stop_with_checkpoint
+from autohet.control.job_state import Closing, Considering, Leaving, Quiescing, State, Training
 from autohet.control.planning.agent_gc import any_order
-from autohet.control.planning.gathering import gathers_until, needed_s, slowest_move_s
-from autohet.control.planning.outlook import gather_s, patience_s
-from autohet.control.planning.proposals import PlanProposal
+from autohet.control.planning.outlook import (
+    gather_s,
+    gathers_until,
+    needed_s,
+    patience_s,
+    slowest_move_s,
+)
 from autohet.control.replanning import (
     ask_for_plan,
     begin_change,
@@ -24,12 +28,15 @@ from autohet.control.replanning import (
 from autohet.control.states.quiescing import interrupt_after_death
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import Dismiss, RequestStop
-from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding, Effects, event
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import Closing, Considering, Leaving, Quiescing, State, Training
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.change import Change
+    from autohet.control.values.observation import Observation
 
 Paces = tuple[dict[str, list[float]], dict[str, float], dict[str, str]]
 """Compute seconds of each worker's last steps, its planned seconds a step, and its GPU type.
@@ -74,11 +81,14 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     if arrived:
         return (yield from _on_arrival(state, memory, arrived, seen))
 
+    slowed = {}
     paces = _paces(memory)
-    rates = speeds.find_rates(*paces, memory.speeds.rate_factors)
-    if rates:
-        return (yield from _on_rates(state, memory, rates, seen))
-    slowed = _find_slow(memory, paces) or _find_forgiven(memory, seen)
+    if paces is not None:
+        rates = speeds.find_rates(*paces, memory.speeds.rate_factors)
+        if rates:
+            return (yield from _on_rates(state, memory, rates, seen))
+        slowed = _find_slow(memory, paces)
+    slowed = slowed or _find_forgiven(memory, seen)
     if slowed:
         return (yield from _on_slow(state, memory, slowed, seen))
 
@@ -93,6 +103,8 @@ def _too_many_skipped_reason(memory: JobMemory) -> str | None:
     That holds for too many steps in a row, or for all steps of a run that is over.
     """
     skipped = memory.ledger.skipped
+    if not skipped.in_a_row:
+        return None
     limit = memory.job.training.max_skipped_steps
     is_over = memory.ledger.committed_steps == memory.ledger.last_step
     has_skipped_all = is_over and skipped.first == 0
@@ -165,7 +177,7 @@ def _plan_without(
         return (yield from stop_with_checkpoint(memory, seen, reason, then_wait=why))
 
     yield plan_decision(memory, proposal, trouble.reason)
-    waits_s = patience_s(memory.ledger.changes)
+    waits_s = patience_s(memory.ledger.timings)
     needs_s = _needed_s(memory, seen)
     notices = [seen.notices[name] for name in trouble.nodes]
     until = gathers_until(notices, waits_s, needs_s)
@@ -190,7 +202,7 @@ def _plan_without(
 def _needed_s(memory: JobMemory, seen: Observation) -> float:
     """Return the seconds before the first deadline at which a change must begin to be in time.
 
-    This is as far as this run can know: see `gathering.needed_s`.
+    This is as far as this run can know: see `outlook.needed_s`.
     """
     assert memory.proposal is not None
     state_s = 0.0
@@ -198,7 +210,7 @@ def _needed_s(memory: JobMemory, seen: Observation) -> float:
     if order is not None:
         state_s = slowest_move_s(order.layout, seen)
     return needed_s(
-        memory.ledger.changes,
+        memory.ledger.timings,
         memory.timeouts,
         search_s=memory.job.parallelism.search_time_limit_s,
         step_s=memory.proposal.predicted_step_s,
@@ -222,10 +234,15 @@ def _move(
 
 
 def _find_arrivals(state: Training, memory: JobMemory, seen: Observation) -> tuple[str, ...]:
+    arrived = fleet.find_arrivals(seen, memory.planned_nodes, state.declined)
+    if not arrived:
+        return ()
     debounce_s = memory.job.elastic.arrivals_debounce_s
-    gathering_s = gather_s(memory.ledger.changes, debounce_s)
+    gathering_s = gather_s(memory.ledger.timings, debounce_s)
     start_s = memory.timeouts.worker_start_s
-    return fleet.find_arrivals(seen, memory.planned_nodes, state.declined, gathering_s, start_s)
+    if fleet.more_may_arrive(seen, arrived, memory.planned_nodes, gathering_s, start_s):
+        return ()
+    return arrived
 
 
 def _on_arrival(
@@ -240,16 +257,16 @@ def _on_arrival(
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
-def _paces(memory: JobMemory) -> Paces:
+def _paces(memory: JobMemory) -> Paces | None:
     """Return the compute seconds of each worker, measured and planned.
 
-    Empty until all workers can be judged.
+    None until all workers can be judged.
     """
     if not memory.job.elastic.slow_ratio:
-        return {}, {}, {}
+        return None
     measured = memory.ledger.paces.compute_s(memory.members)
     if not measured or memory.proposal is None:
-        return {}, {}, {}
+        return None
 
     planned = memory.proposal.cost.fleet
     type_by_worker = {}
@@ -259,7 +276,7 @@ def _paces(memory: JobMemory) -> Paces:
         type_by_worker[worker] = gpu_type
         type_by_node[planned.node_of(worker).name] = gpu_type
     factors = node_factors(memory, type_by_node)
-    return measured, memory.proposal.compute_s(factors), type_by_worker
+    return measured, memory.planning.compute_s(memory.proposal, factors), type_by_worker
 
 
 def _find_slow(memory: JobMemory, paces: Paces) -> dict[str, float]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from autohet.control import fleet
 from autohet.control.ending import fail, finish
-from autohet.control.job_memory import JobMemory
+from autohet.control.job_state import State, Waiting
 from autohet.control.replanning import build_fleet
 from autohet.control.states.sourcing import adopt
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding, Effects, event
-from autohet.control.values.observation import Observation
-from autohet.control.values.states import State, Waiting
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.values.observation import Observation
 
 
 def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.control.values.observation import HeldPart, Prune
-from autohet.runtime.job import ScriptedEvent
-from autohet.runtime.messages import AgentEndpoint, GenerationOrder
-from recovery.state.ancestry import Descent
+
+if TYPE_CHECKING:
+    from autohet.runtime.job import ScriptedEvent
+    from autohet.runtime.messages import AgentEndpoint, GenerationOrder
+    from recovery.state.ancestry import Descent
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autohet.runtime.messages import RestoreRecord
-from planner.plans.plan import Plan
+if TYPE_CHECKING:
+    from autohet.runtime.messages import RestoreRecord
+    from planner.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a complete change's parts.
+
+    is_move: False for the first start, which moves no state. fixed_s: seconds without its bytes,
+    which are those of rebuilding groups, and of the first step beyond what a step takes anyway.
+    """
+
+    is_move: bool
+    replan_s: float
+    rebuild_s: float
+    restore_s: float
+    first_step_s: float
+    fixed_s: float
 
 
 @dataclass
@@ -48,10 +65,18 @@ class Change:
         """True once the first step after it has been taken."""
         return self.first_step_at is not None
 
-    @property
-    def is_complete_move(self) -> bool:
-        """True if this moved a job that trained before, and is complete."""
-        return self.cause != "start" and self.is_complete
+    def timing(self) -> Timing:
+        """Return what its parts took, for the expectations of later changes."""
+        parts = self.seconds()
+        step_s = self.predicted_step_s or 0.0
+        return Timing(
+            is_move=self.cause != "start",
+            replan_s=parts["replan"],
+            rebuild_s=parts["rebuild"],
+            restore_s=parts["restore"],
+            first_step_s=parts["first_step"],
+            fixed_s=parts["rebuild"] + max(0.0, parts["first_step"] - step_s),
+        )
 
     @property
     def is_told(self) -> bool:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from autohet.runtime.messages import (
-    AgentEndpoint,
-    DataState,
-    GenerationOrder,
-    StateTransfer,
-    WorkerReport,
-)
-from planner.inputs.cluster import Node, NodeType, node_of
+from planner.inputs.fleet import Node, NodeType, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
+
+if TYPE_CHECKING:
+    from autohet.runtime.messages import (
+        AgentEndpoint,
+        DataState,
+        GenerationOrder,
+        StateTransfer,
+        WorkerReport,
+    )
 
 T = TypeVar("T")
 Age = tuple[int, int]

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
-from autohet.control.ledger.told_steps import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import Market
 from autohet.control.planning.orders import OrderBuilder
@@ -36,6 +36,7 @@ from autohet.driver.ray.requests.scaling import FleetRequest
 from autohet.driver.ray.this_machine import CORES_A_WORKER, is_this_machine
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST
@@ -112,7 +113,9 @@ class JobRun:
         settings = WorkerSettings(threads_of_a_worker(job, fleet), record)
         self.workforce = RayWorkforce(job, run_id(job), self.durable, cluster, settings)
         pace = paces_of if job.emulation is not None else None
-        self.orders = OrderBuilder(job, config, pace, self.durable.lease.driver, zones=zones)
+        self.orders = OrderBuilder(
+            job, layout_builder(config), pace, self.durable.lease.driver, zones=zones
+        )
 
         planning: BackgroundPlanning | RecordedPlanning = self.planning
         if recorder is not None:

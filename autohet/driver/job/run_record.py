@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autohet.control.ledger.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.control.ledger.ledger import NOTHING_TOLD, ToldSteps
 from autohet.driver.job.supervise import is_restart
 from autohet.driver.report.events import last_run, read_events
 from autohet.driver.report.write import report_paths

@@ -6,17 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
-from autohet.control.planning.proposals import (
-    Pending,
-    PendingSearch,
-    Planning,
-    PlanProposal,
-    Q,
-    T,
-    replanned,
-)
+from autohet.control.planning.proposals import Pending, PendingSearch, Planner, PlanProposal, Q, T
+from autohet.driver.loop.planning import Planning, replanned
 from autohet.runtime.process.background import run_in_background
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 
 
 class BackgroundPlanning(Planning):
@@ -28,14 +21,14 @@ class BackgroundPlanning(Planning):
             return super().search(fleet, current)
         return _BackgroundSearch(self, fleet, current)
 
-    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+    def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         return _BackgroundAnswer(work, self, question)
 
 
 class _BackgroundAnswer(Generic[Q, T]):
     """Answer of `work` to a question, started in another process."""
 
-    def __init__(self, work: Callable[[Planning, Q], T], planning: Planning, question: Q) -> None:
+    def __init__(self, work: Callable[[Planner, Q], T], planning: Planning, question: Q) -> None:
         self._call = partial(work, planning)
         self._question = question
         self.background_call = run_in_background(self._call, question)

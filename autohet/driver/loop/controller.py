@@ -15,13 +15,13 @@ from typing import Any
 from autohet.control.decide import decide, fail_at_once
 from autohet.control.failures import MOST_FAILURES, RETRIES
 from autohet.control.job_memory import JobMemory
+from autohet.control.job_state import Ended, State
 from autohet.control.ledger.run_summary import (
     ledger_status,
     ledger_summary,
     utilisation_by_gpu_type,
 )
 from autohet.control.planning.orders import OrderBuilder
-from autohet.control.planning.proposals import Planning
 from autohet.control.values.actions import (
     Action,
     AskForNodes,
@@ -45,8 +45,8 @@ from autohet.control.values.actions import (
 )
 from autohet.control.values.effects import Decision, Remark, Round, Supersede
 from autohet.control.values.observation import Failures, Observation, Prune, Workforce
-from autohet.control.values.states import Ended, State
 from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.recorder import Recorder
 from autohet.runtime.job import Job
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic
 
+from autohet.control.job_state import State
 from autohet.control.planning.proposals import (
     Pending,
     PendingSearch,
-    Planning,
+    Planner,
     PlanProposal,
     PlanResult,
     Q,
@@ -32,10 +33,10 @@ from autohet.control.planning.proposals import (
 from autohet.control.values.actions import Action
 from autohet.control.values.effects import Decision, Round
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import State
+from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.value_codec import encode
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 
 logger = logging.getLogger("autohet")
 VERSION = 7
@@ -234,7 +235,7 @@ class RecordedPlanning(Planning):
         search = self._inner.search(fleet, current)
         return _RecordedSearch(search, fleet, self._searches, self._recorder)
 
-    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+    def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         self._searches += 1
         pending = self._inner.consider(work, question)
         return _RecordedPending(pending, question, self._searches, self._recorder)

@@ -14,22 +14,22 @@ from typing import Any
 
 from autohet.control.decide import decide
 from autohet.control.job_memory import JobMemory
-from autohet.control.ledger.told_steps import NOTHING_TOLD
+from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import (
     Pending,
     PendingSearch,
-    Planning,
+    Planner,
     PlanProposal,
     PlanResult,
     Q,
     T,
-    make_planning,
 )
 from autohet.control.values.effects import Round
 from autohet.control.values.observation import Observation
 from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.loop.planning import Planning, make_planning
 from autohet.driver.loop.recorder import (
     MAPPINGS,
     VERSION,
@@ -38,10 +38,11 @@ from autohet.driver.loop.recorder import (
     decided_document,
 )
 from autohet.driver.loop.value_codec import decode
+from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 
 FIRST = '{"version": '
 """Start of each driver's first line, and of no other line."""
@@ -98,7 +99,7 @@ class AnsweredPlanning(Planning):
         self._searches += 1
         return _AnsweredSearch(self, fleet, self._searches)
 
-    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+    def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         self._searches += 1
         return _AnsweredPending(self, question, self._searches)
 
@@ -342,6 +343,6 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
         paced = job.emulation is not None
     pace = paces_of if paced else None
     config = load_config(job.model)
-    orders = OrderBuilder(job, config, pace, header["driver"], zones=zones)
+    orders = OrderBuilder(job, layout_builder(config), pace, header["driver"], zones=zones)
     memory = memory_at_start(header, planning, orders)
     return replay(memory, planning, documents)

@@ -23,7 +23,8 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.experimental import internal_kv
 
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, NodeType, node_type_from_labels
+from planner.inputs.cluster import Cluster, node_type_from_labels
+from planner.inputs.fleet import NodeType
 
 logger = logging.getLogger("autohet.ray")
 GROUP_LABEL = "ray.io/node-group"

@@ -16,7 +16,8 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.runtime.process.instance_metadata import InstanceMetadata, MetadataUnavailable
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import NodeType
 
 
 @ray.remote(num_cpus=0, max_retries=1)

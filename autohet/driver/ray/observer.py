@@ -38,7 +38,8 @@ from autohet.runtime.job.identity import DATA_DIGEST
 from autohet.runtime.messages import Phase, WorkerReport
 from autohet.runtime.step.precision import check_computes
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Node
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import Node
 
 logger = logging.getLogger("autohet")
 

@@ -14,7 +14,7 @@ from autohet.driver.ray.observer import RayObserver, TrackedNode
 from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.process.log import RunRecord
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 
 
 @dataclass(frozen=True)

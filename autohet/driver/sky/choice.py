@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autohet.control.planning.proposals import Planning, make_planning
+from autohet.driver.loop.planning import Planning, make_planning
 from autohet.runtime.job import Job
 from autohet.runtime.step.precision import without_incapable_nodes
 from planner.errors import ConfigError
-from planner.inputs.cluster import Cluster, Fleet, Node, NodeType
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.zones import refusal_of
 
 

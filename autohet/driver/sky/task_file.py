@@ -16,8 +16,8 @@ import yaml
 
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
-from planner.inputs.cluster import NodeType
 from planner.inputs.cluster_documents import instance_type_of
+from planner.inputs.fleet import NodeType
 
 SETUP = "cluster_configs/aws/setup.sh"
 """Script of a checkout that installs it on a node."""

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.watch import Watch
 from planner.inputs.catalogue import instance_types
-from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import NodeType
 from planner.inputs.zones import region_of
 
 logger = logging.getLogger("autohet")

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.family import Family
-from autohet.runtime.models.parameter_names import stage_parameter_names
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_units
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.spmd.layout import program_units
 from planner.plans.plan import Plan, TensorShare
 from planner.plans.redundancy import EMBEDDING as EMBEDDING_LAYER
@@ -184,6 +184,15 @@ def unit_elements(spec: ParameterSpec, unit: int) -> int:
     if spec.split_dim is None:
         return total
     return total // spec.shape[spec.split_dim] * spec.unit_length(unit)
+
+
+def layout_builder(config: PreTrainedConfig) -> Callable[[Plan], Layout]:
+    """Return the function from a plan of this model to its layout.
+
+    Imports the library's modules now, so that a decision imports nothing later.
+    """
+    family_of(config).parameter_specs(config)
+    return partial(layout_of_plan, config=config)
 
 
 def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:

@@ -1,5 +1,6 @@
 """Conversion of a job document to the planner's inputs: model spec, profile, links, precision."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,12 +16,12 @@ from planner.cost.memory.host_memory import Kept
 from planner.cost.model import CostModel
 from planner.cost.parameters import MIN_COMPILED_PARAMETERS, CostParameters
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.inputs.profile import ProfileTable, read_profile
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from planner.plans.communicators import COMMUNICATOR_BYTES
 from planner.plans.model_spec import ModelSpec
-from planner.plans.plan import RECOMPUTE_CHOICES, Recompute
+from planner.plans.plan import RECOMPUTE_CHOICES, ComputeFormat, Recompute
 
 MAX_EMULATED_MICROBATCH = 64
 
@@ -60,8 +61,8 @@ class PlanningInputs:
             self.spec,
             sequence_length or training.sequence_length,
             training.precision,
-            recompute=training.stage_recompute,
-            formats=other_formats(self.job, types),
+            recompute=self._stage_recompute,
+            formats=self._other_formats(types),
             decoder=partial(decoder, self.job),
         )
         measurements = Measurements(
@@ -82,7 +83,24 @@ class PlanningInputs:
             self.job.checkpoint.snapshot_every_steps > 0, self.job.checkpoint.replication_steps > 0
         )
 
-    @property
+    def _other_formats(self, gpu_types: Iterable[str]) -> dict[str, ComputeFormat]:
+        """Same as `precision.other_formats`; what the job says of a type is looked up once."""
+        found: dict[str, ComputeFormat] = {}
+        for gpu_type in gpu_types:
+            if gpu_type not in self._formats_by_type:
+                self._formats_by_type[gpu_type] = other_formats(self.job, [gpu_type])
+            found |= self._formats_by_type[gpu_type]
+        return found
+
+    @cached_property
+    def _formats_by_type(self) -> dict[str, dict[str, ComputeFormat]]:
+        return {}
+
+    @cached_property
+    def _stage_recompute(self) -> Recompute:
+        return self.job.training.stage_recompute
+
+    @cached_property
     def _choices(self) -> MemoryChoices:
         """Memory choices that the job leaves to the planner.
 
@@ -90,7 +108,7 @@ class PlanningInputs:
         too.
         """
         training = self.job.training
-        recomputes: tuple[Recompute, ...] = (training.stage_recompute,)
+        recomputes: tuple[Recompute, ...] = (self._stage_recompute,)
         if training.recompute in ("auto", "if_needed"):
             recomputes = RECOMPUTE_CHOICES
         # The state of adapters is small: sharing it out or offloading it would save nothing.

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
@@ -187,7 +188,7 @@ class TrainingSection:
             return None
         return DEFAULT_DPO_BETA if self.dpo_beta is None else self.dpo_beta
 
-    @property
+    @cached_property
     def floor_ratio(self) -> float:
         """`min_learning_rate_ratio`, given or by schedule."""
         if self.min_learning_rate_ratio is not None:

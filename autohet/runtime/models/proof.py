@@ -27,7 +27,6 @@ from autohet.runtime.models.layers.adapters import ADAPTER
 from autohet.runtime.models.layers.dropout import dropout_of
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS, is_dense
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
-from autohet.runtime.models.parameter_names import stage_parameter_names
 from autohet.runtime.models.parameter_spec import (
     PADDED,
     WHOLE,
@@ -35,7 +34,7 @@ from autohet.runtime.models.parameter_spec import (
     local_units,
     take_units,
 )
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
@@ -365,7 +364,7 @@ def _compare(
     errors: dict[str, float] = {}
     for name, spec in family_of(config).parameter_specs(config).items():
         if name in expected.gradients:
-            gradient = _joined(spec, name, results)
+            gradient = _join(spec, name, results)
             errors[name] = _error(gradient, expected.gradients[name], floor)
     worst = max(errors, key=lambda name: errors[name])
     logits_error = _error(logits, expected.logits)
@@ -405,7 +404,7 @@ def _train(
     return _Result(hidden.detach(), gradients)
 
 
-def _joined(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
+def _join(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
     """Join the ranks' gradients to the whole gradient, as gradient sync sums them."""
     if spec.split_dim is None:
         if not spec.partial_gradient:

@@ -1,4 +1,4 @@
-"""Families of this process by model type."""
+"""Families of this process by model type, and the names of their stages' parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.family import Family
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from planner.errors import ConfigError
 
 FAMILIES = dict(BUILT_IN)
@@ -52,8 +53,35 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
+def used_keys(model_type: str) -> frozenset[str]:
+    """Return the keys that decide the mathematics of a model type; empty: they are not known."""
+    family = FAMILIES.get(model_type)
+    return frozenset() if family is None else family.config_keys
+
+
 def untrained_error(model_type: object) -> ConfigError:
     return ConfigError(
         f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}. Give"
         " model.family: auto for another decoder of transformers, or your own family"
     )
+
+
+def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers: int) -> list[str]:
+    """Return the names of a stage's parameters.
+
+    The first stage has the embedding, the last the final norm and the head; both have a tied
+    embedding.
+    """
+    family = family_of(config)
+    total = family.num_layers(config)
+    is_first = first_layer == 0
+    is_last = first_layer + num_layers == total
+    tied = f"{family.token_embedding}.weight" if family.tied_head(config) else None
+    names = []
+    for name, spec in family.parameter_specs(config).items():
+        in_blocks = first_layer <= spec.layer < first_layer + num_layers
+        before_blocks = is_first and spec.layer == EMBEDDING
+        after_blocks = is_last and (spec.layer == HEAD or name == tied)
+        if in_blocks or before_blocks or after_blocks:
+            names.append(name)
+    return names

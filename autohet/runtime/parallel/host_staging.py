@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.parallel.buckets import ALIGNMENT
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from planner.plans.plan import Plan
 
 STAGING_BYTES = 32 << 20
@@ -122,6 +122,3 @@ def use_cores(plan: Plan, me: str) -> None:
     num_cores = len(os.sched_getaffinity(0))
     own_cores = num_cores // max(1, len(beside))
     torch.set_num_threads(max(torch.get_num_threads(), own_cores))
-
-
-__all__ = ["HostStaging", "state_device", "use_cores"]

@@ -110,7 +110,6 @@ class InstanceMetadata:
         self._token: str | None = None
         self._token_until = 0.0
         self._instance_id: str | None = None
-        self._seen: set[InstanceNotice] = set()
 
     def instance_id(self) -> str:
         if self._instance_id is None:
@@ -147,13 +146,6 @@ class InstanceMetadata:
             return None
         moment = _unix_time(found[0].get("noticeTime"), REBALANCE_PATH)
         return InstanceNotice(self.instance_id(), "rebalance", "rebalance", moment)
-
-    def new_notices(self) -> tuple[InstanceNotice, ...]:
-        """Return the notices that no earlier call has returned, the interruption first."""
-        current = (self.interruption(), self.rebalance())
-        new = tuple(notice for notice in current if notice is not None and notice not in self._seen)
-        self._seen.update(new)
-        return new
 
     def _required(self, path: str) -> str:
         answer = self._get(path)

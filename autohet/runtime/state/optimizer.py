@@ -16,8 +16,8 @@ from torch.optim.adamw import adamw
 
 from autohet.runtime.facts.layout import STATE_KINDS, state_name
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.models.parameter_spec import ParameterSpec
+from autohet.runtime.step.learning_rate import learning_rate
 from planner.errors import ConfigError
 
 

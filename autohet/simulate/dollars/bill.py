@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autohet.simulate.dollars.prices import PriceHistory
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 
 IDLE_FROM_S = 600.0
 """Second from which idle GPUs are counted: until then a fleet boots, installs and begins."""

@@ -18,7 +18,8 @@ from autohet.driver.sources.spot_prices import PRICE_LABEL, PricePoint, price_po
 from autohet.simulate.dollars.prices import PriceRow
 from planner.errors import ConfigError
 from planner.inputs.catalogue import PRICES_AS_OF
-from planner.inputs.cluster import Cluster, NodeType
+from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import NodeType
 
 COLUMNS = ("time_s", "node_type", "usd_per_hour")
 HISTORY = "SpotPriceHistory"

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 
 PriceRow = tuple[float, str, float]
 """(second, node type, dollars an hour): a node of this type has this price from this second on.

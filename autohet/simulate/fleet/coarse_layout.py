@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from autohet.runtime.facts.layout import STATE_KINDS, unit_elements
-from autohet.runtime.models.parameter_names import stage_parameter_names
 from autohet.runtime.models.parameter_spec import ParameterSpec, local_units
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from planner.plans.plan import Plan, TensorShare
 from recovery.state.layout import Layout, ShardId, TensorSpec
 

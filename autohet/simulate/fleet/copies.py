@@ -8,7 +8,7 @@ from typing import Any
 
 from autohet.runtime.messages import Phase
 from autohet.simulate.fleet.generation import SimulatedGeneration
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from recovery.state.holdings import Holding, Source
 
 

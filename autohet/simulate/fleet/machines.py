@@ -13,7 +13,7 @@ from autohet.simulate.dollars.bill import Bill
 from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.fleet.clock import SimulatedClock
 from autohet.simulate.spot_trace import TraceEvent
-from planner.inputs.cluster import Node, NodeType
+from planner.inputs.fleet import Node, NodeType
 
 
 class SimulatedMachines:

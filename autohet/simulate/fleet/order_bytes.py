@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from autohet.runtime.messages import GenerationOrder
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 
 
 def checkpoint_bytes(order: GenerationOrder) -> int:

@@ -21,7 +21,7 @@ from autohet.simulate.fleet.generation import MOVING, SimulatedGeneration, Simul
 from autohet.simulate.fleet.machines import SimulatedMachines
 from autohet.simulate.fleet.order_bytes import push_s, upload_s
 from autohet.simulate.trained_span import TrainedSpan
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 from planner.plans.plan import Plan
 
 PaceOfPlan = Callable[[Plan], tuple[float, float]]

@@ -23,7 +23,7 @@ from autohet.simulate.fleet.manifest import SimulatedManifest
 from autohet.simulate.fleet.no_agents import NoAgents, NoAutoscaler
 from autohet.simulate.fleet.workers import PaceOfPlan, SimulatedWorkers
 from autohet.simulate.spot_trace import TraceEvent
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from recovery.state.ancestry import Descent
 
 CALM_TICK_S = 60.0

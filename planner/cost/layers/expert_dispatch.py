@@ -25,7 +25,7 @@ from planner.cost.layers.even_layers import LEAST_OWN, LayerTimes
 from planner.cost.layers.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.memory.training_bytes import VALUE_BYTES
 from planner.errors import ConfigError
-from planner.inputs.cluster import Member, NodeType
+from planner.inputs.fleet import Member, NodeType
 from planner.plans.model_spec import Experts, LayerSpec
 from planner.plans.plan import Plan, Stage, TensorShare
 

@@ -13,7 +13,7 @@ from planner.cost.layers.layer_times import LayerTimesByFormat
 from planner.cost.memory.offload import offloaded_update_s
 from planner.cost.memory.training_bytes import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms
 from planner.cost.memory.worker_memory import WorkerMemory
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.communicators import LEAST_OF_A_GROUP, MOSTLY
 from planner.plans.plan import TensorShare
 

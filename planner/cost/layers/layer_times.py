@@ -7,7 +7,7 @@ from planner.cost.basis import CostBasis, Measurements
 from planner.cost.layers.even_layers import LayerTimes
 from planner.cost.layers.layer_seconds import LayerTimeModel
 from planner.cost.layers.measured_layers import MeasuredLayers
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.inputs.profile import default_profile
 from planner.plans.plan import Plan, Recompute, TensorShare
 

@@ -17,7 +17,7 @@ from planner.cost.eviction import evict_oldest
 from planner.cost.links.traffic import Links, transfers_between
 from planner.cost.memory.stage_terms import traits_of
 from planner.cost.stage_formats import StageFormats
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 
 Floats = NDArray[np.float64]

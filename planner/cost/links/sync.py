@@ -11,7 +11,7 @@ from typing import NamedTuple
 from planner.cost.eviction import evict_oldest
 from planner.cost.links.traffic import Links
 from planner.cost.parameters import CostParameters
-from planner.inputs.cluster import Fleet, Member, NodeType
+from planner.inputs.fleet import Fleet, Member, NodeType
 from planner.plans.communicators import workers_of_unit
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage

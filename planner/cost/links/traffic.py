@@ -27,7 +27,7 @@ import numpy as np
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.inputs.catalogue import canonical_gpu_type
-from planner.inputs.cluster import Member, NodeType, node_of
+from planner.inputs.fleet import Member, NodeType, node_of
 from planner.inputs.profile import read_table
 from planner.inputs.zones import EC2_ZONES, ZoneLink, ZoneTable
 from planner.plans.plan import Stage

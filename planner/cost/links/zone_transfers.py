@@ -14,7 +14,7 @@ from typing import Any
 from planner.cost.links.sync import SyncJob
 from planner.cost.links.traffic import ring_bytes, transfers_between
 from planner.cost.stage_formats import StageFormats
-from planner.inputs.cluster import Fleet
+from planner.inputs.fleet import Fleet
 from planner.inputs.zones import GB, ZonePair, are_apart, zone_pair
 from planner.plans.plan import Pipeline, Plan
 

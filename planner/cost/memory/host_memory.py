@@ -14,7 +14,8 @@ from typing import Any
 
 from planner.cost.memory.stage_terms import sharing_of
 from planner.cost.memory.training_bytes import OPTIMIZER_BYTES
-from planner.inputs.cluster import GIB, Fleet, NodeType, node_of
+from planner.inputs.cluster import GIB
+from planner.inputs.fleet import Fleet, NodeType, node_of
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Plan, Stage
 from planner.plans.redundancy import (

@@ -8,7 +8,7 @@ whole update, and the device computes nothing meanwhile.
 from __future__ import annotations
 
 from planner.cost.parameters import CostParameters
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 
 UPDATE_BYTES = 32
 """Memory traffic of AdamW for one parameter: fp32 gradient, master and two moments, read and

@@ -23,7 +23,7 @@ from planner.cost.memory.host_memory import (
 from planner.cost.memory.stage_terms import RankBytes, Sharing, sharing_of
 from planner.cost.parameters import CostParameters
 from planner.cost.stage_costs import StageCosts
-from planner.inputs.cluster import NodeType, node_of
+from planner.inputs.fleet import NodeType, node_of
 from planner.plans.communicators import communicators_at_most
 from planner.plans.in_flight import one_each, working_ahead
 from planner.plans.model_spec import ModelSpec

@@ -7,7 +7,7 @@ from planner.cost.memory.training_bytes import (
     memory_terms,
     with_cut_sequence,
 )
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.plans.plan import Recompute, TensorShare
 
 TermsByUse = dict[tuple[str, int, int, Recompute, TensorShare | None], MemoryTerms]

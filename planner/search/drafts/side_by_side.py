@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from planner.inputs.cluster import NodeType
+from planner.inputs.fleet import NodeType
 from planner.search.drafts.draft import Estimator, Shape
 from planner.search.drafts.place import parted
 from planner.search.problem.cost_tables import ring_rate

@@ -11,7 +11,8 @@ import numpy as np
 from planner.cost.layers.layer_costs import LayerCosts
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import GIB, NodeType
+from planner.inputs.cluster import GIB
+from planner.inputs.fleet import NodeType
 from planner.search.problem.request import Request
 from planner.search.problem.stage_sums import Floats, Row
 from planner.search.problem.tables import Kind, Resource, Tables

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.errors import ConfigError
-from planner.inputs.cluster import Fleet, NodeBound, node_of
+from planner.inputs.fleet import Fleet, NodeBound, node_of
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Plan
 from planner.plans.shares import UnevenGroup

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from planner.cost.schedule import Transfers
-from planner.inputs.cluster import NodeType, node_of
+from planner.inputs.fleet import NodeType, node_of
 from planner.plans.in_flight import MOST_AHEAD
 from planner.plans.shares import UnevenGroup
 from planner.search.problem.stage_sums import Floats, Ints, Row, StageSums

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import fields
 from operator import attrgetter
 
-from planner.inputs.cluster import NodeType, node_of
+from planner.inputs.fleet import NodeType, node_of
 from planner.plans.plan import Plan, Stage
 
 _Seen = dict[str, tuple[int, int]]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
-from planner.inputs.cluster import GIB, Fleet, node_of
+from planner.inputs.cluster import GIB
+from planner.inputs.fleet import Fleet, node_of
 from planner.inputs.zones import known_zones, refusal_of
 from planner.plans.plan import Pipeline, Plan, check_plan
 from planner.plans.redundancy import fewest_holders

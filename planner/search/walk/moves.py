@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from planner.inputs.cluster import Fleet, Node, NodeType, node_of
+from planner.inputs.fleet import Fleet, Node, NodeType, node_of
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.drafts.cut import Balancer
 from planner.search.drafts.draft import Estimator, Shape, assign_microbatches

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autohet.control.planning.proposals import make_planning
+from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.errors import InfeasibleError
 from planner.inputs.cluster import cluster_from_yaml

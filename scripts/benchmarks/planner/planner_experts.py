@@ -23,7 +23,7 @@ from autohet.runtime.models.specs.model_spec import model_spec_from_config
 from planner.cost.basis import Workload
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.model_spec import LayerSpec, ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage
 from scripts.benchmarks.provenance import provenance

@@ -27,7 +27,7 @@ from typing import Any
 
 import ray
 
-from autohet.control.values.states import Training
+from autohet.control.job_state import Training
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.job.job_run import JobRun, Machines
 from autohet.driver.loop.events import EventLog

@@ -27,7 +27,7 @@ from autohet.runtime.parallel.gradient_sync import GradientSync
 from planner.cost.links.sync import StepTimeline, simulate_sync, sync_jobs
 from planner.cost.links.traffic import Links
 from planner.cost.parameters import CostParameters
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 from scripts.benchmarks.provenance import provenance
 from tests.harness.shaped_workers import measured_step_s

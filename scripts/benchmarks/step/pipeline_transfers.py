@@ -28,7 +28,7 @@ from planner.cost.links.boundaries import BoundaryCosts
 from planner.cost.links.traffic import Links
 from planner.cost.parameters import CostParameters
 from planner.cost.schedule import PipelineTimes, simulate_pipeline
-from planner.inputs.cluster import Fleet, Node, NodeType
+from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 from scripts.benchmarks.provenance import provenance
 from tests.harness.shaped_workers import CPU, measured_step_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from autohet.control.job_state import Training
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Training
 from recovery.state.holdings import restorable_step
 from recovery.state.layout import ShardId
 from tests.harness.struck_run import StruckRun

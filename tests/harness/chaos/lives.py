@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autohet.control.ledger.told_steps import ToldSteps
+from autohet.control.ledger.ledger import ToldSteps
 from autohet.driver.job import supervise
 from autohet.driver.job.patience import with_patience
 from autohet.driver.job.preparation import require_own_storage

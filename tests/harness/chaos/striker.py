@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from autohet.control.job_state import Building, Ended
 from autohet.control.values.observation import Observation
-from autohet.control.values.states import Building, Ended
 from tests.harness.chaos.holders import others_hold_newest
 from tests.harness.chaos.places import FILLER, Places, flip_bit
 from tests.harness.chaos.strikes import Strike

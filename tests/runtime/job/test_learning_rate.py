@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.job.learning_rate import follows_steps, learning_rate
+from autohet.runtime.step.learning_rate import follows_steps, learning_rate
 from planner.errors import ConfigError
 
 STEPS = 1000

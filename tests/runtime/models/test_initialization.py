@@ -10,9 +10,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.models.parameter_names import stage_parameter_names
 from autohet.runtime.models.pretrained import pretrained_parameters
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from planner.errors import ConfigError
 from tests.harness.tiny_models import TINY, tiny_config
 

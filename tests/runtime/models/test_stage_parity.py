@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models.parameter_names import stage_parameter_names
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.models.stages.stage import build_stage
 from planner.errors import ConfigError
 from tests.harness.tiny_models import (

@@ -25,12 +25,11 @@ from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,
-    assign_writers,
     commit_checkpoint,
     write_shards,
 )
 from recovery.checkpoint.manifest import Manifest
-from recovery.state.layout import Layout
+from recovery.state.layout import Layout, assign_writers
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 from tests.harness.tiny_models import TINY, random_parameters, stage_chain

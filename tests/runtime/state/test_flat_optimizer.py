@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from autohet.runtime.facts.layout import STATE_KINDS, layout_of_plan, state_name
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.parallel.buckets import ALIGNMENT, LocalBuffers
 from autohet.runtime.state.flat_optimizer import FlatOptimizer, fused_update
 from autohet.runtime.state.optimizer import UpdateRule, parameters_without_decay
 from autohet.runtime.state.state_source import local_slice
+from autohet.runtime.step.learning_rate import learning_rate
 from planner.plans.plan import Plan
 from recovery.state.layout import ShardId
 from recovery.state.slices import shard_views

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, update
+from autohet.runtime.step.learning_rate import learning_rate
 
 SETTINGS = TrainingSection(
     global_batch_sequences=1,

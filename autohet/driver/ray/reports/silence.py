@@ -21,7 +21,7 @@ from typing import Any
 from autohet.driver.ray.agents.agent_calls import AgentCalls
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.process.stopped import ProcessState
-from planner.inputs.cluster import node_of
+from planner.inputs.fleet import node_of
 
 LOOK_FROM = 0.5
 """Share of `suspicion_s` after which an agent looks at a silent worker.

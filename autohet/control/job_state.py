@@ -11,12 +11,14 @@ Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from autohet.control.planning.orders import Book
-from autohet.control.planning.proposals import PendingSearch, PlanProposal
-from autohet.control.values.change import Change
-from autohet.control.values.fleet_event import FleetEvent
-from planner.inputs.cluster import Node
+if TYPE_CHECKING:
+    from autohet.control.planning.orders import Book
+    from autohet.control.planning.proposals import PendingSearch, PlanProposal
+    from autohet.control.values.change import Change
+    from autohet.control.values.fleet_event import FleetEvent
+    from planner.inputs.fleet import Node
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Leaving:
     """Move that all workers make once no further notices are waited for.
 
     It leads to the plan without `change.nodes`, chosen among `usable` nodes. patience_s, needs_s:
-    arguments of `gathering.gathers_until`, which returned `until`.
+    arguments of `outlook.gathers_until`, which returned `until`.
     """
 
     change: Change
