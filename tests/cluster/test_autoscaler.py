@@ -103,7 +103,7 @@ def gpus_used(events: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_job_on_the_sample_cluster_buys_what_it_uses_and_gives_back_what_it_finds(
+def test_a_job_buys_what_it_uses_and_gives_back_what_it_finds(
     tmp_path: Path,
 ) -> None:
     """The sample file's node types from Ray's autoscaler; two g5 are left over from somebody

@@ -68,7 +68,7 @@ class Node:
         return log.read_text().splitlines() if log.exists() else []
 
 
-def test_a_fresh_node_gets_one_python_and_the_pins_and_runs_the_sources_that_are_synced(
+def test_a_fresh_node_gets_one_python_pins_and_synced_sources(
     tmp_path: Path,
 ) -> None:
     node = Node(tmp_path)

@@ -92,7 +92,7 @@ def driver_of(events: Path) -> int:
     return driver
 
 
-def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_memory(
+def test_a_killed_driver_goes_on_from_its_nodes_memory(
     tmp_path: Path,
 ) -> None:
     """Nobody does anything, and nothing was asked for: the job that was submitted once ends with

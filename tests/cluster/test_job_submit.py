@@ -132,7 +132,7 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
 
 
 @pytest.mark.slow
-def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
+def test_a_stop_commits_two_gigabytes_while_s3_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded in scripts/benchmarks/results/job_stop.json (`pytest -s` shows the figures)."""

@@ -95,7 +95,7 @@ def test_the_readmes_shortest_job_trains_by_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not alone(), reason="a process namespace needs root")
-def test_the_readmes_python_trains_from_the_wheel_and_finds_itself_done(tmp_path: Path) -> None:
+def test_the_readmes_python_trains_from_the_wheel(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (block,) = re.findall(r"### From Python.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
     short = block.replace('"steps": 20', '"steps": 2').replace(

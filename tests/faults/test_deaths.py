@@ -111,7 +111,7 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(
     assert not Path(f"/proc/{frozen[0]}").exists()
 
 
-def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shares(
+def test_a_death_in_a_program_takes_no_step_and_changes_shares(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:
     """One program of the strategy `hap` on unequal shares."""

@@ -68,7 +68,7 @@ def trains_again(run: StruckRun, seen: Observation) -> bool:
     return isinstance(run.controller.state, Training) and run.controller.memory.generation > 1
 
 
-def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_because_of_it(
+def test_a_grey_worker_is_asked_for_nothing_after_a_broken_restore(
     network: NamespaceNetwork, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """The death is one failure, a restore that comes too late another. Were it scheduled alike

@@ -23,7 +23,7 @@ HELD, GOES_ON_UNTIL = 8, 18
 
 
 @pytest.mark.faults
-def test_one_workers_slow_storage_delays_the_next_checkpoint_and_no_step(
+def test_slow_storage_delays_the_next_checkpoint_and_no_step(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """Worker b/0 stores its part of step 8 only when ten more steps, two checkpoints' worth, are

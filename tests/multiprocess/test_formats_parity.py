@@ -220,9 +220,7 @@ def with_adapters(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
-def test_adapters_in_fp16_over_weights_in_bf16_train_as_peft_under_torch_amp(
-    pool: Any, steps: int
-) -> None:
+def test_fp16_adapters_over_bf16_weights_train_as_peft(pool: Any, steps: int) -> None:
     """Wrong: frozen weights are stored in fp16 for good, or adapters' gradients stay scaled."""
     schedule = {**LONG, "precision": "bf16", "steps": steps}
     case = with_adapters(Case(QWEN3, in_formats(CUTS_ACROSS, "fp16"), schedule, steps))
