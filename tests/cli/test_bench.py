@@ -49,7 +49,6 @@ def _real(capsys, scenarios, scale="20"):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("others", ["f", pytest.param("ae", marks=pytest.mark.slow)])
 def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys, others):
     code, found = _real(capsys, ("b", *others))
@@ -79,7 +78,6 @@ def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys, oth
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"{why_no_namespaces()}")
 def test_a_signal_leaves_no_namespace_and_no_shared_memory(number):
@@ -111,7 +109,6 @@ def _left_behind():
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"{why_no_namespaces()}")
 def test_restores_between_namespaces_are_right_and_beside_bare_copies(capsys):
     code, found = _real(capsys, ("b",), scale="1")

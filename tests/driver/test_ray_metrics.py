@@ -84,7 +84,6 @@ print("\n".join(line for line in text.splitlines() if line.startswith("ray_autoh
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 def test_rays_endpoint_serves_them(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EVENTS],

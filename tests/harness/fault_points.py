@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.harness.waits import HANG_S
+
 PHASES = (
     "gather",
     "forward",
@@ -24,7 +26,6 @@ PHASES = (
 FILES = ("snapshot", "upload")
 RECONFIGURING = ("rebuild", "restore")
 UPDATING = ("mid_update", "failed_update")
-HOLD_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Gate:
                 return
             self._passed = True
         self._tell(self._point)
-        assert self._open.wait(HOLD_S), f"nobody opened the gate at {self._point}"
+        assert self._open.wait(HANG_S), f"nobody opened the gate at {self._point}"
 
     def open(self) -> None:
         self._open.set()

@@ -29,7 +29,7 @@ def thread_names() -> set[str]:
 
 
 @contextmanager
-def nothing_left(memory: Path, settle_s: float = 3.0) -> Iterator[None]:
+def nothing_left(memory: Path, settle_s: float = 30.0) -> Iterator[None]:
     """Fails when the block leaves a thread, an open file, a socket, or anything under `memory`;
     what ends by itself gets `settle_s`.
     """

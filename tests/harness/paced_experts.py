@@ -154,9 +154,7 @@ def work_of(cost: CostModel, block_s: float) -> Work:
 
 def measured_step_s(job: Job, plan: Plan, work: Work, steps: int) -> float:
     """The median seconds of real steps. Blocks."""
-    by_rank = run_distributed(
-        _train, len(plan.workers), job, plan.to_json(), work, steps, timeout_s=300.0
-    )
+    by_rank = run_distributed(_train, len(plan.workers), job, plan.to_json(), work, steps)
     return statistics.median(by_rank[0])
 
 

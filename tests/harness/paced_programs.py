@@ -134,15 +134,13 @@ def speeds_of(of: PacedFleet) -> list[float]:
     return [of.speeds[fleet.gpu_type(worker)] for worker in fleet.workers]
 
 
-def predicted_and_measured(
-    of: PacedFleet, plan: Plan, steps: int, timeout_s: float = 300.0
-) -> tuple[float, float]:
+def predicted_and_measured(of: PacedFleet, plan: Plan, steps: int) -> tuple[float, float]:
     """Seconds of a step: the cost model's, and the median of real ones. Blocks."""
     cost = of.cost()
     prediction = cost.predict(plan)
     paces = paces_of(PlanProposal(plan, prediction, cost))
     by_rank = run_distributed(
-        _train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps, timeout_s=timeout_s
+        _train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps
     )
     return prediction.step_time_s, statistics.median(by_rank[0])
 

@@ -27,9 +27,10 @@ import boto3
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.harness.waits import HANG_S
+
 KEYS = ("testing", "testingsecret")
 POLICIES = Path(__file__).resolve().parents[2] / "cluster_configs" / "aws"
-START_S = 30.0
 BUCKET = "checkpoints"
 
 
@@ -198,7 +199,7 @@ def _client(service: str, endpoint: str) -> Any:
 def _with_bucket(endpoint: str) -> S3Store:
     """The store once its server answers and has made the bucket."""
     client = _client("s3", endpoint)
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + HANG_S
     while True:
         try:
             client.create_bucket(Bucket=BUCKET)

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from tests.harness.fork_server import forking_context
+from tests.harness.waits import HANG_S
 
-DEADLINE_S = 120.0
 STEPS = 4
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def measured_step_s(
         0,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=DEADLINE_S),
+        timeout=timedelta(seconds=HANG_S),
     )
     context = forking_context()
     answers, workers = context.Queue(), tuple(nodes)
@@ -59,7 +59,7 @@ def measured_step_s(
     for process in processes:
         process.start()
     try:
-        steps = [answers.get(timeout=DEADLINE_S) for _ in processes]
+        steps = [answers.get(timeout=HANG_S) for _ in processes]
     finally:
         for process in processes:
             process.join(10)
@@ -82,8 +82,8 @@ def _steps(
     answers: Any,
 ) -> None:
     torch.set_num_threads(1)
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-    groups = GenerationGroups(store, 0, worker, CPU, GroupTimeouts(DEADLINE_S, DEADLINE_S))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=HANG_S))
+    groups = GenerationGroups(store, 0, worker, CPU, GroupTimeouts(HANG_S, HANG_S))
     groups.meet(workers)
     everyone = groups.group(workers)
     step, seconds = build(case, worker, groups), []

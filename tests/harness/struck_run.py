@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from autohet.control.job_state import Training
 from autohet.control.planning.orders import OrderBuilder
@@ -26,13 +27,17 @@ from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
+from planner.search.problem import limits
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.storage.open import open_storage
 from tests.harness import toy_model  # noqa: F401
 from tests.harness.exact_job import NODES, node_type
 from tests.harness.fault_points import FILES, PHASES, RECONFIGURING, UPDATING, FaultPoint
 from tests.harness.process_fleet import ProcessFleet
+from tests.harness.waits import HANG_S
 
+FEW_TRIES = 120
+"""Steps of the planner's search, a tenth: tests/planner tests how good a plan is."""
 NOTICE_S = 6.0
 LEASE_S = 4.0
 STEP_PHASES = tuple(phase for phase in PHASES if phase not in ("gather", "evaluate"))
@@ -259,11 +264,17 @@ class StruckRun:
         return seen
 
     def run(
-        self, timeout_s: float, interfere: Callable[[StruckRun, Observation], None] | None = None
+        self,
+        interfere: Callable[[StruckRun, Observation], None] | None = None,
+        timeout_s: float = HANG_S,
     ) -> Result:
-        """To the end, which must come within `timeout_s`; everything that was started is ended
-        afterwards.
-        """
+        """To the end; everything that was started is ended afterwards."""
+        with patch.object(limits, "MOST_TRIES", FEW_TRIES):
+            return self._run(interfere, timeout_s)
+
+    def _run(
+        self, interfere: Callable[[StruckRun, Observation], None] | None, timeout_s: float
+    ) -> Result:
         began = time.monotonic()
         resources: dict[str, tuple[int, int]] = {}
         try:

@@ -42,7 +42,7 @@ from tests.multiprocess.test_chat_parity import (
     whole_state,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.multiprocess
 SETTINGS = {**TRAINING, "steps": STEPS, "clip_norm": 0.05}
 ALL = AdapterSection(rank=4, alpha=16.0)
 SOME = AdapterSection(rank=3, alpha=6.0, targets=("k_proj", "v_proj", "down_proj"), rslora=True)

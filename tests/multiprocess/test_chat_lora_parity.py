@@ -43,7 +43,7 @@ from tests.multiprocess.test_chat_parity import (
 )
 from tests.runtime.data.test_chat_templates import OUTPUT, answer, ask, call
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300, func_only=True)]
+pytestmark = pytest.mark.multiprocess
 PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 MODELS = {
     "qwen3": QWEN3,

@@ -35,7 +35,7 @@ from tests.harness.trl_reference import TrlRun, run_trl
 from tests.harness.worker_pool import PoolProcess, TaskFailed, WorkerPool
 from tests.runtime.data.test_chat import conversations, write_chat
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 STEPS, DEATH = 8, 4
 LENGTH = 127
 MODEL = {**LLAMA, "vocab_size": 400}
@@ -153,7 +153,7 @@ def train_until_death(
     workers = Plan.from_document(case.plan).workers
     processes = pool.processes[: len(workers)]
     generation = next(GENERATIONS)
-    pool.map(training_case.build, [(case, worker, port, generation, 60.0) for worker in workers])
+    pool.map(training_case.build, [(case, worker, port, generation) for worker in workers])
     answers = pool.map(training_case.train, [(case, DEATH)] * len(workers))
     states = [process.call(training_case.show_state) for process in processes]
     victim, others = processes[0], processes[1:]
@@ -166,7 +166,7 @@ def train_until_death(
         process.call(training_case.interrupt)
     for process, task in zip(others, tasks, strict=True):
         with pytest.raises(TaskFailed):
-            process.result(task, 30)
+            process.result(task)
         assert process.call(training_case.progress)[0] == DEATH
         process.call(training_case.leave)
     return [loss for loss, _ in answers[0]], whole_state(case, states)
@@ -193,16 +193,15 @@ def train_from(
             worker,
             port,
             generation,
-            60.0,
             slices_for(case, worker, state),
             first,
         )
         for process, worker in zip(processes, workers, strict=True)
     ]
     for process, task in zip(processes, tasks, strict=True):
-        process.result(task, 60)
+        process.result(task)
     tasks = [process.start(training_case.train, case, steps) for process in processes]
-    results = [process.result(task, 100) for process, task in zip(processes, tasks, strict=True)]
+    results = [process.result(task) for process, task in zip(processes, tasks, strict=True)]
     return results[0], [process.call(training_case.show_state) for process in processes]
 
 

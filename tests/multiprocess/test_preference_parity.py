@@ -39,7 +39,7 @@ from tests.multiprocess.test_chat_parity import (
     train_until_death,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 SETTINGS = {
     **TRAINING,
     "objective": "dpo",
