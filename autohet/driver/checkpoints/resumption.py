@@ -61,8 +61,8 @@ def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> Ch
     if newest.info is None or newest.manifest is None:
         require_some_intact(newest, storage)
         return None
-    for error in newest.damaged:
-        logger.warning("%s: going on from step %d", error, newest.info.step)
+    for damage in newest.damaged:
+        logger.warning("%s: going on from step %d", damage, newest.info.step)
     if newest.unknown:
         logger.warning("%s: no checkpoint is removed", newest.unknown)
     _check_same(job, config, newest.info, newest.manifest)
