@@ -152,16 +152,16 @@ class Worker:
         """
         with self._lock:
             steps, evaluations = self.records.take()
-            receipts = tuple(self.preservation.take_receipts())
+            receipts = tuple(self.preservation.uploads.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
-            transfers = self.preservation.take_transfers() if told else ()
+            transfers = self.preservation.transfers.take() if told else ()
             report = replace(
                 self._report,
                 steps=steps,
                 receipts=receipts,
                 transfers=transfers,
                 evaluations=evaluations,
-                memory_shortage=self.preservation.shortage,
+                memory_shortage=self.preservation.snapshots.shortage,
             )
             live = self.live
             if live is None:
@@ -176,8 +176,8 @@ class Worker:
                 live_generation=live.generation,
                 prepared_step=prepared if version.whole else None,
                 vote=live.last_vote,
-                snapshot_step=self.preservation.snapshot_step(live.generation),
-                replicated_step=self.preservation.replicated_step(live.generation),
+                snapshot_step=self.preservation.snapshots.newest(live.generation),
+                replicated_step=self.preservation.replication.complete_step(live.generation),
             )
 
     def begin(self, order: GenerationOrder) -> None:
@@ -426,7 +426,7 @@ class Worker:
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
         same = live.version == StateVersion(order.start_step) and order.continues(live.generation)
-        return live.known(same, arrived, self.preservation.snapshot_of)
+        return live.known(same, arrived, self.preservation.snapshots.lease)
 
     def _train(
         self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]

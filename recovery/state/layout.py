@@ -138,19 +138,6 @@ class TensorSpec:
         shape[self.split_dim] = sum(self.unit_extent(unit) for unit in units)
         return tuple(shape)
 
-    def local_slices(self, units: Sequence[int]) -> dict[int, tuple[slice, ...]]:
-        """Map each of a worker's ascending `units` to its slices of the local tensor."""
-        slices_by_unit: dict[int, tuple[slice, ...]] = {}
-        position = 0
-        for unit in units:
-            end = position + self.unit_extent(unit)
-            slices = [slice(0, extent) for extent in self.shape]
-            if self.split_dim is not None:
-                slices[self.split_dim] = slice(position, end)
-            slices_by_unit[unit] = tuple(slices)
-            position = end
-        return slices_by_unit
-
     def unit_extent(self, unit: int) -> int:
         """Return the unit's size along `split_dim`."""
         return self.cuts[unit + 1] - self.cuts[unit]

@@ -1,4 +1,4 @@
-"""A worker's local tensors seen as units: cut into views, assembled back, and as raw bytes."""
+"""A worker's local tensors seen as units: views of each."""
 
 from __future__ import annotations
 
@@ -62,19 +62,6 @@ def empty_local(
     """Return an uninitialised contiguous local tensor for `units`."""
     shape = spec.local_shape(units)
     return torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
-
-
-def assemble(
-    spec: TensorSpec,
-    units: Sequence[int],
-    pieces: Mapping[int, torch.Tensor],
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """Assemble the local tensor of `units` from `pieces` (unit -> tensor of the unit's shape)."""
-    local = empty_local(spec, units, device)
-    for unit, view in unit_views(spec, units, local).items():
-        view.copy_(pieces[unit])
-    return local
 
 
 def shard_views(

@@ -19,9 +19,6 @@ GIVEN_BY_OTHERS = {
     "autohet/runtime/models/layers/linear_loss.py _LinearCrossEntropy.forward": (
         "torch.autograd.Function"
     ),
-    "autohet/runtime/models/layers/tensor_parallel.py _ChunkedCrossEntropy.forward": (
-        "torch.autograd.Function"
-    ),
     "autohet/runtime/spmd/collectives.py FactoredLinear.forward": "torch.autograd.Function",
 }
 """Functions whose parameters another library prescribes, and which."""

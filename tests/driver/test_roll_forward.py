@@ -21,7 +21,7 @@ def struck(answer: str) -> tuple[Controller, ScriptedWorkforce, str, int]:
     controller, force = make(steps=60)
     run(controller, trained(controller, 5))
     step, (late, *_, witness) = controller.memory.ledger.committed_steps, controller.memory.members
-    vote = Vote(4.0, 640.0, 64, 0, 0, len(controller.memory.members), 0, 0)
+    vote = Vote(4.0, 640.0, 64, members=len(controller.memory.members))
     for worker, process in force.processes.items():
         halted = replace(process.report, phase=Phase.HALTED)
         saw = worker == witness

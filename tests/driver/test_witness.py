@@ -25,7 +25,7 @@ def test_the_loss_of_a_step_whose_only_witness_dies_is_that_of_its_vote(tmp_path
         if worker == witness:
             process.report = replace(
                 process.report,
-                vote=(step, Vote(4.0, 640.0, 64, 0, 0, len(controller.memory.members), 0, 0)),
+                vote=(step, Vote(4.0, 640.0, 64, members=len(controller.memory.members))),
             )
     controller.tick()
     assert step not in controller.memory.ledger.records, "nobody has told of it"

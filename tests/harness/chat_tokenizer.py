@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,12 +26,13 @@ MARKED = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NO_PREFIX = (  # an earlier turn is shortened once another follows, as thinking is by Qwen3's
+GATHERED = (  # printed after the loop, and an earlier turn is shortened once another follows
+    "{% set all = namespace(text='') %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
-    "{{ message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
+    "{% set start = '<think></think>' if loop.last and message['role'] == 'assistant' else '' %}"
+    "{% set start = '<|im_start|>' + message['role'] + '\n' + start %}"
+    "{% set all.text = all.text + start + message['content'] + '<|im_end|>\n' %}"
+    "{% endfor %}{{ all.text }}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
@@ -38,21 +43,40 @@ TEXT = [
 ]
 
 
-def save_chat_tokenizer(directory: Path, template: str | None = MARKED) -> PreTrainedTokenizerFast:
+TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+
+def trl_template(name: str) -> str:
+    return (TRL_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def special_tokens_of(template: str) -> list[str]:
+    """What a template's tokenizer has as tokens of their own."""
+    return sorted({*SPECIAL, *re.findall(r"<[|｜]?[\w▁]+[|｜]?>|\[/?INST\]|</s>", template)})
+
+
+def save_chat_tokenizer(
+    directory: Path,
+    template: str | dict[str, str] | None = MARKED,
+    special: Sequence[str] = SPECIAL,
+    texts: Sequence[str] = TEXT,
+    size: int = 400,
+) -> PreTrainedTokenizerFast:
     """Train one on a few lines, save it, return it as transformers loads it."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
+        vocab_size=size,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(TEXT, trainer)
+    backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = template
+    shutil.rmtree(directory, ignore_errors=True)  # Named templates have files of their own.
     tokenizer.save_pretrained(directory)
     return tokenizer

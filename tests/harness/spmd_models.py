@@ -14,8 +14,8 @@ from tests.harness.tiny_models import tiny_config
 
 
 class Model(nn.Module):
-    reduction = "mean"
-    """Or "sum", as trainers want it."""
+    reduction = "sum"
+    """As trainers want it, or "mean"."""
 
 
 class Mlp(Model):

@@ -22,6 +22,7 @@ from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
 from planner.spmd.plan import PlacedProgram, synthesize
+from tests.harness.parity import ADAM_EPS
 from tests.harness.spmd_models import spmd_case
 from tests.harness.spmd_programs import given_plan, random_program
 
@@ -31,6 +32,7 @@ TRAINING = TrainingSection(
     steps=100,
     precision="fp32",
     learning_rate=1e-2,
+    eps=ADAM_EPS,
     min_learning_rate_ratio=1.0,
     no_decay="none",
     clip_norm=0.3,
@@ -40,6 +42,7 @@ TRAINING = TrainingSection(
 def one_process(name: str, steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and weights of plain PyTorch: AdamW and clip_grad_norm_."""
     model, batch = spmd_case(name, torch.float32)
+    model.reduction = "mean"  # type: ignore[assignment]
     settings = TRAINING
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -112,7 +115,6 @@ def train(
     expected, found, cpu = one_process(name, steps)[2], [], torch.device("cpu")
     for number, seed in enumerate(seeds, 1):
         model, batch = spmd_case(name, torch.float32)
-        model.reduction = "sum"  # type: ignore[assignment]
         captured = capture(model, batch)
         groups = GenerationGroups(store, number, f"w{rank}", cpu, GroupTimeouts(30.0, 30.0))
         placed = some_plan(captured, size, seed)

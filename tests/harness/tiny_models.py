@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS
@@ -303,9 +303,7 @@ CAPTURED = [
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
-    return load_config(
-        SimpleNamespace(config={**TINY[name], **changes}, pretrained=None, revision=None)
-    )
+    return load_config(ModelSection(config={**TINY[name], **changes}))
 
 
 def random_parameters(config: PreTrainedConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from autohet.runtime.data import TokenDataset
 from autohet.runtime.facts.layout import frozen_units, layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, GroupTimeouts, PeerLost
 from autohet.runtime.job import AdapterSection, ModelSection, TrainingSection
+from autohet.runtime.messages import EvaluationRecord
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
@@ -29,7 +30,7 @@ from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.step.batches import Batches, EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScale
-from autohet.runtime.step.step_commit import EvaluationEnded, EvaluationResult
+from autohet.runtime.step.step_commit import EvaluationEnded
 from autohet.runtime.step.trainer import StageTrainer
 from planner.plans.plan import Plan
 from recovery.state.borrowed import BorrowedState
@@ -257,7 +258,7 @@ def evaluate(case: Case, dataset: str, max_rows: int | None = None) -> tuple[flo
     batch = case.training["global_batch_sequences"]
     rows = EvaluationRows(open_dataset(dataset), batch, CPU, max_rows)
     result = SEAT.trainer.evaluate(rows)
-    assert isinstance(result, EvaluationResult)
+    assert isinstance(result, EvaluationRecord)
     return result.loss, result.tokens, result.sequences
 
 
@@ -301,7 +302,9 @@ def run_scaled(
     for _ in range(case.steps):
         result = SEAT.trainer.train_step(rows_of(case))
         scale = result.loss_scale
-        results.append((result.loss, None if scale is None else scale.exponent, result.applied))
+        results.append(
+            (result.loss, None if scale is None else scale.exponent, result.skipped is None)
+        )
     state = show_state()
     if case.adapter is not None:
         assert check_frozen(case) > 0

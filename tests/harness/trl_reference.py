@@ -124,50 +124,48 @@ class RecordedDpo(Recorded, DPOTrainer):  # type: ignore[misc]
 
 
 def run_trl(case: Case, tokenizer: Any, directory: Path) -> TrlRun:
-    """Train the case's model from its first weights on its rows."""
-    config = case.config()
-    names = list(family_of(config).parameter_specs(config))
-    model = reference_model(config, initial_parameters(config, names, case.seed))
+    """Train the case's model, or its adapters, from its first weights on its rows."""
     arguments = SFTConfig(
         padding_free=True,
         packing=False,
         dataset_kwargs={"skip_prepare_dataset": True},
         **arguments_of(case, directory),
     )
-    trainer = RecordedSft(
-        model=model,
-        args=arguments,
-        train_dataset=rows_as_trl_has_them(case),
-        processing_class=tokenizer,
-    )
-    trainer.run = TrlRun()
-    trainer.train()
-    trainer.run.weights = {
-        name: tensor.detach().numpy().copy() for name, tensor in model.named_parameters()
-    }
-    return trainer.run
+    return train_recorded(RecordedSft, case, arguments, rows_as_trl_has_them(case), tokenizer)
 
 
 def run_trl_dpo(case: Case, tokenizer: Any, directory: Path) -> TrlRun:
     """Train the case's adapters from their first values on its rows of preferences."""
+    beta = case.section().preference_beta
+    arguments = DPOConfig(beta=beta, **arguments_of(case, directory))
+    return train_recorded(RecordedDpo, case, arguments, pairs_as_trl_has_them(case), tokenizer)
+
+
+def train_recorded(
+    kind: type[Recorded], case: Case, arguments: Any, rows: Dataset, tokenizer: Any
+) -> TrlRun:
     config = case.config()
     names = list(family_of(config).parameter_specs(config))
     drawn = dict(initial_parameters(config, names, case.seed))
     base = {name: tensor for name, tensor in drawn.items() if not is_adapter(name)}
     model = reference_model(config, iter(base.items()))
-    trainer = RecordedDpo(
+    make: Any = kind
+    trainer = make(
         model=model,
-        args=DPOConfig(beta=case.section().preference_beta, **arguments_of(case, directory)),
-        train_dataset=pairs_as_trl_has_them(case),
+        args=arguments,
+        train_dataset=rows,
         processing_class=tokenizer,
-        peft_config=lora_config(config, model),
+        peft_config=lora_config(config, model) if case.adapter else None,
     )
-    with torch.no_grad():
-        for name, tensor in named_adapters(trainer.model):
-            tensor.copy_(drawn[name])
+    trained = named_adapters if case.adapter else type(model).named_parameters
+    if case.adapter:
+        with torch.no_grad():
+            for name, tensor in trained(trainer.model):
+                tensor.copy_(drawn[name])
     trainer.run = TrlRun()
     trainer.train()
     trainer.run.weights = {
-        name: tensor.detach().numpy().copy() for name, tensor in named_adapters(trainer.model)
+        name: tensor.detach().numpy().copy() for name, tensor in trained(trainer.model)
     }
-    return trainer.run
+    found: TrlRun = trainer.run
+    return found

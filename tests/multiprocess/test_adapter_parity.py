@@ -19,16 +19,7 @@ from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.registry import family_of
 from planner.plans.plan import Plan
 from tests.harness import training_case
-from tests.harness.peft_reference import train_peft
-from tests.harness.training_case import Case, rows_of
-from tests.multiprocess.test_chat_parity import (
-    DEATH,
-    STEPS,
-    train_from,
-    train_until_death,
-    whole_state,
-)
-from tests.multiprocess.test_parity import (
+from tests.harness.parity import (
     ASYMMETRIC,
     GPT2,
     LLAMA,
@@ -40,6 +31,15 @@ from tests.multiprocess.test_parity import (
     pipeline,
     plan_document,
     with_memory,
+)
+from tests.harness.peft_reference import train_peft
+from tests.harness.training_case import Case, rows_of
+from tests.multiprocess.test_chat_parity import (
+    DEATH,
+    STEPS,
+    train_from,
+    train_until_death,
+    whole_state,
 )
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]

@@ -16,17 +16,9 @@ from autohet.runtime.models.registry import family_of
 from autohet.runtime.step.reference import reference_model, train_reference
 from planner.plans.plan import Plan
 from tests.harness import training_case
-from tests.harness.tiny_models import AUTO
-from tests.harness.training_case import Case, rows_of
-from tests.multiprocess.test_chat_parity import (
-    DEATH,
-    train_from,
-    train_until_death,
-)
-from tests.multiprocess.test_parity import (
+from tests.harness.parity import (
     ASYMMETRIC,
     BALANCED,
-    BIAS,
     LAYERS,
     MIXTURES,
     TOLERANCE,
@@ -36,6 +28,14 @@ from tests.multiprocess.test_parity import (
     plan_document,
     with_all_to_all,
 )
+from tests.harness.tiny_models import AUTO
+from tests.harness.training_case import Case, rows_of
+from tests.multiprocess.test_chat_parity import (
+    DEATH,
+    train_from,
+    train_until_death,
+)
+from tests.multiprocess.test_experts_parity import BIAS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 STEPS = DEATH + 3

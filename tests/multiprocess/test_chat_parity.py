@@ -18,12 +18,11 @@ from autohet.runtime.data import prepare_dataset
 from autohet.runtime.facts.layout import layout_of_plan, tensor_specs
 from autohet.runtime.job import DataSection
 from planner.plans.plan import Plan
+from recovery.state.slices import unit_views
 from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer
-from tests.harness.training_case import Case
-from tests.harness.trl_reference import TrlRun, run_trl
-from tests.harness.worker_pool import PoolProcess, TaskFailed, WorkerPool
-from tests.multiprocess.test_parity import (
+from tests.harness.parity import (
+    ADAM_EPS,
     ASYMMETRIC,
     LLAMA,
     TOLERANCE,
@@ -31,6 +30,9 @@ from tests.multiprocess.test_parity import (
     grid,
     plan_document,
 )
+from tests.harness.training_case import Case
+from tests.harness.trl_reference import TrlRun, run_trl
+from tests.harness.worker_pool import PoolProcess, TaskFailed, WorkerPool
 from tests.runtime.data.test_chat import conversations, write_chat
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -46,7 +48,7 @@ TRAINING = {
     "min_learning_rate_ratio": 1.0,
     "weight_decay": 0.0,
     "clip_norm": 0.5,
-    "eps": 1e-4,
+    "eps": ADAM_EPS,
     "betas": (0.9, 0.95),
 }
 GRIDS = [
@@ -121,12 +123,13 @@ def whole_state(case: Case, states: list[dict[str, np.ndarray]]) -> dict[str, to
         units = layout.units_of(worker)
         for name, tensor in state.items():
             spec = specs[name]
+            local = torch.from_numpy(tensor)
             if spec.split_dim is None:
-                whole[name] = torch.from_numpy(tensor)
+                whole[name] = local
                 continue
             target = whole.setdefault(name, torch.empty(spec.shape))
-            for unit, slices in spec.local_slices(units[name]).items():
-                target[spec.unit_slices(unit)] = torch.from_numpy(tensor[slices])
+            for unit, view in unit_views(spec, units[name], local).items():
+                target[spec.unit_slices(unit)] = view
     return whole
 
 

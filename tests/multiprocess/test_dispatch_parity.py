@@ -21,11 +21,7 @@ from autohet.runtime.job import AdapterSection, DataSection
 from planner.plans.plan import Plan
 from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer
-from tests.harness.training_case import Case
-from tests.multiprocess.test_chat_parity import whole_state
-from tests.multiprocess.test_formats_parity import in_formats
-from tests.multiprocess.test_formats_parity import run as run_in_formats
-from tests.multiprocess.test_parity import (
+from tests.harness.parity import (
     MIXTURES,
     TOLERANCE,
     TRAINING,
@@ -34,6 +30,10 @@ from tests.multiprocess.test_parity import (
     pipeline,
     plan_document,
 )
+from tests.harness.training_case import Case
+from tests.multiprocess.test_chat_parity import whole_state
+from tests.multiprocess.test_formats_parity import in_formats
+from tests.multiprocess.test_formats_parity import run as run_in_formats
 from tests.multiprocess.test_preference_parity import SETTINGS, write_preferences
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]

@@ -14,6 +14,17 @@ import pytest
 
 from autohet.runtime.job import AdapterSection
 from planner.plans.plan import Plan
+from tests.harness.parity import (
+    ASYMMETRIC,
+    GPT2,
+    QWEN3,
+    TOLERANCE,
+    TRAINING,
+    check_weights,
+    grid,
+    plan_document,
+    with_memory,
+)
 from tests.harness.training_case import (
     Case,
     build,
@@ -24,18 +35,7 @@ from tests.harness.training_case import (
     train,
 )
 from tests.multiprocess.test_adapter_parity import UNEVEN
-from tests.multiprocess.test_parity import (
-    ASYMMETRIC,
-    GPT2,
-    QWEN3,
-    SEQUENCE_CUT,
-    TOLERANCE,
-    TRAINING,
-    check_weights,
-    grid,
-    plan_document,
-    with_memory,
-)
+from tests.multiprocess.test_shares_parity import SEQUENCE_CUT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 STEPS = 5

@@ -23,8 +23,7 @@ from autohet.runtime.step.learning_rate import learning_rate
 from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.step.reference import peft_reference_model, reference_model
 from planner.plans.plan import Plan
-from tests.harness.training_case import Case, rows_of, run_scaled
-from tests.multiprocess.test_parity import (
+from tests.harness.parity import (
     ASYMMETRIC,
     GPT2,
     LLAMA,
@@ -35,6 +34,7 @@ from tests.multiprocess.test_parity import (
     plan_document,
     with_memory,
 )
+from tests.harness.training_case import Case, rows_of, run_scaled
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 

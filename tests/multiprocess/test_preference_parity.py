@@ -20,6 +20,13 @@ from autohet.runtime.job import AdapterSection, DataSection
 from planner.plans.plan import Plan
 from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer
+from tests.harness.parity import (
+    ASYMMETRIC,
+    TOLERANCE,
+    check_weights,
+    grid,
+    plan_document,
+)
 from tests.harness.training_case import Case
 from tests.harness.trl_reference import TrlRun, run_trl_dpo
 from tests.multiprocess.test_chat_parity import (
@@ -31,13 +38,6 @@ from tests.multiprocess.test_chat_parity import (
     train_from,
     train_until_death,
 )
-from tests.multiprocess.test_parity import (
-    ASYMMETRIC,
-    TOLERANCE,
-    check_weights,
-    grid,
-    plan_document,
-)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 SETTINGS = {
@@ -45,7 +45,7 @@ SETTINGS = {
     "objective": "dpo",
     "dpo_beta": 0.5,
     "clip_norm": 0.05,
-    "learning_rate": 3e-3,
+    "learning_rate": 1e-2,
 }
 ADAPTER = AdapterSection(rank=4, alpha=16.0)
 PLANS = {

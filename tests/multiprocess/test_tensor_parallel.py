@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store
 
 from autohet.runtime.groups import GlooGroup
-from autohet.runtime.models.layers.tensor_parallel import TensorParallel, cross_entropy_sum
+from autohet.runtime.models.layers.linear_loss import CutVocabulary, cross_entropy_sum
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.registry import family_of
 from planner.plans.plan import Recompute
 from tests.harness.processes import ChildFailed, run_distributed
@@ -43,7 +44,7 @@ def _group(rank: int, size: int, store: Store) -> GlooGroup:
 
 def _every_case(rank: int, size: int, store: Store) -> dict[str, tuple[float, float]]:
     """Errors of loss and of gradients of this rank, by case."""
-    tp = TensorParallel(_group(rank, size, store), rank, size)
+    tp = TensorParallel.even(_group(rank, size, store), rank, size)
     errors = {}
     for name in CASES[size]:
         for cut, recompute in (([3], "selective"), ([1, 2], "full")):
@@ -84,7 +85,7 @@ def _head_loss(rank: int, size: int, store: Store) -> Any:
     (expected * 3).backward()
     rows = slice(0, 3) if rank == 0 else slice(3, 11)
     local = logits[:, rows].clone().requires_grad_()
-    loss = cross_entropy_sum(local, targets, TensorParallel(group, rank, size), rows.start)
+    loss = cross_entropy_sum(local, targets, CutVocabulary(group, size, rows.start, 11, 11))
     (loss * 3).backward()
     return loss.item(), expected.item(), (local.grad - whole.grad[:, rows]).abs().max().item()
 

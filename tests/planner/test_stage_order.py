@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from autohet.runtime.parallel.schedule import ActionKind, one_forward_one_backward
+from autohet.runtime.parallel.schedule import one_forward_one_backward
 from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.plans.in_flight import MOST_AHEAD
 from planner.plans.plan import Pipeline, Plan, Stage, check_plan
@@ -52,16 +52,6 @@ def defined_order(in_flight: int, num_microbatches: int) -> list[int]:
     return [next(forwards) if step == 1 else ~next(backwards) for step in best]
 
 
-def runtime_order(pipeline: Pipeline, stage: int) -> list[int]:
-    order = []
-    for action in one_forward_one_backward(pipeline, stage):
-        if action.kind is ActionKind.FORWARD:
-            order.append(action.microbatch)
-        elif action.kind is ActionKind.BACKWARD:
-            order.append(~action.microbatch)
-    return order
-
-
 def simulated_orders(pipeline: Pipeline) -> list[list[int]]:
     depth = len(pipeline.stages)
     no_transfer = (0.0,) * (depth - 1)
@@ -96,5 +86,5 @@ def test_the_runtime_runs_and_the_planner_simulates_1f1b(depth: int, num_microba
         numbers = most or tuple(range(depth, 0, -1))
         defined = [defined_order(number, num_microbatches) for number in numbers]
         assert [stage_order(numbers, s, num_microbatches) for s in range(depth)] == defined
-        assert [runtime_order(pipeline, s) for s in range(depth)] == defined
+        assert [one_forward_one_backward(pipeline, s) for s in range(depth)] == defined
         assert simulated_orders(pipeline) == defined

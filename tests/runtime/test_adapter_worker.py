@@ -35,6 +35,7 @@ from recovery.errors import Cancelled
 from recovery.state.holdings import Holding, Source
 from recovery.storage.open import open_storage
 from recovery.transfer.schedule import schedule
+from tests.harness.parity import ADAM_EPS
 from tests.harness.peft_reference import train_peft
 from tests.runtime.test_worker import ME, follow, order
 
@@ -66,7 +67,7 @@ def document(root: Path, model: dict[str, Any]) -> dict[str, Any]:
         "precision": "fp32",
         "device": "cpu",
         "learning_rate": 1e-2,
-        "eps": 1e-4,
+        "eps": ADAM_EPS,
     }
     return {
         "name": "one",

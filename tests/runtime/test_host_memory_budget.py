@@ -81,9 +81,11 @@ def test_what_no_other_node_has_is_kept_first_and_a_death_costs_nothing(
     assert "a/0 keeps NOTHING of its state (0 MB)" in said
     assert "a/1 keeps all of its state (2 MB)" in said
     assert f"mount -o remount,size=1G {small_memory}" in said
-    assert [worker.shortage for worker in workers.values()] == [said, None], "one reports it"
+    assert [worker.snapshots.shortage for worker in workers.values()] == [said, None], (
+        "one reports it"
+    )
     deadline, step = time.monotonic() + 20, 0
-    while step < 3 or workers["a/1"].snapshot_step(1) is None:
+    while step < 3 or workers["a/1"].snapshots.newest(1) is None:
         assert time.monotonic() < deadline
         step += 1
         for name, worker in workers.items():
@@ -109,10 +111,10 @@ def test_snapshots_are_tried_again_once_there_is_room(tmp_path, small_memory, mo
     worker.begin(ORDER)
     for step in range(1, 6):
         step_of(worker, step, state)
-    assert worker.snapshot_step(1) is None
+    assert worker.snapshots.newest(1) is None
     others.unlink()
     deadline = time.monotonic() + 20
-    while worker.snapshot_step(1) is None:
+    while worker.snapshots.newest(1) is None:
         assert time.monotonic() < deadline
         step += 1
         step_of(worker, step, state)

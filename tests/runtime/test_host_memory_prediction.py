@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autohet.runtime.copies import memory_snapshots
-from autohet.runtime.copies.preservation import Preservation
+from autohet.runtime.copies.memory_snapshots import MemorySnapshots
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.models.config import read_config
 from autohet.runtime.state import live as live_module
@@ -256,7 +256,7 @@ def test_what_leaves_the_devices_is_what_is_predicted(
     host, (before, after) = CountedHost(tmp_path), swapped()
     host.install(monkeypatch)
     monkeypatch.setattr(
-        Preservation, "snapshot_of", lambda *_: None
+        MemorySnapshots, "lease", lambda *_: None
     )  # as for a worker that rolled forward
     monkeypatch.setattr(
         memory_snapshots, "write_copies_limit", lambda *_: None
@@ -296,7 +296,7 @@ def at_most_what_is_predicted(
     """
     host, (before, after) = CountedHost(folder), transition.random_pair(seed)
     host.install(monkeypatch)
-    monkeypatch.setattr(Preservation, "snapshot_of", lambda *_: None)
+    monkeypatch.setattr(MemorySnapshots, "lease", lambda *_: None)
     transition.move(before, after, folder)
     # A worker of the new plan alone has trained in that one, for its limit, and still has what it
     # held there.

@@ -40,8 +40,6 @@ def test_no_notice_is_none(server: ImdsServer) -> None:
     metadata = InstanceMetadata(server.endpoint)
     assert metadata.interruption() is None
     assert metadata.rebalance() is None
-    assert metadata.interruption() is None
-    assert metadata.rebalance() is None
 
 
 def test_interruption_carries_its_deadline(server: ImdsServer) -> None:
@@ -94,19 +92,17 @@ def test_an_agent_reports_it_by_the_services_clock(
             watch.close()
 
 
-def test_both_notices_stand_until_they_are_replaced(server: ImdsServer) -> None:
+def test_each_read_of_one_notice_is_equal(server: ImdsServer) -> None:
     metadata = InstanceMetadata(server.endpoint)
     server.recommend_rebalance(NOTICE_TIME - 300)
-    assert metadata.interruption() is None
-    first = metadata.rebalance()
-    assert first is not None
-    assert (first.kind, first.seconds_left(0.0)) == ("rebalance", None)
-    for moment in (NOTICE_TIME, NOTICE_TIME + 60):
-        server.interrupt(moment)
-        notice = metadata.interruption()
-        assert notice is not None
-        assert (notice.kind, notice.time_unix_s) == ("interruption", moment)
-    assert metadata.rebalance() == first
+    advice = metadata.rebalance()
+    assert advice is not None
+    assert (advice.kind, advice.seconds_left(0.0)) == ("rebalance", None)
+    server.interrupt(NOTICE_TIME)
+    first = metadata.interruption()
+    assert first == metadata.interruption()
+    server.interrupt(NOTICE_TIME + 60)
+    assert metadata.interruption() != first
 
 
 def test_refused_token_is_renewed_once(server: ImdsServer) -> None:

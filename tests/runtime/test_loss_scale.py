@@ -67,10 +67,10 @@ def test_an_overflow_is_what_was_given_finite_and_is_not(
     passes = ScaledPasses(torch.device("cpu"))
     passes.begin(8.0)
     for gradient in (torch.tensor([given]), torch.tensor([float("inf")])):
-        scaled = passes.scaled(gradient)
+        scaled = passes.scale(gradient)
         assert scaled.dtype == torch.float16
         assert float(scaled) == 8.0 * float(gradient)
-        assert passes.checked_factor(torch.tensor([own], dtype=torch.float16)) == 0.125
+        assert passes.unscale_factor(torch.tensor([own], dtype=torch.float16)) == 0.125
         passes.end_microbatch()
     assert int(passes.overflows) == overflows
     passes.begin(4.0)
@@ -82,6 +82,6 @@ def test_a_gradient_leaves_the_stage_as_it_would_without_scale() -> None:
     passes.begin(1024.0)
     loss = torch.tensor(3.5, requires_grad=True)
     assert float(passes.root_gradient(loss)) == 1024.0
-    left = passes.unscaled(torch.tensor([1024.0, -0.5], dtype=torch.float16))
+    left = passes.unscale(torch.tensor([1024.0, -0.5], dtype=torch.float16))
     assert left.dtype == torch.float32
     assert left.tolist() == [1.0, -0.5 / 1024]

@@ -210,14 +210,14 @@ def test_the_store_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_oldest_documents_are_removed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fact_store, "MAX_DOCUMENTS", 2)
     for number in range(4):
-        fact_store.derived(int, {"number": number}, partial(int, number))
+        fact_store.recall(int, {"number": number}, partial(int, number))
         for path in store.iterdir():
             state = path.stat()
             os.utime(path, (state.st_atime - 10, state.st_mtime - 10))
     forget()
     assert len(list(store.iterdir())) == 2
-    assert fact_store.derived(int, {"number": 3}, lambda: -1) == 3
-    assert fact_store.derived(int, {"number": 0}, lambda: -1) == -1
+    assert fact_store.recall(int, {"number": 3}, lambda: -1) == 3
+    assert fact_store.recall(int, {"number": 0}, lambda: -1) == -1
 
 
 def test_warnings_are_logged_again(store: Path, caplog: pytest.LogCaptureFixture) -> None:

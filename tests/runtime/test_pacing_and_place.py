@@ -56,12 +56,12 @@ def two_stages(before: int, after: int, nodes: str) -> dict[str, Place]:
 def test_each_takes_what_is_sent_to_it(before: int, after: int, nodes: str) -> None:
     places = two_stages(before, after, nodes)
     first, second = list(places)[:before], list(places)[before:]
-    forward = [transfer for place in places.values() for transfer in place.gives_forward]
-    backward = [transfer for place in places.values() for transfer in place.gives_backward]
-    assert set(forward) == {places[name].takes_forward for name in second}
-    assert set(backward) == {places[name].takes_backward for name in first}
-    assert [places[name].takes_forward for name in first] == [None] * before
-    assert [places[name].takes_backward for name in second] == [None] * after
+    forward = [transfer for place in places.values() for transfer in place.transfers_to(+1)]
+    backward = [transfer for place in places.values() for transfer in place.transfers_to(-1)]
+    assert set(forward) == {places[name].transfer_from(-1) for name in second}
+    assert set(backward) == {places[name].transfer_from(+1) for name in first}
+    assert [places[name].transfer_from(-1) for name in first] == [None] * before
+    assert [places[name].transfer_from(+1) for name in second] == [None] * after
     for transfers, takers in ((forward, second), (backward, first)):
         assert len(transfers) == len(takers)
         for transfer in transfers:

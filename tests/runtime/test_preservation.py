@@ -96,7 +96,7 @@ def until(condition):
 def keep(preservation, step):
     """One step's snapshot, waited for."""
     preservation.keep(step, {SPEC.name: torch.full((64,), float(step))}, durable=False)
-    until(lambda: preservation.snapshot_step(preservation.order.generation) == step)
+    until(lambda: preservation.snapshots.newest(preservation.order.generation) == step)
 
 
 def round_of(preservation, step):
@@ -104,7 +104,7 @@ def round_of(preservation, step):
     keep(preservation, step)
     until(lambda: preservation.status() == PreservationStatus())
     preservation.record_vote(pending=False, failed=False)
-    assert preservation.replicated_step(1) == step
+    assert preservation.replication.complete_step(1) == step
 
 
 def steps(store):
@@ -124,7 +124,7 @@ def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, a
     assert {step for _, step in steps(agent)} == {1, 2, 5, 6}, (
         "the complete one, the open one, the two newest"
     )
-    assert preservation.replicated_step(1) == 1
+    assert preservation.replication.complete_step(1) == 1
 
 
 def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, peer, monkeypatch):
@@ -149,10 +149,10 @@ def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, pe
     copied.set()
     updating.join(20)
     assert not updating.is_alive()
-    assert preservation.take_receipts() == []
+    assert preservation.uploads.take_receipts() == []
     stored.set()
     until(lambda: not preservation.uploads.busy)
-    ((_, step, receipt),) = preservation.take_receipts()
+    ((_, step, receipt),) = preservation.uploads.take_receipts()
     assert (step, receipt.shards) == (1, frozenset(SPEC.shards))
 
 
@@ -163,11 +163,11 @@ def test_what_was_copied_elsewhere_is_told_once(preservation, agent, peer):
     began = time.monotonic()
     preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
-    until(lambda: preservation.snapshot_step(1) == 1)
+    until(lambda: preservation.snapshots.newest(1) == 1)
     until(lambda: preservation.status() == PreservationStatus())
     assert preservation.status() == PreservationStatus()
-    ((_, _, receipt),) = preservation.take_receipts()
-    transfers = preservation.take_transfers()
+    ((_, _, receipt),) = preservation.uploads.take_receipts()
+    transfers = preservation.transfers.take()
     told = {transfer.tier: transfer for transfer in transfers}
     since = time.monotonic() - began
     assert len(transfers) == 3, "each once, however often it votes"
@@ -177,7 +177,7 @@ def test_what_was_copied_elsewhere_is_told_once(preservation, agent, peer):
     assert told["s3"].num_bytes == sum(file.num_bytes for file in receipt.files)
     assert told["disk"].num_bytes == told["peer"].num_bytes == LAYOUT.bytes_of(ME)
     assert all(0 < t.seconds <= t.seconds + t.ended_ago_s <= since for t in told.values())
-    assert preservation.take_transfers() == ()
+    assert preservation.transfers.take() == ()
 
 
 def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(
@@ -194,7 +194,7 @@ def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=False)
     seen = []
     voting = threading.Thread(
-        target=lambda: (preservation.status(), seen.append(preservation.snapshot_step(1)))
+        target=lambda: (preservation.status(), seen.append(preservation.snapshots.newest(1)))
     )
     voting.start()
     voting.join(0.2)
@@ -220,7 +220,7 @@ def test_one_snapshot_that_fails_costs_no_other(preservation, peer, monkeypatch)
     assert preservation.status() == PreservationStatus(failed=True)
     preservation.record_vote(pending=False, failed=True)
     keep(preservation, 2)
-    assert preservation.snapshot_step(1) == 2
+    assert preservation.snapshots.newest(1) == 2
 
 
 def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservation, peer):
@@ -229,7 +229,7 @@ def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservatio
         keep(preservation, step)
         assert preservation.status() == PreservationStatus(pending=True)
         preservation.record_vote(pending=True, failed=False)
-    assert preservation.replicated_step(1) is None
+    assert preservation.replication.complete_step(1) is None
 
 
 def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(
@@ -304,7 +304,7 @@ def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_tur
 
     def step(number):
         writing = preservation.status().writing
-        due = preservation.is_turn(number, writing=writing)
+        due = preservation.turns.take(number, writing=writing)
         turns.extend([number] if due else [])
         preservation.keep(number, {SPEC.name: torch.full((64,), float(number))}, durable=due)
         preservation.before_update()
@@ -320,7 +320,7 @@ def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_tur
     assert turns == uploads == [100, 302], (
         "200 and 300 are one owed checkpoint, of the newest state"
     )
-    assert [(generation, step) for generation, step, _ in preservation.take_receipts()] == [
+    assert [(generation, step) for generation, step, _ in preservation.uploads.take_receipts()] == [
         (1, 100),
         (1, 302),
     ]
@@ -344,7 +344,7 @@ def test_the_last_step_is_stored_although_the_one_before_failed(preservation, pe
     threading.Timer(0.2, may.set).start()
     preservation.keep(2, {SPEC.name: torch.ones(64)}, durable=True)
     until(lambda: not preservation.status().writing)
-    (_, first, why), (_, second, receipt) = preservation.take_receipts()
+    (_, first, why), (_, second, receipt) = preservation.uploads.take_receipts()
     assert (first, second) == (1, 2)
     assert "the storage is away" in why
     assert receipt.shards == frozenset(SPEC.shards)
@@ -368,7 +368,7 @@ def test_a_durable_step_reads_the_state_once(preservation, peer, monkeypatch):
     state[SPEC.name].fill_(4.0)  # the next update: whoever still read the state now would store it
     until(lambda: not preservation.status().writing)
     assert len(readings) == 3, "one a step"
-    ((_, _, receipt),) = preservation.take_receipts()
+    ((_, _, receipt),) = preservation.uploads.take_receipts()
     (stored,) = {shard.checksum for file in receipt.files for shard in file.shards}
     assert stored == checksum(tensor_bytes(torch.full((64,), 3.0)))
     disk = [

@@ -13,6 +13,7 @@ import torch
 from autohet.runtime.step import replica_check
 from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck, judge
 from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.state.slices import unit_views
 
 
 def case(
@@ -64,10 +65,9 @@ def test_equal_replicas_sum_to_zero_and_any_flipped_bit_does_not(seed: int) -> N
     shared = [shard for shard in sorted(layout.shards) if len(layout.holders(shard)) > 1]
     shard = draw.choice(shared)
     worker = draw.choice(layout.holders(shard))
-    slices = layout.tensors[shard.tensor].local_slices(layout.units_of(worker)[shard.tensor])[
-        shard.unit
-    ]
-    view = states[worker][shard.tensor][slices]
+    units = layout.units_of(worker)[shard.tensor]
+    local = states[worker][shard.tensor]
+    view = unit_views(layout.tensors[shard.tensor], units, local)[shard.unit]
     flipped = view.contiguous().view(torch.int32) ^ (1 << draw.randrange(31))
     view.copy_(flipped.view(torch.float32))
     assert votes(layout, states) != 0.0

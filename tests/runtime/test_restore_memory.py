@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autohet.emulate.demo import reference_losses
-from autohet.runtime.copies.preservation import Preservation
+from autohet.runtime.copies.memory_snapshots import MemorySnapshots
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase, WorkerPlace
@@ -122,6 +122,6 @@ def test_a_worker_for_whose_state_the_host_has_no_room_fails_with_a_reason(
 ):
     """Instead of taking memory until the kernel kills some process of the node."""
     monkeypatch.setattr(host_memory, "free_bytes", lambda: host_memory.RESERVE_BYTES)
-    monkeypatch.setattr(Preservation, "snapshot_of", lambda *_: None)
+    monkeypatch.setattr(MemorySnapshots, "lease", lambda *_: None)
     restored_from_its_node(worker, job, store, tmp_path)
     assert error_of(worker).startswith("OutOfMemoryError: no room in host memory")

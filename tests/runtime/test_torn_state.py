@@ -51,7 +51,7 @@ class Scene:
         self.votes: dict[int, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                votes_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v))
+                votes_module, "Vote", lambda **v: self.votes.setdefault(len(self.votes), Vote(**v))
             )
             self.wanted = train_alone(tmp_path / "alone", tmp_path, training={"steps": STEPS}).state
         place = WorkerPlace(ME, NODE, "A10G", str(tmp_path / "memory"), str(tmp_path / "ssd"))

@@ -14,8 +14,9 @@ from torch.distributed import HashStore
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts, Interrupted
 from autohet.runtime.groups.gloo import GlooGroup
+from autohet.runtime.messages import EvaluationRecord
 from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
-from autohet.runtime.step.step_commit import EvaluationEnded, EvaluationResult
+from autohet.runtime.step.step_commit import EvaluationEnded
 from autohet.runtime.step.trainer import StageTrainer
 from autohet.runtime.step.votes import Vote
 from planner.plans.plan import Plan
@@ -85,7 +86,6 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_nothing_else() -> No
     kept = trainer.state[name].clone()
     trainer.state[name].fill_(float("inf"))
     result = trainer.train_step(rows)
-    assert not result.applied
     assert result.skipped is not None
     assert (result.skipped.reason, result.skipped.parameters) == (
         "not_finite",
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_nothing_else() -> No
     assert trainer.step == 2
     trainer.state[name].copy_(kept)
     assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())
-    assert trainer.train_step(rows).applied
+    assert trainer.train_step(rows).skipped is None
     assert not torch.equal(trainer.state[name], kept)
 
 
@@ -141,11 +141,13 @@ def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
 
 def test_a_stop_travels_in_the_vote() -> None:
     trainer, rows = trainer_of(TOY_CONFIG)
-    assert not trainer.train_step(rows).stop
-    trainer.voter.request_stop(checkpoint=True)
-    result = trainer.train_step(rows)
-    assert result.stop
-    assert result.checkpoint
+    votes = []
+    for _ in range(2):
+        trainer.train_step(rows)
+        assert trainer.last_vote is not None
+        votes.append(trainer.last_vote[1])
+        trainer.voter.request_stop(checkpoint=True)
+    assert [(vote.stops, vote.checkpoints) for vote in votes] == [(0, 0), (1, 1)]
 
 
 def test_an_update_that_was_cut_off_goes_on_to_the_same_bits() -> None:
@@ -240,23 +242,22 @@ def test_gradients_that_are_not_finite_are_named_where_all_weights_are() -> None
 def test_data_that_is_to_be_skipped_changes_nothing(training: dict[str, Any], reason: str) -> None:
     trainer, rows = trainer_of(LLAMA, **training)
     if reason == "requested":
-        assert trainer.train_step(rows).applied
+        assert trainer.train_step(rows).skipped is None
     before = copy_of(trainer)
     for _ in range(2):
         result = trainer.train_step(rows)
-        assert not result.applied
         assert result.skipped is not None
         assert result.skipped.reason == reason
     assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())
     if reason == "requested":
-        assert trainer.train_step(rows).applied
+        assert trainer.train_step(rows).skipped is None
 
 
 def test_a_survivor_that_rolls_forward_skips_the_step_too() -> None:
     trainer, _ = trainer_of(LLAMA, skip_gradient_norm_above=1e-9)
     before = copy_of(trainer)
     trainer.prepared = 0
-    vote = Vote(1.0, 1.0, 4, 0, 0, 1)
+    vote = Vote(squared_norm=1.0, loss_sum=1.0, tokens=4, members=1)
     assert not trainer.apply_prepared(vote)
     assert trainer.step == 1
     assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())
@@ -287,7 +288,7 @@ def test_an_evaluation_is_a_plain_loss_and_leaves_no_trace(microbatches: int) ->
     held_out: Any = SixRows()
     for _ in range(2):
         result = evaluated.evaluate(held_out)
-        assert isinstance(result, EvaluationResult)
+        assert isinstance(result, EvaluationRecord)
         assert (result.step, result.sequences, result.tokens) == (evaluated.step, 6, 33)
         total = 0.0
         with torch.no_grad():

@@ -110,7 +110,7 @@ def llama_decoder(
     from autohet.runtime.job import ModelSection
     from autohet.runtime.models.config import load_config
     from autohet.runtime.models.family import COMPUTE_DTYPES
-    from autohet.runtime.spmd.language_model import captured_decoder
+    from autohet.runtime.spmd.language_model import capture_decoder
 
     config = {
         "model_type": spec.model_type,
@@ -124,7 +124,7 @@ def llama_decoder(
         "tie_word_embeddings": spec.tied_embeddings,
     }
     loaded = load_config(ModelSection(config=config))
-    found = captured_decoder(loaded, microbatch, sequence_length, COMPUTE_DTYPES[precision])
+    found = capture_decoder(loaded, microbatch, sequence_length, COMPUTE_DTYPES[precision])
     sizes = (math.prod(found.graph.by_name[name].shape) for name in found.split_dims)
     return found if sum(sizes) == spec.parameters else None
 

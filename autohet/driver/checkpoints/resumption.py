@@ -29,9 +29,8 @@ from autohet.runtime.job.identity import (
     with_implied,
 )
 from autohet.runtime.models.config import saved_document
-from autohet.runtime.models.config_keys import used_keys
 from autohet.runtime.models.pretrained import weights_identity
-from autohet.runtime.models.registry import FAMILIES
+from autohet.runtime.models.registry import FAMILIES, used_keys
 from autohet.runtime.step.learning_rate import follows_steps, learning_rate
 from autohet.runtime.step.loss_scale import LOSS_SCALE
 from planner.errors import ConfigError
@@ -221,7 +220,7 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
 
     document = saved_document(model)
     kind = str(document["model_type"])
-    keys = used_keys(kind) or frozenset()
+    keys = used_keys(kind)
     dropouts = _dropout_keys(kind)
     if not any(document.get(key) for key in dropouts):
         then.pop(DROPOUT, None)

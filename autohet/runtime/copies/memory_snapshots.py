@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -127,27 +127,24 @@ class MemorySnapshots:
 
     def start(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Start the step's snapshot; it is skipped if it fails."""
-        if self.writer is not None:
-            try:
-                self.writer.start(step, state, self._timeout_s)
-            except SnapshotError as error:
-                self._skip(self.writer, error)
+        self._write(lambda writer: writer.start(step, state, self._timeout_s))
 
     def wait(self) -> None:
         """Block until the last snapshot is committed; it is skipped if it fails."""
-        if self.writer is not None:
-            try:
-                self.writer.wait(self._timeout_s)
-            except SnapshotError as error:
-                self._skip(self.writer, error)
+        self._write(lambda writer: writer.wait(self._timeout_s))
 
     def wait_copied(self) -> None:
         """Block until the last snapshot has read the state; it is skipped if it fails."""
-        if self.writer is not None:
-            try:
-                self.writer.wait_copied(self._timeout_s)
-            except SnapshotError as error:
-                self._skip(self.writer, error)
+        self._write(lambda writer: writer.wait_copied(self._timeout_s))
+
+    def _write(self, call: Callable[[SnapshotWriter], object]) -> None:
+        writer = self.writer
+        if writer is None:
+            return
+        try:
+            call(writer)
+        except SnapshotError as error:
+            self._skip(writer, error)
 
     def _skip(self, writer: SnapshotWriter, error: SnapshotError) -> None:
         """Continue without a snapshot that cannot be written.

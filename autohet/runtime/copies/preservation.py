@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -31,8 +30,8 @@ logger = logging.getLogger("autohet.worker")
 class Preservation:
     """Snapshots, replication rounds and uploads of one worker, which owns this object.
 
-    The generation's thread calls `begin`, `record_vote`, `is_turn`, `keep`, `status` and
-    `before_update`; reports call the rest.
+    The generation's thread calls its methods; reports read its parts. turns: decides from a step's
+    vote whether the step is to be durable, for all workers alike.
     """
 
     def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
@@ -42,32 +41,12 @@ class Preservation:
         self._timeout_s = timeouts.checkpoint_s
         self._leave_s = timeouts.quiesce_s
         self.transfers = TransferLog()
-        self._snapshots = MemorySnapshots(place, self._every, timeouts.checkpoint_s)
+        self.snapshots = MemorySnapshots(place, self._every, timeouts.checkpoint_s)
         self.replication = ReplicationState(place, self._every, timeouts.step_s, self.transfers)
         self.uploads = DurableUploads(place.worker, storage, timeouts, self.transfers)
         self._disk: SnapshotWriter | None = None
         self.order: GenerationOrder | None = None
-        self._turns = Turns(job.checkpoint.every_steps)
-
-    @property
-    def shortage(self) -> str | None:
-        """Sentence on too little host memory for snapshots, of a node's first worker."""
-        return self._snapshots.shortage
-
-    def snapshot_step(self, generation: int) -> int | None:
-        """Return the step of the newest committed snapshot of this generation."""
-        return self._snapshots.newest(generation)
-
-    def replicated_step(self, generation: int) -> int | None:
-        """Return the step of the last complete round of this generation."""
-        return self.replication.complete_step(generation)
-
-    def snapshot_of(self, generation: int, step: int) -> SnapshotLease | None:
-        """Return the committed snapshot of this step.
-
-        None unless this worker has one of the last generation that it trained in.
-        """
-        return self._snapshots.lease(generation, step)
+        self.turns = Turns(job.checkpoint.every_steps)
 
     def begin(self, order: GenerationOrder) -> None:
         """Begin a generation, whose layout decides what this worker keeps and writes."""
@@ -75,8 +54,8 @@ class Preservation:
         self.uploads.abandon()
         self.order = order
         self.replication.begin(order)
-        self._turns = Turns(self._turns.every)
-        self._snapshots.begin(order)
+        self.turns = Turns(self.turns.every)
+        self.snapshots.begin(order)
         self._disk = self._on_disk(order)
 
     def _close_writers(self) -> None:
@@ -84,7 +63,7 @@ class Preservation:
 
         A disk that hangs is not waited for.
         """
-        self._snapshots.close()
+        self.snapshots.close()
         if self._disk is not None:
             with suppress(SnapshotError):
                 self._disk.wait_copied(min(self._timeout_s, self._leave_s))
@@ -115,7 +94,7 @@ class Preservation:
     def before_update(self) -> None:
         """Block until the state may change: all copies of the step before have been read."""
         self.uploads.wait_copied()
-        self._snapshots.wait_copied()
+        self.snapshots.wait_copied()
         disk = self._disk
         if disk is None:
             return
@@ -135,12 +114,12 @@ class Preservation:
         that passes the vote begins to overwrite the snapshot before that one. If all processes
         ended then, a worker without its own snapshot would leave no step that all nodes keep.
         """
-        self._snapshots.wait()
+        self.snapshots.wait()
         spills = self._disk is not None and self._disk.busy
         writing = self.uploads.busy or spills
         if self.order is None:
             return PreservationStatus(writing=writing)
-        status = self.replication.status(self.order, self._snapshots.writer)
+        status = self.replication.status(self.order, self.snapshots.writer)
         return replace(status, writing=writing)
 
     def record_vote(self, *, pending: bool, failed: bool) -> None:
@@ -149,12 +128,8 @@ class Preservation:
         completed = self.replication.record_vote(
             self.order.generation, pending=pending, failed=failed
         )
-        if completed and self._snapshots.writer is not None:
-            self._snapshots.writer.release_older()
-
-    def is_turn(self, step: int, *, writing: bool) -> bool:
-        """Return True if the step is to be durable, as all workers decide from its vote."""
-        return self._turns.take(step, writing=writing)
+        if completed and self.snapshots.writer is not None:
+            self.snapshots.writer.release_older()
 
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
         """Start the step's snapshot after its update.
@@ -165,13 +140,13 @@ class Preservation:
         assert order is not None
         is_snapshot_step = self._every > 0 and (step % self._every == 0 or durable)
         if is_snapshot_step:
-            self._snapshots.try_again(order)
-            self.replication.begin_step(order, step, self._snapshots.writer)
-            self._snapshots.start(step, state)
+            self.snapshots.try_again(order)
+            self.replication.begin_step(order, step, self.snapshots.writer)
+            self.snapshots.start(step, state)
         if durable:
             # Each of the two releases a lease of its own on the snapshot.
-            self._spill(step, self._snapshots.source(step, state))
-            self.uploads.start(order, step, self._snapshots.source(step, state))
+            self._spill(step, self.snapshots.source(step, state))
+            self.uploads.start(order, step, self.snapshots.source(step, state))
 
     def _spill(self, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
         """Keep the durable step on the node's own disk; a full disk is no failure.
@@ -188,16 +163,8 @@ class Preservation:
                 state.release()
             logger.warning("step %d is not on this node's disk: %s", step, error)
 
-    def take_receipts(self) -> list[tuple[int, int, Any]]:
-        """Return (generation, step, receipt) of each upload that has ended since the last call."""
-        return self.uploads.take_receipts()
-
-    def take_transfers(self) -> tuple[StateTransfer, ...]:
-        """Return the uploads, replication rounds and spills that have ended since the last call."""
-        return self.transfers.take()
-
     def close(self) -> None:
-        self._snapshots.close()
+        self.snapshots.close()
         if self._disk is not None:
             self._disk.close()
         self.replication.close()

@@ -1,24 +1,16 @@
-"""Render conversations as text by the model's chat template, with the spans that are trained on.
-
-The template's own generation marks delimit the assistant's text. If the template has no marks, each
-assistant turn is the text that its rendering adds to the rendering of the messages before it.
-"""
+"""Conversations of records: messages, tools and marks in the form that chat templates take."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
-import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
+from autohet.runtime.data.chat.targets import ASSISTANTS, TRAINED_KEYS, warn_once
+from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation
-from planner.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython")
-ASSISTANTS = ("assistant", "model")
 ROLE_BY_SPEAKER = {
     "human": "user",
     "gpt": "assistant",
@@ -26,116 +18,30 @@ ROLE_BY_SPEAKER = {
     "chatgpt": "assistant",
 }
 """Roles by ShareGPT's names of the speakers (fields `from`, `value`)."""
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-ChatMessage = dict[str, Any]
-MarkedSpan = tuple[int, int]
-"""Range of characters [begin, end)."""
-
-
-class RenderedText(NamedTuple):
-    """A conversation as one text, and the spans of it that are targets, in order."""
-
-    text: str
-    spans: list[MarkedSpan]
+SYSTEM = "system"
+OPTIONS = "chat_template_kwargs"
+RECORD_FIELDS = (SYSTEM, "tools", OPTIONS)
+"""Fields of a record that belong to its conversation, beside the messages."""
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
 
-class ChatTemplate:
-    """A Jinja chat template with the special tokens of its tokenizer."""
-
-    def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
-        self.template = template
-        self._special_tokens = special_tokens
-        self.has_marks = _GENERATION.search(template) is not None
-        known = json.dumps([template, special_tokens], sort_keys=True)
-        self.identity = hashlib.sha256(known.encode()).hexdigest()
-
-    @classmethod
-    def load(cls, tokenizer: str, given: str | None) -> ChatTemplate:
-        """Load the template `given` (a file, or the template itself), else the tokenizer's.
-
-        Raises:
-            ConfigError: there is no template, or the tokenizer cannot be loaded.
-        """
-        from transformers import AutoTokenizer
-
-        path = Path(tokenizer)
-        name = str(path.parent) if path.is_file() else tokenizer
-        try:
-            loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigError(
-                f"data.tokenizer: cannot load {tokenizer!r} for a chat template: {error}. Name a"
-                " directory with a Hugging Face tokenizer, or a hub id"
-            ) from error
-        template = loaded.chat_template if given is None else given_template(given)
-        if isinstance(template, dict):
-            template = template.get("default")
-        if not template:
-            raise ConfigError(
-                f"data.tokenizer {tokenizer!r} has no chat template; name a file with one in"
-                " data.chat_template"
-            )
-        special_tokens = {key: str(token) for key, token in loaded.special_tokens_map.items()}
-        return cls(template, special_tokens)
-
-    def render(
-        self, messages: Sequence[ChatMessage], tools: Any = None, *, prompt: bool = False
-    ) -> str:
-        """Render messages as text.
-
-        `prompt`: append the text that the template puts before the assistant's answer.
-        """
-        return self._rendered(messages, tools, prompt=prompt, marks=False).text
-
-    def render_marked(self, messages: Sequence[ChatMessage], tools: Any) -> RenderedText:
-        """Render messages as text, with the spans of the template's own generation marks."""
-        return self._rendered(messages, tools, prompt=False, marks=True)
-
-    def _rendered(
-        self, messages: Sequence[ChatMessage], tools: Any, *, prompt: bool, marks: bool
-    ) -> RenderedText:
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        found: Any
-        try:
-            found = render_jinja_template(
-                conversations=[list(messages)],
-                tools=tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **cast(Any, self._special_tokens),
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise BrokenRecord(
-                f"the chat template refuses the conversation ({error}); fix it, or {SKIP_REMEDY}"
-            ) from error
-        # One text, and its spans, for each conversation.
-        (text,), all_spans = found
-        spans: list[MarkedSpan] = []
-        if marks:
-            for begin, end in all_spans[0]:
-                spans.append((begin, end))
-        return RenderedText(text, spans)
-
-
-def given_template(given: str) -> str:
-    """Return the template in `data.chat_template`, which is a file's path or the template itself.
+def conversation_of(record: dict[str, Any], field: str) -> Conversation:
+    """Return the conversation in a record's field, with the record's system prompt and tools.
 
     Raises:
-        ConfigError: the file cannot be read.
+        BrokenRecord: it is no conversation (`messages_of`), or what belongs to it is broken.
     """
-    if "{%" in given or "{{" in given:
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"data.chat_template {given!r}: {error.strerror}; name a file with a Jinja template, or"
-            " give the template itself"
-        ) from error
+    messages = messages_of(record.get(field), field)
+    system = record.get(SYSTEM)
+    if isinstance(system, str) and system and messages[0]["role"] != SYSTEM:
+        messages = [{"role": SYSTEM, "content": system}, *messages]
+    for message in messages:
+        if message["role"] not in ASSISTANTS and any(message.get(key) for key in TRAINED_KEYS):
+            warn_once(
+                f"{', '.join(TRAINED_KEYS)} have an effect on the assistant's messages alone; other"
+                " messages are not trained on"
+            )
+    return Conversation(messages, tools_of(record), _options_of(record))
 
 
 def messages_of(value: Any, field: str) -> list[ChatMessage]:
@@ -166,6 +72,10 @@ def _message(given: dict[str, Any], number: int) -> ChatMessage:
         speaker = message.pop("from")
         message["role"] = ROLE_BY_SPEAKER.get(speaker, speaker)
         message["content"] = message.pop("value", "")
+    if isinstance(message.get("content"), list):
+        message["content"] = [_text_part(part, number) for part in message["content"]]
+    if "tool_calls" in message:
+        message["tool_calls"] = _parsed(message["tool_calls"], "tool_calls")
     role = message.get("role")
     if role not in ROLES:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
@@ -180,93 +90,47 @@ def _message(given: dict[str, Any], number: int) -> ChatMessage:
     return message
 
 
+def _text_part(part: Any, number: int) -> dict[str, str]:
+    """Return a part of content as `{type: text, text: ...}`."""
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise BrokenRecord(
+            f"message {number} has a part of type {kind!r} in its content, and only text is trained"
+            f" on; remove the part, or {SKIP_REMEDY}"
+        )
+    return {"type": "text", "text": text}
+
+
 def _has_content(message: ChatMessage) -> bool:
-    content = message.get("content")
-    if isinstance(content, str):
-        content = content.strip()
-    return bool(content or message.get("tool_calls"))
+    return bool(text_of_content(message.get("content")).strip() or message.get("tool_calls"))
 
 
 def tools_of(record: dict[str, Any]) -> Any:
     """Return the tools of a record, given as a list or as JSON text; None if it has none."""
-    tools = record.get("tools")
-    if not isinstance(tools, str):
-        return tools or None
+    tools = _parsed(record.get("tools"), "tools")
+    if isinstance(tools, list):
+        tools = [_parsed(tool, "tools") for tool in tools]
+    return tools or None
+
+
+def _options_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables that a record gives to its chat template."""
+    options = _parsed(record.get(OPTIONS), OPTIONS) or {}
+    known = isinstance(options, dict) and not set(options) & set(_RESERVED)
+    if not known:
+        raise BrokenRecord(
+            f"field {OPTIONS!r} holds {str(options)[:40]!r}; give an object without"
+            f" {', '.join(_RESERVED)}"
+        )
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _parsed(value: Any, field: str) -> Any:
+    """Return a field's value, which may be given as JSON text."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(tools) or None
+        return json.loads(value or "null")
     except ValueError as error:
-        raise BrokenRecord(f"field 'tools' is not valid JSON ({error}); fix it") from error
-
-
-def render_chat(
-    template: ChatTemplate, messages: list[ChatMessage], tools: Any, train_on: str
-) -> RenderedText:
-    """Render a conversation, with the text selected by `train_on` as its targets.
-
-    `train_on` selects the assistant's turns (`assistant`), the last of them (`completion`) or all
-    the text (`all`).
-
-    Raises:
-        BrokenRecord: the template marks nothing, or does not render a prefix as a prefix.
-    """
-    if train_on == "all":
-        text = template.render(messages, tools)
-        return RenderedText(text, [(0, len(text))])
-    turns = [index for index, each in enumerate(messages) if each["role"] in ASSISTANTS]
-    if not turns:
-        return RenderedText(template.render(messages, tools), [])
-    if template.has_marks:
-        rendered = template.render_marked(messages, tools)
-        spans = [(begin, end) for begin, end in rendered.spans if begin < end]
-        if not spans:
-            raise BrokenRecord(
-                "the chat template's generation marks hold none of the assistant's turns; fix the"
-                " marks in data.chat_template"
-            )
-        if train_on == "completion":
-            spans = spans[-1:]
-        return RenderedText(rendered.text, spans)
-    text = template.render(messages, tools)
-    if train_on == "completion":
-        turns = turns[-1:]
-    spans = [_turn_span(template, text, messages, tools, turn) for turn in turns]
-    return RenderedText(text, spans)
-
-
-def _turn_span(
-    template: ChatTemplate, text: str, messages: list[ChatMessage], tools: Any, index: int
-) -> MarkedSpan:
-    """Return the span that message `index` adds to the rendering of the messages before it."""
-    before = template.render(messages[:index], tools, prompt=True)
-    through = template.render(messages[: index + 1], tools)
-    _require_prefix(text, before, index)
-    _require_prefix(text, through, index + 1)
-    return len(before), len(through)
-
-
-def _require_prefix(text: str, prefix: str, num_messages: int) -> None:
-    if text.startswith(prefix):
-        return
-    place = 0
-    while place < min(len(text), len(prefix)) and text[place] == prefix[place]:
-        place += 1
-    raise BrokenRecord(
-        f"the chat template renders the first {num_messages} messages otherwise alone than in the"
-        f" whole conversation (at character {place}: {prefix[place : place + 20]!r}, not"
-        f" {text[place : place + 20]!r}), so the assistant's text cannot be told apart; name a"
-        " template with {% generation %} marks in data.chat_template"
-    )
-
-
-def render_completion(
-    template: ChatTemplate, prompt: list[ChatMessage], completion: list[ChatMessage], tools: Any
-) -> RenderedText:
-    """Render a prompt and its completion, both messages, with the completion as the target.
-
-    Raises:
-        BrokenRecord: the template does not render the prompt as a prefix.
-    """
-    text = template.render([*prompt, *completion], tools)
-    before = template.render(prompt, tools, prompt=True)
-    _require_prefix(text, before, len(prompt))
-    return RenderedText(text, [(len(before), len(text))])
+        raise BrokenRecord(f"field {field!r} is not valid JSON ({error}); fix it") from error

@@ -12,14 +12,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autohet.runtime.data.conversations import (
-    ChatTemplate,
-    RenderedText,
-    messages_of,
-    render_chat,
-    render_completion,
-    tools_of,
-)
+from autohet.runtime.data.chat.targets import render_chat, render_completion, render_each_turn
+from autohet.runtime.data.chat.template import ChatTemplate, RenderedText
+from autohet.runtime.data.conversations import RECORD_FIELDS, conversation_of, messages_of
 from autohet.runtime.data.marks import MAX_TOKEN
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of
 from autohet.runtime.data.tokenization import Tokenizer
@@ -63,7 +58,7 @@ class ExampleKind(Protocol):
         """
 
     def encode(self, extracted: Sequence[Any]) -> list[Example]:
-        """Return one example for each extracted content."""
+        """Return the examples of each extracted content, in order."""
 
 
 def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
@@ -95,19 +90,20 @@ class ChatExamples:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.field, "tools")
+        return (self.field, *RECORD_FIELDS)
 
     @property
     def identity(self) -> str:
         return f"chat {self.template.identity} {self.field} {self.train_on}"
 
-    def extract(self, record: Any) -> RenderedText:
-        record = _object(record)
-        messages = messages_of(record.get(self.field), self.field)
-        return render_chat(self.template, messages, tools_of(record), self.train_on)
+    def extract(self, record: Any) -> list[RenderedText]:
+        conversation = conversation_of(_object(record), self.field)
+        if self.train_on == "turns":
+            return render_each_turn(self.template, conversation)
+        return [render_chat(self.template, conversation, self.train_on)]
 
-    def encode(self, extracted: Sequence[RenderedText]) -> list[Example]:
-        return encode_rendered(self.tokenizer, extracted)
+    def encode(self, extracted: Sequence[list[RenderedText]]) -> list[Example]:
+        return encode_rendered(self.tokenizer, [each for found in extracted for each in found])
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: Sequence[RenderedText]) -> list[Example]:
@@ -132,9 +128,18 @@ class _Completions:
         self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         self._all = data.targets == "all"
-        # Without a template of its own the data may be texts alone, which need none.
-        given = "" if data.chat_template is None else self._loaded().identity
-        self.identity = f"{data.kind} {data.targets} {given} {tokenizer.end_token}"
+        self.identity = f"{data.kind} {data.targets} {self._known()} {tokenizer.end_token}"
+
+    def _known(self) -> str:
+        """Return the identity of the chat template; empty if the data can only be texts."""
+        if self._data.chat_template is not None:
+            return self._loaded().identity
+        if self._data.tokenizer == "bytes":
+            return ""
+        try:
+            return self._loaded().identity
+        except ConfigError:
+            return ""
 
     def _loaded(self) -> ChatTemplate:
         if self._template is None:
@@ -146,15 +151,12 @@ class _Completions:
         prompt = record.get(PROMPT)
         completion = record.get(field)
         if isinstance(prompt, list) and isinstance(completion, list):
-            rendered = render_completion(
+            return render_completion(
                 self._loaded(),
-                messages_of(prompt, PROMPT),
+                conversation_of(record, PROMPT),
                 messages_of(completion, field),
-                tools_of(record),
+                self._data.targets,
             )
-            if self._all:
-                return rendered._replace(spans=[(0, len(rendered.text))])
-            return rendered
         before = text_of(record, PROMPT)
         text = text_of(record, field)
         if not text.strip():
@@ -196,7 +198,7 @@ class _Completions:
 class CompletionExamples(_Completions):
     """Records with `prompt` and `completion`."""
 
-    columns = (PROMPT, COMPLETION, "tools")
+    columns = (PROMPT, COMPLETION, *RECORD_FIELDS)
 
     def extract(self, record: Any) -> Completion:
         return self._of(_object(record), COMPLETION)
@@ -208,7 +210,7 @@ class CompletionExamples(_Completions):
 class PreferenceExamples(_Completions):
     """Records with `prompt`, `chosen` and `rejected`, or with two conversations that part."""
 
-    columns = (PROMPT, CHOSEN, REJECTED, "tools")
+    columns = (PROMPT, CHOSEN, REJECTED, *RECORD_FIELDS)
 
     def extract(self, record: Any) -> tuple[Completion, Completion]:
         record = _with_prompt(_object(record))

@@ -65,7 +65,7 @@ def directory() -> Path | None:
     return Path(root).expanduser() / "models"
 
 
-def derived(kind: type[T], depends_on: Mapping[str, Any], derive: Callable[[], T]) -> T:
+def recall(kind: type[T], depends_on: Mapping[str, Any], derive: Callable[[], T]) -> T:
     """Return a value of the store, or derive it and store it.
 
     kind: its type, of dataclasses and plain values. depends_on: everything that it depends on, but
@@ -82,7 +82,7 @@ def derived(kind: type[T], depends_on: Mapping[str, Any], derive: Callable[[], T
             logging.getLogger(each.logger).log(each.level, each.message)
         found: T = known.value
         return found
-    with _warnings_logged() as warnings:
+    with _collect_warnings() as warnings:
         value = derive()
     fact = _Fact(value, warnings)
     _remember(key, fact)
@@ -178,7 +178,7 @@ def _remove_oldest(place: Path) -> None:
 
 
 @contextmanager
-def _warnings_logged() -> Iterator[list[_Warning]]:
+def _collect_warnings() -> Iterator[list[_Warning]]:
     """Collect the warnings that this program logs meanwhile."""
     warnings: list[_Warning] = []
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autohet.runtime.facts.fact_store import derived
+from autohet.runtime.facts.fact_store import recall
 from autohet.runtime.job import Job
 from planner.errors import ConfigError, InfeasibleError
 from planner.plans.model_spec import ModelSpec
@@ -30,7 +30,7 @@ def planned_spec(job: Job) -> ModelSpec:
         "precision": job.training.precision,
         "dropout": job.model.dropout and job.training.objective != "dpo",
     }
-    spec = _known_or_derived(job, ModelSpec, facts, lambda: derive_spec(job))
+    spec = _recall_or_derive(job, ModelSpec, facts, lambda: derive_spec(job))
     return replace(spec, name=job.name)
 
 
@@ -43,7 +43,7 @@ def with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
         "precision": job.training.precision,
         "sequence_length": job.training.sequence_length,
     }
-    adapted = _known_or_derived(job, ModelSpec, facts, lambda: _derive_adapted(spec, job))
+    adapted = _recall_or_derive(job, ModelSpec, facts, lambda: _derive_adapted(spec, job))
     # The reference of a preference is the model without its adapters, in a forward pass of its own.
     if job.training.preference_beta is not None:
         return adapted.with_forward_passes(2)
@@ -53,7 +53,7 @@ def with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
 def training_refusal(job: Job) -> str | None:
     """Return the reason why `autohet train` cannot run a job's model; None: it can."""
     facts = {"spmd": job.parallelism.spmd, "objective": job.training.objective}
-    known = _known_or_derived(job, _Refusal, facts, lambda: _Refusal(_derive_refusal(job)))
+    known = _recall_or_derive(job, _Refusal, facts, lambda: _Refusal(_derive_refusal(job)))
     return known.reason
 
 
@@ -69,7 +69,7 @@ def decoder(job: Job, microbatch: int) -> Decoder:
         "sequence_length": job.training.sequence_length,
         "microbatch": microbatch,
     }
-    known = _known_or_derived(job, _DecoderDocument, facts, lambda: _derive_graph(job, microbatch))
+    known = _recall_or_derive(job, _DecoderDocument, facts, lambda: _derive_graph(job, microbatch))
     if known.reason is not None:
         raise InfeasibleError(
             f"model '{job.name}' has no SPMD program: {known.reason}. Use a strategy with pipelines"
@@ -95,7 +95,7 @@ class _DecoderDocument:
     split_dims: dict[str, int] = field(default_factory=dict)
 
 
-def _known_or_derived(
+def _recall_or_derive(
     job: Job, kind: type[T], facts: Mapping[str, Any], derive: Callable[[], T]
 ) -> T:
     """Return a value that depends on a job's model and these facts of the job.
@@ -111,7 +111,7 @@ def _known_or_derived(
         if files is None:
             return derive()
         model["files"] = files
-    return derived(kind, {"model": model, **facts}, derive)
+    return recall(kind, {"model": model, **facts}, derive)
 
 
 def _files(directory: Path) -> list[tuple[str, int, int]] | None:
@@ -152,11 +152,11 @@ def derive_spec(job: Job) -> ModelSpec:
 
 def _derive_adapted(spec: ModelSpec, job: Job) -> ModelSpec:
     from autohet.runtime.models.config import load_config
-    from autohet.runtime.models.specs.adapter_spec import adapted_spec
+    from autohet.runtime.models.specs.adapter_spec import adapt_spec
 
     training = job.training
     config = load_config(job.model)
-    return adapted_spec(spec, config, training.sequence_length, training.precision)
+    return adapt_spec(spec, config, training.sequence_length, training.precision)
 
 
 def _derive_refusal(job: Job) -> str | None:
@@ -181,7 +181,7 @@ def _derive_graph(job: Job, microbatch: int) -> _DecoderDocument:
     from autohet.runtime.models.config import load_config
     from autohet.runtime.models.family import COMPUTE_DTYPES
     from autohet.runtime.models.registry import family_of
-    from autohet.runtime.spmd.language_model import captured_decoder
+    from autohet.runtime.spmd.language_model import capture_decoder
 
     if job.model.adapter is not None:
         return _DecoderDocument("its weights are frozen, and programs train all of them")
@@ -193,7 +193,7 @@ def _derive_graph(job: Job, microbatch: int) -> _DecoderDocument:
         config = load_config(job.model)
         if family_of(config).has_experts:
             return _DecoderDocument("which experts see a token is known only as it is computed")
-        found = captured_decoder(config, microbatch, training.sequence_length, dtype)
+        found = capture_decoder(config, microbatch, training.sequence_length, dtype)
     except ConfigError as error:
         return _DecoderDocument(str(error))
     graph = found.graph

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from autohet.runtime.messages import DataState
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from autohet.runtime.job import Job
+    from autohet.runtime.data import TokenDataset
+    from autohet.runtime.job import DataSection, Job
 
 logger = logging.getLogger("autohet.data")
 ATTEMPTS = 3
@@ -53,42 +55,29 @@ class Preparation:
         return None
 
     def _prepare(self) -> None:
-        from autohet.runtime.data.build import (
-            prepare_dataset,
-        )  # pyarrow takes its time: not in the agent's constructor
-
-        data = self._job.require_training()
-        length = self._job.training.sequence_length
-        dataset = prepare_dataset(
-            data, length, progress=self._progress, shared=shared_datasets(self._job)
-        )
-        evaluation_digest = self._prepare_evaluation()
-        facts = dataset.facts
+        dataset = self._prepare_dataset(self._job.require_training(), self._progress)
+        evaluation_digest = None
+        if self._job.evaluation_data is not None:
+            rows = self._prepare_dataset(self._job.evaluation_data, self._check_stop)
+            evaluation_digest = rows.facts.content_sha256
         total = max(self.state.total_bytes, 1)
-        summary = dataset.summary
         self.state = DataState(
             total,
             total,
-            facts.content_sha256,
-            facts.num_rows,
+            dataset.facts.content_sha256,
+            dataset.facts.num_rows,
             evaluation_digest=evaluation_digest,
-            summary=summary,
+            summary=dataset.summary,
         )
 
-    def _prepare_evaluation(self) -> str | None:
-        """Prepare the evaluation rows and return their digest; None if the job has none."""
+    def _prepare_dataset(
+        self, data: DataSection, progress: Callable[[int, int], None]
+    ) -> TokenDataset:
+        # pyarrow takes its time: not in the agent's constructor.
         from autohet.runtime.data.build import prepare_dataset
 
-        data = self._job.evaluation_data
-        if data is None:
-            return None
-        dataset = prepare_dataset(
-            data,
-            self._job.training.sequence_length,
-            progress=self._check_stop,
-            shared=shared_datasets(self._job),
-        )
-        return dataset.facts.content_sha256
+        length = self._job.training.sequence_length
+        return prepare_dataset(data, length, progress=progress, shared=shared_datasets(self._job))
 
     def _check_stop(self, done_bytes: int, total_bytes: int) -> None:
         if self._stop.is_set():

@@ -1,6 +1,12 @@
 """Process groups of one worker in one generation.
 
 The groups are standalone, never WORLD. Every wait has a deadline, and another thread can end it.
+
+If operations run in the order of a stream, a worker has at most eight groups: of all participants,
+one or two for each direction between stages, of its stage, and two or four for gradient sums. One
+group for both kinds of borders would let a stage send only after it had received what may come
+later: four stages would wait for each other. Further sets of holders share the groups of supersets
+(`planner.plans.communicators`).
 """
 
 from __future__ import annotations
@@ -65,6 +71,7 @@ class GenerationGroups:
         back_end: type[Group] | None = None,
     ) -> None:
         self.me = me
+        self.generation = generation
         self.device = device
         self.timeout_s = timeouts.operation_s
         self.back_end = back_end or BACK_ENDS[device.type]

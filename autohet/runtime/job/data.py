@@ -11,6 +11,8 @@ from typing import Literal
 
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
 
+TrainOn = Literal["assistant", "completion", "turns", "all"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceEntry:
@@ -69,15 +71,21 @@ class DataSection:
     messages_field: str = "messages"
     """Field that holds a conversation (`kind: chat`).
 
-    It is a list of messages with `role` and `content`, or `from` and `value`.
+    It is a list of messages with `role` and `content`, or `from` and `value`. The fields `tools`,
+    `system` and `chat_template_kwargs` of the record belong to it.
     """
     chat_template: str | None = None
-    """File with a Jinja template, or the template itself; null: the tokenizer's."""
-    train_on: Literal["assistant", "completion", "all"] | None = None
+    """File with a Jinja template, or the template itself; null: the tokenizer's.
+
+    The tokenizer's template `tool_use` renders conversations with tools.
+    """
+    train_on: TrainOn | None = None
     """Tokens that are targets of the loss.
 
     assistant: all turns of the assistant; completion: the last of them, or the completion; all:
-    every token. null: `assistant` for chat, `completion` for prompt_completion, `all` for text.
+    every token. turns: all turns of the assistant, each in a document that ends with it, for
+    templates that leave out the reasoning of earlier turns. null: `assistant` for chat,
+    `completion` for prompt_completion, `all` for text.
     """
     isolate_documents: bool | None = None
     """Mask attention between the documents of a row and restart positions at 0 in each.
@@ -143,9 +151,9 @@ class DataSection:
             " set data.kind to chat or prompt_completion, or leave train_on out",
         )
         require(
-            self.kind != "prompt_completion" or self.train_on != "assistant",
-            "data.train_on is assistant, which data.kind prompt_completion does not tell apart; use"
-            " completion or all",
+            self.kind != "prompt_completion" or self.train_on not in ("assistant", "turns"),
+            f"data.train_on is {self.train_on}, which data.kind prompt_completion does not tell"
+            " apart; use completion or all",
         )
         if self.kind == "preference":
             for key, taken in (
@@ -173,11 +181,11 @@ class DataSection:
         )
 
     @property
-    def targets(self) -> Literal["assistant", "completion", "all"]:
+    def targets(self) -> TrainOn:
         """`train_on`, given or by kind."""
         if self.train_on is not None:
             return self.train_on
-        by_kind: dict[str, Literal["assistant", "completion", "all"]] = {
+        by_kind: dict[str, TrainOn] = {
             "chat": "assistant",
             "prompt_completion": "completion",
             "preference": "completion",

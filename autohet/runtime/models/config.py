@@ -8,12 +8,13 @@ import logging
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
@@ -26,35 +27,28 @@ from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.layers.adapters import adapter_of, set_adapter
 from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
-from autohet.runtime.models.parameter_spec import (
-    pad_vocabulary,
-)
+from autohet.runtime.models.parameter_spec import pad_vocabulary
 from autohet.runtime.models.pretrained import check_plain_weights, settle_weights
-from autohet.runtime.models.registry import FAMILIES, family_of, import_family, untrained_error
+from autohet.runtime.models.registry import (
+    FAMILIES,
+    family_of,
+    import_family,
+    untrained_error,
+    used_keys,
+)
 from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-class ModelSource(Protocol):
-    """The `model` section of a job, with exactly one of `config` and `pretrained`."""
-
-    @property
-    def config(self) -> dict[str, Any] | None: ...
-    @property
-    def pretrained(self) -> str | None: ...
-    @property
-    def revision(self) -> str | None: ...
-
-
-def use_family(source: ModelSource) -> None:
+def use_family(source: ModelSection) -> None:
     """Register the family that `model.family` names in this process; no-op without one.
 
     Raises:
         ConfigError: it cannot be imported, is no Family, is of another model type, or the library
         has no plans to derive it from.
     """
-    name = getattr(source, "family", None)
+    name = source.family
     if name is None:
         return
     document = source.config
@@ -68,7 +62,7 @@ def use_family(source: ModelSource) -> None:
         FAMILIES[model_type] = auto_family(model_type)
 
 
-def load_config(source: ModelSource) -> PreTrainedConfig:
+def load_config(source: ModelSection) -> PreTrainedConfig:
     """Return the transformers config of a job's model.
 
     Its own dropout keys are 0: stages drop by `dropout.dropout_of(config)`, other modules nothing.
@@ -82,12 +76,12 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     config = _read_source(source)
     _check_architecture(config)
     dropout = family_of(config).take_dropout(config)
-    if getattr(source, "dropout", True):
+    if source.dropout:
         set_dropout(config, dropout)
         if dropout.attention:
             _warn_of_attention_dropout(dropout.attention)
     config._attn_implementation = family_of(config).stock_attention
-    pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
+    pad_vocabulary(config, source.vocabulary_multiple)
     _set_adapter(config, source)
     return config
 
@@ -102,25 +96,25 @@ def _warn_of_attention_dropout(rate: float) -> None:
     )
 
 
-def _set_adapter(config: PreTrainedConfig, source: ModelSource) -> None:
+def _set_adapter(config: PreTrainedConfig, source: ModelSection) -> None:
     """Put the source's adapter into the config; no-op without one."""
-    set_adapter(config, getattr(source, "adapter", None), source.pretrained, source.revision)
+    set_adapter(config, source.adapter, source.pretrained, source.revision)
     if adapter_of(config) is not None and source.pretrained is not None:
         check_plain_weights(source.pretrained, source.revision)
 
 
-def saved_document(source: ModelSource) -> dict[str, Any]:
+def saved_document(source: ModelSection) -> dict[str, Any]:
     """Return the config that a checkpoint of this model carries.
 
     It has the source's own values (`use_cache`, dropouts), and the rows that pad the vocabulary.
     """
     config = _read_source(source)
-    pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
+    pad_vocabulary(config, source.vocabulary_multiple)
     _set_adapter(config, source)
     return config.to_dict()
 
 
-def _read_source(source: ModelSource) -> PreTrainedConfig:
+def _read_source(source: ModelSection) -> PreTrainedConfig:
     if source.config is not None:
         return read_config(source.config, source.revision)
     return read_config(str(source.pretrained), source.revision)
@@ -139,31 +133,35 @@ def read_config(
         ConfigError: the model type is unknown, a value is wrong, or there is no config at the place
         named.
     """
+    is_mapping = isinstance(source, Mapping)
+    where = "model.config" if is_mapping else f"model.pretrained '{source}'"
     if isinstance(source, Mapping):
-        config = _from_document(dict(source), "model.config")
-        if config.model_type in FAMILIES:
-            settle_keys(config, source, "model.config", typed_by_hand=True)
-            check_window(config, "model.config")
-            check_rope(config, "model.config")
-        else:
-            unknown = sorted(set(source) - known_keys(config) - WITHOUT_EFFECT)
-            if unknown:
-                logger.warning(
-                    "model.config: %s has no key %s; the default is used",
-                    config.model_type,
-                    ", ".join(unknown),
-                )
-        return _without_quantization(config)
-    where = f"model.pretrained '{source}'"
-    document = _read_document(str(source), revision)
+        document = dict(source)
+    else:
+        document = _read_document(str(source), revision)
     config = _from_document(document, where)
     if config.model_type not in FAMILIES:
-        return config
-    settle_keys(config, document, where, typed_by_hand=False)
+        if not is_mapping:
+            return config
+        _warn_of_unknown(config, document)
+        return _without_quantization(config)
+    settle_keys(config, document, where, used_keys(config.model_type), typed_by_hand=is_mapping)
     check_window(config, where)
     check_rope(config, where)
-    settle_weights(str(source), config, family_of(config), revision)
+    if not is_mapping:
+        settle_weights(str(source), config, family_of(config), revision)
     return _without_quantization(config)
+
+
+def _warn_of_unknown(config: PreTrainedConfig, document: Mapping[str, Any]) -> None:
+    """Log the keys of a document that mean nothing to a config that no family describes."""
+    unknown = sorted(set(document) - known_keys(config, frozenset()) - WITHOUT_EFFECT)
+    if unknown:
+        logger.warning(
+            "model.config: %s has no key %s; the default is used",
+            config.model_type,
+            ", ".join(unknown),
+        )
 
 
 def _read_document(source: str, revision: str | None) -> dict[str, Any]:

@@ -179,42 +179,39 @@ def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCo
     return short
 
 
-def used_keys(model_type: str) -> frozenset[str] | None:
-    """Return the keys that decide the mathematics of a model type; None: they are not known."""
-    from autohet.runtime.models.registry import FAMILIES
+def known_keys(config: PreTrainedConfig, used: frozenset[str]) -> frozenset[str]:
+    """Return the keys with a meaning for the config's class: its fields, aliases, and used keys.
 
-    family = FAMILIES.get(model_type)
-    if family is None or not family.config_keys:
-        return None
-    return family.config_keys
-
-
-def known_keys(config: PreTrainedConfig) -> frozenset[str]:
-    """Return the keys with a meaning for the config's class: its fields, aliases, and used keys."""
+    used: `Family.config_keys`; empty if they are not known.
+    """
     fields = {field.name for field in dataclasses.fields(config)}
-    used = used_keys(config.model_type) or OLDER_SPELLINGS
-    return frozenset(fields | set(config.attribute_map) | used)
+    return frozenset(fields | set(config.attribute_map) | (used or OLDER_SPELLINGS))
 
 
 def settle_keys(
-    config: PreTrainedConfig, given: Mapping[str, Any], where: str, *, typed_by_hand: bool
+    config: PreTrainedConfig,
+    given: Mapping[str, Any],
+    where: str,
+    used: frozenset[str],
+    *,
+    typed_by_hand: bool,
 ) -> None:
     """Refuse forbidden keys, drop left-over attributes, and log the keys without effect.
 
-    given: the document that the config was made from. typed_by_hand: a key that looks like a
-    misspelt field is an error; in a published file it is logged like other left-over keys.
+    given: the document that the config was made from. used: as in `known_keys`. typed_by_hand: a
+    key that looks like a misspelt field is an error; in a published file it is logged like other
+    left-over keys.
 
     Raises:
         ConfigError: a refused key has a value, or a key is misspelt.
     """
-    _check_refused(config, given, where)
-    known = known_keys(config)
+    _check_refused(config, given, where, used)
+    known = known_keys(config, used)
     left_over = sorted(set(given) - known - WITHOUT_EFFECT - {"quantization_config"})
     if typed_by_hand:
         for key in left_over:
             _check_spelling(key, known - set(given), where, str(config.model_type))
-    used = used_keys(config.model_type)
-    if used is None:
+    if not used:
         if left_over:
             logger.warning(
                 "%s: %s are no fields of transformers' %s; its modules may read them",
@@ -235,12 +232,13 @@ def settle_keys(
         )
 
 
-def _check_refused(config: PreTrainedConfig, given: Mapping[str, Any], where: str) -> None:
+def _check_refused(
+    config: PreTrainedConfig, given: Mapping[str, Any], where: str, used: frozenset[str]
+) -> None:
     for key, reason in REFUSED.items():
         if given.get(key):
             raise ConfigError(f"{where}: {key} {reason}")
-    used = used_keys(config.model_type)
-    if used is None:
+    if not used:
         return
     pristine = type(config)()
     for field in dataclasses.fields(config):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models.layers.experts import EXPERTS
 from planner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from autohet.runtime.models.family import Family
 
 EXPERT_NAMES = ("experts", "router", "moe", "block_sparse_moe")
 
 
-def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) -> None:
+def check_decoder(
+    config: PreTrainedConfig,
+    model: nn.Module,
+    layers: str,
+    other_parts: Sequence[str],
+    expert_stacks: Collection[str] | None,
+) -> None:
     """Check that the model is a sequence of blocks between embedding and head.
+
+    layers, other_parts: paths of the list of blocks, and of all other parts. expert_stacks: paths
+    of the modules that hold the experts of blocks; None: the family knows no experts.
 
     Raises:
         ConfigError: it is an encoder, has experts that the family does not know, shares weights
@@ -27,10 +31,7 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"model_type '{kind}' is an encoder-decoder; a decoder alone is trained")
-    paths = [family.layers, family.token_embedding, family.final_norm, family.head]
-    for optional in (family.position_embedding, family.rotary):
-        if optional:
-            paths.append(optional)
+    paths = [layers, *other_parts]
     parts = dict(model.named_modules(remove_duplicate=False))
     for path in paths:
         if path not in parts:
@@ -39,18 +40,18 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
             )
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        part = _part_of(family, paths, name)
+        part = _part_of(paths, name)
         if part is None:
             raise ConfigError(
                 f"model_type '{kind}' has {name} outside of its blocks, embedding, norm and head;"
                 " no stage would hold it"
             )
-        is_in_block = part.startswith(f"{family.layers}.")
+        is_in_block = part.startswith(f"{layers}.")
         if is_in_block:
-            _check_dense(family, config, name, parameter)
+            _check_dense(kind, expert_stacks, name, parameter)
         # Embedding and head may share a tensor, which the stages of both then hold.
         owner = owners.setdefault(id(parameter), part)
-        is_of_block = is_in_block or owner.startswith(f"{family.layers}.")
+        is_of_block = is_in_block or owner.startswith(f"{layers}.")
         if owner != part and is_of_block:
             raise ConfigError(
                 f"model_type '{kind}' shares {name} between {owner} and {part}; blocks that share"
@@ -58,9 +59,12 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
             )
 
 
-def _part_of(family: Family, paths: Sequence[str], name: str) -> str | None:
-    """Return the block or other part that a parameter belongs to; None: it belongs to none."""
-    prefix = f"{family.layers}."
+def _part_of(paths: Sequence[str], name: str) -> str | None:
+    """Return the block or other part that a parameter belongs to; None: it belongs to none.
+
+    paths: that of the list of blocks, then those of all other parts.
+    """
+    prefix = f"{paths[0]}."
     if name.startswith(prefix):
         index, _, _ = name.removeprefix(prefix).partition(".")
         return f"{prefix}{index}"
@@ -71,14 +75,13 @@ def _part_of(family: Family, paths: Sequence[str], name: str) -> str | None:
 
 
 def _check_dense(
-    family: Family, config: PreTrainedConfig, name: str, parameter: nn.Parameter
+    kind: str, expert_stacks: Collection[str] | None, name: str, parameter: nn.Parameter
 ) -> None:
-    kind = config.model_type
     module_path, _, _ = name.rpartition(".")
-    if family.style(config, module_path) == EXPERTS:
+    if expert_stacks is not None and module_path in expert_stacks:
         return
     names_experts = not set(EXPERT_NAMES).isdisjoint(name.split("."))
-    if names_experts and not family.has_experts:
+    if names_experts and expert_stacks is None:
         raise ConfigError(
             f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
             " not know; choose one whose routing it knows, such as mixtral, or a dense decoder"

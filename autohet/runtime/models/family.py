@@ -129,8 +129,6 @@ class Family:
     Any other key of the config's class is refused if it is not at its default. Empty: nothing is
     known of its keys, so unknown ones are only logged.
     """
-    unread_keys: frozenset[str] = frozenset()
-    """Keys that the library's modules read, and that have no effect all the same."""
     example: Mapping[str, Any] | None = None
     """Config of a tiny model with every special field at a value that shows.
 
@@ -161,6 +159,12 @@ class Family:
     def has_experts(self) -> bool:
         """True if blocks may be mixtures of experts."""
         return self.expert_names is not None
+
+    @property
+    def parts_beside_blocks(self) -> list[str]:
+        """Paths of embedding, final norm and head, and of those optional parts that it has."""
+        parts = [self.token_embedding, self.final_norm, self.head]
+        return parts + [part for part in (self.position_embedding, self.rotary) if part]
 
     def num_layers(self, config: PreTrainedConfig) -> int:
         return int(config.num_hidden_layers)
@@ -317,7 +321,10 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
     document: dict[str, Any] = json.loads(config_key)
     config = AutoConfig.for_model(document.pop("model_type"), **document)
     model = skeleton(config)
-    check_decoder(family, config, model)
+    paths = [path for path, _ in model.named_modules()]
+    stacks = {path for path in paths if family.style(config, path) == EXPERTS}
+    known_stacks = stacks if stacks or family.has_experts else None
+    check_decoder(config, model, family.layers, family.parts_beside_blocks, known_stacks)
     finest = family.max_tp_degree(config)
     specs = []
     for path, module in model.named_modules():
@@ -339,7 +346,7 @@ def _adapted_specs(
     specs: Sequence[tuple[str, ParameterSpec]],
 ) -> Iterator[tuple[str, ParameterSpec]]:
     """Yield the specs of a frozen model, and after each adapted weight those of its matrices."""
-    targets = {f"{path}.weight": path for path in target_paths(adapter, family, model)}
+    targets = {f"{path}.weight": path for path in target_paths(adapter, family.layers, model)}
     for name, spec in specs:
         yield name, replace(spec, trainable=False)
         if name in targets:

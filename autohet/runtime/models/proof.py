@@ -364,7 +364,7 @@ def _compare(
     errors: dict[str, float] = {}
     for name, spec in family_of(config).parameter_specs(config).items():
         if name in expected.gradients:
-            gradient = _joined(spec, name, results)
+            gradient = _join(spec, name, results)
             errors[name] = _error(gradient, expected.gradients[name], floor)
     worst = max(errors, key=lambda name: errors[name])
     logits_error = _error(logits, expected.logits)
@@ -404,7 +404,7 @@ def _train(
     return _Result(hidden.detach(), gradients)
 
 
-def _joined(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
+def _join(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
     """Join the ranks' gradients to the whole gradient, as gradient sync sums them."""
     if spec.split_dim is None:
         if not spec.partial_gradient:

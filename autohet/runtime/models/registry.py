@@ -53,6 +53,12 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
+def used_keys(model_type: str) -> frozenset[str]:
+    """Return the keys that decide the mathematics of a model type; empty: they are not known."""
+    family = FAMILIES.get(model_type)
+    return frozenset() if family is None else family.config_keys
+
+
 def untrained_error(model_type: object) -> ConfigError:
     return ConfigError(
         f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}. Give"

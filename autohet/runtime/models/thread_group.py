@@ -5,34 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autohet.runtime.models.layers.tensor_parallel import TensorParallel
-from planner.plans.plan import Stage, TensorShare
+from autohet.runtime.models.layers.tensor_parallel import ReduceGroup, TensorParallel
+from planner.plans.plan import Stage
 
 DEADLINE_S = 60.0
 
 
-class ThreadGroup:
+@dataclass(frozen=True)
+class ThreadGroup(ReduceGroup):
     """View of a single rank on a group whose ranks are threads.
 
     Sums are taken in rank order, so every rank gets the same bits.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        slots: list[Tensor | None],
-        sent: list[list[int]],
-        barrier: threading.Barrier,
-    ) -> None:
-        self._rank = rank
-        self._slots = slots
-        self.meeting = barrier
-        self._sent = sent
+    rank: int
+    slots: list[Tensor | None]
+    sent: list[list[int]]
+    meeting: threading.Barrier
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._exchange(tensor, torch.add)
@@ -42,25 +37,25 @@ class ThreadGroup:
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
         parts = torch.zeros_like(out)
-        parts[self._rank] = part
+        parts[self.rank] = part
         self.all_reduce(parts)
         out.copy_(parts)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
         self.all_reduce(parts)
-        out.copy_(parts[self._rank])
+        out.copy_(parts[self.rank])
 
     def all_to_all(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
         assert (len(out), len(given)) == (sum(received), sum(sent))
-        self._slots[self._rank] = given.detach().clone()
-        self._sent[self._rank] = list(sent)
+        self.slots[self.rank] = given.detach().clone()
+        self.sent[self.rank] = list(sent)
         self.meeting.wait(DEADLINE_S)
         parts = []
-        for rank, theirs in enumerate(self._slots):
+        for rank, theirs in enumerate(self.slots):
             assert theirs is not None
-            rows = theirs.split(self._sent[rank])[self._rank]
+            rows = theirs.split(self.sent[rank])[self.rank]
             assert len(rows) == received[rank], "ranks disagree about the rows between them"
             parts.append(rows)
         came = torch.cat(parts)
@@ -68,16 +63,10 @@ class ThreadGroup:
         self.meeting.wait(DEADLINE_S)
         out.detach().copy_(came)
 
-    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        theirs = torch.empty_like(counts)
-        ones = [1] * len(counts)
-        self.all_to_all(theirs, counts, ones, ones)
-        return counts.tolist(), theirs.tolist()
-
     def _exchange(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._slots[self._rank] = tensor.detach().clone()
+        self.slots[self.rank] = tensor.detach().clone()
         self.meeting.wait(DEADLINE_S)
-        parts = [part for part in self._slots if part is not None]
+        parts = [part for part in self.slots if part is not None]
         assert {part.shape for part in parts} == {tensor.shape}, (
             "ranks sum tensors of different shapes"
         )
@@ -107,18 +96,20 @@ def run_ranks(
     """
     slots: list[Tensor | None] = [None] * degree
     sent: list[list[int]] = [[] for _ in range(degree)]
-    stage = Stage(0, 1, ("w",) * degree, tp_shares=shares)
-    owners: tuple[TensorShare, ...] = ()
-    if all_to_all:
-        owners = tuple(stage.share(rank) for rank in range(degree))
+    stage = Stage(
+        0,
+        1,
+        ("w",) * degree,
+        tp_shares=shares,
+        sequence_parallel=cuts_sequence,
+        expert_dispatch="all_to_all" if all_to_all else None,
+    )
     barrier = threading.Barrier(degree)
 
     def one(rank: int) -> Any:
         try:
-            uneven = stage.share(rank) if shares else None
             group = ThreadGroup(rank, slots, sent, barrier)
-            tp = TensorParallel(group, rank, degree, uneven, cuts_sequence, owners)
-            return work(tp)
+            return work(TensorParallel(group, rank, stage))
         except BaseException:
             barrier.abort()
             raise

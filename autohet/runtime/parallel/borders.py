@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -82,82 +82,61 @@ class Borders:
         Create new ones for each step, also with the three methods below. count: microbatches; None:
         all of a step.
         """
-        group = self.forward[self._before]
-        transfer = self.place.takes_forward
-        return self._receives(group, transfer, self._hidden_before, first_tag=0, count=count)
+        return self._receives(self.forward, -1, first_tag=0, count=count)
 
     def gradient_receives(self) -> Receives:
-        group = self.backward[self._after]
-        transfer = self.place.takes_backward
-        return self._receives(group, transfer, self._hidden_after, first_tag=1)
+        return self._receives(self.backward, +1, first_tag=1)
 
     def activation_sends(self) -> Sends:
-        group = self.forward[self._after]
-        transfers = self.place.gives_forward
-        return Sends(group, transfers, self._hidden_after, first_tag=0)
+        return self._sends(self.forward, +1, first_tag=0)
 
     def gradient_sends(self) -> Sends:
-        group = self.backward[self._before]
-        transfers = self.place.gives_backward
-        return Sends(group, transfers, self._hidden_before, first_tag=1)
-
-    @property
-    def _hidden_before(self) -> HiddenStates:
-        if self.crossing is None:
-            return self.hidden
-        before, _ = self.crossing
-        return replace(self.hidden, dtype=before)
-
-    @property
-    def _hidden_after(self) -> HiddenStates:
-        if self.crossing is None:
-            return self.hidden
-        _, after = self.crossing
-        return replace(self.hidden, dtype=after)
-
-    @property
-    def _after(self) -> int:
-        return self.place.stage_index % 2
-
-    @property
-    def _before(self) -> int:
-        return (self.place.stage_index - 1) % 2
+        return self._sends(self.backward, -1, first_tag=1)
 
     def _receives(
-        self,
-        group: Group,
-        transfer: Transfer | None,
-        hidden: HiddenStates,
-        first_tag: int,
-        count: int | None = None,
+        self, groups: Sequence[Group], offset: int, first_tag: int, count: int | None = None
     ) -> Receives:
-        num_microbatches = self.place.pipeline.num_microbatches if count is None else count
-        return Receives(group, transfer, hidden, self.tensor_group, num_microbatches, first_tag)
+        return Receives(
+            self._group(groups, offset),
+            self.place.transfer_from(offset),
+            self._hidden(offset),
+            self.tensor_group,
+            self.place.pipeline.num_microbatches if count is None else count,
+            first_tag,
+        )
+
+    def _sends(self, groups: Sequence[Group], offset: int, first_tag: int) -> Sends:
+        group = self._group(groups, offset)
+        return Sends(group, self.place.transfers_to(offset), self._hidden(offset), first_tag)
+
+    def _group(self, groups: Sequence[Group], offset: int) -> Group:
+        """Return the group of the border before this stage (-1) or after it (+1)."""
+        border = self.place.stage_index + min(offset, 0)
+        return groups[border % 2]
+
+    def _hidden(self, offset: int) -> HiddenStates:
+        """Return the hidden states as they cross the border before the stage or after it."""
+        if self.crossing is None:
+            return self.hidden
+        before, after = self.crossing
+        return replace(self.hidden, dtype=before if offset < 0 else after)
 
 
+@dataclass
 class Receives:
     """Receives of one step in one direction, in the order of microbatches.
 
     The next receive is posted ahead, so its message may arrive while this microbatch computes.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        transfer: Transfer | None,
-        hidden: HiddenStates,
-        tensor_group: Group | None,
-        num_microbatches: int,
-        first_tag: int,
-    ) -> None:
-        self._group = group
-        self._transfer = transfer
-        self._hidden = hidden
-        self._tensor_group = tensor_group
-        self._num_microbatches = num_microbatches
-        self._first_tag = first_tag
-        self._posted: tuple[Tensor, Work | None] | None = None
-        self._next = 0
+    group: Group
+    transfer: Transfer | None
+    hidden: HiddenStates
+    tensor_group: Group | None
+    num_microbatches: int
+    first_tag: int
+    _posted: tuple[Tensor, Work | None] | None = None
+    _next: int = 0
 
     def take(self, m: int) -> Tensor:
         """Wait for the tensor of microbatch m; return it whole, [b, S, H].
@@ -166,33 +145,34 @@ class Receives:
         PeerLost, Interrupted.
         """
         assert m == self._next, f"microbatch {m} is taken before microbatch {self._next}"
-        assert self._transfer is not None, "nothing comes from this side"
-        tensor, work = self._posted or self._post(self._transfer)
+        assert self.transfer is not None, "nothing comes from this side"
+        tensor, work = self._posted or self._post(self.transfer)
         self._next += 1
         self._posted = None
-        if self._next < self._num_microbatches:
-            self._posted = self._post(self._transfer)
-        self._group.wait_on_stream(work)
-        if self._transfer.slices > 1:
-            tensor = self._gathered(tensor, self._transfer)
+        if self._next < self.num_microbatches:
+            self._posted = self._post(self.transfer)
+        self.group.wait_on_stream(work)
+        if self.transfer.slices > 1:
+            tensor = self._gather(tensor, self.transfer)
         # The last slice may end in zeros that belong to no element.
-        return tensor[: self._hidden.num_elements].view(self._hidden.shape)
+        return tensor[: self.hidden.num_elements].view(self.hidden.shape)
 
     def _post(self, transfer: Transfer) -> tuple[Tensor, Work | None]:
-        tensor = self._hidden.empty_slices(transfer, 1)
+        tensor = self.hidden.empty_slices(transfer, 1)
         # Even tags are of hidden states, odd ones of gradients.
-        tag = self._first_tag + 2 * self._next
-        work = self._group.recv(tensor, transfer.source, tag)
+        tag = self.first_tag + 2 * self._next
+        work = self.group.recv(tensor, transfer.source, tag)
         return tensor, work
 
-    def _gathered(self, part: Tensor, transfer: Transfer) -> Tensor:
+    def _gather(self, part: Tensor, transfer: Transfer) -> Tensor:
         """Gather the slices that the ranks of this stage have received."""
-        assert self._tensor_group is not None
-        whole = self._hidden.empty_slices(transfer, transfer.slices)
-        self._tensor_group.all_gather(whole, part)
+        assert self.tensor_group is not None
+        whole = self.hidden.empty_slices(transfer, transfer.slices)
+        self.tensor_group.all_gather(whole, part)
         return whole
 
 
+@dataclass
 class Sends:
     """Sends of one step in one direction.
 
@@ -200,34 +180,31 @@ class Sends:
     slice is a view, and keeps its whole tensor).
     """
 
-    def __init__(
-        self, group: Group, transfers: tuple[Transfer, ...], hidden: HiddenStates, first_tag: int
-    ) -> None:
-        self._group = group
-        self._transfers = transfers
-        self._hidden = hidden
-        self._first_tag = first_tag
-        self._pending: deque[tuple[Work | None, Tensor]] = deque()
+    group: Group
+    transfers: tuple[Transfer, ...]
+    hidden: HiddenStates
+    first_tag: int
+    _pending: deque[tuple[Work | None, Tensor]] = field(default_factory=deque)
 
     def start(self, m: int, tensor: Tensor) -> None:
         """Start to send each target its slice of microbatch m.
 
         `tensor` is whole, [b, S, H], and contiguous; it crosses in the border's dtype.
         """
-        tensor = tensor.to(self._hidden.dtype)
-        tag = self._first_tag + 2 * m
-        for transfer in self._transfers:
-            size = self._hidden.slice_size(transfer)
+        tensor = tensor.to(self.hidden.dtype)
+        tag = self.first_tag + 2 * m
+        for transfer in self.transfers:
+            size = self.hidden.slice_size(transfer)
             flat = tensor.view(-1)
             missing = transfer.slices * size - len(flat)
             if missing > 0:
                 flat = F.pad(flat, (0, missing))
             start = transfer.index * size
             part = flat[start : start + size]
-            work = self._group.send(part, transfer.target, tag)
+            work = self.group.send(part, transfer.target, tag)
             # The part is kept until the send has ended: its memory must not be used again before.
             self._pending.append((work, part))
-        self._end_all_but(CHANNEL_DEPTH * len(self._transfers))
+        self._end_all_but(CHANNEL_DEPTH * len(self.transfers))
 
     def finish(self) -> None:
         """Wait until all sends have been received. Raises PeerLost, Interrupted."""
@@ -236,7 +213,4 @@ class Sends:
     def _end_all_but(self, most: int) -> None:
         while len(self._pending) > most:
             work, _ = self._pending.popleft()
-            self._group.wait_on_stream(work)
-
-
-__all__ = ["Borders", "HiddenStates", "Receives", "Sends", "border_dtype"]
+            self.group.wait_on_stream(work)

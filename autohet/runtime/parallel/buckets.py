@@ -53,7 +53,7 @@ class ParameterPiece:
     @property
     def end(self) -> int:
         """Offset just past this piece, aligned."""
-        return self.offset + aligned(self.num_elements)
+        return self.offset + pad_to_alignment(self.num_elements)
 
     @property
     def stop(self) -> int:
@@ -112,7 +112,7 @@ class Bucket:
         return [piece for piece in buffer.pieces if self.touches(piece)]
 
 
-def aligned(num_elements: int) -> int:
+def pad_to_alignment(num_elements: int) -> int:
     return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.parallel.borders import Borders
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.scaled_passes import ScaledPasses
-from autohet.runtime.parallel.schedule import ActionKind, StageAction, one_forward_one_backward
+from autohet.runtime.parallel.schedule import one_forward_one_backward
 from autohet.runtime.step.pacing import Pacer
 
 Batch = tuple[Tensor, Tensor]
@@ -72,7 +71,7 @@ class Executor:
         self.scaled = ScaledPasses(borders.hidden.device) if in_fp16 else None
         """Scale of this stage's backward passes; None unless it computes in fp16."""
         self._check = check
-        self._actions = one_forward_one_backward(self.place.pipeline, self.place.stage_index)
+        self._order = one_forward_one_backward(self.place.pipeline, self.place.stage_index)
         self.computed: list[tuple[Any, Any]] = []
 
     @property
@@ -109,22 +108,13 @@ class Executor:
             self._run_reference(batch, self.place.pipeline.num_microbatches, begins)
             self.computed.append((begin, self.clock.mark()))
         step = _Step(self, batch, on_phase, before_last_backward, begins)
-
-        def forward(m: int) -> None:
-            before_forward(m)
-            step.forward(m)
-
-        take = {
-            ActionKind.RECV_ACTIVATION: step.receive_activation,
-            ActionKind.FORWARD: forward,
-            ActionKind.SEND_ACTIVATION: step.send_activation,
-            ActionKind.RECV_GRADIENT: step.receive_gradient,
-            ActionKind.BACKWARD: step.backward,
-            ActionKind.SEND_GRADIENT: step.send_gradient,
-        }
-        for action in self._actions:
+        for m in self._order:
             self._check()
-            take[action.kind](action.microbatch)
+            if m >= 0:
+                before_forward(m)
+                step.forward(m)
+            else:
+                step.backward(~m)
         step.finish()
         self.computed += step.computed
         return step.loss, step.num_targets
@@ -211,27 +201,6 @@ class Executor:
         departures.finish()
 
 
-@dataclass
-class _Microbatch:
-    """Tensors that a stage holds of one microbatch.
-
-    One action fills each field, and the last action that needs it empties it.
-    """
-
-    input: Tensor | None = None
-    """Input of the forward pass; the backward pass stores its gradient there."""
-    output: Tensor | None = None
-    """Hidden states to send."""
-    backward_root: Tensor | GradientEdge | None = None
-    """Root of the backward pass: the loss, or, before the last stage, the output's graph edge.
-
-    The edge alone is kept, so that a sent output need not stay in memory until its gradient
-    arrives.
-    """
-    output_gradient: Tensor | None = None
-    input_gradient: Tensor | None = None
-
-
 class _Step:
     """Passes of one step on one stage: microbatches in flight, messages over the borders, and sums.
 
@@ -246,12 +215,10 @@ class _Step:
         before_last_backward: Callable[[], None],
         begins: PieceMap | None,
     ) -> None:
-        self._begins = begins
-        self._loss_of = executor.loss_of
+        self._executor = executor
         self._place = executor.place
-        self._stage = executor.stage
-        self._pacer = executor.pacer
-        self._clock = executor.clock
+        self._scaled = executor.scaled
+        self._begins = begins
         self._batch = batch
         self._on_phase = on_phase
         self._before_last_backward = before_last_backward
@@ -260,91 +227,85 @@ class _Step:
         self._activations_out = borders.activation_sends()
         self._gradients_in = borders.gradient_receives()
         self._gradients_out = borders.gradient_sends()
-        num_microbatches = self._place.pipeline.num_microbatches
-        self._microbatches = [_Microbatch() for _ in range(num_microbatches)]
+        self._in_flight: dict[int, tuple[Tensor, Tensor | GradientEdge]] = {}
+        """Input of each microbatch, and the root of its backward pass: the loss or, before the last
+        stage, the edge of the output's graph.
+
+        The edge alone is kept, so that a sent output need not stay in memory until its gradient
+        arrives.
+        """
         self._dtype = borders.hidden.dtype
-        self._scaled = executor.scaled
         device = borders.hidden.device
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.num_targets = torch.zeros((), dtype=torch.int64, device=device)
         self.computed: list[tuple[Any, Any]] = []
         """Marks of the stream before and after each pass."""
 
-    def receive_activation(self, m: int) -> None:
-        arrived = self._activations_in.take(m).to(self._dtype)
-        self._microbatches[m].input = arrived.requires_grad_()
-
     def forward(self, m: int) -> None:
-        microbatch = self._microbatches[m]
+        """Receive a microbatch's input, run its forward pass and start to send the output."""
+        given = None
+        if not self._place.is_first:
+            given = self._activations_in.take(m).to(self._dtype).requires_grad_()
+        output = self._run_forward(m, given)
+        if output is not None:
+            self._activations_out.start(m, output.contiguous())
+
+    def _run_forward(self, m: int, given: Tensor | None) -> Tensor | None:
+        """Return the hidden states to send; None on the last stage."""
         with self._computing("forward"):
             tokens, targets = NO_BATCH
             if self._place.is_first or self._place.is_last:
                 tokens, targets = self._batch(m)
-            if self._place.is_first:
-                microbatch.input = tokens
-            assert microbatch.input is not None
+            x = tokens if given is None else given
             isolated = () if self._begins is None else (self._begins(m),)
             if self._place.is_last:
-                loss = self._loss_of(m, microbatch.input, targets, isolated)
-                microbatch.backward_root = loss
+                loss = self._executor.loss_of(m, x, targets, isolated)
+                self._in_flight[m] = (x, loss)
                 self.loss += loss.detach()
                 # no .item(): on CUDA the host must not wait here
                 self.num_targets += (targets >= 0).sum()
-            else:
-                out = self._stage(microbatch.input, *isolated)
-                microbatch.backward_root = get_gradient_edge(out)
-                microbatch.output = out.detach()
-
-    def send_activation(self, m: int) -> None:
-        microbatch = self._microbatches[m]
-        assert microbatch.output is not None
-        self._activations_out.start(m, microbatch.output.contiguous())
-        microbatch.output = None
-
-    def receive_gradient(self, m: int) -> None:
-        arrived = self._gradients_in.take(m)
-        if self._scaled is None:
-            arrived = arrived.to(self._dtype)
-        self._microbatches[m].output_gradient = arrived
+                return None
+            out = self._executor.stage(x, *isolated)
+            self._in_flight[m] = (x, get_gradient_edge(out))
+            return out.detach()
 
     def backward(self, m: int) -> None:
-        microbatch = self._microbatches[m]
+        """Receive an output's gradient, run the backward pass and start to send the input's."""
+        gradient = self._run_backward(m, self._receive_gradient(m))
+        if gradient is not None:
+            self._gradients_out.start(m, gradient.contiguous())
+
+    def _receive_gradient(self, m: int) -> Tensor | None:
+        """Return the gradient of a microbatch's output; None on the last stage."""
+        if self._place.is_last:
+            return None
+        arrived = self._gradients_in.take(m)
+        return arrived if self._scaled is not None else arrived.to(self._dtype)
+
+    def _run_backward(self, m: int, gradient: Tensor | None) -> Tensor | None:
+        """Return the input's gradient to send; None on the first stage."""
         with self._computing("backward"):
-            if m == len(self._microbatches) - 1:
+            if m == self._place.pipeline.num_microbatches - 1:
                 self._before_last_backward()
-            given = microbatch.input
-            root = microbatch.backward_root
-            gradient = microbatch.output_gradient
             # Autograd frees what it has used, as long as nothing else refers to it.
-            microbatch.input = None
-            microbatch.backward_root = None
-            microbatch.output_gradient = None
-            assert given is not None
-            assert root is not None
+            given, root = self._in_flight.pop(m)
             if self._scaled is not None:
                 gradient = self._scaled_gradient(root, gradient)
             torch.autograd.backward(root, gradient)
-            if not self._place.is_first:
-                assert given.grad is not None
-                microbatch.input_gradient = given.grad
-                if self._scaled is not None:
-                    microbatch.input_gradient = self._scaled.unscaled(given.grad)
+            found = None if self._place.is_first else given.grad
             if self._scaled is not None:
+                if found is not None:
+                    found = self._scaled.unscale(found)
                 self._scaled.end_microbatch()
+            return found
 
     def _scaled_gradient(self, root: Tensor | GradientEdge, gradient: Tensor | None) -> Tensor:
         """Return the gradient with which a stage in fp16 begins its backward pass."""
         assert self._scaled is not None
         if gradient is not None:
-            return self._scaled.scaled(gradient)
+            return self._scaled.scale(gradient)
         assert isinstance(root, Tensor)
         return self._scaled.root_gradient(root)
-
-    def send_gradient(self, m: int) -> None:
-        microbatch = self._microbatches[m]
-        assert microbatch.input_gradient is not None
-        self._gradients_out.start(m, microbatch.input_gradient.contiguous())
-        microbatch.input_gradient = None
 
     def finish(self) -> None:
         """Wait until the neighbours have received all sends."""
@@ -355,15 +316,14 @@ class _Step:
     def _computing(self, phase: str) -> Iterator[None]:
         """Record a pass's time on the device, and sleep out the time of an emulated GPU."""
         self._on_phase(phase)
+        clock = self._executor.clock
+        pacer = self._executor.pacer
         started = time.perf_counter()
-        begin = self._clock.mark()
+        begin = clock.mark()
         yield
-        if self._pacer is not None:
+        if pacer is not None:
             if phase == "forward":
-                self._pacer.after_forward(started)
+                pacer.after_forward(started)
             else:
-                self._pacer.after_backward(started)
-        self.computed.append((begin, self._clock.mark()))
-
-
-__all__ = ["Batch", "ExecutableStage", "Executor", "StageAction"]
+                pacer.after_backward(started)
+        self.computed.append((begin, clock.mark()))

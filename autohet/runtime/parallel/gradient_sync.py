@@ -197,7 +197,7 @@ class GradientSync:
         if found is not None and not is_in_buffer:
             factor = 1.0
             if self._scaled is not None and found.dtype == torch.float16:
-                factor = self._scaled.checked_factor(found)
+                factor = self._scaled.unscale_factor(found)
             for piece in self._pieces[name]:
                 piece.add(found, factor)
             parameter.grad = None
@@ -259,19 +259,6 @@ class GradientSync:
                 counted.append(flat)
         return squared_norm(counted, self._device)
 
-    def gradient(self, name: str) -> Tensor:
-        """Return the gradient of the local slice, in one tensor.
-
-        For units that another worker owns it is this worker's own part of the sum.
-        """
-        together = torch.empty_like(
-            self._parameters[name], dtype=torch.float32, requires_grad=False
-        )
-        for each in self._pieces[name]:
-            for run in each.runs:
-                run.view_in(together).copy_(run.view_in_piece(each.view))
-        return together
-
 
 def _part(flat: Tensor, bucket: Bucket, piece: ParameterPiece) -> Tensor:
     """Return the part of a piece that lies in a bucket, flat."""
@@ -305,12 +292,12 @@ def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None
     a generation's buffers and groups.
     """
 
-    def accumulated(parameter: Tensor) -> None:
+    def on_accumulated(parameter: Tensor) -> None:
         alive = sync()
         if alive is not None:
             alive._accumulated(name, parameter)
 
-    return accumulated
+    return on_accumulated
 
 
 def _weight(local: LocalBuffers, piece: ParameterPiece) -> float:

@@ -122,6 +122,3 @@ def use_cores(plan: Plan, me: str) -> None:
     num_cores = len(os.sched_getaffinity(0))
     own_cores = num_cores // max(1, len(beside))
     torch.set_num_threads(max(torch.get_num_threads(), own_cores))
-
-
-__all__ = ["HostStaging", "state_device", "use_cores"]

@@ -19,7 +19,6 @@ class Place:
     """
 
     worker: str
-    pipeline_index: int
     stage_index: int
     tp_rank: int
     pipeline: Pipeline
@@ -52,59 +51,39 @@ class Place:
         start = self.first_sequence + microbatch * size
         return range(start, start + size)
 
-    @property
-    def takes_forward(self) -> Transfer | None:
-        """Transfer of hidden states to this worker from the stage before; None if first."""
-        if self.is_first:
-            return None
-        before = self._stage(-1)
-        return transfers_between(before, self.stage)[self.tp_rank]
+    def transfer_from(self, offset: int) -> Transfer | None:
+        """Return the transfer to this worker from the stage before (-1) or after (+1), if any.
 
-    @property
-    def takes_backward(self) -> Transfer | None:
-        """Transfer of gradients from the stage after to this worker; None at the last stage."""
-        if self.is_last:
-            return None
-        after = self._stage(+1)
-        return transfers_between(after, self.stage)[self.tp_rank]
-
-    @property
-    def gives_forward(self) -> tuple[Transfer, ...]:
-        """Transfers of hidden states from this worker, in order of the ranks of the stage after.
-
-        They are all transfers that name this worker as source.
+        Hidden states come from the stage before, gradients from the one after.
         """
-        if self.is_last:
+        neighbour = self._neighbour(offset)
+        if neighbour is None:
+            return None
+        return transfers_between(neighbour, self.stage)[self.tp_rank]
+
+    def transfers_to(self, offset: int) -> tuple[Transfer, ...]:
+        """Return the transfers from this worker to the stage before (-1) or after (+1).
+
+        They are in the order of that stage's ranks: all that name this worker as source.
+        """
+        neighbour = self._neighbour(offset)
+        if neighbour is None:
             return ()
-        after = self._stage(+1)
-        return self._given(transfers_between(self.stage, after))
+        transfers = transfers_between(self.stage, neighbour)
+        return tuple(each for each in transfers if each.source == self.worker)
 
-    @property
-    def gives_backward(self) -> tuple[Transfer, ...]:
-        """Transfers of this worker's input gradients, in order of the previous stage's ranks."""
-        if self.is_first:
-            return ()
-        before = self._stage(-1)
-        return self._given(transfers_between(self.stage, before))
-
-    def _stage(self, offset: int) -> Stage:
-        return self.pipeline.stages[self.stage_index + offset]
-
-    def _given(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-        given = []
-        for transfer in transfers:
-            if transfer.source == self.worker:
-                given.append(transfer)
-        return tuple(given)
+    def _neighbour(self, offset: int) -> Stage | None:
+        is_end = self.is_first if offset < 0 else self.is_last
+        return None if is_end else self.pipeline.stages[self.stage_index + offset]
 
 
 def place_of(plan: Plan, worker: str) -> Place | None:
     """Return the place of a worker; None if the plan does not use it."""
     first = 0
-    for p, pipeline in enumerate(plan.pipelines):
+    for pipeline in plan.pipelines:
         for s, stage in enumerate(pipeline.stages):
             if worker in stage.workers:
                 tp_rank = stage.workers.index(worker)
-                return Place(worker, p, s, tp_rank, pipeline, first)
+                return Place(worker, s, tp_rank, pipeline, first)
         first += pipeline.num_sequences
     return None

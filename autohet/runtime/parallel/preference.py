@@ -24,20 +24,20 @@ class AnswerStage(Protocol):
 class PreferenceLoss:
     """Loss of one step's pairs, on a last stage.
 
-    sums: float64 [3], the number of pairs, the number of those whose chosen answer has the higher
-    reward, and the sum of reward margins. The reward of an answer is beta * (c - c').
+    sums: those of a vote (`step.votes.Vote`) that this loss adds to, as float64 scalars by name.
+    The reward of an answer is beta * (c - c').
     """
 
     def __init__(self, beta: float, device: torch.device) -> None:
         self.beta = beta
         self._device = device
-        self._reference: dict[int, Tensor] = {}
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.begin()
 
     def begin(self) -> None:
         """Forget the step before."""
-        self._reference = {}
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._reference: dict[int, Tensor] = {}
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.sums = {"pairs": zero, "preferred": zero, "reward_margin_sum": zero}
 
     def keep_reference(
         self, m: int, stage: AnswerStage, x: Tensor, targets: Tensor, begins: Tensor
@@ -56,9 +56,9 @@ class PreferenceLoss:
         margins = rewards[:, 0] - rewards[:, 1]
         counted = pairs_of(targets)
         known = margins.detach() * counted
-        num_pairs = counted.sum()
-        num_preferred = (known > 0).sum()
-        self.sums += torch.stack([num_pairs, num_preferred, known.sum()])
+        self.sums["pairs"] = self.sums["pairs"] + counted.sum()
+        self.sums["preferred"] = self.sums["preferred"] + (known > 0).sum()
+        self.sums["reward_margin_sum"] = self.sums["reward_margin_sum"] + known.sum()
         agreement = F.logsigmoid(margins) * counted
         return -agreement.sum()
 

@@ -39,19 +39,19 @@ class ScaledPasses:
         self._check_given(loss.detach())
         return torch.full_like(loss, self.factor, requires_grad=False)
 
-    def scaled(self, gradient: Tensor) -> Tensor:
+    def scale(self, gradient: Tensor) -> Tensor:
         """Return an fp32 gradient from the next stage, scaled, in fp16."""
         self._check_given(gradient)
         return (gradient * self.factor).to(torch.float16)
 
-    def checked_factor(self, gradient: Tensor) -> float:
+    def unscale_factor(self, gradient: Tensor) -> float:
         """Note whether a scaled gradient is finite; return the factor that removes its scale."""
         torch._amp_foreach_non_finite_check_and_unscale_([gradient], self._own, self._one)
         return 1.0 / self.factor
 
-    def unscaled(self, gradient: Tensor) -> Tensor:
+    def unscale(self, gradient: Tensor) -> Tensor:
         """Return a gradient for the stage before, in fp32 and not scaled."""
-        return gradient.float().mul_(self.checked_factor(gradient))
+        return gradient.float().mul_(self.unscale_factor(gradient))
 
     def end_microbatch(self) -> None:
         """Count the microbatch if it overflowed."""

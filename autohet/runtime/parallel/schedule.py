@@ -1,9 +1,9 @@
-"""Schedule of one stage as data: one-forward-one-backward.
+"""Schedule of one stage: one-forward-one-backward.
 
 Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) unless the
 plan sets another number. It runs n - 1 forwards, then one forward and one backward in turn, then
-drains. That order is `planner.plans.stage_order`, which the planner simulates; this module adds the
-messages.
+drains. That order is `planner.plans.stage_order`, which the planner simulates. The executor
+receives before each pass and sends after it.
 
 A receive blocks until its message has arrived. A send may block while CHANNEL_DEPTH earlier ones in
 its direction have not been received. With depth d there is no deadlock as long as a stage keeps at
@@ -14,9 +14,6 @@ takes its own number and d more (it can send d gradients), and d wait in the cha
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple
-
 from planner.plans.in_flight import one_each
 from planner.plans.plan import Pipeline
 from planner.plans.stage_order import stage_order
@@ -24,51 +21,10 @@ from planner.plans.stage_order import stage_order
 CHANNEL_DEPTH = 2
 
 
-class ActionKind(Enum):
-    RECV_ACTIVATION = "recv_activation"
-    FORWARD = "forward"
-    SEND_ACTIVATION = "send_activation"
-    RECV_GRADIENT = "recv_gradient"
-    BACKWARD = "backward"
-    SEND_GRADIENT = "send_gradient"
-
-
-class StageAction(NamedTuple):
-    """Single action of a stage for one microbatch."""
-
-    kind: ActionKind
-    microbatch: int
-
-
-def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[StageAction]:
-    """Return the actions of one stage for one optimizer step, in order.
+def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[int]:
+    """Return the passes of one stage in one step, in order: m forward, ~m backward.
 
     They are the same on every rank of the stage.
     """
-    num_stages = len(pipeline.stages)
-    in_flight = pipeline.most_in_flight or one_each(num_stages)
-    actions: list[StageAction] = []
-    for microbatch in stage_order(in_flight, stage, pipeline.num_microbatches):
-        if microbatch >= 0:
-            actions += _forward(stage, num_stages, microbatch)
-        else:
-            actions += _backward(stage, num_stages, ~microbatch)
-    return actions
-
-
-def _forward(stage: int, num_stages: int, microbatch: int) -> list[StageAction]:
-    kinds = [ActionKind.FORWARD]
-    if stage > 0:
-        kinds.insert(0, ActionKind.RECV_ACTIVATION)
-    if stage < num_stages - 1:
-        kinds.append(ActionKind.SEND_ACTIVATION)
-    return [StageAction(kind, microbatch) for kind in kinds]
-
-
-def _backward(stage: int, num_stages: int, microbatch: int) -> list[StageAction]:
-    kinds = [ActionKind.BACKWARD]
-    if stage < num_stages - 1:
-        kinds.insert(0, ActionKind.RECV_GRADIENT)
-    if stage > 0:
-        kinds.append(ActionKind.SEND_GRADIENT)
-    return [StageAction(kind, microbatch) for kind in kinds]
+    in_flight = pipeline.most_in_flight or one_each(len(pipeline.stages))
+    return stage_order(in_flight, stage, pipeline.num_microbatches)

@@ -26,12 +26,6 @@ class StageDtypes:
     after: torch.dtype
 
     @classmethod
-    def uniform(cls, dtype: torch.dtype) -> StageDtypes:
-        """Return the dtypes of a stage among stages that compute alike."""
-        border = border_dtype(dtype, dtype)
-        return cls(dtype, dtype, border, border)
-
-    @classmethod
     def of_place(cls, plan: Plan, place: Place, precision: str) -> StageDtypes:
         """Return the dtypes of the stage at `place`.
 
@@ -65,6 +59,3 @@ def compute_dtype(stage: Stage, precision: str) -> torch.dtype:
 def scales_gradients(plan: Plan, precision: str) -> bool:
     """Return True if some stage of the plan computes in fp16, so that a step may overflow."""
     return any(compute_dtype(stage, precision) == torch.float16 for stage in plan.stages)
-
-
-__all__ = ["StageDtypes", "compute_dtype", "scales_gradients"]

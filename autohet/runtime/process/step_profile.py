@@ -85,6 +85,3 @@ class StepProfiler:
             self._copies.close()
         if self._folder is not None:
             self._folder.cleanup()
-
-
-__all__ = ["StepProfiler"]

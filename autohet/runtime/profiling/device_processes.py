@@ -3,7 +3,7 @@
 They cover tensor-parallel layers, and links between devices.
 """
 
-import queue
+import pickle
 import statistics
 import tempfile
 import time
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.layers.tensor_parallel import ReduceGroup, TensorParallel
 from autohet.runtime.profiling.device_profile import OutOfMemory, ProfileRequest, measure_layers
 from planner.inputs.profile import Measurement
 
 DEADLINE = timedelta(seconds=120)
+LIMIT_S = 1800.0
+RESULT = "result"
 LINK_SIZES = tuple(2**power for power in range(18, 29, 2))
 
 
@@ -36,8 +38,8 @@ class LinkMeasurement:
     bytes_per_s: float
 
 
-class _Group:
-    """Process group of all ranks, with the interface that tensor parallelism needs."""
+class _Group(ReduceGroup):
+    """Process group of all ranks."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
@@ -56,11 +58,6 @@ class _Group:
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
         dist.all_to_all_single(out, given, list(received), list(sent))
-
-    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts)
-        return counts.tolist(), theirs.tolist()
 
 
 def measure_tensor_parallel(
@@ -90,76 +87,51 @@ def _run(
     """Run `function(rank, degree, device type, argument)` in processes.
 
     Return rank 0's result.
+
+    Raises:
+        ProcessException: a process failed. TimeoutError: they took longer than LIMIT_S.
     """
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
-        store = str(Path(directory) / "rendezvous")
-        call = _Call(function, device_type, argument)
-        processes = [
-            context.Process(target=_enter, args=(call, rank, degree, store, answers))
-            for rank in range(degree)
-        ]
-        for process in processes:
-            process.start()
+        call = (function, device_type, degree, argument, Path(directory))
+        processes: Any = torch.multiprocessing.spawn(_enter, call, degree, join=False)
+        end = time.monotonic() + LIMIT_S
         try:
-            return _first_answer(answers, processes)
+            while not processes.join(timeout=1.0):
+                if time.monotonic() > end:
+                    raise TimeoutError("the measuring processes did not answer within 30 minutes")
         finally:
-            for process in processes:
-                process.join(timeout=30)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-
-
-def _first_answer(answers: Any, processes: list[Any]) -> Any:
-    end = time.monotonic() + 1800.0
-    while time.monotonic() < end:
-        try:
-            return answers.get(timeout=1.0)
-        except queue.Empty:
-            failed = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
-            if failed:
-                raise RuntimeError(
-                    f"a measuring process failed with exit code {failed[0]}"
-                ) from None
-    raise TimeoutError("the measuring processes did not answer within 30 minutes")
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Function that each process runs as (rank, degree, device type, argument)."""
-
-    function: Callable[[int, int, str, Any], Any]
-    device_type: str
-    argument: Any
+            for process in processes.processes:
+                process.kill()
+                process.join()
+        return pickle.loads((Path(directory) / RESULT).read_bytes())
 
 
 def _enter(
-    call: _Call,
     rank: int,
+    function: Callable[[int, int, str, Any], Any],
+    device_type: str,
     degree: int,
-    store: str,
-    answers: Any,
+    argument: Any,
+    directory: Path,
 ) -> None:
-    device_type = call.device_type
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
     backend = "nccl" if device_type == "cuda" else "gloo"
+    store = f"file://{directory / 'rendezvous'}"
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=degree, timeout=DEADLINE
+        backend, init_method=store, rank=rank, world_size=degree, timeout=DEADLINE
     )
-    result = call.function(rank, degree, device_type, call.argument)
+    result = function(rank, degree, device_type, argument)
     if rank == 0:
-        answers.put(result)
+        (directory / RESULT).write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _tensor_parallel_rank(rank: int, degree: int, device_type: str, request: ProfileRequest) -> Any:
-    return list(measure_layers(request, TensorParallel(_Group(), rank, degree), rank))
+    return list(measure_layers(request, TensorParallel.even(_Group(), rank, degree), rank))
 
 
 def _link_rank(

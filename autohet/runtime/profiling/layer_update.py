@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.models.stages.stage import StageModel
-from autohet.runtime.parallel.buckets import aligned
+from autohet.runtime.parallel.buckets import pad_to_alignment
 from autohet.runtime.parallel.gradient_sync import squared_norm
 from autohet.runtime.state.flat_optimizer import fused_update
 from autohet.runtime.state.optimizer import UpdateRule
@@ -24,7 +24,7 @@ class FlatGradients:
 
     def __init__(self, stage: StageModel) -> None:
         self._parameters = list(stage.weights.local_parameters().values())
-        self.num_elements = sum(aligned(each.numel()) for each in self._parameters)
+        self.num_elements = sum(pad_to_alignment(each.numel()) for each in self._parameters)
         self.flat = torch.zeros(self.num_elements, dtype=torch.float32, device=stage.spec.device)
         self._views = parameter_views(self.flat, self._parameters)
         for parameter, view in zip(self._parameters, self._views, strict=True):
@@ -77,14 +77,14 @@ def parameter_views(flat: Tensor, parameters: list[torch.nn.Parameter]) -> list[
         num_elements = parameter.numel()
         part = flat[offset : offset + num_elements]
         views.append(part.view(parameter.shape))
-        offset += aligned(num_elements)
+        offset += pad_to_alignment(num_elements)
     return views
 
 
 def _add_to(view: Tensor) -> Callable[[Tensor], None]:
-    def accumulated(parameter: Tensor) -> None:
+    def accumulate(parameter: Tensor) -> None:
         assert parameter.grad is not None
         view.add_(parameter.grad)
         parameter.grad = None
 
-    return accumulated
+    return accumulate

@@ -315,31 +315,22 @@ class _Reader:
         return name
 
     def _loss(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Add the loss as a sum over rows and, for a mean, a division by their number.
+        """Add a plain sum of losses over rows as an operator of its own.
 
-        This is exact for any split of rows over ranks.
+        It is exact for any split of rows over ranks.
         """
         settings = dict(zip(_LOSS_SETTINGS, args[2:], strict=False))
         settings |= kwargs
-        reduction = settings.get("reduction", _MEAN)
-        ignored = settings.get("ignore_index", IGNORED_TARGET)
         logits, targets = args[:2]
         has_weights = settings.get("weight") is not None
         is_smoothed = settings.get("label_smoothing", 0.0) != 0.0
         is_matrix = len(self.nodes[logits].shape) == 2
-        is_plain = is_matrix and not has_weights and not is_smoothed
-        if reduction not in (_MEAN, _SUM) or not is_plain:
+        is_sum = settings.get("reduction") == _SUM
+        if not is_sum or not is_matrix or has_weights or is_smoothed:
             return self._add(node, OperatorCall(node.target, args, kwargs))  # type: ignore[arg-type]
-
-        value = node.meta["val"]
+        ignored = settings.get("ignore_index", IGNORED_TARGET)
         losses = OperatorCall(cross_entropy_sum, (logits, targets, ignored))
-        result = self._insert("cross_entropy_sum", losses, value)
-        if reduction == _MEAN:
-            counting = OperatorCall(count_targets, (targets, ignored, value.dtype))
-            count = self._insert("count_targets", counting, value)
-            division = OperatorCall(torch.div, (result, count))
-            result = self._insert("div", division, value)
-        self.values[node] = result
+        self.values[node] = self._insert("cross_entropy_sum", losses, node.meta["val"])
 
     def _output(self, node: fx.Node) -> None:
         leaves = pytree.tree_leaves(node.args[0])
@@ -358,9 +349,8 @@ class _Reader:
 
 _LOSS_SETTINGS = ("weight", "reduction", "ignore_index", "label_smoothing")
 """Arguments of aten's cross entropy after the logits and the targets, in their order."""
-_MEAN = 1
 _SUM = 2
-"""Numbers by which aten names reductions."""
+"""Number by which aten names a sum over rows."""
 
 _ROTARY_PATTERNS = (
     ("add", ("mul", "x", "cos"), ("mul", ("cat", ("neg", ("slice", "x")), ("slice", "x")), "sin")),
@@ -496,11 +486,6 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
     """Return the sum of the cross entropies of rows whose target counts."""
     return nn.functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
-
-
-def count_targets(targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
-    """Return the number of targets that count."""
-    return (targets != ignored).sum().to(dtype)
 
 
 def _innermost_module(node: fx.Node) -> str:

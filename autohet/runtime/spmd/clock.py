@@ -55,9 +55,9 @@ class ClockedGroup:
         found = getattr(self._group, name)
         if not callable(found):
             return found
-        return partial(self._timed, found)
+        return partial(self._stop_during, found)
 
-    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _stop_during(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self._clock.pause()
         try:
             return call(*arguments)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.groups import Group
+from autohet.runtime.models.layers.autograd import apply
 from planner.spmd.layouts import TensorLayout, conversion_between
 
 TAG = 41
@@ -20,7 +21,7 @@ TAG = 41
 Lengths = Sequence[int]
 
 
-def _exchanged(group: Group, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+def _exchange(group: Group, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     """Send part j to rank j and receive rank j's part in received[j]; empty parts are not sent."""
     works = []
     me = group.rank
@@ -47,7 +48,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
+def gather_parts(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
     """Gather all parts along `dim`.
 
     padded: one all-gather of parts as long as the longest; grouped: each rank sends its part to all
@@ -64,12 +65,12 @@ def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: s
         received = [out[rank, :length] for rank, length in enumerate(lengths)]
     else:
         received = [part.new_empty((length, *rest)) for length in lengths]
-        _exchanged(group, [part] * group.size, received)
+        _exchange(group, [part] * group.size, received)
     whole = torch.cat(received)
     return whole.view(local.dtype).movedim(0, dim)
 
 
-def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
+def reduce_parts(group: Group, whole: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
     """Return this rank's part along `dim` of the sum over ranks, added in order of ranks.
 
     padded: parts are as long as the longest.
@@ -85,14 +86,14 @@ def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, varia
             padding = part.new_zeros((arriving - len(part), *rest))
             parts[rank] = torch.cat([part, padding])
     received = [moved.new_empty((arriving, *rest)) for _ in range(group.size)]
-    _exchanged(group, [part.contiguous() for part in parts], received)
+    _exchange(group, [part.contiguous() for part in parts], received)
     # Without a dtype the sum of integers would be int64.
     total = torch.stack(received).sum(0, dtype=moved.dtype)
     own = total[:mine]
     return own.view(whole.dtype).movedim(0, dim)
 
 
-def transposed(
+def exchange_parts(
     group: Group, local: Tensor, source: int, target: int, before: Lengths, after: Lengths
 ) -> Tensor:
     """Convert parts along `source` (lengths `before`) to parts along `target` (lengths `after`)."""
@@ -105,11 +106,11 @@ def transposed(
     for length in before:
         shape[source] = length
         received.append(plain.new_empty(shape))
-    _exchanged(group, parts, received)
+    _exchange(group, parts, received)
     return torch.cat(received, dim=source).view(local.dtype)
 
 
-def summed(group: Group, tensor: Tensor) -> Tensor:
+def sum_over_ranks(group: Group, tensor: Tensor) -> Tensor:
     """Return the sum over ranks."""
     total = _plain(tensor).clone()
     group.all_reduce(total)
@@ -154,13 +155,13 @@ def convert(
     def moved(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
         match conversion_between(source, target):
             case "all_gather":
-                return gathered(group, x, source.dim, lengths(source.dim), variant)
+                return gather_parts(group, x, source.dim, lengths(source.dim), variant)
             case "reduce_scatter":
-                return scattered_sum(group, x, target.dim, lengths(target.dim), variant)
+                return reduce_parts(group, x, target.dim, lengths(target.dim), variant)
             case "all_reduce":
-                return summed(group, x)
+                return sum_over_ranks(group, x)
             case "all_to_all":
-                return transposed(
+                return exchange_parts(
                     group, x, source.dim, target.dim, lengths(source.dim), lengths(target.dim)
                 )
             case "mask":
@@ -170,18 +171,12 @@ def convert(
                 return torch.zeros_like(x)
         raise AssertionError(f"no instruction from {source} to {target}")
 
-    return applied(
+    return apply(
         _Dual,
         tensor,
         lambda x: moved(x, source, target),
         lambda g: moved(g, target.dual, source.dual),
     )
-
-
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply an autograd function and return its result."""
-    result: Tensor = function.apply(*arguments)
-    return result
 
 
 class FactoredLinear(torch.autograd.Function):
@@ -211,9 +206,9 @@ class FactoredLinear(torch.autograd.Function):
         (gradient,) = gradients
         (x, weight) = ctx.saved_tensors
         group, dim, lengths = ctx.place
-        every_x = gathered(group, x, dim, lengths, "padded")
+        every_x = gather_parts(group, x, dim, lengths, "padded")
         every_x = every_x.flatten(0, -2)
-        every_gradient = gathered(group, gradient, dim, lengths, "padded")
+        every_gradient = gather_parts(group, gradient, dim, lengths, "padded")
         every_gradient = every_gradient.flatten(0, -2)
         x_gradient = gradient @ weight
         weight_gradient = every_gradient.mT @ every_x
@@ -246,7 +241,7 @@ class VocabularyLoss(torch.autograd.Function):
 
         # Without the row's highest logit no exponential overflows.
         shifted = logits - every.max(0).values[:, None]
-        total = summed(group, shifted.exp().sum(-1))
+        total = sum_over_ranks(group, shifted.exp().sum(-1))
 
         counts = targets != ignored
         local = targets - offset

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.groups import Group
+from autohet.runtime.models.layers.autograd import apply
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ComputeClock
-from autohet.runtime.spmd.collectives import FactoredLinear, VocabularyLoss, applied, convert
+from autohet.runtime.spmd.collectives import FactoredLinear, VocabularyLoss, convert
 from autohet.runtime.step.pacing import Pace
 from planner.spmd.graph import GraphNode
 from planner.spmd.layouts import TensorLayout
@@ -86,7 +87,7 @@ class ProgramExecutor:
             return self.local_part(given[name], name, instruction.output)
         tensors = [values[used] for used in instruction.inputs]
         if instruction.op == "compute":
-            return self._paced(instruction, self._compute(instruction, tensors))
+            return self._add_pace(instruction, self._compute(instruction, tensors))
         (_, source) = instruction.inputs[0]
         lengths = partial(self.plan.lengths, name)
         return convert(
@@ -106,7 +107,7 @@ class ProgramExecutor:
         rank = self.group.rank
         return sum(lengths[:rank]), lengths[rank]
 
-    def _paced(self, instruction: Instruction, result: Tensor) -> Tensor:
+    def _add_pace(self, instruction: Instruction, result: Tensor) -> Tensor:
         """Add the operator's emulated seconds to the clock's debt, and return its result.
 
         Forward seconds are added now, backward seconds when the gradient of the output has arrived.
@@ -126,13 +127,13 @@ class ProgramExecutor:
         if any(layout.kind == "factored" for _, layout in instruction.inputs):
             name, layout = instruction.inputs[0]
             lengths = self.plan.lengths(name, layout.dim)
-            return applied(FactoredLinear, self.group, layout.dim, lengths, *tensors)
+            return apply(FactoredLinear, self.group, layout.dim, lengths, *tensors)
         # Letter Y: the operator is cut along the vocabulary, so its ids need this rank's offset.
         cuts_vocabulary = instruction.letter == "Y"
         if node.op == "cross_entropy_sum" and cuts_vocabulary:
             start, _ = self._part(*instruction.inputs[0])
             ignored = call.args[2]
-            return applied(VocabularyLoss, self.group, start, *tensors, ignored)
+            return apply(VocabularyLoss, self.group, start, *tensors, ignored)
         shape = self._local_shape(instruction)
         if self._has_empty_part(instruction):
             zeros = _nothing(tensors, shape, call.dtype)

@@ -44,7 +44,7 @@ def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
     return dims
 
 
-def captured_decoder(
+def capture_decoder(
     config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype
 ) -> Decoder:
     """Return the graph of a model for a microbatch of `batch` sequences, and its cuts.

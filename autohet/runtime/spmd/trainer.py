@@ -39,7 +39,7 @@ BUCKET_BYTES = 64 * 2**20
 """Bytes of replicated gradients that one all-reduce sums: its extra memory beside the gradients."""
 
 
-def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProgram]:
+def _capture_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProgram]:
     """Capture the job's model for one microbatch, on the device.
 
     Return it with the plan's program over its graph.
@@ -73,7 +73,7 @@ class SpmdTrainer(Trainer):
         program: tuple[Captured, PlacedProgram] | None = None,
     ) -> None:
         (self._pipeline,) = generation.plan.pipelines
-        captured, placed = program or _captured_of_job(setup, generation.plan)
+        captured, placed = program or _capture_job(setup, generation.plan)
         over = generation.groups
         world = over.group(generation.plan.workers, "spmd")
         self._compute = ComputeClock(lambda: over.interrupted)

@@ -25,11 +25,11 @@ from autohet.runtime.state.export_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     ExportedWeights,
-    merged_weights,
+    merge_weights,
     peft_config,
     peft_weights,
 )
-from autohet.runtime.state.export_config import default_generation_config, exported_config
+from autohet.runtime.state.export_config import config_to_export, default_generation_config
 from autohet.runtime.state.export_experts import split_experts
 from autohet.runtime.state.model_files import GENERATION_CONFIG, SCALAR, read_model_files
 from planner.errors import ConfigError
@@ -119,7 +119,7 @@ def export_checkpoint(
     if is_peft:
         _write_json(folder / ADAPTER_CONFIG, peft_config(manifest))
     else:
-        _write_json(folder / "config.json", exported_config(manifest.model_config, dtype))
+        _write_json(folder / "config.json", config_to_export(manifest.model_config, dtype))
     beside = _write_model_files(storage, manifest, folder)
     # The index last: without it nothing loads the other files.
     if len(files) > 1:
@@ -189,7 +189,7 @@ def _weights(
         return whole[:num_rows]
 
     if options.merge:
-        return merged_weights(manifest, lambda name: read(name, "float32"), options.base)
+        return merge_weights(manifest, lambda name: read(name, "float32"), options.base)
     if adapter_of(manifest.model_config) is not None:
         return peft_weights(specs, read)
     return ExportedWeights(specs, lambda names: map(read, names))

@@ -76,7 +76,7 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
     adapter = _require_adapter(manifest)
     config = _config_of(manifest)
     model = skeleton(config)
-    paths = target_paths(adapter, family_of(config), model)
+    paths = target_paths(adapter, family_of(config).layers, model)
     is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
 
     # peft writes whole numbers without a decimal point.
@@ -119,7 +119,7 @@ def _last_component(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
+def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
     """Return the base's weights with the adapter's updates added.
 
     base: place of the base, if it differs from the run's.
@@ -191,6 +191,3 @@ def _config_of(manifest: Manifest) -> PreTrainedConfig:
     model_type = document.pop("model_type")
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **document)
     return config
-
-
-__all__ = ["ExportedWeights", "merged_weights", "peft_config", "peft_weights"]

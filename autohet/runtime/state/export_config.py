@@ -18,7 +18,7 @@ _LEFT_OUT = (ADAPTER, PADDED, "_name_or_path", "_attn_implementation", "quantiza
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def exported_config(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def config_to_export(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the config.json of a model whose config is `document` and whose weights have `dtype`.
 
     transformers 4.x reads `rope_theta`, `rope_scaling` and `torch_dtype`. transformers 5 reads

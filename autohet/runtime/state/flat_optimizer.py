@@ -49,25 +49,25 @@ class _Cut:
     piece: ParameterPiece
     runs: tuple[Run, ...]
 
-    def taken(self, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def take(self, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return a flat copy of the part's masters and moments."""
         tensors = []
         for kind in STATE_KINDS:
             held = state[state_name(kind, self.piece.parameter)]
             flat = held.new_zeros(self.piece.end - self.piece.offset)
             for run in self.runs:
-                run.view_in_piece(self._shaped(flat)).copy_(run.view_in(held))
+                run.view_in_piece(self._reshape(flat)).copy_(run.view_in(held))
             tensors.append(flat)
         return tuple(tensors)
 
     def give_back(self, tensors: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> None:
         for kind, flat in zip(STATE_KINDS, tensors, strict=True):
             held = state[state_name(kind, self.piece.parameter)]
-            shaped = self._shaped(flat)
+            shaped = self._reshape(flat)
             for run in self.runs:
                 run.view_in(held).copy_(run.view_in_piece(shaped))
 
-    def _shaped(self, flat: Tensor) -> Tensor:
+    def _reshape(self, flat: Tensor) -> Tensor:
         return flat[: self.piece.num_elements].view(self.piece.shape)
 
     def gradient(self, flats: Mapping[int, Tensor]) -> Tensor:
@@ -110,7 +110,7 @@ class FlatOptimizer:
                     self._cuts.append(_Cut(index, piece, runs))
 
         # Kind by kind, not range by range: an old flat tensor is freed with its last view.
-        by_kind = [self._laid_out(kind, ranges) for kind in STATE_KINDS]
+        by_kind = [self._lay_out(kind, ranges) for kind in STATE_KINDS]
         self._ranges: list[_FlatRange] = []
         self._counted: list[tuple[int, ParameterPiece]] = []
         for (index, adjacent), tensors in zip(ranges, zip(*by_kind, strict=True), strict=True):
@@ -135,7 +135,7 @@ class FlatOptimizer:
             yield _FlatRange(buffer, start, parts, decays)
 
     @torch.no_grad()
-    def _laid_out(
+    def _lay_out(
         self, kind: str, ranges: Sequence[tuple[int, list[ParameterPiece]]]
     ) -> list[Tensor]:
         """Build all flat tensors of one kind, one for each range.
@@ -188,7 +188,7 @@ class FlatOptimizer:
                 self._apply(tensors, gradients, replace(rule, decays=decays))
 
         for cut in self._cuts:
-            taken = cut.taken(self._state)
+            taken = cut.take(self._state)
             own_rule = replace(rule, decays=self._decays(cut.piece))
             self._apply([taken], [cut.gradient(flats)], own_rule)
             cut.give_back(taken, self._state)

@@ -126,6 +126,3 @@ class FrozenWeights:
                 kept.append(part)
         self.tensors[name] = torch.cat(kept, spec.split_dim)
         self._units[name] = wanted
-
-
-__all__ = ["FrozenWeights", "first_weights"]

@@ -6,6 +6,14 @@ as the next generation begins and no roll-forward over a prepared step can follo
 allocator still refuses the new state, the old one moves to host memory tensor by tensor, and is
 sent from there. No state is lost on the way: after an interrupted restore it is as good a source as
 before.
+
+So a transition needs no memory of the device that its two plans do not need in training, and the
+planner has no term for it. With n parameters computed with and o <= n of them kept as masters and
+moments, a plan in fp32 takes 12 o + 4 n bytes and its activations. During the restore the device
+holds the new state, 12 o, and the messages in flight. The optimizer then lays state out one kind
+after the other, so at most 4 o lie beside it. Messages in flight (128 MiB, one more, and as much of
+buffers) exceed gradients, 4 n, only for plans below 1.2 GiB a worker. Host memory must hold an old
+state of which no snapshot has the bits, as after a roll-forward.
 """
 
 from __future__ import annotations
@@ -164,6 +172,3 @@ def shard_on_host(view: Tensor, copy: Tensor | None) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-__all__ = ["FindSnapshot", "Live"]

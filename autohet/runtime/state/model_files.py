@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
-from autohet.runtime.data.conversations import given_template
+from autohet.runtime.data.chat.template import given_template
 from autohet.runtime.data.tokenization import (
     BYTES_END_TOKEN,
     BYTES_VOCAB_SIZE,

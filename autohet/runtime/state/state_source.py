@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,22 +34,15 @@ from recovery.transfer.restore import (
 )
 
 
+@dataclass(frozen=True)
 class StateSource:
     """Source of one worker's state in one generation."""
 
-    def __init__(
-        self,
-        place: WorkerPlace,
-        job: Job,
-        config: PreTrainedConfig,
-        device: torch.device,
-        storage: Storage,
-    ) -> None:
-        self.place = place
-        self.job = job
-        self.config = config
-        self.device = device
-        self._storage = storage
+    place: WorkerPlace
+    job: Job
+    config: PreTrainedConfig
+    device: torch.device
+    storage: Storage
 
     def fill(
         self,
@@ -81,7 +75,7 @@ class StateSource:
         place = self.place
         with (
             closing(AgentStore(place.memory_directory, place.disk_directory, place.node)) as store,
-            DurableReads(self._storage, cancelled, timeout_s) as durable,
+            DurableReads(self.storage, cancelled, timeout_s) as durable,
         ):
             access = Access(store, agents, durable, timeout_s, cancelled=cancelled)
             return restore(task, world, access, progress)

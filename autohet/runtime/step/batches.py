@@ -6,6 +6,7 @@ The rows that a step consumes are a function of (seed, step) alone.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,10 +46,10 @@ class Batches:
             prefetch = device.type == "cuda"
         # One thread, since the dataset is for one.
         self._reader = ThreadPoolExecutor(1, "batches") if prefetch else None
-        self._asked: list[SequencePart] = []
+        self._last: SequencePart | None = None
+        self._after: dict[range, SequencePart] = {}
+        """Steps ahead and positions of the part that was requested after these positions."""
         self._ahead: dict[SequencePart, Future[Tensor]] = {}
-        self.num_foreseen = 0
-        """Requested parts that had been read ahead."""
 
     def __call__(self, step: int, sequences: range) -> Batch:
         """Return tokens and targets of positions of a global batch.
@@ -58,7 +59,7 @@ class Batches:
         if self._reader is None:
             rows = self._rows(step, sequences)
         else:
-            rows = self._taken((step, sequences), self._reader)
+            rows = self._take((step, sequences), self._reader)
         return _batch_of(rows.to(self._device, non_blocking=True))
 
     def begins(self, step: int, sequences: range) -> Tensor:
@@ -85,12 +86,10 @@ class Batches:
             return rows.pin_memory()
         return rows
 
-    def _taken(self, part: SequencePart, reader: ThreadPoolExecutor) -> Tensor:
+    def _take(self, part: SequencePart, reader: ThreadPoolExecutor) -> Tensor:
         """Return a part's rows, read ahead or now, and start to read the one that follows."""
         rows = self._ahead.pop(part, None)
-        if rows is not None:
-            self.num_foreseen += 1
-        else:
+        if rows is None:
             rows = reader.submit(self._rows, *part)
         following = self._following(part)
         if following is not None and following not in self._ahead:
@@ -98,29 +97,21 @@ class Batches:
         return rows.result()
 
     def _following(self, part: SequencePart) -> SequencePart | None:
-        """Predict the part that is requested after `part`, from the order of the step before.
-
-        After the last part of a step comes the first part of the next step.
-        """
+        """Predict the part that is requested after `part`; None: it is not known yet."""
         step, sequences = part
-        kept: list[SequencePart] = []
-        before: list[range] = []
-        for asked_step, asked in self._asked:
-            if asked_step == step - 1:
-                before.append(asked)
-            if asked_step in (step, step - 1):
-                kept.append((asked_step, asked))
-        if part not in kept:
-            kept.append(part)
-        self._asked = kept
-        if sequences not in before:
+        if self._last is not None:
+            last_step, last = self._last
+            # A job that goes back, or a new plan, says nothing about the order.
+            if step - last_step in (0, 1):
+                self._after[last] = (step - last_step, sequences)
+        self._last = part
+        if sequences not in self._after:
             return None
-        following = before.index(sequences) + 1
-        if following < len(before):
-            return step, before[following]
-        return step + 1, before[0]
+        steps_ahead, following = self._after[sequences]
+        return step + steps_ahead, following
 
 
+@dataclass(frozen=True)
 class EvaluationRows:
     """The first rows of an evaluation data set, in their order, as global batches.
 
@@ -128,42 +119,39 @@ class EvaluationRows:
     read; None: all.
     """
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        global_batch_sequences: int,
-        device: torch.device,
-        max_rows: int | None = None,
-    ) -> None:
-        self._dataset = dataset
-        self._device = device
-        self._global_batch = global_batch_sequences
-        self.num_rows = min(len(dataset), max_rows or len(dataset))
+    dataset: TokenDataset
+    global_batch_sequences: int
+    device: torch.device
+    max_rows: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return min(len(self.dataset), self.max_rows or len(self.dataset))
 
     @property
     def num_batches(self) -> int:
-        return -(-self.num_rows // self._global_batch)
+        return -(-self.num_rows // self.global_batch_sequences)
 
     def num_in_batch(self, index: int) -> int:
         """Return the number of positions of a global batch with a row; they are the first ones."""
-        return min(self._global_batch, self.num_rows - index * self._global_batch)
+        return min(self.global_batch_sequences, self.num_rows - index * self.global_batch_sequences)
 
     def batch(self, index: int, sequences: range) -> Batch:
         """Return tokens and targets of these positions, in the shapes of `Batches`."""
-        rows = _read_rows(self._dataset, self._present(index, sequences))
-        tokens, targets = _batch_of(rows.to(self._device))
+        rows = _read_rows(self.dataset, self._present(index, sequences))
+        tokens, targets = _batch_of(rows.to(self.device))
         is_missing = self._indices(index, sequences) >= self.num_rows
-        missing = torch.from_numpy(is_missing).to(self._device)
+        missing = torch.from_numpy(is_missing).to(self.device)
         return tokens, targets.masked_fill(missing.unsqueeze(-1), IGNORED)
 
     @property
     def isolated(self) -> bool:
         """True if rows hold pieces that do not attend to each other."""
-        return self._dataset.facts.isolated
+        return self.dataset.facts.isolated
 
     def begins(self, index: int, sequences: range) -> Tensor:
         """Return `Batches.begins` for evaluation rows of a data set that isolates documents."""
-        _, begins = self._dataset.marks(self._present(index, sequences))
+        _, begins = self.dataset.marks(self._present(index, sequences))
         return torch.from_numpy(begins[:, :-1])
 
     def _present(self, index: int, sequences: range) -> NDArray[np.int64]:
@@ -171,7 +159,7 @@ class EvaluationRows:
         return np.minimum(self._indices(index, sequences), self.num_rows - 1)
 
     def _indices(self, index: int, sequences: range) -> NDArray[np.int64]:
-        first = index * self._global_batch
+        first = index * self.global_batch_sequences
         start = first + sequences.start
         stop = first + sequences.stop
         return np.arange(start, stop, dtype=np.int64)

@@ -83,5 +83,3 @@ class TrainerHooks:
 
 
 NO_HOOKS = TrainerHooks()
-
-__all__ = ["NO_HOOKS", "PhaseHook", "TrainerHooks", "TrainingSetup", "WorkerGeneration"]

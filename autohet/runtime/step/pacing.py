@@ -21,21 +21,21 @@ class Pace:
     backward_s: float
 
 
+@dataclass(frozen=True)
 class Pacer:
     """Sleep through the rest of an action's emulated time.
 
     An interrupt ends the sleep: `stopped` returns True.
     """
 
-    def __init__(self, pace: Pace, stopped: Callable[[], bool]) -> None:
-        self._pace = pace
-        self._stopped = stopped
+    pace: Pace
+    stopped: Callable[[], bool]
 
     def after_forward(self, started: float) -> None:
-        sleep_until(started + self._pace.forward_s, self._stopped)
+        sleep_until(started + self.pace.forward_s, self.stopped)
 
     def after_backward(self, started: float) -> None:
-        sleep_until(started + self._pace.backward_s, self._stopped)
+        sleep_until(started + self.pace.backward_s, self.stopped)
 
 
 def sleep_until(deadline: float, stopped: Callable[[], bool]) -> None:

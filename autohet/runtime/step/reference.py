@@ -69,7 +69,7 @@ def lora_config(config: PreTrainedConfig, model: PreTrainedModel) -> Any:
 
     adapter = adapter_of(config)
     assert adapter is not None
-    paths = target_paths(adapter, family_of(config), skeleton(config))
+    paths = target_paths(adapter, family_of(config).layers, skeleton(config))
     alpha: Any = adapter.alpha  # peft declares an int and takes any number
     return LoraConfig(
         r=adapter.rank,
@@ -121,7 +121,7 @@ def train_reference(
             wanted = targets[places.start : places.stop]
             inputs: dict[str, Any] = {}
             if begins is not None:
-                inputs = isolated(begins(step, places), tokens.device)
+                inputs = isolation_inputs(begins(step, places), tokens.device)
             routers.begin()
             logits = model(part, **inputs).logits.float()
             loss_sum = _loss_sum(logits.flatten(0, 1), wanted.flatten(), training)
@@ -165,7 +165,7 @@ def _adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.Ada
     )
 
 
-def isolated(begins: Tensor, device: torch.device) -> dict[str, Any]:
+def isolation_inputs(begins: Tensor, device: torch.device) -> dict[str, Any]:
     """Return the model's arguments that keep the pieces of rows apart.
 
     begins: map of pieces, bool [b, S].
@@ -177,7 +177,7 @@ def isolated(begins: Tensor, device: torch.device) -> dict[str, Any]:
 
 def loss_of_rows(model: PreTrainedModel, tokens: Tensor, targets: Tensor, begins: Tensor) -> Tensor:
     """Return the sum of cross entropy over the targets of rows [b, S] with these pieces."""
-    inputs = isolated(begins, tokens.device)
+    inputs = isolation_inputs(begins, tokens.device)
     logits = model(tokens, **inputs).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 

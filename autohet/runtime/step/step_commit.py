@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,13 @@ from torch import Tensor
 
 from autohet.runtime.groups import Group, PeerLost
 from autohet.runtime.groups.clock import StreamClock
-from autohet.runtime.messages import ReplicaMismatch, Rewards, Skipped, SkipReason
+from autohet.runtime.messages import (
+    EvaluationRecord,
+    ReplicaMismatch,
+    Skipped,
+    SkipReason,
+    StepRecord,
+)
 from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
@@ -39,7 +45,6 @@ from autohet.runtime.step.votes import Vote, Voter, skip_reason
 MOST_REPAIRS = 2
 MAX_NAMED = 16
 """Limit on the tensors that a worker names as the cause of a skipped step."""
-PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 
 
 @dataclass(frozen=True)
@@ -56,53 +61,6 @@ class StateVersion:
 
 class HalfUpdated(RuntimeError):
     """Failure of an update after it had changed tensors: the state is of no step any more."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A committed step.
-
-    `gradient_norm` is before clipping. `parts_s` are the seconds of this worker's phases. On a GPU
-    its `optimizer` is the update before, since the host does not wait for this step's.
-    """
-
-    step: int
-    loss: float
-    gradient_norm: float
-    tokens: int
-    seconds: float
-    stop: bool
-    checkpoint: bool
-    applied: bool
-    replicating: bool = False
-    replication_failed: bool = False
-    writing: bool = False
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    parted: tuple[ReplicaMismatch, ...] = ()
-    """Shards whose holders differed and were made equal before the step was run."""
-    rewards: Rewards | None = None
-    """Rewards of a preference job's pairs; None: the job has none."""
-    skipped: Skipped | None = None
-    """Reason why no weight was changed; None: the weights were updated."""
-    relative_work: float = 1.0
-    """Work of this worker's microbatches relative to average rows."""
-    loss_scale: LossScale | None = None
-    """Scale of gradients in fp16 stages; None if the plan has none."""
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """Mean loss over all targets, or pairs, of the evaluation rows, after `step` updates.
-
-    `seconds`: this worker's. `rewards`: of a preference job's pairs.
-    """
-
-    step: int
-    loss: float
-    tokens: int
-    sequences: int
-    seconds: float
-    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +82,7 @@ class UpdateTimes:
         """Marks of the stream before and after each of the last two updates."""
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Measure the update that the context launches; one that fails is left out."""
         begin = self._clock.mark()
         yield
@@ -165,8 +123,9 @@ class Trainer(ABC):
         self.state = generation.state
         self.version = StateVersion(generation.step)
         self.groups = generation.groups
-        self.voter = Voter(world, generation.groups, setup.device, counts_loss=counts_loss)
-        self.voter.preservation_status = hooks.preservation_status
+        self.voter = Voter(
+            world, generation.groups, setup.device, counts_loss, hooks.preservation_status
+        )
         self._clock = generation.groups.back_end.clock
         self.hooks = hooks
         self.prepared: int | None = None
@@ -223,7 +182,7 @@ class Trainer(ABC):
         """
         return None
 
-    def _skipped(self, vote: Vote) -> Skipped | None:
+    def _explain_skip(self, vote: Vote) -> Skipped | None:
         """Return this worker's view of the cause of a skip; None if the step changes weights."""
         reason = skip_reason(vote, self.step, self.training)
         if reason is None:
@@ -247,8 +206,10 @@ class Trainer(ABC):
         """Number of committed updates in the state, which is the number of the next step."""
         return self.version.step
 
-    def train_step(self, batch: Callable[[int, range], Batch]) -> StepResult:
+    def train_step(self, batch: Callable[[int, range], Batch]) -> StepRecord:
         """Run the next step; every worker of the plan calls it. Blocks.
+
+        `last_vote` is then that of this step.
 
         `batch(step, sequences)` gives tokens and targets of these positions of the step's global
         batch.
@@ -261,39 +222,36 @@ class Trainer(ABC):
         assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
         try:
             self.groups.check()
-            vote, marks, parted = self._voted(batch)
+            vote, marks, parted = self._run_and_vote(batch)
         except PeerLost:
             # Peers that wait for this worker, but not for the lost one, must wake up too.
             self.groups.interrupt()
             raise
         voted = time.perf_counter()
         step = self.step
-        skipped = self._skipped(vote)
+        skipped = self._explain_skip(vote)
         self.apply_prepared(vote)
         ended = time.perf_counter()
         parts = self._parts(started, voted, marks)
         parts["optimizer"] = self._updates.newest_s
-        return StepResult(
-            step,
-            vote.loss,
-            vote.gradient_norm,
-            vote.tokens,
-            ended - started,
-            vote.stops > 0,
-            vote.checkpoints > 0,
-            skipped is None,
-            vote.replicating > 0,
-            vote.replication_failures > 0,
-            vote.writing > 0,
-            parts,
-            parted,
-            vote.rewards,
-            skipped,
-            self.relative_work,
-            self.loss_scale,
+        return StepRecord(
+            step=step,
+            loss=vote.loss,
+            gradient_norm=vote.gradient_norm,
+            tokens=vote.tokens,
+            seconds=ended - started,
+            generation=self.groups.generation,
+            ended_at=time.monotonic(),
+            parts_s=parts,
+            parted=parted,
+            skipped=skipped,
+            relative_work=self.relative_work,
+            peak_memory_bytes=_peak_memory_bytes(self._device),
+            rewards=vote.rewards,
+            loss_scale=self.loss_scale,
         )
 
-    def evaluate(self, rows: EvaluationRows) -> EvaluationResult | EvaluationEnded:
+    def evaluate(self, rows: EvaluationRows) -> EvaluationRecord | EvaluationEnded:
         """Return the mean loss over `rows`, by forward passes alone.
 
         Every worker of the plan calls it. Blocks. State, gradients and votes of steps stay as they
@@ -307,8 +265,7 @@ class Trainer(ABC):
             self.groups.check()
             self._enter("evaluate")
             self._before_evaluation()
-            members = self.voter.world.size
-            seen = Vote(0.0, 0.0, tokens=0, stops=0, checkpoints=0, members=members)
+            seen = Vote()
             for index in range(rows.num_batches):
                 loss, num_targets = self._evaluate_batch(rows, index)
                 batch = self.voter.count_evaluation(loss, num_targets)
@@ -319,9 +276,14 @@ class Trainer(ABC):
             self.groups.interrupt()
             raise
         self.phase = "idle"
-        seconds = time.perf_counter() - started
-        return EvaluationResult(
-            self.step, seen.loss, seen.tokens, rows.num_rows, seconds, seen.rewards
+        return EvaluationRecord(
+            step=self.step,
+            loss=seen.loss,
+            tokens=seen.tokens,
+            sequences=rows.num_rows,
+            seconds=time.perf_counter() - started,
+            generation=self.groups.generation,
+            rewards=seen.rewards,
         )
 
     def _before_evaluation(self) -> None:  # noqa: B027
@@ -331,7 +293,7 @@ class Trainer(ABC):
         """Return this worker's losses and targets of one global batch of evaluation rows."""
         raise NotImplementedError
 
-    def _voted(
+    def _run_and_vote(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Vote, tuple[Any, Any, Any], tuple[ReplicaMismatch, ...]]:
         """Compute the gradients and vote on them.
@@ -433,7 +395,7 @@ class Trainer(ABC):
                 self.hooks.before_update()
             changes = skip_reason(vote, self.step, self.training) is None
             if changes:
-                with self._updates.measured():
+                with self._updates.measure():
                     # From the first changed tensor to the last the state is of no step.
                     self.version = StateVersion(self.step, whole=False)
                     self.apply_update(vote)
@@ -441,6 +403,12 @@ class Trainer(ABC):
             self.version = StateVersion(self.step + 1)
             self.phase = "idle"
             return changes
+
+
+def _peak_memory_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.max_memory_allocated(device))
 
 
 def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
@@ -453,15 +421,3 @@ def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
         if name.startswith(prefix) and not bool(torch.isfinite(tensor).all()):
             found.append(name.removeprefix(prefix))
     return tuple(found)
-
-
-__all__ = [
-    "PHASES",
-    "EvaluationEnded",
-    "EvaluationResult",
-    "HalfUpdated",
-    "StateVersion",
-    "StepResult",
-    "Trainer",
-    "UpdateTimes",
-]

@@ -45,7 +45,6 @@ from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.step.step_commit import Trainer
 from autohet.runtime.step.votes import Vote
 from planner.plans.communicators import num_border_groups
-from planner.plans.plan import TensorShare
 from recovery.state.layout import Layout
 
 logger = logging.getLogger("autohet.worker")
@@ -302,9 +301,7 @@ def _build_stage(
             logger.info(why_not)
     # A family may bring stages of its own, as the tests' exact model does.
     build = getattr(family_of(config), "build_stage", build_stage)
-    tp = None
-    if tensor is not None:
-        tp = _tensor_parallel(place, tensor)
+    tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, stage)
     recompute = stage.recompute or training.stage_recompute
     if training.objective == "dpo":
         # As in TRL's DPOTrainer: the reference drops nothing either.
@@ -322,17 +319,6 @@ def _build_stage(
         counts_tokens=training.router_balance == "bias",
     )
     return built
-
-
-def _tensor_parallel(place: Place, tensor: Group) -> TensorParallel:
-    """Return this worker's part in its stage's tensor-parallel group."""
-    stage = place.stage
-    uneven = place.share if stage.tp_shares else None
-    owners: tuple[TensorShare, ...] = ()
-    if stage.expert_dispatch == "all_to_all":
-        owners = tuple(stage.share(rank) for rank in range(place.tp_degree))
-    cut = stage.sequence_parallel
-    return TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut, owners)
 
 
 def _reload_frozen(generation: WorkerGeneration, stage: StageModel, names: Collection[str]) -> None:
@@ -365,6 +351,3 @@ def _replica_check(
     every = setup.training.replica_check_steps
     held = HeldReplicas(generation.worker, layout, tensors)
     return ReplicaCheck(held, world, every, layers, reload)
-
-
-__all__ = ["StageGroups", "StageTrainer"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,8 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import EvaluationRecord, GenerationOrder, Phase, StepRecord
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.step.batches import Batches, EvaluationRows
-from autohet.runtime.step.step_commit import EvaluationEnded, StepResult, Trainer
+from autohet.runtime.step.step_commit import EvaluationEnded, Trainer
+from autohet.runtime.step.votes import Vote
 from recovery.errors import RecoveryError
 
 logger = logging.getLogger("autohet.worker")
@@ -61,15 +61,13 @@ class TrainingResources:
     records: UnreportedRecords
 
 
+@dataclass(frozen=True)
 class TrainingLoop:
     """Steps of one generation on its trainer; the generation's thread runs it."""
 
-    def __init__(
-        self, order: GenerationOrder, trainer: Trainer, resources: TrainingResources
-    ) -> None:
-        self._order = order
-        self._trainer = trainer
-        self._resources = resources
+    order: GenerationOrder
+    trainer: Trainer
+    resources: TrainingResources
 
     def run(self) -> Phase:
         """Train until the order's last step or a stop request; blocks.
@@ -77,28 +75,31 @@ class TrainingLoop:
         Raises:
             PeerLost, Interrupted: the generation is over.
         """
-        order = self._order
-        trainer = self._trainer
+        order = self.order
+        trainer = self.trainer
         if trainer.step >= order.end_step:
             # The fleet changed on the last step: this generation has only that step to make
             # durable.
-            self._resources.preservation.keep(trainer.step, trainer.state, durable=True)
+            self.resources.preservation.keep(trainer.step, trainer.state, durable=True)
         if not order.is_evaluated and not self._evaluate_when_due():
             return Phase.STOPPED
         try:
             return self._train_steps()
         finally:
-            self._resources.profiler.stop(trainer.step - 1)
+            self.resources.profiler.stop(trainer.step - 1)
 
     def _train_steps(self) -> Phase:
         """Run the steps that are left, with the evaluations that are due."""
-        profiler = self._resources.profiler
-        while self._trainer.step < self._order.end_step:
-            profiler.before(self._trainer.step)
-            result = self._trainer.train_step(self._resources.batches)
-            profiler.after(result.step)
-            self._committed(result)
-            if result.stop or not self._evaluate_when_due():
+        profiler = self.resources.profiler
+        while self.trainer.step < self.order.end_step:
+            profiler.before(self.trainer.step)
+            record = self.trainer.train_step(self.resources.batches)
+            profiler.after(record.step)
+            self.resources.records.add_step(record)
+            assert self.trainer.last_vote is not None
+            _, vote = self.trainer.last_vote
+            self._keep_copies(vote)
+            if vote.stops or not self._evaluate_when_due():
                 return Phase.STOPPED
         return Phase.FINISHED
 
@@ -109,59 +110,29 @@ class TrainingLoop:
         checkpoint is wanted too, the result is True and one more step is run: its vote makes that
         step durable and ends the generation.
         """
-        order = self._order
-        step = self._trainer.step
-        section = self._resources.job.evaluation
-        rows = self._resources.evaluation_rows
+        order = self.order
+        step = self.trainer.step
+        section = self.resources.job.evaluation
+        rows = self.resources.evaluation_rows
         if section is None or rows is None or not section.is_due(step, order.end_step):
             return True
-        result = self._trainer.evaluate(rows)
+        result = self.trainer.evaluate(rows)
         if isinstance(result, EvaluationEnded):
             return result.checkpoint and step < order.end_step
-        record = EvaluationRecord(
-            result.step,
-            result.loss,
-            result.tokens,
-            result.sequences,
-            result.seconds,
-            order.generation,
-            result.rewards,
-        )
-        self._resources.records.add_evaluation(record)
+        self.resources.records.add_evaluation(result)
         return True
 
-    def _committed(self, result: StepResult) -> None:
-        """Record a committed step, and keep copies of the state that it left."""
-        order = self._order
-        trainer = self._trainer
-        record = StepRecord(
-            result.step,
-            result.loss,
-            result.gradient_norm,
-            result.tokens,
-            result.seconds,
-            order.generation,
-            time.monotonic(),
-            result.parts_s,
-            result.parted,
-            result.skipped,
-            result.relative_work,
-            _peak_memory_bytes(self._resources.device),
-            result.rewards,
-            result.loss_scale,
-        )
-        self._resources.records.add_step(record)
-        preservation = self._resources.preservation
+    def _keep_copies(self, vote: Vote) -> None:
+        """Keep copies of the state that a committed step left, as its vote decides."""
+        order = self.order
+        trainer = self.trainer
+        preservation = self.resources.preservation
         try:
-            preservation.record_vote(pending=result.replicating, failed=result.replication_failed)
-            due = preservation.is_turn(trainer.step, writing=result.writing)
-            durable = due or result.checkpoint or trainer.step == order.end_step
+            preservation.record_vote(
+                pending=vote.replicating > 0, failed=vote.replication_failures > 0
+            )
+            due = preservation.turns.take(trainer.step, writing=vote.writing > 0)
+            durable = due or vote.checkpoints > 0 or trainer.step == order.end_step
             preservation.keep(trainer.step, trainer.state, durable=durable)
         except RecoveryError as error:
             logger.warning("step %d is not preserved: %s", trainer.step, error)
-
-
-def _peak_memory_bytes(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.max_memory_allocated(device))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from recovery.peers.replication_rounds import PreservationStatus
 
 @dataclass(frozen=True)
 class Vote:
-    """Sum of all workers' contributions to a step.
+    """Sum of all workers' contributions to a step, or to a batch of evaluation rows.
+
+    Its fields are the elements of the tensor that is summed, in this order (`Voter`).
 
     `tokens` counts targets. `pairs` counts pairs of answers of a preference job, `preferred` those
     whose chosen answer has the higher reward, and `reward_margin_sum` sums the differences of
@@ -33,12 +36,12 @@ class Vote:
     batch's losses; NaN or infinite if a gradient is.
     """
 
-    squared_norm: float
-    loss_sum: float
-    tokens: int
-    stops: int
-    checkpoints: int
-    members: int
+    squared_norm: float = 0.0
+    loss_sum: float = 0.0
+    tokens: int = 0
+    stops: int = 0
+    checkpoints: int = 0
+    members: int = 0
     replicating: int = 0
     replication_failures: int = 0
     writing: int = 0
@@ -92,6 +95,11 @@ class Vote:
         )
 
 
+PLACES = {each.name: place for place, each in enumerate(fields(Vote))}
+"""Places of the vote's fields in the tensor that is summed."""
+COUNTS = frozenset(each.name for each in fields(Vote) if each.type == "int")
+
+
 def skip_reason(vote: Vote, step: int, training: TrainingSection) -> SkipReason | None:
     """Return the reason why a step changes no weights; None: it changes them.
 
@@ -108,6 +116,7 @@ def skip_reason(vote: Vote, step: int, training: TrainingSection) -> SkipReason 
     return None
 
 
+@dataclass
 class Voter:
     """One worker's part of the sums over all workers that decide a step or an evaluation.
 
@@ -115,19 +124,16 @@ class Voter:
     targets; of all workers that have the same ones, one has True.
     """
 
-    def __init__(
-        self, world: Group, groups: GenerationGroups, device: torch.device, *, counts_loss: bool
-    ) -> None:
-        self.world = world
-        self._groups = groups
-        self._device = device
-        self._counts_loss = counts_loss
-        self._stop = threading.Event()
-        self._checkpoint = threading.Event()
-        self.preference: PreferenceLoss | None = None
-        """Loss of preferences, which counts pairs; None: another objective."""
-        self.preservation_status: Callable[[], PreservationStatus] | None = None
-        """Returns the worker's contribution to the vote about its copies; None: it has none."""
+    world: Group
+    groups: GenerationGroups
+    device: torch.device
+    counts_loss: bool
+    preservation_status: Callable[[], PreservationStatus] | None = None
+    """Returns the worker's contribution to the vote about its copies; None: it has none."""
+    preference: PreferenceLoss | None = None
+    """Loss of preferences, which counts pairs; None: another objective."""
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _checkpoint: threading.Event = field(default_factory=threading.Event)
 
     def request_stop(self, *, checkpoint: bool = False) -> None:
         """Ask all workers to stop after the same step.
@@ -151,39 +157,39 @@ class Voter:
         squares: this worker's part of the squared norm. parted, overflows: as those of `Vote`;
         overflows is None if the worker computes in another format.
         """
-        mine = torch.zeros(14, dtype=torch.float64, device=self._device)
-        mine[0] = squares
-        if self._counts_loss:
-            mine[1] = loss
-            mine[2] = num_targets
-            self._add_preference(mine[11:])
-        mine[3] = float(self._stop.is_set())
-        mine[4] = float(self._checkpoint.is_set())
+        sums: dict[str, Tensor | float] = {"squared_norm": squares, "parted": parted}
         if self.preservation_status is not None:
             status = self.preservation_status()
-            mine[6] = float(status.pending)
-            mine[7] = float(status.failed)
-            mine[8] = float(status.writing)
-        mine[9] = parted
+            sums["replicating"] = status.pending
+            sums["replication_failures"] = status.failed
+            sums["writing"] = status.writing
         if overflows is not None:
-            mine[10] = overflows
+            sums["overflows"] = overflows
+        return self._contribution(loss, num_targets, sums)
+
+    def _contribution(
+        self, loss: Tensor, num_targets: Tensor, sums: Mapping[str, Tensor | float]
+    ) -> Tensor:
+        """Return this worker's elements of a vote: losses, requests, and other `sums` by field."""
+        sums = {**sums, "stops": self._stop.is_set(), "checkpoints": self._checkpoint.is_set()}
+        if self.counts_loss:
+            sums |= {"loss_sum": loss, "tokens": num_targets}
+            if self.preference is not None:
+                sums |= self.preference.sums
+        mine = torch.zeros(len(PLACES), dtype=torch.float64, device=self.device)
+        for name, value in sums.items():
+            mine[PLACES[name]] = value
         # Last, when all before it in the stream has ended.
-        mine[5:6].copy_(self._groups.alive, non_blocking=True)
+        mine[PLACES["members"]].copy_(self.groups.alive[0], non_blocking=True)
         return mine
 
     def count(self, mine: Tensor) -> Vote:
-        """Sum the contributions of all workers; every worker calls it. Blocks.
+        """Sum the contributions of all workers to a step; every worker calls it. Blocks.
 
         Raises:
             PeerLost, Interrupted: this worker does not know how the vote ended.
         """
-        squared_norm, loss_sum, *totals = self._summed(mine)
-        *counts, margins = totals
-        # The elements of `contribution` are in the order of the vote's fields.
-        vote = Vote(squared_norm, loss_sum, *[int(count) for count in counts])
-        vote = replace(vote, reward_margin_sum=margins)
-        self._check_members(vote, "voted")
-        return vote
+        return self._count(mine, "voted")
 
     def count_evaluation(self, loss: Tensor, num_targets: Tensor) -> Vote:
         """Sum losses and targets of a global batch of evaluation rows; every worker calls it.
@@ -193,42 +199,15 @@ class Voter:
         Raises:
             PeerLost, Interrupted: another generation has to evaluate again.
         """
-        mine = torch.zeros(8, dtype=torch.float64, device=self._device)
-        if self._counts_loss:
-            mine[0] = loss
-            mine[1] = num_targets
-            self._add_preference(mine[5:])
-        mine[2] = float(self._stop.is_set())
-        mine[3] = float(self._checkpoint.is_set())
-        mine[4:5].copy_(self._groups.alive, non_blocking=True)
-        loss_sum, *counts, margins = self._summed(mine)
-        tokens, stops, checkpoints, members, pairs, preferred = [int(count) for count in counts]
-        found = Vote(
-            0.0,
-            loss_sum,
-            tokens,
-            stops,
-            checkpoints,
-            members,
-            pairs=pairs,
-            preferred=preferred,
-            reward_margin_sum=margins,
-        )
-        self._check_members(found, "evaluated")
-        return found
+        return self._count(self._contribution(loss, num_targets, {}), "evaluated")
 
-    def _summed(self, mine: Tensor) -> list[float]:
+    def _count(self, mine: Tensor, verb: str) -> Vote:
         work = self.world.start_all_reduce(mine)
         self.world.wait_on_host(work)
-        totals: list[float] = mine.tolist()
-        return totals
-
-    def _check_members(self, vote: Vote, verb: str) -> None:
-        """Raise PeerLost if a worker's generation was over before: its sums are made up."""
+        totals: dict[str, Any] = dict(zip(PLACES, mine.tolist(), strict=True))
+        totals |= {name: int(totals[name]) for name in COUNTS}
+        vote = Vote(**totals)
+        # The sums of a worker whose generation was over before are made up.
         if vote.members != self.world.size:
             raise PeerLost(f"{vote.members} of {self.world.size} workers {verb}")
-
-    def _add_preference(self, sums: Tensor) -> None:
-        """Write this worker's sums of preferences, which take three elements."""
-        if self.preference is not None:
-            sums.copy_(self.preference.sums)
+        return vote

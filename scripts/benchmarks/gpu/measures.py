@@ -22,11 +22,11 @@ from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, plain
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
+from autohet.runtime.messages import StepRecord
 from autohet.runtime.models.config import load_config
 from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type, measure_layers
 from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.reference import Rows
-from autohet.runtime.step.step_commit import StepResult
 from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.parameters import OURS, framework_parameters
 from planner.cost.prediction import Prediction
@@ -388,7 +388,7 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
     return found
 
 
-def timed_step(machine: Machine, trainer: StageTrainer, rows: Rows) -> tuple[StepResult, float]:
+def timed_step(machine: Machine, trainer: StageTrainer, rows: Rows) -> tuple[StepRecord, float]:
     """Run a step; return its result and the seconds until the device has ended it."""
     began = time.perf_counter()
     result = trainer.train_step(rows)

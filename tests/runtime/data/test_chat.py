@@ -20,7 +20,7 @@ from autohet.runtime.data import TokenDataset, packing, parts, prepare_dataset
 from autohet.runtime.job import DataSection
 from autohet.runtime.step.batches import Batches
 from planner.errors import ConfigError
-from tests.harness.chat_tokenizer import CHATML, MARKED, NO_PREFIX, save_chat_tokenizer
+from tests.harness.chat_tokenizer import CHATML, GATHERED, MARKED, save_chat_tokenizer
 
 MakeData = Callable[..., DataSection]
 Messages = list[dict[str, Any]]
@@ -193,14 +193,14 @@ def test_a_broken_conversation_is_named_by_its_line(
     assert (skipped.facts.num_broken, skipped.facts.num_documents) == (1, 2)
 
 
-def test_a_template_that_is_no_prefix_is_refused(tmp_path: Path, make_data: MakeData) -> None:
+def test_turns_that_cannot_be_told_apart_are_refused(tmp_path: Path, make_data: MakeData) -> None:
     """Wrong: a mask of all ones, or one that is shifted."""
-    save_chat_tokenizer(tmp_path / "tokenizer", NO_PREFIX)
+    save_chat_tokenizer(tmp_path / "tokenizer", GATHERED)
     chat = [("user", "a"), ("assistant", "b")]
     path = tmp_path / "a.jsonl"
     path.write_text(chat_line(*chat) + "\n" + chat_line(*chat, *chat) + "\n")
     data = make_data(path, kind="chat", tokenizer=str(tmp_path / "tokenizer"))
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: the chat template renders.*marks"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: the chat template prints.*marks"):
         prepare_dataset(data, 63)
 
 

@@ -7,19 +7,18 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from autohet.runtime.job import AdapterSection, Job
+from autohet.runtime.job import AdapterSection, Job, ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import adapter_of, set_adapter
 from autohet.runtime.models.registry import family_of
-from autohet.runtime.models.specs.adapter_spec import adapted_spec
+from autohet.runtime.models.specs.adapter_spec import adapt_spec
 from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
@@ -134,7 +133,7 @@ def test_first_adapters_are_drawn_as_peft_draws_them_whatever_else_is_drawn() ->
 def planned_spec(name: str, precision: str) -> ModelSpec:
     """Return the spec of a family with the adapter `PLANNED`."""
     whole = spec_of(name, TINY[name], precision)
-    return adapted_spec(whole, adapted_config(name, PLANNED), LENGTH, precision)
+    return adapt_spec(whole, adapted_config(name, PLANNED), LENGTH, precision)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
@@ -219,9 +218,7 @@ def test_programs_train_no_adapters() -> None:
 def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
     document = {**TINY["llama"], "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(document))
-    source = SimpleNamespace(
-        config=None, pretrained=str(tmp_path), revision=None, adapter=AdapterSection()
-    )
+    source = ModelSection(pretrained=str(tmp_path), adapter=AdapterSection())
     with pytest.raises(ConfigError, match=r"model\.adapter: the base .* is quantized by fp8"):
         load_config(source)
 

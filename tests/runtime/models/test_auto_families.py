@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config, saved_document
 from autohet.runtime.models.layers.attention import attention
 from autohet.runtime.models.layers.logits import LogitAdjustment
@@ -29,7 +29,7 @@ from tests.harness.tiny_models import (
 
 
 def source(**config: Any) -> Any:
-    return SimpleNamespace(config=config, pretrained=None, revision=None)
+    return ModelSection(config=config)
 
 
 @pytest.mark.parametrize("name", AUTO)

@@ -15,14 +15,14 @@ from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers import attention, dropout
 from autohet.runtime.models.layers.dropout import (
+    AttentionDropout,
     DropoutRows,
     ModelDropout,
     StateDropout,
-    WeightDropout,
     column_keys,
+    dropout_mask,
     dropout_of,
-    dropped,
-    dropped_product,
+    multiply_dropped,
     row_keys,
 )
 from autohet.runtime.models.registry import family_of
@@ -47,7 +47,7 @@ RATE = 0.3
 
 def masks(samples: list[int], columns: range = range(40), path: str = "layers.0.q") -> torch.Tensor:
     rows = row_keys(5, samples, 50, CPU)
-    return dropped(rows, column_keys(path, torch.arange(columns.start, columns.stop)), RATE)
+    return dropout_mask(rows, column_keys(path, torch.arange(columns.start, columns.stop)), RATE)
 
 
 def test_bits_belong_to_the_sample_and_the_column_alone() -> None:
@@ -61,7 +61,7 @@ def test_bits_belong_to_the_sample_and_the_column_alone() -> None:
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.9])
 def test_as_many_are_dropped_as_by_torch_and_they_are_independent(rate: float) -> None:
     rows = row_keys(1, range(64), 64, CPU)
-    mask = dropped(rows, column_keys("a", torch.arange(256)), rate).float()
+    mask = dropout_mask(rows, column_keys("a", torch.arange(256)), rate).float()
     deviation = (rate * (1 - rate)) ** 0.5
     assert abs(mask.mean().item() - rate) < 4 * deviation / mask.numel() ** 0.5
     centred = mask - rate
@@ -84,9 +84,9 @@ def test_product_and_gradients_are_those_of_torch_with_the_same_mask(
     x = torch.randn(2, 50, 40, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 40, dtype=torch.float64, requires_grad=True)
     rows, columns = row_keys(5, [1, 2], 50, CPU), column_keys("a", torch.arange(40))
-    kept = ~dropped(rows, columns, RATE)
+    kept = ~dropout_mask(rows, columns, RATE)
     expected = (x * kept / (1 - RATE)) @ weight.T
-    found = dropped_product(x, weight, rows, columns, RATE)
+    found = multiply_dropped(x, weight, rows, columns, RATE)
     torch.testing.assert_close(found, expected)
     slope = torch.randn_like(found)
     wanted = torch.autograd.grad(expected, (x, weight), slope)
@@ -169,10 +169,10 @@ def test_the_library_with_the_same_masks_gives_the_same_logits(
     masks: list[torch.Tensor] = []
 
     def recorded(*arguments: Any) -> torch.Tensor:
-        masks.append(dropped(*arguments))
+        masks.append(dropout_mask(*arguments))
         return masks[-1]
 
-    monkeypatch.setattr(dropout, "dropped", recorded)
+    monkeypatch.setattr(dropout, "dropout_mask", recorded)
     logits = forward(stage_chain(config, parameters, [3]))
 
     theirs = copy.deepcopy(config)
@@ -230,7 +230,7 @@ def test_dropped_states_have_the_gradient_of_their_mask() -> None:
     rows, columns = row_keys(5, [1, 2], 6, CPU), column_keys("a", torch.arange(7))
     x = torch.randn(2, 6, 7, dtype=torch.float64, requires_grad=True)
     drop = StateDropout(RATE, DropoutRows(rows, rows), columns)
-    kept = ~dropped(rows, columns, RATE)
+    kept = ~dropout_mask(rows, columns, RATE)
     out = drop(x)
     torch.testing.assert_close(out, x * kept / (1 - RATE))
     slope = torch.randn_like(out)
@@ -242,7 +242,7 @@ def test_mean_and_variance_are_those_of_torchs_dropout() -> None:
     x = torch.ones(64, 64, 256)
     rows = row_keys(1, range(64), 64, CPU)
     drop = StateDropout(RATE, DropoutRows(rows, rows), column_keys("a", torch.arange(256)))
-    weights = WeightDropout(RATE, rows, column_keys("b", torch.arange(4)))
+    weights = AttentionDropout(RATE, DropoutRows(rows, rows), column_keys("b", torch.arange(4)))
     of_heads = weights.drop(torch.ones(64, 4, 64, 64), slice(0, 64), slice(0, 64))
     torchs = torch.nn.functional.dropout(x, RATE)
     for mine in (drop(x), of_heads):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.layers.experts import (
     CORRECTION_BIAS,
@@ -69,7 +69,7 @@ def test_files_with_single_experts_are_read_as_stacks(name: str, tmp_path: Path)
     parameters = saved(name, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert sum(".experts.0." in each for each in stored) >= 3, "the files hold single experts"
-    given = SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None)
+    given = ModelSection(config=None, pretrained=str(tmp_path), revision=None)
     config = load_config(given)
     read = dict(pretrained_parameters(str(tmp_path), config, family_of(config), parameters))
     assert read.keys() == parameters.keys()
@@ -80,7 +80,7 @@ def test_files_with_single_experts_are_read_as_stacks(name: str, tmp_path: Path)
 def test_files_with_stacks_are_read_too(name: str, tmp_path: Path) -> None:
     parameters = saved(name, tmp_path)
     save_file(parameters, tmp_path / "model.safetensors", {"format": "pt"})
-    config = load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+    config = load_config(ModelSection(pretrained=str(tmp_path)))
     read = dict(pretrained_parameters(str(tmp_path), config, family_of(config), parameters))
     assert all(torch.equal(read[each], parameters[each]) for each in parameters)
 
@@ -92,7 +92,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     del stored[lost]
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=lost):
-        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+        load_config(ModelSection(pretrained=str(tmp_path)))
 
 
 def test_ranks_compute_their_own_experts_of_all_tokens() -> None:
@@ -159,7 +159,7 @@ def test_what_would_change_the_mathematics_is_refused(
 ) -> None:
     config = {**AUTO[name], **changes}
     with pytest.raises(ConfigError, match=message):
-        load_config(SimpleNamespace(config=config, pretrained=None, revision=None))
+        load_config(ModelSection(config=config))
 
 
 def balanced_gradients(name: str, weight: float) -> dict[str, torch.Tensor]:
@@ -251,11 +251,11 @@ def test_tensors_of_prediction_modules_are_left_out(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.layers.3.mlp.experts.0.up_proj.weight_scale_inv"] = torch.ones(1, 1)
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+    load_config(ModelSection(pretrained=str(tmp_path)))
     stored["model.layers.2.mlp.extra.weight_scale_inv"] = torch.ones(1, 1)
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.extra"):
-        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+        load_config(ModelSection(pretrained=str(tmp_path)))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -321,7 +321,7 @@ def test_the_spec_has_the_experts_of_the_fullest_rank(name: str) -> None:
 
 def test_more_parts_than_experts_are_refused() -> None:
     config = tiny_config("mixtral", num_attention_heads=8)  # of 6 experts
-    eight = TensorParallel(None, 0, 8)  # type: ignore[arg-type]
+    eight = TensorParallel.even(None, 0, 8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="TP degree 8 does not divide this model's 6 experts"):
         build_stage(config, range(3), eight, torch.device("cpu"), torch.float32)
 

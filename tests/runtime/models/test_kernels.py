@@ -73,7 +73,7 @@ def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(
 def test_blocks_that_communicate_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autohet.worker")
     stage, _ = stage_of()
-    stage.spec = replace(stage.spec, tp=TensorParallel(None, 0, 2))
+    stage.spec = replace(stage.spec, tp=TensorParallel.even(None, 0, 2))
     assert not compile_blocks(stage)
     assert "communicate" in caplog.text
 

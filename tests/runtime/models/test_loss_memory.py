@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autohet.runtime.models.layers import tensor_parallel
-from autohet.runtime.models.layers.tensor_parallel import cross_entropy_sum
+from autohet.runtime.models.layers import linear_loss
+from autohet.runtime.models.layers.linear_loss import CutVocabulary, cross_entropy_sum
 from autohet.runtime.models.thread_group import run_ranks
 
 ROWS, VOCABULARY = 40, 96
@@ -44,7 +44,7 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_value_and_gradient_are_pytorchs(
     monkeypatch: pytest.MonkeyPatch, chunk: int, degree: int
 ) -> None:
-    monkeypatch.setattr(tensor_parallel, "LOSS_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk)
     logits, targets = case(torch.float32)
     wanted = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
@@ -58,7 +58,8 @@ def test_value_and_gradient_are_pytorchs(
             .contiguous()
             .requires_grad_()
         )
-        loss = cross_entropy_sum(part, targets, tp, tp.rank * width)
+        cut = CutVocabulary(tp.group, degree, tp.rank * width, VOCABULARY, VOCABULARY)
+        loss = cross_entropy_sum(part, targets, cut)
         return loss.detach(), torch.autograd.grad(3 * loss, part)[0]
 
     answers = run_ranks(degree, rank)
@@ -70,10 +71,10 @@ def test_value_and_gradient_are_pytorchs(
 
 
 def test_bf16_logits_are_never_whole_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "LOSS_CHUNK_ELEMENTS", 5 * VOCABULARY, raising=False)
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", 5 * VOCABULARY)
     logits, targets = case(torch.bfloat16)
     with LargestFp32() as seen:
-        cross_entropy_sum(logits, targets, None, 0).backward()
+        cross_entropy_sum(logits, targets, VOCABULARY).backward()
     assert seen.elements <= 5 * VOCABULARY
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
@@ -95,7 +96,8 @@ def test_columns_that_pad_the_vocabulary_count_nothing(degree: int) -> None:
     def rank(tp: Any) -> tuple[torch.Tensor, torch.Tensor]:
         start = tp.rank * width
         part = padded[..., start : start + width].contiguous().requires_grad_()
-        loss = cross_entropy_sum(part, targets, tp, start, VOCABULARY - start)
+        cut = CutVocabulary(tp.group, degree, start, padded.shape[-1], VOCABULARY)
+        loss = cross_entropy_sum(part, targets, cut)
         return loss.detach(), torch.autograd.grad(3 * loss, part)[0]
 
     answers = run_ranks(degree, rank)

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autohet.runtime.models.layers import linear_loss, tensor_parallel
-from autohet.runtime.models.layers.linear_loss import linear_cross_entropy_sum
+from autohet.runtime.models.layers import linear_loss
+from autohet.runtime.models.layers.linear_loss import (
+    CutVocabulary,
+    cross_entropy_sum,
+    linear_cross_entropy_sum,
+)
 from autohet.runtime.models.layers.loss_terms import LossTerms
-from autohet.runtime.models.layers.tensor_parallel import cross_entropy_sum
 from autohet.runtime.models.thread_group import run_ranks
 
 ROWS, WIDTH, VOCABULARY, PADDED = 12, 8, 20, 32
@@ -59,7 +62,7 @@ def test_a_cut_vocabulary_has_torchs_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch, degree: int, terms: LossTerms
 ) -> None:
     """Of four ranks one has padding alone, and one has both."""
-    monkeypatch.setattr(tensor_parallel, "LOSS_CHUNK_ELEMENTS", 5 * VOCABULARY)
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", 5 * VOCABULARY)
     logits = torch.randn(ROWS, PADDED, generator=torch.Generator().manual_seed(0)) * 5
     targets = targets_with_gaps()
     real = logits[:, :VOCABULARY].clone().requires_grad_()
@@ -70,7 +73,8 @@ def test_a_cut_vocabulary_has_torchs_loss_and_gradients(
     def rank(tp: Any) -> tuple[Tensor, Tensor]:
         start = tp.rank * width
         part = logits[:, start : start + width].clone().requires_grad_()
-        loss = cross_entropy_sum(part, targets, tp, start, VOCABULARY - start, terms)
+        cut = CutVocabulary(tp.group, tp.degree, start, PADDED, VOCABULARY)
+        loss = cross_entropy_sum(part, targets, cut, terms)
         return loss.detach(), torch.autograd.grad(3.0 * loss, part)[0]
 
     answers = run_ranks(degree, rank)

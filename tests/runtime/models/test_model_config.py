@@ -1,11 +1,11 @@
 """What a user may write under `model`, what is refused, and how finely a model may be cut."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.parameter_spec import local_units
@@ -17,7 +17,7 @@ from tests.harness.tiny_models import TINY, random_parameters, take, tiny_config
 
 
 def load(**mapping):
-    return load_config(SimpleNamespace(config=mapping, pretrained=None, revision=None))
+    return load_config(ModelSection(config=mapping))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_wrong_config_is_named(mapping, says):
 
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+        load_config(ModelSection(pretrained=str(tmp_path)))
 
 
 def test_a_published_config_with_older_spellings_is_taken():
@@ -96,13 +96,13 @@ def test_a_tp_degree_that_does_not_divide_the_heads_is_refused():
     config = tiny_config("llama", num_attention_heads=2, num_key_value_heads=2)
     with pytest.raises(ConfigError, match="TP degree 4"):
         build_stage(
-            config, range(3), TensorParallel(None, 0, 4), torch.device("cpu"), torch.float32
+            config, range(3), TensorParallel.even(None, 0, 4), torch.device("cpu"), torch.float32
         )
 
 
 def test_shares_that_do_not_divide_the_heads_are_refused():
     config = tiny_config("llama")  # of 4 heads
-    uneven = TensorParallel(None, 0, 2, TensorShare(0, 5, 8))
+    uneven = TensorParallel(None, 0, Stage(0, 3, ("a", "b"), tp_shares=(5, 3)))
     with pytest.raises(ConfigError, match="tp_shares of 8"):
         build_stage(config, range(3), uneven, torch.device("cpu"), torch.float32)
 

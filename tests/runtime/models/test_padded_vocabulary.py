@@ -5,7 +5,6 @@ at every TP degree.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.facts.planning import planning_inputs
-from autohet.runtime.job import Job
+from autohet.runtime.job import Job, ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.parameter_spec import local_shape, local_units
@@ -38,11 +37,7 @@ NAMES = ["llama", "llama-biased-tied", "gpt2", "gpt2-untied"]
 
 
 def padded_config(name: str) -> Any:
-    return load_config(
-        SimpleNamespace(
-            config=TINY[name], pretrained=None, revision=None, vocabulary_multiple=MULTIPLE
-        )
-    )
+    return load_config(ModelSection(config=TINY[name], vocabulary_multiple=MULTIPLE))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,12 +4,12 @@ and TP degree.
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.parameter_spec import (
     EMBEDDING,
@@ -113,9 +113,7 @@ def planned_scalars(spec: ModelSpec, degree: float) -> np.ndarray:
 def test_the_planner_counts_the_bytes_that_each_rank_holds(name: str) -> None:
     """With a padded vocabulary all ranks hold the same."""
     source, degrees = CONFIGS[name], (1, 2, 4, 8)
-    config = load_config(
-        SimpleNamespace(config=source, pretrained=None, revision=None, vocabulary_multiple=64)
-    )
+    config = load_config(ModelSection(config=source, vocabulary_multiple=64))
     spec = model_spec_from_config(name, source, vocabulary_multiple=64)
     assert spec.max_tp_degree == max(degrees)
     for degree in degrees:
@@ -134,7 +132,7 @@ def test_where_sizes_do_not_divide_it_counts_the_mean_of_the_ranks(name: str) ->
         "n_inner" if name == "gpt2" else "intermediate_size": 173,
         "vocab_size": 501,
     }
-    config = load_config(SimpleNamespace(config=source, pretrained=None, revision=None))
+    config = load_config(ModelSection(config=source))
     spec = model_spec_from_config(name, source)
     for degree in (2, 8):
         assert planned_scalars(spec, degree) == pytest.approx(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from autohet.cli.main import main
+from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.decoder_check import check_decoder
 from autohet.runtime.models.family import Family
@@ -48,7 +48,7 @@ def known_families() -> Iterator[None]:
 
 
 def source(config: dict[str, Any], family: str | None) -> Any:
-    return SimpleNamespace(config=config, pretrained=None, revision=None, family=family)
+    return ModelSection(config=config, family=family)
 
 
 def write_job(folder: Path, config: dict[str, Any], family: str) -> Path:
@@ -65,7 +65,7 @@ def write_job(folder: Path, config: dict[str, Any], family: str) -> Path:
 def test_a_family_beside_the_job_is_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The documented example (autohet/runtime/models/README.md)."""
+    """The documented example (docs/guides/own_model.md)."""
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "my_model.py").write_text(OWN_FAMILY)
     monkeypatch.chdir(tmp_path)
@@ -142,18 +142,18 @@ def library_model(name: str) -> nn.Module:
 
 
 def test_weights_shared_between_blocks_are_refused() -> None:
-    config, model = tiny_config("olmo2"), library_model("olmo2")
+    family, config, model = FAMILIES["olmo2"], tiny_config("olmo2"), library_model("olmo2")
     layers: Any = model.get_submodule("model.layers")
     layers[2].mlp = layers[0].mlp
     with pytest.raises(ConfigError, match=r"shares model\.layers\.2\.mlp.*model\.layers\.0"):
-        check_decoder(FAMILIES["olmo2"], config, model)
+        check_decoder(config, model, family.layers, family.parts_beside_blocks, None)
 
 
 def test_parameters_that_no_stage_would_hold_are_refused() -> None:
-    config, model = tiny_config("olmo2"), library_model("olmo2")
+    family, config, model = FAMILIES["olmo2"], tiny_config("olmo2"), library_model("olmo2")
     model.get_submodule("model").register_module("projection", nn.Linear(2, 2, device="meta"))
     with pytest.raises(ConfigError, match=r"model\.projection\.weight outside"):
-        check_decoder(FAMILIES["olmo2"], config, model)
+        check_decoder(config, model, family.layers, family.parts_beside_blocks, None)
 
 
 def test_a_block_with_two_outputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

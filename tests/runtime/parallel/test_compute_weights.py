@@ -52,7 +52,7 @@ def test_a_gather_fills_what_others_own_and_leaves_alone_the_masters_that_a_snap
     )
     state = {name: torch.randn(tensors[name].local_shape(held)) for name, held in units.items()}
     weights = ComputeWeights(
-        local, Groups(), state, StageDtypes.uniform(torch.float32), torch.device("cpu")
+        local, Groups(), state, StageDtypes(*[torch.float32] * 4), torch.device("cpu")
     )  # type: ignore[arg-type]
     whole = [name for name, held in local.units.items() if local.owned.get(name) == held]
     others = [name for name in local.units if name not in local.owned]

@@ -47,7 +47,10 @@ def test_loss_rewards_and_gradient_are_those_of_the_formula() -> None:
     total = loss.loss(0, Answers(losses), targets, targets, begins)
     margins = beta * torch.tensor([(5 - 4) - (4 - 6), (2 - 3) - (9 - 8)], dtype=torch.float64)
     torch.testing.assert_close(total, -F.logsigmoid(margins).sum())
-    assert loss.sums.tolist() == pytest.approx([2, 1, margins.sum().item()])
+    found = {name: total.item() for name, total in loss.sums.items()}
+    assert found == pytest.approx(
+        {"pairs": 2, "preferred": 1, "reward_margin_sum": margins.sum().item()}
+    )
     total.backward()
     slopes = (beta * torch.sigmoid(-margins)).float()
     expected = torch.stack([slopes, -slopes], dim=1)

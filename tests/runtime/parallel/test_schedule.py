@@ -4,18 +4,14 @@ deadlock whatever the speeds.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.runtime.parallel.schedule import (
-    CHANNEL_DEPTH,
-    ActionKind,
-    StageAction,
-    one_forward_one_backward,
-)
+from autohet.runtime.parallel.schedule import CHANNEL_DEPTH, one_forward_one_backward
 from planner.plans.in_flight import MOST_AHEAD
 from planner.plans.plan import Pipeline, Plan, Stage, check_plan
 
@@ -40,61 +36,52 @@ def pipelines(draw: st.DrawFn, most_ahead: int = MOST_AHEAD) -> Pipeline:
     return draw(st.sampled_from((made, pipeline_of(len(more), num_microbatches))))
 
 
+Message = tuple[bool, tuple[int, int], int]
+"""True: it is received; sender and receiver; microbatch."""
+
+
+def messages_of(pipeline: Pipeline, stage: int) -> list[Message]:
+    """What a stage receives before each of its passes, and sends after it, in its order."""
+    messages: list[Message] = []
+    last = len(pipeline.stages) - 1
+    for m in one_forward_one_backward(pipeline, stage):
+        before, after = (stage - 1, stage + 1) if m >= 0 else (stage + 1, stage - 1)
+        microbatch = m if m >= 0 else ~m
+        if 0 <= before <= last:
+            messages.append((True, (before, stage), microbatch))
+        if 0 <= after <= last:
+            messages.append((False, (stage, after), microbatch))
+    return messages
+
+
 def play(pipeline: Pipeline, depth: int, order: list[int]) -> bool:
     """Run all stages with receives that block and at most `depth` untaken sends a direction.
 
     `order` picks who moves next. True: all ended.
     """
-    num_stages = len(pipeline.stages)
-    plans = [one_forward_one_backward(pipeline, stage) for stage in range(num_stages)]
-    at = [0] * num_stages
-    channels: dict[tuple[int, int], list[int]] = {}
+    left = {stage: messages_of(pipeline, stage) for stage in range(len(pipeline.stages))}
+    channels: dict[tuple[int, int], list[int]] = defaultdict(list)
     turn = 0
-    while any(at[s] < len(plans[s]) for s in range(num_stages)):
-        ready = [
-            s
-            for s in range(num_stages)
-            if at[s] < len(plans[s]) and _can(s, plans[s][at[s]], channels, depth)
-        ]
+    while any(left.values()):
+        ready = [stage for stage in left if left[stage] and can(left[stage][0], channels, depth)]
         if not ready:
             return False
         stage = ready[order[turn % len(order)] % len(ready)]
         turn += 1
-        _move(stage, plans[stage][at[stage]], channels)
-        at[stage] += 1
-    return all(not channel for channel in channels.values())
+        is_received, channel, microbatch = left[stage].pop(0)
+        if is_received:
+            assert channels[channel].pop(0) == microbatch, (
+                "messages of one direction must be taken in the order in which they were sent"
+            )
+        else:
+            channels[channel].append(microbatch)
+    return not any(channels.values())
 
 
-def _channel(stage: int, action: StageAction) -> tuple[int, int] | None:
-    neighbour = {
-        ActionKind.RECV_ACTIVATION: (stage - 1, stage),
-        ActionKind.SEND_ACTIVATION: (stage, stage + 1),
-        ActionKind.RECV_GRADIENT: (stage + 1, stage),
-        ActionKind.SEND_GRADIENT: (stage, stage - 1),
-    }
-    return neighbour.get(action.kind)
-
-
-def _can(
-    stage: int, action: StageAction, channels: dict[tuple[int, int], list[int]], depth: int
-) -> bool:
-    channel = _channel(stage, action)
-    if channel is None:
-        return True
-    waiting = channels.get(channel, [])
-    return bool(waiting) if "RECV" in action.kind.name else len(waiting) < depth
-
-
-def _move(stage: int, action: StageAction, channels: dict[tuple[int, int], list[int]]) -> None:
-    channel = _channel(stage, action)
-    if channel is None:
-        return
-    if "RECV" in action.kind.name:
-        assert channels[channel].pop(0) == action.microbatch, (
-            "messages of one direction must be taken in the order in which they were sent"
-        )
-    else:
-        channels.setdefault(channel, []).append(action.microbatch)
+def can(message: Message, channels: dict[tuple[int, int], list[int]], depth: int) -> bool:
+    is_received, channel, _ = message
+    waiting = channels[channel]
+    return bool(waiting) if is_received else len(waiting) < depth
 
 
 @settings(max_examples=150, deadline=None)
@@ -133,25 +120,8 @@ def test_every_microbatch_passes_once_and_few_are_in_flight(pipeline: Pipeline) 
     num_stages, num_microbatches = len(pipeline.stages), pipeline.num_microbatches
     allowed = pipeline.most_in_flight or range(num_stages, 0, -1)
     for stage in range(num_stages):
-        actions = one_forward_one_backward(pipeline, stage)
-        counts = Counter(actions)
-        assert set(counts.values()) == {1}
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-            assert [a.microbatch for a in actions if a.kind is kind] == list(
-                range(num_microbatches)
-            )
-        in_flight = most = 0
-        for action in actions:
-            in_flight += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
-            most = max(most, in_flight)
-        assert most == pipeline.in_flight(stage) == min(allowed[stage], num_microbatches)
-
-
-@pytest.mark.parametrize(
-    ("stage", "absent"),
-    [(0, ["RECV_ACTIVATION", "SEND_GRADIENT"]), (2, ["SEND_ACTIVATION", "RECV_GRADIENT"])],
-)
-def test_the_ends_of_a_pipeline_have_one_neighbour(stage: int, absent: list[str]) -> None:
-    kinds = {action.kind.name for action in one_forward_one_backward(pipeline_of(3, 5), stage)}
-    assert not kinds & set(absent)
-    assert len(kinds) == 4
+        order = one_forward_one_backward(pipeline, stage)
+        assert [m for m in order if m >= 0] == list(range(num_microbatches))
+        assert [~m for m in order if m < 0] == list(range(num_microbatches))
+        in_flight = itertools.accumulate(1 if m >= 0 else -1 for m in order)
+        assert max(in_flight) == pipeline.in_flight(stage) == min(allowed[stage], num_microbatches)

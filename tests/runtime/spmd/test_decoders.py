@@ -13,8 +13,8 @@ from autohet.runtime.models.config import load_config
 from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.language_model import (
+    capture_decoder,
     capture_language_model,
-    captured_decoder,
     split_dims_of,
 )
 from planner.errors import ConfigError
@@ -50,7 +50,7 @@ def listed(graph: Graph) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_copies_of_a_block_make_the_graph_of_the_whole_model(name: str) -> None:
     config = config_of(name)
-    planned = captured_decoder(config, SEQUENCES, LENGTH, torch.bfloat16)
+    planned = capture_decoder(config, SEQUENCES, LENGTH, torch.bfloat16)
     captured = capture_language_model(config, SEQUENCES, LENGTH, torch.bfloat16)
     assert listed(planned.graph) == listed(captured.graph)
     assert planned.graph.axes == captured.graph.axes
@@ -62,7 +62,7 @@ def test_copies_of_a_block_make_the_graph_of_the_whole_model(name: str) -> None:
 @pytest.mark.parametrize("name", CHANGE_IN_PLACE)
 def test_a_model_that_changes_tensors_in_place_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"operator '\w+_' .* changes its inputs"):
-        captured_decoder(config_of(name), SEQUENCES, LENGTH, torch.bfloat16)
+        capture_decoder(config_of(name), SEQUENCES, LENGTH, torch.bfloat16)
 
 
 def test_only_one_block_of_each_kind_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,8 @@ def test_only_one_block_of_each_kind_is_captured(monkeypatch: pytest.MonkeyPatch
         return capture_language_model(config, *arguments)
 
     monkeypatch.setattr("autohet.runtime.spmd.language_model.capture_language_model", count)
-    captured_decoder(config_of("llama"), SEQUENCES, LENGTH, torch.float32)
-    captured_decoder(config_of("cohere2"), SEQUENCES, LENGTH, torch.float32)
+    capture_decoder(config_of("llama"), SEQUENCES, LENGTH, torch.float32)
+    capture_decoder(config_of("cohere2"), SEQUENCES, LENGTH, torch.float32)
     assert traced == [1, 2]
 
 

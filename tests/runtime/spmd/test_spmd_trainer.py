@@ -17,7 +17,7 @@ from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job.model import ModelSection
 from autohet.runtime.models.config import load_config
-from autohet.runtime.spmd.language_model import capture_language_model, captured_decoder
+from autohet.runtime.spmd.language_model import capture_decoder, capture_language_model
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.state_source import local_slice
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
@@ -26,6 +26,7 @@ from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
 from planner.spmd.document import StageProgram
 from planner.spmd.plan import synthesize
+from tests.harness.parity import ADAM_EPS
 from tests.harness.tiny_models import CAPTURED, TINY
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
@@ -36,9 +37,8 @@ TRAINING: dict[str, Any] = {
     "precision": "fp32",
     "learning_rate": 1e-2,
     "clip_norm": 0.5,
-    "eps": 1e-4,
+    "eps": ADAM_EPS,
 }
-"""eps: Adam makes full-size updates out of rounding noise where a gradient is nothing else."""
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -60,7 +60,7 @@ def program_for(
     workers: int, speeds: tuple[float, ...], microbatch: int, model: Mapping[str, Any] = LLAMA
 ) -> StageProgram:
     config = load_config(ModelSection(config=dict(model), dropout=False))
-    decoder = captured_decoder(config, microbatch, 6, torch.float32)
+    decoder = capture_decoder(config, microbatch, 6, torch.float32)
     devices = tuple(Device(f"d{n}", speed) for n, speed in enumerate(speeds))
     cluster = SpmdCluster(devices, ring_collectives(workers, 1e9, 1e-6))
     return StageProgram.of(synthesize(CostTable(decoder.graph, cluster), pinned=decoder.split_dims))

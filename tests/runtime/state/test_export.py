@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from autohet.runtime.job import Job
+from autohet.runtime.job import Job, ModelSection
 from autohet.runtime.models.config import saved_document
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS
@@ -320,14 +319,14 @@ def test_the_config_is_what_the_library_saves_and_can_be_pasted(
     model.config.attention_dropout = 0.25
     model.save_pretrained(source)
     saved = json.loads((source / "config.json").read_text())
-    section = SimpleNamespace(config=None, pretrained=str(source), revision=None)
+    section = ModelSection(pretrained=str(source))
     assert saved_document(section)["use_cache"] is True
     document = saved_document(section)
     out = tmp_path / "out"
     export_checkpoint(storage, _checkpoint(storage, model, **document), out)
     written = json.loads((out / "config.json").read_text())
     assert {key: written.get(key) for key in saved} == saved
-    pasted = SimpleNamespace(config=written, pretrained=None, revision=None)
+    pasted = ModelSection(config=written)
     assert saved_document(pasted)["rope_parameters"] == document["rope_parameters"]
 
 

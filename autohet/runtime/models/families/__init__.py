@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autohet.runtime.models.family import Family
 
 
-def _found() -> dict[str, Family]:
+def _import_families() -> dict[str, Family]:
     families = {}
     for module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
         family: Family = importlib.import_module(module.name).FAMILY
@@ -15,5 +15,5 @@ def _found() -> dict[str, Family]:
     return families
 
 
-BUILT_IN: Mapping[str, Family] = _found()
+BUILT_IN: Mapping[str, Family] = _import_families()
 """Families by model type."""

@@ -8,7 +8,6 @@ from autohet.runtime.models.layers.experts import ExpertNames
 FAMILY = Family(
     "olmoe",
     config_keys=DECODER_KEYS | ROUTED_KEYS | {"attention_bias", "clip_qkv"},
-    unread_keys=frozenset({"sliding_window"}),
     changed_styles={**NORMS_OVER_ALL_HEADS, **ROUTED_EXPERTS},
     shares_key_heads=False,
     expert_names=ExpertNames(),

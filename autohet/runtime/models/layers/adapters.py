@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.layers.dropout import DropoutRows, dropped_product
+from autohet.runtime.models.layers.dropout import DropoutRows, multiply_dropped
 from autohet.runtime.models.layers.recomputation import is_replaying
 from autohet.runtime.models.layers.tensor_parallel import RowParallel, TensorParallel, leave
 from planner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from autohet.runtime.models.family import Family
 
 ADAPTER = "autohet_adapter"
 """Attribute of a config: the `Adapter` as a mapping; absent if all weights are trained."""
@@ -111,13 +108,15 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str]:
+def target_paths(adapter: Adapter, layers: str, model: nn.Module) -> list[str]:
     """Return the paths of the linear maps of the library's model that have an adapter.
+
+    layers: path of the model's list of blocks.
 
     Raises:
         ConfigError: a target matches no linear map, or a block has none.
     """
-    prefix = f"{family.layers}."
+    prefix = f"{layers}."
     linear: list[str] = []
     for path, module in model.named_modules():
         if path.startswith(prefix) and is_linear(module):
@@ -127,13 +126,11 @@ def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str
             raise ConfigError(_unmatched(pattern, linear))
 
     found = [path for path in linear if adapter.matches(path)]
-    blocks = model.get_submodule(family.layers)
-    num_blocks = len(list(blocks.children()))
-    adapted_blocks = {family.layer_of(f"{path}.") for path in found}
-    without = set(range(num_blocks)) - adapted_blocks
-    if without:
+    for index, _ in model.get_submodule(layers).named_children():
+        if any(path.startswith(f"{prefix}{index}.") for path in found):
+            continue
         raise ConfigError(
-            f"model.adapter.targets match no linear map of block {min(without)}, and a stage of"
+            f"model.adapter.targets match no linear map of block {index}, and a stage of"
             " such blocks alone would have nothing to train; name targets that each block has"
         )
     return found
@@ -193,7 +190,7 @@ class AdapterDropout:
         if self.rows.keys is None:
             found: Tensor = lora_a(x)
             return found
-        return dropped_product(x, lora_a.weight, self.rows.keys, self.columns, self.rate)
+        return multiply_dropped(x, lora_a.weight, self.rows.keys, self.columns, self.rate)
 
 
 class AdaptedLinear(nn.Module):
@@ -236,7 +233,7 @@ class AdaptedLinear(nn.Module):
         elif self.tp is None:
             total = product + self._update(x)
         else:
-            total = self._summed(product, self._update(x), self.tp)
+            total = self._sum_over_group(product, self._update(x), self.tp)
         if self.bias is None:
             return total
         return total + self.bias
@@ -250,7 +247,7 @@ class AdaptedLinear(nn.Module):
         update: Tensor = self.lora_B(low) * self.scaling
         return update
 
-    def _summed(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
+    def _sum_over_group(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
         """Sum product and update over all ranks, in the product's memory.
 
         Selective recomputation keeps the product, so a replay finds the sum there.

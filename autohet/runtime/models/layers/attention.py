@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from autohet.runtime.models.layers.autograd import apply
-from autohet.runtime.models.layers.dropout import ATTENTION_DROPOUT, AttentionDropout, WeightDropout
+from autohet.runtime.models.layers.dropout import ATTENTION_DROPOUT, AttentionDropout
 from autohet.runtime.models.layers.pieces import piece_attention
 from planner.plans.model_spec import EXPLICIT_SCORES, WINDOW_CHUNK
 from planner.plans.plan import TensorShare
@@ -94,7 +94,7 @@ class Explicit:
     """
 
     softcap: float | None = None
-    dropout: WeightDropout | None = None
+    dropout: AttentionDropout | None = None
     has_sinks: bool = False
 
     def __bool__(self) -> bool:
@@ -151,8 +151,8 @@ def attention(
     explicit = Explicit(softcap, dropout, s_aux is not None)
     counts = getattr(module, UNEQUAL_GROUPS, None)
     if counts is not None:
-        key = _repeated(key, counts)
-        value = _repeated(value, counts)
+        key = _repeat_heads(key, counts)
+        value = _repeat_heads(value, counts)
     states = (query, key, value)
     if not explicit:
         if attention_mask is not None and attention_mask.dim() == 1:
@@ -197,7 +197,7 @@ def share_key_heads(module: nn.Module, share: TensorShare, key_value_units: int)
         setattr(module, UNEQUAL_GROUPS, tuple(counts))
 
 
-def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
+def _repeat_heads(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Repeat each key or value head for each of its query heads.
 
     [b, kv heads, S, d] becomes [b, heads, S, d].

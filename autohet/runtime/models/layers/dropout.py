@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def dropped(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+def dropout_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return the mask of dropped elements, bool [b, S, n], from row and column keys."""
     bits = _mix(rows.unsqueeze(-1) ^ columns)
     # int32 numbers begin at -2**31: this many of them are below the limit.
@@ -160,7 +160,7 @@ class _DroppedProduct(torch.autograd.Function):
         keys = rows.flatten()
         product = x.new_empty(len(flat), len(weight))
         for part in row_chunks(flat, CHUNK_ELEMENTS):
-            mask = dropped(keys[part], columns, rate)
+            mask = dropout_mask(keys[part], columns, rate)
             left = _without(flat[part], mask, rate)
             product[part] = left @ weight.T
         return product.view(*x.shape[:-1], -1)
@@ -178,7 +178,7 @@ class _DroppedProduct(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight = torch.zeros_like(weight, dtype=wide)
         for part in row_chunks(flat, CHUNK_ELEMENTS):
-            mask = dropped(keys[part], columns, ctx.rate)
+            mask = dropout_mask(keys[part], columns, ctx.rate)
             if of_x is not None:
                 of_x[part] = _without(gradient[part] @ weight, mask, ctx.rate)
             if ctx.needs_input_grad[1]:
@@ -195,12 +195,12 @@ def _without(x: Tensor, mask: Tensor, rate: float) -> Tensor:
     return x.masked_fill(mask, 0.0).mul_(scale)
 
 
-def dropped_product(
+def multiply_dropped(
     x: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, rate: float
 ) -> Tensor:
     """Return dropout(x) @ weight.T, [b, S, r], for x [b, S, n] and weight [r, n].
 
-    rows, columns: keys of the elements, as `dropped` takes them.
+    rows, columns: keys of the elements, as `dropout_mask` takes them.
     """
     return apply(_DroppedProduct, x, weight, rows, columns, rate)
 
@@ -212,21 +212,21 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
         ctx.save_for_backward(rows, columns)
         ctx.rate = rate
-        return _dropped_states(x, rows, columns, rate)
+        return _drop_states(x, rows, columns, rate)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         rows, columns = ctx.saved_tensors
-        gradient = _dropped_states(gradients[0], rows, columns, ctx.rate)
+        gradient = _drop_states(gradients[0], rows, columns, ctx.rate)
         return gradient, None, None, None
 
 
-def _dropped_states(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+def _drop_states(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     flat = x.flatten(0, -2)
     keys = rows.flatten()
     out = torch.empty_like(flat)
     for part in row_chunks(flat, CHUNK_ELEMENTS):
-        mask = dropped(keys[part], columns, rate)
+        mask = dropout_mask(keys[part], columns, rate)
         out[part] = _without(flat[part], mask, rate)
     return out.view_as(x)
 
@@ -265,46 +265,15 @@ class AttentionDropout:
     rows: DropoutRows
     heads: Tensor
 
-    def now(self) -> WeightDropout | None:
+    def now(self) -> AttentionDropout | None:
         """Return the dropout of the present microbatch; None where the stage does not train."""
-        if self.rows.keys is None:
-            return None
-        return WeightDropout(self.rate, self.rows.keys, self.heads)
-
-
-@dataclass(frozen=True)
-class WeightDropout:
-    """Dropout of the attention weights of one microbatch.
-
-    rows: keys of its tokens, int32 [b, S]. heads: as those of `AttentionDropout`.
-    """
-
-    rate: float
-    rows: Tensor
-    heads: Tensor
+        return None if self.rows.keys is None else replace(self, rows=replace(self.rows))
 
     def drop(self, weights: Tensor, queries: slice, keys: slice) -> Tensor:
         """Return the weights of these queries and keys, [b, heads, queries, keys], with dropout."""
-        of_queries = _mix(self.rows[:, None, queries] ^ self.heads[:, None])
+        assert self.rows.keys is not None
+        of_queries = _mix(self.rows.keys[:, None, queries] ^ self.heads[:, None])
         places = torch.arange(keys.start, keys.stop, device=weights.device)
         of_keys = column_keys("key position", places)
-        mask = dropped(of_queries, of_keys, self.rate)
+        mask = dropout_mask(of_queries, of_keys, self.rate)
         return _without(weights, mask, self.rate)
-
-
-__all__ = [
-    "ATTENTION_DROPOUT",
-    "NO_DROPOUT",
-    "AttentionDropout",
-    "DropoutRows",
-    "ModelDropout",
-    "StateDropout",
-    "WeightDropout",
-    "column_keys",
-    "dropout_of",
-    "dropped",
-    "dropped_product",
-    "row_keys",
-    "set_dropout",
-    "without_dropout",
-]

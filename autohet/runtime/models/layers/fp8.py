@@ -135,6 +135,3 @@ def _product(
         left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype
     )
     return product
-
-
-__all__ = ["check_fp8", "fp8_linear", "use_fp8"]

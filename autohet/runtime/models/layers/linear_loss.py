@@ -1,4 +1,4 @@
-"""Fused head and cross entropy, for some rows of logits at a time.
+"""Cross entropy, and head and cross entropy fused, for some rows of logits at a time.
 
 A vocabulary of 152k makes 1.24 GB of bf16 logits per sequence of 4,096 tokens, and the same amount
 for their gradient. Here each chunk's logits are replaced by their gradient at once, so neither is
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +21,13 @@ from autohet.runtime.models.layers.autograd import apply
 from autohet.runtime.models.layers.compilation import can_compile
 from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
+from autohet.runtime.models.layers.tensor_parallel import ReduceGroup
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits at a time: 128 MiB in bf16, and large enough for products at full speed."""
 MIN_COMPILED_ELEMENTS = 1_000_000
 """Least size of a head's weight that is compiled; smaller ones are tests, slowed by compiling."""
 LossAndGradient = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
-
-
-class LossGroup(Protocol):
-    """Reductions over a cut vocabulary's group, in place, and ended for the stream."""
-
-    def all_reduce(self, tensor: Tensor) -> None: ...
-    def all_reduce_max(self, tensor: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class CutVocabulary:
     so that all of them call the sums of each chunk.
     """
 
-    group: LossGroup
+    group: ReduceGroup
     degree: int
     start: int
     num_rows: int
@@ -74,11 +68,7 @@ def linear_cross_entropy_sum(
     With a cut vocabulary the weight has this rank's rows, the sum is equal on all ranks of the
     group, and the gradient of `hidden` is this rank's part of the sum.
     """
-    cut = None
-    num_tokens = vocabulary
-    if isinstance(vocabulary, CutVocabulary):
-        cut = vocabulary
-        num_tokens = cut.tokens_among(len(weight))
+    cut, num_tokens = _own_part(vocabulary, len(weight))
     if not torch.is_grad_enabled():
         # Autograd functions are told that a parameter needs a gradient in evaluation too.
         hidden = hidden.detach()
@@ -93,6 +83,59 @@ def linear_cross_entropy_sum(
         adjustment,
         cut,
     )
+
+
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    vocabulary: int | CutVocabulary,
+    terms: LossTerms = PLAIN,
+) -> Tensor:
+    """Return the sum of cross entropy of logits [..., V] over `targets`, as the function above.
+
+    The logits are never whole in fp32 if they come in another dtype.
+    """
+    cut, num_tokens = _own_part(vocabulary, logits.shape[-1])
+    rows = logits.flatten(0, -2)
+    return apply(_CrossEntropy, rows, targets.flatten(), num_tokens, terms, cut)
+
+
+def _own_part(vocabulary: int | CutVocabulary, num_rows: int) -> tuple[CutVocabulary | None, int]:
+    """Return the cut of a vocabulary, and how many of this rank's `num_rows` belong to it."""
+    if isinstance(vocabulary, CutVocabulary):
+        return vocabulary, vocabulary.tokens_among(num_rows)
+    return None, vocabulary
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        num_tokens: int,
+        terms: LossTerms,
+        cut: CutVocabulary | None,
+    ) -> Tensor:
+        ctx.scale = terms.gradient_scale
+        loss_and_gradient = _eager if cut is None else partial(_over_group, cut=cut)
+        gradient = logits.clone()
+        total = torch.zeros((), dtype=torch.float32, device=logits.device)
+        size = max(1, _chunk_rows(logits.shape[-1], cut))
+        for start in range(0, len(logits), size):
+            rows = slice(start, start + size)
+            # It puts the gradient in the place of the logits.
+            loss, _ = loss_and_gradient(
+                gradient[rows], targets[rows], num_tokens, ctx.scale, terms=terms
+            )
+            total += loss
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(gradients[0] / ctx.scale), None, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -112,7 +155,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        size = max(1, _chunk_rows(weight, cut))
+        size = max(1, _chunk_rows(len(weight), cut))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             logits = hidden[rows] @ weight.T
@@ -145,10 +188,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return of_hidden, of_weight, None, None, None, None, None
 
 
-def _chunk_rows(weight: Tensor, cut: CutVocabulary | None) -> int:
+def _chunk_rows(num_rows: int, cut: CutVocabulary | None) -> int:
     """Return the number of positions at a time: with a cut, equal on ranks of unequal rows."""
     if cut is None:
-        return CHUNK_ELEMENTS // len(weight)
+        return CHUNK_ELEMENTS // num_rows
     return CHUNK_ELEMENTS * cut.degree // cut.num_rows
 
 

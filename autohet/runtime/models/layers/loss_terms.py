@@ -29,5 +29,3 @@ class LossTerms:
 
 PLAIN = LossTerms()
 """Cross entropy alone, used in evaluation and in most training."""
-
-__all__ = ["PLAIN", "LossTerms"]

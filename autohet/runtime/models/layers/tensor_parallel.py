@@ -1,4 +1,4 @@
-"""Tensor parallelism on plain local tensors, with a vocabulary split in parts.
+"""Tensor parallelism on plain local tensors, with an embedding split in parts.
 
 It uses Megatron-LM's f and g (Shoeybi et al., 2019, section 3). Hidden states are whole and equal
 on every rank of the group, before and after each block; only tensors inside attention and MLP are
@@ -24,10 +24,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.layers.autograd import apply
-from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.layers.recomputation import is_replaying
-from autohet.runtime.models.layers.row_chunks import row_chunks
-from planner.plans.plan import TensorShare
+from planner.plans.plan import Stage, TensorShare
 
 
 class ReduceGroup(Protocol):
@@ -60,11 +58,10 @@ class ReduceGroup(Protocol):
 
     def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
         """Send `counts[rank]` to each rank; return the sent and the received; blocks the host."""
-        ...
-
-
-LOSS_CHUNK_ELEMENTS = 1 << 24
-"""Limit on the logits that the loss holds in fp32 at a time: 64 MiB."""
+        theirs = torch.empty_like(counts)
+        ones = [1] * len(counts)
+        self.all_to_all(theirs, counts, ones, ones)
+        return counts.tolist(), theirs.tolist()
 
 
 @dataclass
@@ -76,25 +73,41 @@ class SequenceLength:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A rank of a tensor-parallel group.
+    """A rank of the tensor-parallel group of a plan's stage.
 
-    `uneven`: the rank's share of each cut tensor, if that is not 1 / `degree`. `cuts_sequence`:
-    hidden states between cut parts are this rank's part of the sequence, whose `length` the stage
-    sets. `expert_owners`: share of each rank, if a block with experts sends tokens to the owners of
-    their experts (`expert_dispatch`); empty: each rank computes its experts for all tokens.
+    length: of the whole sequences, which the stage sets.
     """
 
     group: ReduceGroup
     rank: int
-    degree: int
-    uneven: TensorShare | None = None
-    cuts_sequence: bool = False
-    expert_owners: tuple[TensorShare, ...] = ()
+    stage: Stage
     length: SequenceLength = field(default_factory=SequenceLength, compare=False)
+
+    @classmethod
+    def even(cls, group: ReduceGroup, rank: int, degree: int) -> TensorParallel:
+        """Return a rank of a group with equal shares, of no plan."""
+        return cls(group, rank, Stage(0, 1, ("",) * degree))
+
+    @property
+    def degree(self) -> int:
+        return self.stage.tp_degree
 
     @property
     def share(self) -> TensorShare:
-        return self.uneven or TensorShare(self.rank, self.rank + 1, self.degree)
+        return self.stage.share(self.rank)
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """True if hidden states between cut parts are this rank's part of the sequence."""
+        return self.stage.sequence_parallel
+
+    @property
+    def sends_tokens(self) -> bool:
+        """True if blocks with experts send tokens to the experts' owners (`expert_dispatch`).
+
+        False: each rank computes its experts for all tokens.
+        """
+        return self.stage.expert_dispatch == "all_to_all"
 
 
 class _Enter(torch.autograd.Function):
@@ -130,7 +143,7 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-def _gathered(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
+def _gather_parts(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     """Gather [b, ceil(S / degree), h] of each rank to [b, S, h]."""
     parts = x.new_empty(tp.degree, *x.shape)
     tp.group.all_gather(parts, x.contiguous())
@@ -139,9 +152,9 @@ def _gathered(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     return whole.contiguous()
 
 
-def _summed_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
+def _sum_own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     """Sum the ranks' partial sums [b, S, h]; return this rank's [b, ceil(S / degree), h]."""
-    by_rank = padded(x, tp.degree).unflatten(1, (tp.degree, -1)).transpose(0, 1)
+    by_rank = pad_sequence(x, tp.degree).unflatten(1, (tp.degree, -1)).transpose(0, 1)
     out = x.new_empty(by_rank.shape[1:])
     # A copy, since the group may change the parts, and autograd may still need `x`.
     parts = by_rank.clone(memory_format=torch.contiguous_format)
@@ -149,13 +162,13 @@ def _summed_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     return out
 
 
-def _own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
-    parts = padded(x, tp.degree).chunk(tp.degree, dim=1)
+def _take_own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
+    parts = pad_sequence(x, tp.degree).chunk(tp.degree, dim=1)
     # A copy, since a view would keep the whole.
     return parts[tp.rank].clone(memory_format=torch.contiguous_format)
 
 
-def padded(x: Tensor, parts: int) -> Tensor:
+def pad_sequence(x: Tensor, parts: int) -> Tensor:
     """Return [b, S, ...] with zeros at the end of dimension 1, whose length `parts` divides."""
     more = -x.shape[1] % parts
     if not more:
@@ -207,22 +220,22 @@ def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> T
 
 def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather the ranks' parts of the sequence; each rank computes a part of the gradient."""
-    return apply(_SequenceOperation, x, tp, _gathered, _summed_part)
+    return apply(_SequenceOperation, x, tp, _gather_parts, _sum_own_part)
 
 
 def reduce_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial sums, and return this rank's part of the sequence."""
-    return apply(_SequenceOperation, x, tp, _summed_part, _gathered)
+    return apply(_SequenceOperation, x, tp, _sum_own_part, _gather_parts)
 
 
 def own_part(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's part of hidden states that are whole and equal on every rank."""
-    return apply(_SequenceOperation, x, tp, _own_part, _gathered)
+    return apply(_SequenceOperation, x, tp, _take_own_part, _gather_parts)
 
 
 def whole_of_parts(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather the ranks' parts of the sequence; every rank computes the same with the whole."""
-    return apply(_SequenceOperation, x, tp, _gathered, _own_part)
+    return apply(_SequenceOperation, x, tp, _gather_parts, _take_own_part)
 
 
 def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
@@ -323,115 +336,3 @@ class VocabularyEmbedding(nn.Module):
             rows = torch.where(is_padding, rows.detach(), rows)
         own_rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
         return leave(own_rows, self.tp)
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropy over rows of logits, fp32, some rows at a time.
-
-    With a group the logits are cut along the vocabulary, and the sum is equal on every rank. Kept
-    for backward are the unchanged logits, in the compute dtype, and two numbers a row.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        start: int,
-        num_tokens: int,
-        group: ReduceGroup | None,
-        terms: LossTerms,
-    ) -> Tensor:
-        local = targets - start
-        ctx.num_tokens = num_tokens
-        ctx.terms = terms
-        mine = (local >= 0) & (local < num_tokens)
-        index = local.masked_fill(~mine, 0).unsqueeze(-1)
-        columns = logits[:, :num_tokens]
-        if num_tokens:
-            highest = columns.amax(dim=-1).float()
-        else:
-            highest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
-        if group is not None:
-            group.all_reduce_max(highest)
-        # Of exponentials, of the target's logit, and, with label smoothing, of all logits; then
-        # the number of columns of all ranks.
-        smooth = terms.label_smoothing > 0
-        num_sums = 4 if smooth else 2
-        sums = torch.zeros(num_sums, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _chunks(columns):
-            shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
-            of_target = shifted.gather(-1, index[rows]).squeeze(-1)
-            sums[1, rows] = of_target.masked_fill_(~mine[rows], 0.0)
-            if smooth:
-                sums[2, rows] = shifted.sum(-1)
-            sums[0, rows] = shifted.exp_().sum(-1)
-        if smooth:
-            sums[3] = float(num_tokens)
-        if group is not None:
-            group.all_reduce(sums)
-        of_target = sums[1]
-        vocabulary = sums[3] if smooth else sums[0]
-        if smooth:
-            mean = sums[2] / vocabulary
-            of_target = (1.0 - terms.label_smoothing) * of_target + terms.label_smoothing * mean
-        losses = sums[0].log() - of_target
-        if terms.z_loss:
-            normaliser = sums[0].log() + highest
-            losses = losses + terms.z_loss * normaliser.square()
-        counted = targets >= 0
-        ctx.save_for_backward(logits, highest, sums[0], index, mine, counted, vocabulary)
-        return (losses * counted).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, highest, total, index, mine, counted, vocabulary = ctx.saved_tensors
-        smoothing = ctx.terms.label_smoothing
-        z_loss = ctx.terms.z_loss
-        gradient = torch.empty_like(logits)
-        columns = logits[:, : ctx.num_tokens]
-        gradient[:, ctx.num_tokens :] = 0.0
-        for rows in _chunks(columns):
-            shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
-            part = shifted.exp_().div_(total[rows].unsqueeze(-1))
-            if z_loss:
-                normaliser = total[rows].log() + highest[rows]
-                slope = 1.0 + 2.0 * z_loss * normaliser
-                part.mul_(slope.unsqueeze(-1))
-            if smoothing:
-                spread = smoothing / vocabulary[rows]
-                part.sub_(spread.unsqueeze(-1))
-            of_target = mine[rows].unsqueeze(-1).to(part.dtype)
-            part.scatter_add_(-1, index[rows], of_target * (smoothing - 1.0))
-            factor = counted[rows] * gradients[0]
-            gradient[rows, : ctx.num_tokens] = part.mul_(factor.unsqueeze(-1))
-        return gradient, None, None, None, None, None
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    return row_chunks(logits, LOSS_CHUNK_ELEMENTS)
-
-
-def cross_entropy_sum(
-    logits: Tensor,
-    targets: Tensor,
-    tp: TensorParallel | None,
-    start: int,
-    num_tokens: int | None = None,
-    terms: LossTerms = PLAIN,
-) -> Tensor:
-    """Sum the cross entropy over positions, fp32; positions with target -100 are ignored.
-
-    The logits are never whole in fp32 if they come in another dtype.
-
-    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. The sum is equal
-    on every rank of the group. Columns from `num_tokens` on pad the vocabulary (there are none if
-    it is None or more than V_local): they are ignored, and get a gradient of 0.
-    """
-    width = logits.shape[-1]
-    counted = width
-    if num_tokens is not None:
-        counted = min(max(num_tokens, 0), width)
-    group = None if tp is None or tp.degree == 1 else tp.group
-    rows = logits.flatten(0, -2)
-    return apply(_ChunkedCrossEntropy, rows, targets.flatten(), start, counted, group, terms)

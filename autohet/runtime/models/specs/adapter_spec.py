@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models.layers.adapters import B_SUFFIX
 from autohet.runtime.models.parameter_spec import ParameterSpec
 from autohet.runtime.models.registry import family_of
-from autohet.runtime.models.specs.counted_values import counted_block
+from autohet.runtime.models.specs.counted_values import count_block
 from planner.plans.model_spec import KeptValues, LayerSpec, ModelSpec
 
 
-def adapted_spec(
+def adapt_spec(
     spec: ModelSpec, config: PreTrainedConfig, sequence_length: int, precision: str
 ) -> ModelSpec:
     """Return the spec of a model with the config's adapter, given the spec of the whole model."""
@@ -42,7 +42,7 @@ def adapted_spec(
             module_path = each.name.removesuffix(B_SUFFIX)
             if family.is_key_value(module_path):
                 key_values.append(each)
-        adapted = _adapted_block(block, specs, key_values, sequence_length)
+        adapted = _adapt_block(block, specs, key_values, sequence_length)
         blocks.append(replace(adapted, autograd=known[kind]))
     # A backward pass ends before the embedding; of the head it needs the input's gradient alone.
     embedding = replace(_frozen(spec.embedding), backward_share=0.0)
@@ -64,7 +64,7 @@ def _frozen(layer: LayerSpec) -> LayerSpec:
     )
 
 
-def _adapted_block(
+def _adapt_block(
     block: LayerSpec,
     trained: Sequence[ParameterSpec],
     key_values: Sequence[ParameterSpec],
@@ -101,6 +101,6 @@ def _kept(
 
     In a backward pass the scaled gradient of the widest update is alive, too.
     """
-    counted = counted_block(config, precision, layer)
+    counted = count_block(config, precision, layer)
     outputs = [each.shape[0] for each in trained if each.name.endswith(B_SUFFIX)]
     return replace(counted, backward=counted.backward + max(outputs))

@@ -27,7 +27,7 @@ from autohet.runtime.models.layers.adapters import ADAPTER, adapter_of
 from autohet.runtime.models.layers.dropout import without_dropout
 from autohet.runtime.models.layers.experts import inner_width
 from autohet.runtime.models.layers.recomputation import KEPT
-from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.layers.tensor_parallel import ReduceGroup, TensorParallel
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.models.stages.stage import StageModel, build_stage
@@ -43,7 +43,7 @@ Beside the gradient of the widest product, a gated block has those of its gate a
 """
 
 
-class _SilentGroup:
+class _SilentGroup(ReduceGroup):
     """Tensor-parallel group whose operations are no-ops, since only shapes count here."""
 
     def all_reduce(self, tensor: Tensor) -> None: ...
@@ -57,9 +57,6 @@ class _SilentGroup:
     def all_to_all(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None: ...
-
-    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        raise NotImplementedError("fake tensors have no counts")
 
 
 class _KeptProducts(TorchDispatchMode):
@@ -101,7 +98,7 @@ class _Count:
 _NOTHING = _Count(0.0, 0.0)
 
 
-def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> KeptValues:
+def count_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> KeptValues:
     """Count the values that autograd keeps of one of a model's blocks.
 
     Blocks with experts are counted in bf16, since torch has no shapes of other grouped products.
@@ -152,7 +149,7 @@ def _key_values(block: _Block, kept: _Count, dtype: torch.dtype) -> _Count:
     return _Count(more.everything - kept.everything, more.selective - kept.selective)
 
 
-def counted_head(config: PreTrainedConfig, precision: str) -> KeptValues:
+def count_head(config: PreTrainedConfig, precision: str) -> KeptValues:
     """Count the values kept of the final norm and the projection's input; logits are separate."""
     dtype = COMPUTE_DTYPES[precision]
     block = _Block(_without_dropout(with_layers(config, [0])), 0)
@@ -208,7 +205,7 @@ def _fake_stage(
     """Return a model of one stage, and hidden states like those of a preceding block."""
     tp = None
     if share is not None:
-        tp = TensorParallel(_SilentGroup(), share.first, share.of)
+        tp = TensorParallel.even(_SilentGroup(), share.first, share.of)
     layers = range(block.layer, block.layer + 1)
     stage = build_stage(block.config, layers, tp, torch.device("cpu"), dtype)
     weights: dict[str, Tensor] = {}

@@ -21,7 +21,7 @@ from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.experts import check_experts, num_experts, own_correction_bias
 from autohet.runtime.models.registry import FAMILIES
-from autohet.runtime.models.specs.counted_values import counted_block, counted_head
+from autohet.runtime.models.specs.counted_values import count_block, count_head
 from planner.errors import ConfigError
 from planner.plans.model_spec import Experts, ExplicitScores, KeptValues, LayerSpec, ModelSpec
 
@@ -159,7 +159,7 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     family = FAMILIES.get(config.model_type)
     kept = None
     if family is not None and _is_trainable(family, config):
-        kept = counted_head(config, precision)
+        kept = count_head(config, precision)
         specs = _with_counted_values(specs, config, precision)
 
     tied = _is_tied(module)
@@ -227,7 +227,7 @@ def _with_counted_values(specs: list[LayerSpec], config: Any, precision: str) ->
     by_size: dict[int, KeptValues] = {}
     for layer, spec in enumerate(specs):
         if spec.parameters not in by_size:
-            by_size[spec.parameters] = counted_block(config, precision, layer)
+            by_size[spec.parameters] = count_block(config, precision, layer)
     return [replace(spec, autograd=by_size[spec.parameters]) for spec in specs]
 
 

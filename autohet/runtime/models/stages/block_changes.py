@@ -81,7 +81,7 @@ def _cut_block(block: nn.Module, path: str, spec: StageSpec, tp: TensorParallel)
             first_stack = next(iter(module._parameters))
             stack = spec.parameters[f"{path}.{name}.{first_stack}"]
             _cut_experts(module, block.get_submodule(parent_name), stack, tp)
-            if not tp.expert_owners:
+            if not tp.sends_tokens:
                 entered.add(parent_name)
         elif style == SPLIT_NORM:
             setattr(block.get_submodule(parent_name), child, SplitNorm(module, tp))
@@ -92,7 +92,7 @@ def _cut_block(block: nn.Module, path: str, spec: StageSpec, tp: TensorParallel)
                 weight = f"{path}.{name}.weight"
                 shape = local_shape(spec.parameters[weight], spec.units(weight))
                 module.nf = shape[-1]
-    if tp.expert_owners:
+    if tp.sends_tokens:
         for name in shared:
             share_all_tokens(block.get_submodule(name), tp)
     for name in entered:
@@ -108,7 +108,7 @@ def _cut_experts(
     """
     first, end = _experts_of(stack, tp.share)
     keep_own_experts(module, first, end)
-    if tp.expert_owners:
+    if tp.sends_tokens:
         send_tokens(module, tp, _owner_by_expert(stack, tp))
         route_own_part(around, tp)
     else:
@@ -135,8 +135,8 @@ def _experts_of(stack: ParameterSpec, share: TensorShare) -> tuple[int, int]:
 def _owner_by_expert(stack: ParameterSpec, tp: TensorParallel) -> list[int]:
     """Return the rank that holds each expert of a stack."""
     owners = []
-    for rank, share in enumerate(tp.expert_owners):
-        first, end = _experts_of(stack, share)
+    for rank in range(tp.degree):
+        first, end = _experts_of(stack, tp.stage.share(rank))
         owners += [rank] * (end - first)
     return owners
 
@@ -218,7 +218,7 @@ def balance_routers(
     alone adds them; if each routes its part of the tokens, all ranks do.
     """
     tp = spec.tp
-    part = TokenPart(tp) if tp is not None and tp.expert_owners else None
+    part = TokenPart(tp) if tp is not None and tp.sends_tokens else None
     adds = tp is None or tp.rank == 0 or part is not None
 
     def weight() -> float:

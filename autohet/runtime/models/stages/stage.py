@@ -13,7 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from autohet.runtime.models.layers.adapters import adapters_off
 from autohet.runtime.models.layers.experts import use_grouped_products
-from autohet.runtime.models.layers.linear_loss import CutVocabulary, linear_cross_entropy_sum
+from autohet.runtime.models.layers.linear_loss import (
+    CutVocabulary,
+    cross_entropy_sum,
+    linear_cross_entropy_sum,
+)
 from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.layers.pieces import answer_lengths, positions_of
 from autohet.runtime.models.layers.recomputation import run_block, usable_recompute
@@ -21,12 +25,12 @@ from autohet.runtime.models.layers.tensor_parallel import (
     SequenceLength,
     TensorParallel,
     VocabularyEmbedding,
-    cross_entropy_sum,
     enter,
     join_sequence,
-    padded,
+    pad_sequence,
     split_sequence,
 )
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.models.stages.block_changes import adapt_blocks, balance_routers, cut_blocks
 from autohet.runtime.models.stages.block_inputs import BlockInputs
@@ -92,7 +96,7 @@ class StageModel(nn.Module):
             self.paths["embedding"] = family.token_embedding
             self.embedding = model.get_submodule(family.token_embedding)
             if family.embedding_scale is not None:
-                self.embedding = _unscaled(self.embedding)
+                self.embedding = _without_scale(self.embedding)
             if spec.tp is not None and spec.tp.degree > 1:
                 start = spec.first_token(family.token_embedding)
                 self.embedding = VocabularyEmbedding(self.embedding, spec.tp, start)
@@ -204,7 +208,7 @@ class StageModel(nn.Module):
         if num_parts > 1:
             assert self.spec.tp is not None
             # With the sequence cut, this rank embeds its own part alone.
-            parts = padded(places, num_parts).chunk(num_parts, dim=1)
+            parts = pad_sequence(places, num_parts).chunk(num_parts, dim=1)
             places = parts[self.spec.tp.rank]
         of_places: Tensor = self.positions(places)
         return of_places
@@ -238,9 +242,7 @@ class StageModel(nn.Module):
 
         Returns an fp32 scalar, equal on every rank of the group.
         """
-        start = self.spec.first_token(self.paths["head"])
-        num_tokens = int(self.spec.config.vocab_size) - start
-        return cross_entropy_sum(logits, targets, self.spec.tp, start, num_tokens, self._terms)
+        return cross_entropy_sum(logits, targets, self._vocabulary(), self._terms)
 
     @property
     def _fuses_head(self) -> bool:
@@ -294,8 +296,6 @@ def build_stage(
         ConfigError: the parts of the tensor-parallel group do not divide the model's heads, or are
         more than its experts, or a stage with sequence_parallel would recompute selectively.
     """
-    from autohet.runtime.models.registry import family_of
-
     family = family_of(config)
     finest = family.max_tp_degree(config)
     if tp is not None and tp.cuts_sequence and recompute == "selective":
@@ -304,7 +304,7 @@ def build_stage(
         )
     if tp is not None and finest % tp.share.of:
         what = f"TP degree {tp.degree}"
-        if tp.uneven is not None:
+        if tp.stage.tp_shares:
             what = f"a sum of tp_shares of {tp.share.of}"
         raise ConfigError(
             f"{what} does not divide this model's {family.limit_of_parts(config)}; it can be 1 to"
@@ -314,7 +314,7 @@ def build_stage(
     return StageModel(spec, recompute)
 
 
-def _unscaled(table: nn.Module) -> nn.Embedding:
+def _without_scale(table: nn.Module) -> nn.Embedding:
     """Return a plain embedding in place of one that scales its output; the stage scales instead."""
     assert isinstance(table, nn.Embedding)
     return nn.Embedding(

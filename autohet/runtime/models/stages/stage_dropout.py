@@ -19,7 +19,7 @@ from autohet.runtime.models.layers.dropout import (
     dropout_of,
     row_keys,
 )
-from autohet.runtime.models.layers.tensor_parallel import padded
+from autohet.runtime.models.layers.tensor_parallel import pad_sequence
 from autohet.runtime.models.stages.stage_spec import StageSpec
 
 
@@ -81,7 +81,7 @@ class StageDropout:
         parts = self._spec.sequence_parts
         if keys is not None and parts > 1:
             assert self._spec.tp is not None
-            by_rank = padded(keys, parts).chunk(parts, dim=1)
+            by_rank = pad_sequence(keys, parts).chunk(parts, dim=1)
             own = by_rank[self._spec.tp.rank]
         self.rows.keys = keys
         self.rows.own = own

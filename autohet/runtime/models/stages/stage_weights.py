@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +13,15 @@ from autohet.runtime.models.parameter_spec import local_shape
 from autohet.runtime.models.stages.stage_spec import StageSpec
 
 
+@dataclass(frozen=True)
 class StageWeights:
     """This rank's slices of a stage's parameters, by checkpoint name; no storage until `load`.
 
     modules: (path in the library's model, module) of the stage's parts.
     """
 
-    def __init__(self, spec: StageSpec, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._spec = spec
-        self._modules = modules
+    spec: StageSpec
+    modules: Sequence[tuple[str, nn.Module]]
 
     def places(self) -> dict[str, list[tuple[nn.Module, str]]]:
         """Map checkpoint names to the modules with the parameter, and its attribute there.
@@ -28,7 +29,7 @@ class StageWeights:
         A tied head on one stage has two places.
         """
         found: dict[str, list[tuple[nn.Module, str]]] = {}
-        for root_path, root in self._modules:
+        for root_path, root in self.modules:
             for path, module in root.named_modules():
                 module_path = f"{root_path}.{path}" if path else root_path
                 for attribute, parameter in module._parameters.items():
@@ -44,7 +45,7 @@ class StageWeights:
         The stage computes on the given tensors themselves if they have the compute dtype and the
         device, else on copies.
         """
-        spec = self._spec
+        spec = self.spec
         places_by_name = self.places()
         missing = sorted(set(places_by_name) - set(parameters))
         assert not missing, (
@@ -79,8 +80,8 @@ class StageWeights:
         return {name: self._local_shape(name) for name in self.places()}
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
-        spec = self._spec.parameters[name]
-        return local_shape(spec, self._spec.units(name))
+        spec = self.spec.parameters[name]
+        return local_shape(spec, self.spec.units(name))
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's slices of trained parameters.
@@ -89,7 +90,7 @@ class StageWeights:
         """
         found: dict[str, Any] = {}
         for name, places in self.places().items():
-            if self._spec.parameters[name].trainable:
+            if self.spec.parameters[name].trainable:
                 module, attribute = places[0]
                 found[name] = module._parameters[attribute]
         return found

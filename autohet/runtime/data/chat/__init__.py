@@ -1,0 +1,1 @@
+"""Chat templates: conversations as text, and the text that the assistant wrote in them."""

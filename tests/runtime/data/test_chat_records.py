@@ -1,0 +1,207 @@
+"""What records say beside their messages, and every input of a data set in its key."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autohet.runtime.data import prepare_dataset
+from autohet.runtime.data.build import find_dataset
+from autohet.runtime.data.chat.targets import warn_once
+from autohet.runtime.job import DataSection
+from planner.errors import ConfigError
+from tests.harness.chat_tokenizer import CHATML, MARKED, save_chat_tokenizer, trl_template
+from tests.runtime.data.test_chat import documents_of
+
+MakeData = Callable[..., DataSection]
+Record = dict[str, Any]
+TOOL_USE = "{{ tools[0]['name'] }}:" + CHATML
+MARKS_WITHOUT_END = MARKED.replace(" + '<|im_end|>' }}{% endgen", " }}{% endgen").replace(
+    "{{ '\n' }}", "{{ '<|im_end|>\n' }}"
+)
+NEXT_ROLE_ENDS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def targets(tmp_path: Path, make_data: MakeData) -> Callable[..., tuple[str, list[str]]]:
+    """Function from a record to the text that is trained on, and its runs of targets."""
+
+    def find(record: Record, template: Any = CHATML, **keys: Any) -> tuple[str, list[str]]:
+        tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", template)
+        path = tmp_path / "a.jsonl"
+        path.write_text(json.dumps(record))
+        data = make_data(path, **{"kind": "chat", "tokenizer": str(tmp_path / "tokenizer"), **keys})
+        (document,) = documents_of(prepare_dataset(data, 255))
+        runs: list[list[int]] = []
+        before = False
+        for token, counted in zip(*document, strict=True):
+            if counted:
+                runs[len(runs) - 1 if before else len(runs) :] = [
+                    [*(runs[-1] if before else []), token]
+                ]
+            before = counted
+        return tokenizer.decode(document[0]), [tokenizer.decode(run) for run in runs]
+
+    return find
+
+
+def turns(*answers: Any) -> list[Record]:
+    """Questions with these answers: a text, or a message's keys."""
+    messages: list[Record] = []
+    for number, each in enumerate(answers):
+        messages.append({"role": "user", "content": f"q{number}"})
+        keys = each if isinstance(each, dict) else {"content": each}
+        messages.append({"role": "assistant", **keys})
+    return messages
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "trainable"])
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["no marks", "marks"])
+def test_a_turn_marked_as_untrained_is_no_target(targets: Any, key: str, template: str) -> None:
+    messages = turns("one", {"content": "two", key: 0}, {"content": "three", key: 1})
+    _, found = targets({"messages": messages}, template)
+    assert [each.strip() for each in found] == ["one<|im_end|>", "three<|im_end|>"]
+    messages[-1][key] = False
+    messages.append({"role": "user", "content": "why?"})
+    _, found = targets({"messages": messages}, template, train_on="all")
+    assert len(found) == 3
+    assert [word in "".join(found) for word in ("two", "three", "why?")] == [False, False, True]
+    with pytest.raises(ConfigError, match=f"line 1: message 2 has {key} 0.5"):
+        targets({"messages": turns({"content": "one", key: 0.5})}, template)
+
+
+def test_the_completion_may_be_untrained_in_parts(targets: Any) -> None:
+    chat = turns("one", {"content": "two", "weight": 0}, "three")
+    record = {"prompt": chat[:1], "completion": chat[1:]}
+    _, found = targets(record, kind="prompt_completion")
+    assert [("one" in each, "two" in each, "three" in each) for each in found] == [
+        (True, False, False),
+        (False, False, True),
+    ]
+
+
+def test_options_and_system_prompts_of_records_reach_the_template(targets: Any) -> None:
+    template = "{{ mood }}/" + CHATML
+    for options in ({"mood": "calm"}, '{"mood": "calm"}'):
+        record = {"conversations": turns("one"), "system": "Be brief."}
+        record["chat_template_kwargs"] = options
+        text, _ = targets(record, template, messages_field="conversations")
+        assert text.startswith("calm/<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    with pytest.raises(ConfigError, match=r"'chat_template_kwargs'.*without messages"):
+        targets({"messages": turns("one"), "chat_template_kwargs": {"tools": []}})
+    thinking_off = {"messages": turns("one"), "chat_template_kwargs": {"enable_thinking": False}}
+    _, found = targets(thinking_off, trl_template("qwen3"))
+    assert found == ["one<|im_end|>\n"], "the prompt has written the empty reasoning"
+
+
+def test_the_template_for_tools_renders_chats_with_tools(targets: Any) -> None:
+    named = {"default": CHATML, "tool_use": TOOL_USE}
+    tools = [{"name": "weather"}]
+    for given in (tools, json.dumps(tools), [json.dumps(tools[0])]):
+        assert targets({"messages": turns("a"), "tools": given}, named)[0].startswith("weather:")
+    assert targets({"messages": turns("a"), "tools": []}, named)[0].startswith("<|im_start|>")
+    with pytest.raises(ConfigError, match=r"chat templates tool_use, but no default"):
+        targets({"messages": turns("a")}, {"tool_use": TOOL_USE})
+
+
+@pytest.mark.parametrize(
+    "template", [MARKS_WITHOUT_END, NEXT_ROLE_ENDS], ids=["marks", "next role"]
+)
+def test_what_ends_a_turn_is_a_target(targets: Any, template: str) -> None:
+    text, found = targets({"messages": turns("one", "two")}, template)
+    end = "<|user|>" if template == NEXT_ROLE_ENDS else "<|im_end|>\n"
+    assert found == [f"one{end}", f"two{end}"]
+    assert text.endswith(end)
+
+
+def test_what_cannot_be_trained_on_is_said(targets: Any, caplog: pytest.LogCaptureFixture) -> None:
+    image = [{"type": "text", "text": "See:"}, {"type": "image_url", "image_url": "x"}]
+    with pytest.raises(ConfigError, match="line 1: message 2 has a part of type 'image_url'"):
+        targets({"messages": turns({"content": image})})
+    warn_once.cache_clear()
+    call = {"function": {"name": "weather", "arguments": "{"}}
+    with pytest.raises(ConfigError, match="arguments of the tool call 'weather' are not valid"):
+        targets({"messages": turns({"content": "", "tool_calls": [call]})})
+    call["function"]["arguments"] = "{}"
+    lost = turns(
+        {"content": "a", "reasoning_content": "Hm."}, {"content": "b", "tool_calls": [call]}
+    )
+    lost[0]["train"] = True
+    with caplog.at_level(logging.WARNING):
+        targets({"messages": lost})
+    for word in ("reasoning", "tool calls", "the assistant's messages alone"):
+        assert word in caplog.text
+
+
+def test_each_turn_may_be_a_document(tmp_path: Path, make_data: MakeData) -> None:
+    """Under Qwen3's template, whose earlier turns lose their reasoning in the whole text."""
+    library = save_chat_tokenizer(tmp_path / "tokenizer", trl_template("qwen3"))
+    thoughts = [{"content": f"a{turn}", "reasoning_content": f"r{turn}"} for turn in range(3)]
+    messages = turns(thoughts[0], {**thoughts[1], "weight": 0}, thoughts[2])
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    keys = {"kind": "chat", "tokenizer": str(tmp_path / "tokenizer"), "train_on": "turns"}
+    wanted = []
+    for last in (0, 2):
+        so_far = messages[: 2 * last + 1]
+        prompt = library.apply_chat_template(so_far, add_generation_prompt=True, return_dict=False)
+        ids = library.apply_chat_template(messages[: 2 * last + 2], return_dict=False)
+        assert ids[: len(prompt)] == prompt
+        assert library.decode(ids[len(prompt) :]).startswith(f"<think>\nr{last}\n</think>")
+        wanted.append((ids, [place >= len(prompt) for place in range(len(ids))]))
+    assert sorted(documents_of(prepare_dataset(make_data(path, **keys), 255))) == sorted(wanted)
+
+
+RECORD = {
+    "text": "q",
+    "messages": turns("a"),
+    "prompt": turns("a")[:1],
+    "completion": turns("a")[1:],
+    "chosen": turns("a")[1:],
+    "rejected": turns("b")[1:],
+}
+INPUTS: dict[str, dict[str, Any]] = {
+    "chat": {"messages_field": "prompt", "train_on": "all"},
+    "prompt_completion": {"train_on": "all"},
+    "preference": {},
+    "text": {"text_field": "other", "isolate_documents": True},
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_each_input_is_in_the_key(tmp_path: Path, make_data: MakeData, kind: str) -> None:
+    """Wrong: rows of another template, tokenizer, file or key are trained on."""
+    path = tmp_path / "a.jsonl"
+    tokenizer = tmp_path / "tokenizer"
+    keys = {"kind": kind, "tokenizer": str(tokenizer)}
+    length = 3 if kind == "text" else 127
+
+    def is_known(**more: Any) -> bool:
+        return find_dataset(make_data(path, **{**keys, **more}), length) is not None
+
+    save_chat_tokenizer(tokenizer, CHATML)
+    path.write_text("".join(json.dumps(RECORD) + "\n" for _ in range(40)))
+    prepare_dataset(make_data(path, **keys), length)
+    assert is_known()
+    changes = {**INPUTS[kind], "begin_of_document": "<s>", "end_of_document": "<s>"}
+    for key, value in changes.items():
+        assert not is_known(**{key: value}), key
+    if kind == "text":
+        return
+    assert not is_known(chat_template=MARKED)
+    for template in (MARKED, {"default": CHATML, "tool_use": TOOL_USE}):
+        save_chat_tokenizer(tokenizer, template)
+        assert not is_known(), "the tokenizer's own template"
+    library = save_chat_tokenizer(tokenizer, CHATML)
+    assert is_known()
+    library.add_special_tokens({"bos_token": "<s>"})
+    library.save_pretrained(tokenizer)
+    assert not is_known(), "a template may print it"
