@@ -140,7 +140,8 @@ def test_a_job_buys_what_it_uses_and_gives_back_what_it_finds(
         "parallelism": {"min_pipelines": 1},
         "emulation": {"block_forward_s": 0.002},
     }
-    events, floor = tmp_path / "events.jsonl", kinds["g5-floor"]["min_workers"]
+    events = tmp_path / "events.jsonl"
+    floor = kinds["g5-floor"]["min_workers"]
     with s3_server() as server, autoscaling_cluster(tmp_path, kinds) as document:
         sections["checkpoint"] = {"storage": server.create_bucket("idle") + "/job"}
         job_path, _ = write_documents(tmp_path, {}, **sections)

@@ -162,7 +162,8 @@ def check_node(node: dict[str, Any], instance: dict[str, Any]) -> None:
     """The file's labels and resources, as the node in the cluster has them, are true of the
     instance that EC2 launched.
     """
-    labels, known = node["labels"], instance_types().get(instance["type"])
+    labels = node["labels"]
+    known = instance_types().get(instance["type"])
     assert labels["ray.io/node-group"] == instance["node_type"]
     assert labels["ray.io/market-type"] == instance["market"]
     if known is not None:

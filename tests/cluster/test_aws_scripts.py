@@ -263,11 +263,9 @@ def test_prepare_makes_the_placement_group_once(monkeypatch: pytest.MonkeyPatch)
     it does.
     """
     publish_base_image("ami-now")
-    real, ec2 = (
-        boto3.client,
-        boto3.client(
-            "ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
-        ),
+    real = boto3.client
+    ec2 = boto3.client(
+        "ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
     )
     path = str(ROOT / "scripts" / "aws" / "prepare")
     prepare = SourceFileLoader("prepare_script", path).load_module()

@@ -104,7 +104,8 @@ def test_a_killed_driver_goes_on_from_its_nodes_memory(
     }
     recorded = {"elastic": {"record_observations": True}, "emulation": {"block_forward_s": 0.006}}
     job_path, _ = write_documents(tmp_path, {}, **sections, **recorded)
-    events, port = tmp_path / "events.jsonl", free_port()
+    events = tmp_path / "events.jsonl"
+    port = free_port()
     with nodes_without_names(2, port) as cluster:
         client = JobSubmissionClient(f"http://127.0.0.1:{port}")
         autohet = Path(sys.executable).parent / "autohet"
@@ -146,7 +147,8 @@ def test_a_killed_driver_goes_on_from_its_nodes_memory(
         [event for event in lines[began[1] :] if event["kind"] == "step"]
     )
     assert AGENTS_SECRET not in (tmp_path / "observations.jsonl").read_text()
-    first, second = lines[: began[1]], lines[began[1] :]
+    first = lines[: began[1]]
+    second = lines[began[1] :]
     done = [event["step"] for event in first if event["kind"] == "step"][-1]
     checkpoints = [event["step"] for event in first if event["kind"] == "checkpoint"]
     assert checkpoints[-1] < done - 1, "host memory is newer than any checkpoint"

@@ -94,7 +94,8 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
     for name, value in STOP_WAIT.items():
         monkeypatch.setenv(name, value)  # the head's, from which a job's supervisor has it
     port = free_port()
-    first_events, second_events = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first_events = tmp_path / "first.jsonl"
+    second_events = tmp_path / "second.jsonl"
     with s3_server() as server, proxy_before(server.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         uri = server.create_bucket("stop") + "/tiny"
@@ -136,7 +137,8 @@ def test_a_stop_commits_two_gigabytes_while_s3_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded in scripts/benchmarks/results/job_stop.json (`pytest -s` shows the figures)."""
-    port, events = free_port(), tmp_path / "events.jsonl"
+    port = free_port()
+    events = tmp_path / "events.jsonl"
     model = {
         "hidden_size": 1024,
         "intermediate_size": 4096,

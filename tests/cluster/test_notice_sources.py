@@ -75,7 +75,8 @@ def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Pat
         found = lambda: [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("pod")]  # noqa: E731
         wait_until(lambda: bool(found()), "the pod's node")
         (node,) = found()
-        introductions, (seen,) = NodeTypeLookup(), ray_cluster.living_nodes()
+        introductions = NodeTypeLookup()
+        (seen,) = ray_cluster.living_nodes()
         kinds: list[NodeType] = []
         wait_until(
             lambda: bool(

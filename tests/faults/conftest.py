@@ -31,7 +31,8 @@ class Scene:
 
 @pytest.fixture(scope="session")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    shared, alone = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("alone")
+    shared = tmp_path_factory.mktemp("shared")
+    alone = tmp_path_factory.mktemp("alone")
     server_address()
     return Scene(shared, train_alone(alone, shared))
 

@@ -23,12 +23,14 @@ from tests.harness.struck_run import StruckRun
 from tests.harness.toy_model import TOY_CONFIG
 
 pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.slow]
-LAYERS, STEPS = 8, 10
+LAYERS = 8
+STEPS = 10
 HISTORY_ELEMENTS = 900_000
 """11 MB of state a layer, in shards of 3.6 MB: some come from the grey node within a generation's
 time to begin, by far not all.
 """
-GREY_MEGABITS, WELL_MEGABITS = 24.0, 20_000.0
+GREY_MEGABITS = 24.0
+WELL_MEGABITS = 20_000.0
 ELASTIC = {"max_failures_in_a_row": 2}
 SHORT = {"rendezvous_timeout_s": 3.0, "transfer_timeout_s": 3.0}
 """Once all have their first state: in this time a restore has to begin and to end."""

@@ -64,7 +64,8 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    image, path = tmp_path / "image", tmp_path / "mounted"
+    image = tmp_path / "image"
+    path = tmp_path / "mounted"
     with open(image, "wb") as file:
         file.truncate(64 << 20)
     if shutil.which("mkfs.ext4") is None:
@@ -129,7 +130,8 @@ def test_other_threads_run_while_a_snapshot_is_forced_to_the_disk(disk: Disk) ->
         disk.path / "x.snapshot", FileMap.of("a/0", {"w": spec}, spec.shards)
     )
     torch.frombuffer(writer.buffer, dtype=torch.uint8)[writer.map.payload_offset :].fill_(1)
-    under_way, others = threading.Event(), 0
+    under_way = threading.Event()
+    others = 0
 
     def force() -> None:
         under_way.set()

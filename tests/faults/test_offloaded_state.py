@@ -36,7 +36,8 @@ def test_a_worker_goes_and_no_step_is_lost(scene: Scene, tmp_path: Path, memory:
         assert result.ok, result.reason
     assert result.struck_at_step is not None
     assert losses_by_step(result.events) == list(scene.reference.losses)
-    checkpoints, history = str(tmp_path / "checkpoints"), history_of(result.events)
+    checkpoints = str(tmp_path / "checkpoints")
+    history = history_of(result.events)
     assert differing_shards(checkpoints, STEPS, scene.reference, history) == []
     assert result.summary["reconfigurations"]
     assert result.summary["steps_lost"] == 0

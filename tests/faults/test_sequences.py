@@ -110,7 +110,8 @@ def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Pat
     """Its old processes still train generation 1 when new ones are hired beside them: they change
     nothing any more.
     """
-    partition, events = Partition(), Interference()
+    partition = Partition()
+    events = Interference()
     events.when(trains_at(6), partition.cut)
     events.when(in_generation(2), partition.heal)
     events.when(
@@ -156,7 +157,8 @@ def test_many_changes_leave_nothing_in_the_survivors(
         assert result.reason == "stopped by the test", result.reason
         run.forget()
     nothing_lost(result)
-    before, after = held[0], held[-1]
+    before = held[0]
+    after = held[-1]
     assert all(b <= a + 4 for a, b in zip(before, after, strict=True)), held
 
 

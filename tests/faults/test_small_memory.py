@@ -86,7 +86,9 @@ def test_a_death_where_host_memory_holds_half_of_the_snapshots(
         [w for w, shards in budget.shards_by_worker.items() if bool(shards) is has]
         for has in (True, False)
     )
-    victim, events, killed = kept if which == "kept" else left_out, Interference(), []
+    victim = kept if which == "kept" else left_out
+    events = Interference()
+    killed = []
 
     def kill(run: StruckRun, seen: Observation) -> None:
         killed.append(victim)

@@ -47,7 +47,9 @@ def server() -> Iterator[tuple[MisbehavingProxy, str]]:
 
 @pytest.fixture
 def proxy(server: tuple[MisbehavingProxy, str]) -> Iterator[MisbehavingProxy]:
-    server[0].mode, server[0].damages, server[0].refused = "good", 0, 0
+    server[0].mode = "good"
+    server[0].damages = 0
+    server[0].refused = 0
     server[0].data_reads.clear()
     yield server[0]
     server[0].mode = "good"
@@ -186,7 +188,8 @@ def test_another_fleet_reads_s3_that_misbehaves(
     """
     uri = stopped.copy_storage(tmp_path)
     before = stopped.result
-    proxy.mode, proxy.damages = "throttled", 1
+    proxy.mode = "throttled"
+    proxy.damages = 1
     with nothing_left(memory):
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run()
         assert result.ok, result.reason
@@ -281,12 +284,14 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
 
 def settled(listing: Callable[[], list[Path]], still_s: float = 0.3) -> list[Path]:
     """What a frozen sender had on its way has come, and what it replaces is gone."""
-    found, since = listing(), time.monotonic()
+    found = listing()
+    since = time.monotonic()
     while time.monotonic() - since < still_s:
         time.sleep(0.02)
         now = listing()
         if now != found:
-            found, since = now, time.monotonic()
+            found = now
+            since = time.monotonic()
     return found
 
 
@@ -332,7 +337,8 @@ def test_a_damaged_copy_at_a_peer(which: str, scene: Scene, tmp_path: Path, memo
     are damaged. What is used is whole: an older round's, or the newest checkpoint's shards of that
     node.
     """
-    events, every = Interference(), 2 * EVERY
+    events = Interference()
+    every = 2 * EVERY
 
     def copies() -> list[Path]:
         found = [
@@ -448,7 +454,8 @@ def test_an_absence_of_the_storage_refuses_no_later_checkpoint(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """An empty directory lies at the storage's place while a generation begins; then it is back."""
-    uri, away = tmp_path / "checkpoints", tmp_path / "away"
+    uri = tmp_path / "checkpoints"
+    away = tmp_path / "away"
 
     def leave(run: StruckRun, seen: Observation) -> None:
         uri.rename(away)

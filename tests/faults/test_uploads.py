@@ -19,7 +19,8 @@ from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, trains_at
 from tests.harness.struck_run import StruckRun, losses_by_step
 
-HELD, GOES_ON_UNTIL = 8, 18
+HELD = 8
+GOES_ON_UNTIL = 18
 
 
 @pytest.mark.faults

@@ -39,7 +39,8 @@ class Scenario:
     """The user's machine: a home with Ray's token and key, and the README's commands."""
 
     def __init__(self, directory: Path, file: Path) -> None:
-        self.directory, self.file = directory, file
+        self.directory = directory
+        self.file = file
         self.home = directory / "laptop"
         (self.home / "tmp").mkdir(parents=True)
         self.cloud = Cloud(directory)
@@ -297,7 +298,8 @@ def long(scenario: Scenario) -> None:
     )
     cloud = scenario.cloud
     scenario.until("two nodes train", scenario.trains_on(2))
-    victim, before = cloud.living("g5")[0], scenario.generation()
+    victim = cloud.living("g5")[0]
+    before = scenario.generation()
     victim.interrupt(110.0)
     scenario.mark("interruption notice")
     scenario.until("the notice is taken", lambda: scenario.told("notice"))
@@ -333,7 +335,9 @@ def facts_of(instance: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    directory, file, form = Path(sys.argv[1]), Path(sys.argv[2]).absolute(), sys.argv[3]
+    directory = Path(sys.argv[1])
+    file = Path(sys.argv[2]).absolute()
+    form = sys.argv[3]
     scenario = Scenario(directory, file)
     try:
         {"short": short, "whole": whole, "efa": efa, "long": long}[form](scenario)

@@ -144,7 +144,8 @@ class Cloud:
 
     def _follow_once(self) -> None:
         for instance in self.instances():
-            name, state = instance["InstanceId"], instance["State"]["Name"]
+            name = instance["InstanceId"]
+            state = instance["State"]["Name"]
             if state == "running" and name not in self.machines:
                 self.machines[name] = self._boot(instance)
             elif state in ("terminated", "shutting-down") and name in self.machines:

@@ -68,7 +68,9 @@ def besiege(directory: Path, num_frames: int, num_idle: int, seed: int = 0) -> d
         before = _memory_kb(), _descriptors()
         user.attack(fort.targets(num_frames, num_idle, seed))
         deadline = time.monotonic() + HANG_S
-        rounds, most_descriptors, slowest = 0, 0, 0.0
+        rounds = 0
+        most_descriptors = 0
+        slowest = 0.0
         while not user.has_ended:
             assert time.monotonic() < deadline, "the attack does not end"
             began = time.monotonic()
@@ -194,7 +196,8 @@ class Fort:
         assert self._agent.problems == ()
 
     def _report_captures(self) -> list[str]:
-        nonce, key = bytes(NONCE_BYTES), self._address.key
+        nonce = bytes(NONCE_BYTES)
+        key = self._address.key
         name = self._address.name.encode()
         news = AGE.pack(0.0) + b"\x80\x04K\x07."
         frames = b""
@@ -206,7 +209,8 @@ class Fort:
 
 def store_captures(run_key: bytes) -> list[str]:
     """What a member of generation 1 sent to the store over an earlier connection."""
-    old, own = bytes(16), bytes(range(16))
+    old = bytes(16)
+    own = bytes(range(16))
     secret = generation_secret(run_key, 1)
     hello = HELLO.pack(1, own, handshake_mac(secret, "client", old, own))
     key = b"/addr0"
@@ -217,7 +221,8 @@ def store_captures(run_key: bytes) -> list[str]:
 
 def peer_captures(token: str) -> list[str]:
     """What a peer with the token sent over an earlier connection."""
-    own, old = bytes(protocol.NONCE_BYTES), bytes(protocol.NONCE_BYTES)
+    own = bytes(protocol.NONCE_BYTES)
+    old = bytes(protocol.NONCE_BYTES)
     mac = protocol.mac_of(token, "client", old, own)
     hello = protocol.HELLO.pack(protocol.VERSION, own, mac)
     request = b"\x20\x00\x00\x00" + os.urandom(32)

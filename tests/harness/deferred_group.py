@@ -186,7 +186,9 @@ class _DeferredBackEnd:
     """What `Group` calls; the operations run in a thread, over gloo."""
 
     def __init__(self, name: str, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
         self.aborted = threading.Event()
         self.failure: str | None = None
         self._store = store

@@ -30,8 +30,10 @@ from tests.harness import toy_model
 from tests.harness.history import MARK, unlike_histories
 from tests.harness.waits import HANG_S, PATIENT_ELASTIC
 
-BATCH, LENGTH = 8, 8
-STEPS, EVERY = 32, 4
+BATCH = 8
+LENGTH = 8
+STEPS = 32
+EVERY = 4
 TEXT = "".join(f"line {i}: {i * i % 97} foxes, {i * 7919 % 1009} dogs\n" for i in range(400))
 
 
@@ -223,9 +225,11 @@ def differing_shards(
     try:
         manifest = open_checkpoint(storage, step)
         assert frozenset(manifest.shards) == reference.layout.shards
-        differing, histories = [], {}
+        differing = []
+        histories = {}
         for shard, data in read_shards(storage, manifest, manifest.shards):
-            spec, whole = reference.layout.tensors[shard.tensor], reference.state[shard.tensor]
+            spec = reference.layout.tensors[shard.tensor]
+            whole = reference.state[shard.tensor]
             if MARK in shard.tensor and shard.tensor.startswith("param/"):
                 histories[str(shard)] = data
                 continue

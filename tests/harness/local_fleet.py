@@ -159,7 +159,8 @@ def write_documents(
     directory: Path, cluster: Mapping[str, Any], **sections: Mapping[str, Any]
 ) -> tuple[Path, Path]:
     """The job and the cluster as files, for the command line."""
-    job_path, cluster_path = directory / "job.yaml", directory / "cluster.yaml"
+    job_path = directory / "job.yaml"
+    cluster_path = directory / "cluster.yaml"
     job_path.write_text(yaml.safe_dump(job_document(directory, **sections)))
     cluster_path.write_text(yaml.safe_dump(dict(cluster)))
     return job_path, cluster_path

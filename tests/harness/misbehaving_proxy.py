@@ -101,7 +101,8 @@ class MisbehavingProxy(HttpProxy):
         if verdict in ERRORS:
             return HttpAnswer(int(verdict), [("Content-Type", "application/xml")], ERRORS[verdict])
         answer = self.forward(request)
-        body, length = answer.body, len(answer.body)
+        body = answer.body
+        length = len(answer.body)
         if verdict == "flip" and body:
             middle = length // 2
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]

@@ -28,7 +28,8 @@ from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.imds_server import ImdsServer
 from tests.harness.waits import wait_until
 
-MINE, OTHER = "i-0123456789abcdef0", "i-0aaaaaaaaaaaaaaaa"
+MINE = "i-0123456789abcdef0"
+OTHER = "i-0aaaaaaaaaaaaaaaa"
 DEEP = "[" * 60_000
 CLOCK_AHEAD_S = 5000.0
 """Seconds by which the driver's clock is ahead of this process's monotonic clock in each case.
@@ -186,7 +187,8 @@ def queue(tmp_path: Path) -> Iterator[Case]:
     """A warning of the queue is always two minutes ahead of the end: a nearer one was sent
     earlier.
     """
-    fake, sent = FakeQueue(), []
+    fake = FakeQueue()
+    sent = []
 
     def send(in_s: float, instance: str) -> None:
         warning = "EC2 Spot Instance Interruption Warning"

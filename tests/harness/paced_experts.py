@@ -44,7 +44,8 @@ from tests.harness.local_fleet import node_type
 from tests.harness.paced_programs import seconds_together
 from tests.harness.processes import run_distributed
 
-LENGTH, BATCH = 128, 2
+LENGTH = 128
+BATCH = 2
 MIXTRAL = {
     "model_type": "mixtral",
     "hidden_size": 32,
@@ -204,7 +205,9 @@ def _train(
     rank: int, size: int, store: TCPStore, job: Job, text: str, work: Work, steps: int
 ) -> list[float]:
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
-    plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)
+    plan = Plan.from_json(text)
+    cpu = torch.device("cpu")
+    config = load_config(job.model)
     me = plan.workers[rank]
     groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)

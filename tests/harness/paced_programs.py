@@ -110,7 +110,9 @@ def data_parallel_plan(of: PacedFleet, weights: Sequence[float]) -> Plan:
     sequences cut, they would be so in the same parts, so it cuts samples.
     """
     cost = of.cost()
-    workers, decoder, speeds = cost.fleet.workers, cost.programs.decoder(of.batch), speeds_of(of)
+    workers = cost.fleet.workers
+    decoder = cost.programs.decoder(of.batch)
+    speeds = speeds_of(of)
     table = cost.programs.table(decoder.graph, workers, of.batch, 1)
     row = tuple(samples / of.batch for samples in round_to_units(weights, of.batch))
     slowest = speeds.index(min(speeds))
@@ -155,7 +157,9 @@ def _train(
     steps: int,
 ) -> list[float]:
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
-    plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)
+    plan = Plan.from_json(text)
+    cpu = torch.device("cpu")
+    config = load_config(job.model)
     me = plan.workers[rank]
     groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)
@@ -169,7 +173,8 @@ def _train(
 
 def seconds_together(trainer: Trainer, everyone: Group, job: Job, steps: int) -> list[float]:
     """Train; seconds of each step after the first, from all ranks' begin to all ranks' end."""
-    rows, seconds = random_rows(job, torch.device("cpu")), []
+    rows = random_rows(job, torch.device("cpu"))
+    seconds = []
     for _ in range(1 + steps):
         everyone.all_reduce(torch.zeros(1))
         begin = time.perf_counter()

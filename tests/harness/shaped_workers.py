@@ -38,7 +38,8 @@ def measured_step_s(
         timeout=timedelta(seconds=HANG_S),
     )
     context = forking_context()
-    answers, workers = context.Queue(), tuple(nodes)
+    answers = context.Queue()
+    workers = tuple(nodes)
     processes = [
         context.Process(
             target=_work,
@@ -86,7 +87,8 @@ def _steps(
     groups = GenerationGroups(store, 0, worker, CPU, GroupTimeouts(HANG_S, HANG_S))
     groups.meet(workers)
     everyone = groups.group(workers)
-    step, seconds = build(case, worker, groups), []
+    step = build(case, worker, groups)
+    seconds = []
     for _step in range(STEPS):
         everyone.all_reduce(torch.zeros(1))
         begun = time.perf_counter()

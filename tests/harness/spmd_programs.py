@@ -29,7 +29,8 @@ class _Walk:
     """Derives one program at random; each tensor may get further layouts that nobody needs."""
 
     def __init__(self, graph: Graph, rng: random.Random) -> None:
-        self.graph, self.rng = graph, rng
+        self.graph = graph
+        self.rng = rng
         self.instructions: list[Instruction] = []
         self.have: dict[str, list[TensorLayout]] = {}
 
@@ -172,7 +173,8 @@ def run_random_programs(
     rank: int, size: int, store: TCPStore, cases: Sequence[tuple[str, range]]
 ) -> Found:
     """In one of `size` processes: (model, seed, worst error, instructions) of every program."""
-    group, found = gloo_group(store, rank, size), []
+    group = gloo_group(store, rank, size)
+    found = []
     for name, seeds in cases:
         model, batch = spmd_case(name)
         captured = capture(model, batch)

@@ -120,7 +120,8 @@ class StruckRun:
         records: bool = False,
     ) -> None:
         config = load_config(job.model)
-        self.job, self.strike = job, strike
+        self.job = job
+        self.strike = strike
         self.durable = Durable(
             open_storage(job.checkpoint_storage),
             RunFacts(job.name, config.to_dict(), {"seed": job.training.seed}),
@@ -202,7 +203,8 @@ class StruckRun:
         self.struck_at_step = self.controller.memory.ledger.committed_steps
         if self.strike.mode == "fail":  # the worker does that by itself
             return
-        scope, mode = self.strike.scope, self.strike.mode
+        scope = self.strike.scope
+        mode = self.strike.mode
         if scope == "driver":
             os.kill(
                 os.getpid(),
@@ -215,7 +217,8 @@ class StruckRun:
         """Let `mode` happen to a node, or to a worker (named node/gpu); a notice is always a
         node's.
         """
-        fleet, node = self.fleet, victim.split("/")[0]
+        fleet = self.fleet
+        node = victim.split("/")[0]
         if mode == "notice":
             fleet.warn(node, NOTICE_S)
         elif "/" in victim:

@@ -111,7 +111,8 @@ def rows_of(case: Case) -> Any:
     if case.dataset:
         return batches_of(case)
     vocabulary = int(case.model["vocab_size"])
-    batch, length = case.training["global_batch_sequences"], case.training["sequence_length"]
+    batch = case.training["global_batch_sequences"]
+    length = case.training["sequence_length"]
 
     def rows(step: int, sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * case.seed + step)
@@ -186,7 +187,8 @@ def build(
         loss_scale=case.loss_scale,
     )
     SEAT.trainer = StageTrainer(setup, generation_part, TrainerHooks(_hook, _check_borrowed_state))
-    SEAT.losses, SEAT.borrowed = [], None
+    SEAT.losses = []
+    SEAT.borrowed = None
     return generation
 
 
@@ -345,7 +347,8 @@ def leave() -> None:
     """Drop the generation."""
     if SEAT.groups is not None:
         SEAT.groups.close()
-    SEAT.groups, SEAT.trainer = None, None
+    SEAT.groups = None
+    SEAT.trainer = None
 
 
 def show_state() -> dict[str, np.ndarray]:
@@ -416,7 +419,8 @@ def take_over_state() -> dict[str, torch.Tensor]:
 def rebuild(case: Case, me: str, port: int, generation: int) -> int:
     """A new generation in this process, on the state that it has."""
     assert SEAT.trainer is not None
-    state, step = SEAT.trainer.state, SEAT.trainer.step
+    state = SEAT.trainer.state
+    step = SEAT.trainer.step
     leave()
     return build(case, me, port, generation, state=state, step=step)
 

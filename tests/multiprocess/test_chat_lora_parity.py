@@ -134,7 +134,8 @@ def test_chats_with_tools_equal_trl(
 ) -> None:
     processes, port = pool
     _, case, trl = trained
-    before, after = with_plan(case, PLANS[plan]), with_plan(case, AFTER)
+    before = with_plan(case, PLANS[plan])
+    after = with_plan(case, AFTER)
     workers = Plan.from_document(after.plan).workers
     try:
         losses, state = train_until_death(processes, port, before)

@@ -36,7 +36,8 @@ from tests.harness.worker_pool import PoolProcess, TaskFailed, WorkerPool
 from tests.runtime.data.test_chat import conversations, write_chat
 
 pytestmark = pytest.mark.multiprocess
-STEPS, DEATH = 8, 4
+STEPS = 8
+DEATH = 4
 LENGTH = 127
 MODEL = {**LLAMA, "vocab_size": 400}
 TRAINING = {
@@ -117,7 +118,8 @@ def whole_state(case: Case, states: list[dict[str, np.ndarray]]) -> dict[str, to
     """Tensors of state from the slices that workers of the plan hold."""
     plan = Plan.from_document(case.plan)
     config = case.config()
-    layout, specs = layout_of_plan(plan, config), tensor_specs(config)
+    layout = layout_of_plan(plan, config)
+    specs = tensor_specs(config)
     whole: dict[str, torch.Tensor] = {}
     for worker, state in zip(plan.workers, states, strict=True):
         units = layout.units_of(worker)
@@ -156,7 +158,8 @@ def train_until_death(
     pool.map(training_case.build, [(case, worker, port, generation) for worker in workers])
     answers = pool.map(training_case.train, [(case, DEATH)] * len(workers))
     states = [process.call(training_case.show_state) for process in processes]
-    victim, others = processes[0], processes[1:]
+    victim = processes[0]
+    others = processes[1:]
     victim.call(training_case.hold_at, "backward", DEATH)
     victim.start(training_case.train, case, 1)
     tasks = [process.start(training_case.train, case, 1) for process in others]
@@ -211,7 +214,8 @@ def train_from(
 )
 def test_chat_on_any_plan_equals_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
     processes, port = pool
-    before, after = with_plan(case, PLANS[name]), with_plan(case, AFTER)
+    before = with_plan(case, PLANS[name])
+    after = with_plan(case, AFTER)
     try:
         losses, state = train_until_death(processes, port, before)
         num_workers = len(Plan.from_document(after.plan).workers)

@@ -87,7 +87,8 @@ def chaos_job(places: Places, shared: Path, steps: int, **sections: Mapping[str,
 
 def strike_job(places: Places, shared: Path, steps: int, strikes: Sequence[Strike]) -> StruckJob:
     """Run a job to its end while it is struck; a driver that is killed is started again."""
-    job, struck = chaos_job(places, shared, steps), StruckJob(places)
+    job = chaos_job(places, shared, steps)
+    struck = StruckJob(places)
     began = time.monotonic()
     kept_step = None
     while True:
