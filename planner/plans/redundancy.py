@@ -143,7 +143,7 @@ def _nodes_of(workers: Iterable[str], fleet: Fleet | None) -> set[str]:
 
 
 def _stage_at(pipeline: Pipeline, layer: int) -> Stage:
-    """Return the stage that holds a block; the last one, which may have no blocks, if none does."""
+    """Return the stage that holds a block; the last one, which holds the head, if none does."""
     return pipeline.stage_of(layer) or pipeline.stages[-1]
 
 
