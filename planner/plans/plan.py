@@ -105,8 +105,6 @@ class TensorShare(NamedTuple):
 class Stage:
     """Contiguous blocks on one tensor-parallel group.
 
-    A stage has no blocks only if it holds embedding or head alone.
-
     recompute: recomputation of its blocks. None: as the job says (`training.recompute`), which is
     also the meaning of a document without the field.
     shard_optimizer: master and moments of its layers are sharded: each worker keeps 1/|H| of a

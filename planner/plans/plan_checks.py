@@ -112,11 +112,10 @@ def _check_layers(pipeline: Pipeline, index: int, num_layers: int) -> None:
                 f"stage {number} of pipeline {index} starts at layer {stage.first_layer}; expected"
                 f" {expected}"
             )
-        is_inner = 0 < number < len(pipeline.stages) - 1
-        if stage.num_layers == 0 and is_inner:
+        if stage.num_layers == 0:
             raise ConfigError(
-                f"stage {number} of pipeline {index} has no layers; only a first or last stage may"
-                " have none"
+                f"stage {number} of pipeline {index} has 0 layers, but each stage must have at"
+                " least 1; leave the stage out, or move a layer to it"
             )
         expected = stage.end_layer
     if expected != num_layers:

@@ -102,7 +102,7 @@ def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
         return 1
     runs = []
     for start in plan.cuts:
-        # the last stage may have no blocks
+        # the head is behind the last block
         runs.append([each.stage_of(start) or each.stages[-1] for each in plan.pipelines])
     # embedding and head
     runs.append(plan.first_stages)

@@ -163,6 +163,16 @@ def test_shares_lie_one_after_the_other_and_heads_must_divide_into_all_parts():
         check_plan(plan, 2, max_tp_degree=4)
 
 
+@pytest.mark.parametrize(("sizes", "empty"), [((0, 2), 0), ((2, 0), 1), ((1, 0, 1), 1), ((0,), 0)])
+def test_a_stage_of_embedding_or_head_alone_is_refused(sizes, empty):
+    """The runtime hangs or fails on such a stage, at the ends of a pipeline too."""
+    ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    stages = tuple(Stage(ends[i], size, (f"a/{i}",)) for i, size in enumerate(sizes))
+    plan = Plan("m", 4, 2, 8, (Pipeline(stages, 2, 2),))
+    with pytest.raises(ConfigError, match=f"stage {empty} of pipeline 0 has 0 layers"):
+        check_plan(plan, sum(sizes))
+
+
 def test_a_pipeline_may_have_its_own_microbatch_size():
     document = _document()
     document["pipelines"][0]["microbatch_sequences"] = 1

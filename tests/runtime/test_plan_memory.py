@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
+from autohet.runtime.models.layers import linear_loss
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.step.trainer import StageTrainer
@@ -118,7 +119,10 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
     kind = NodeType("n", "T4", 1, 2**40, 1e11, 1e9)
     fleet = Fleet(0, tuple(Node(worker.split("/")[0], kind) for worker in plan.workers))
     parameters = replace(
-        framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0
+        framework_parameters(OURS, CostParameters()),
+        context_bytes=0.0,
+        context_share=0.0,
+        fused_head_elements=float(linear_loss.CHUNK_ELEMENTS),
     )
     spec = spec_of(family, MODELS[family], precision, dropout=True)
     cost = CostModel(fleet, Workload(spec, LENGTH, precision), parameters=parameters)
@@ -211,6 +215,16 @@ def test_a_fused_head_is_counted_once_however_far_stages_work_ahead(
     pipeline |= {"in_flight": in_flight, "num_microbatches": microbatches}
     plan["global_batch_sequences"] = SEQUENCES * microbatches
     check("llama", "fp32", plan)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_chunks_of_a_head_need_what_the_planner_predicts(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Their weight gradients add up in fp32, beside the gradient in the format of the weight."""
+    vocabulary = MODELS["llama"]["vocab_size"]
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", SEQUENCES * LENGTH * vocabulary // 4)
+    check("llama", precision, two_stages("none"))
 
 
 @pytest.mark.parametrize(("shares", "precision"), [((2, 1, 1), "fp32"), ((3, 1), "bf16")])

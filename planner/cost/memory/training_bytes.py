@@ -151,6 +151,8 @@ def memory_terms(
         kept[-1] = 0.0
     largest = np.array(_largest_tensors(spec)) / tp_degree
     peak += largest * VALUE_BYTES[dtype]
+    if _sums_chunks(spec, on_rank, parameters):
+        peak[-1] += largest[-1] * FP32_BYTES
 
     per_parameter = parameters.state_bytes_per_parameter or _state_bytes(dtype, parameters)
     may_share = OPTIMIZER_BYTES
@@ -317,13 +319,22 @@ def fused_head_bytes(
 ) -> float:
     """A chunk of a rank's logits, made its own gradient in fp32, and the head input's gradient.
 
-    The head's weight gradient, which the forward pass makes, is among `_largest_tensors`.
+    The head's weight gradient, which the forward pass makes, is among `_largest_tensors`; its sum
+    over chunks (`_sums_chunks`) is not counted here.
     """
     value_bytes = VALUE_BYTES[dtype]
     fp32_bytes = 0 if value_bytes == FP32_BYTES else FP32_BYTES
     chunk = min(tokens * spec.vocab_size / tp_degree, chunk_elements)
     input_gradient_bytes = tokens * spec.hidden_size * value_bytes
     return chunk * (value_bytes + fp32_bytes) + input_gradient_bytes
+
+
+def _sums_chunks(spec: ModelSpec, on_rank: TokensOnRank, parameters: CostParameters) -> bool:
+    """Return True if a fused head adds up its weight's gradient in fp32 beside the format's own."""
+    if parameters.fused_head_elements is None or VALUE_BYTES[on_rank.dtype] == FP32_BYTES:
+        return False
+    logits = on_rank.tokens * spec.vocab_size / on_rank.tp_degree
+    return logits > parameters.fused_head_elements
 
 
 def with_cut_sequence(

@@ -56,6 +56,34 @@ def test_loss_and_gradients_are_the_librarys(
 
 
 @pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("chunk_rows", [1, 16])
+def test_chunks_of_a_weights_gradient_add_up_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, parts: int
+) -> None:
+    """Wrong: sums in bf16, which lose most of what the last of 2,048 positions add."""
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk_rows * PADDED // parts)
+    torch.manual_seed(0)
+    hidden = (1.0 + torch.randn(2048, WIDTH)).bfloat16()
+    weight = (0.3 * torch.randn(PADDED, WIDTH)).bfloat16()
+    targets = torch.randint(0, PADDED, (len(hidden),))
+    logits = (hidden @ weight.T).double().requires_grad_()
+    F.cross_entropy(logits, targets, reduction="sum").backward()
+    assert logits.grad is not None
+    exact = logits.grad.T @ hidden.double()
+
+    def rank(tp: Any) -> Tensor:
+        part = weight.chunk(parts)[tp.rank].clone().requires_grad_()
+        cut = CutVocabulary(tp.group, parts, len(part) * tp.rank, PADDED, PADDED)
+        loss = linear_cross_entropy_sum(hidden, part, targets, cut if parts > 1 else PADDED)
+        (gradient,) = torch.autograd.grad(loss, (part,))
+        return gradient
+
+    found = torch.cat(run_ranks(parts, rank)).double()
+    errors = (found - exact).norm(dim=1) / exact.norm(dim=1)
+    assert float(errors.max()) <= 5e-3
+
+
+@pytest.mark.parametrize("parts", [1, 2])
 def test_a_scale_keeps_small_gradients_in_fp16(parts: int) -> None:
     """Each of 8,192 tokens has a probability near 1e-4, and most a gradient below fp16's least
     normal number; what the backward pass gives is scaled as its root says.

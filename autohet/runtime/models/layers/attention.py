@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from autohet.runtime.models.layers.autograd import apply
 from autohet.runtime.models.layers.dropout import ATTENTION_DROPOUT, AttentionDropout
 from autohet.runtime.models.layers.pieces import piece_attention
+from autohet.runtime.models.layers.row_chunks import wide_zeros
 from planner.plans.model_spec import EXPLICIT_SCORES, WINDOW_CHUNK
 from planner.plans.plan import TensorShare
 
@@ -239,8 +240,8 @@ class _ChunkedAttention(torch.autograd.Function):
         query, key, value, sinks, mask = ctx.saved_tensors
         of_query = torch.empty_like(query)
         # Several chunks read a key: their gradients are summed in fp32.
-        of_key = _wide_zeros(key)
-        of_value = _wide_zeros(value)
+        of_key = wide_zeros(key)
+        of_value = wide_zeros(value)
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=of_key.dtype)
         for chunk in _chunks(query, mask, ctx.explicit):
             rows, keys, _ = chunk
@@ -263,12 +264,6 @@ class _ChunkedAttention(torch.autograd.Function):
             of_sinks = of_sinks.to(sinks.dtype)
         of_states = of_query, of_key.to(key.dtype), of_value.to(value.dtype)
         return *of_states, of_sinks, None, None, None
-
-
-def _wide_zeros(tensor: Tensor) -> Tensor:
-    """Return zeros of the tensor's shape, in fp32 or wider."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.zeros_like(tensor, dtype=wide)
 
 
 Chunk = tuple[slice, slice, Tensor | None]

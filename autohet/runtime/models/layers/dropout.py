@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.layers.autograd import apply
-from autohet.runtime.models.layers.row_chunks import row_chunks
+from autohet.runtime.models.layers.row_chunks import row_chunks, wide_zeros
 
 _GOLDEN = -0x61C88647
 """2**32 / golden ratio, as a signed number: multiples of it are spread evenly."""
@@ -175,8 +175,7 @@ class _DroppedProduct(torch.autograd.Function):
         gradient = gradients[0].flatten(0, -2)
         of_x = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         # Parts of the rows add up in fp32, whatever the format of the weight.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        of_weight = torch.zeros_like(weight, dtype=wide)
+        of_weight = wide_zeros(weight)
         for part in row_chunks(flat, CHUNK_ELEMENTS):
             mask = dropout_mask(keys[part], columns, ctx.rate)
             if of_x is not None:

@@ -3,8 +3,8 @@
 A vocabulary of 152k makes 1.24 GB of bf16 logits per sequence of 4,096 tokens, and the same amount
 for their gradient. Here each chunk's logits are replaced by their gradient at once, so neither is
 ever whole. The products are those of the head's forward and backward passes; none is computed
-twice. `F.cross_entropy` and `F.linear_cross_entropy` count rows that pad a vocabulary, and sum in
-the compute dtype.
+twice, and those of the weight's gradient add up in fp32. `F.cross_entropy` and
+`F.linear_cross_entropy` count rows that pad a vocabulary, and sum in the compute dtype.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autohet.runtime.models.layers.autograd import apply
 from autohet.runtime.models.layers.compilation import can_compile
 from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
+from autohet.runtime.models.layers.row_chunks import row_chunks, wide_zeros
 from autohet.runtime.models.layers.tensor_parallel import ReduceGroup
 
 CHUNK_ELEMENTS = 1 << 26
@@ -169,11 +170,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += loss
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[rows])
-            if ctx.needs_input_grad[1]:
-                if of_weight is None:
-                    of_weight = gradient.T @ hidden[rows]
-                else:
-                    of_weight.addmm_(gradient.T, hidden[rows])
+            if not ctx.needs_input_grad[1]:
+                continue
+            if size >= len(hidden):
+                of_weight = gradient.T @ hidden
+                continue
+            if of_weight is None:
+                of_weight = wide_zeros(weight)
+            _add_product(of_weight, gradient, hidden[rows])
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
         ctx.save_for_backward(of_hidden, of_weight)
         return total
 
@@ -186,6 +192,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if of_weight is not None:
             of_weight.mul_(scale)
         return of_hidden, of_weight, None, None, None, None, None
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """Add gradient.T @ hidden, [V, h], to an fp32 total, some of its rows at a time."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(gradient.T, hidden)
+        return
+    for part in row_chunks(total, CHUNK_ELEMENTS):
+        total[part] += gradient[:, part].T @ hidden
 
 
 def _chunk_rows(num_rows: int, cut: CutVocabulary | None) -> int:

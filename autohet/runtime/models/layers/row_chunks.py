@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -15,3 +16,9 @@ def row_chunks(matrix: Tensor, elements: int) -> list[slice]:
         return []
     size = max(1, elements // width)
     return [slice(first, first + size) for first in range(0, count, size)]
+
+
+def wide_zeros(tensor: Tensor) -> Tensor:
+    """Return zeros of the tensor's shape in fp32 or wider, to which parts of it are added."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.zeros_like(tensor, dtype=wide)
