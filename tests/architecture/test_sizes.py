@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import io
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("planner", "recovery", "autohet")
 MAX_PARAMETERS = 6
 MAX_METHODS = 20
+MAX_TOKENS = 571_000
+"""Limit on the tokens of all code, which only falls: what adds something deletes as much elsewhere.
+"""
+SILENT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+"""Kinds of tokens that are no code."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 GIVEN_BY_OTHERS = {
@@ -82,3 +96,24 @@ def test_classes_have_few_methods():
         if num_methods(kind) > MAX_METHODS
     }
     assert found == set(), "a class of so many methods has two concerns"
+
+
+def num_tokens(text: str) -> int:
+    """Return the number of tokens of a module without comments and docstrings."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
+            first = node.body[0]
+            assert first.end_lineno is not None
+            docstrings.update(range(first.lineno, first.end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(t.type not in SILENT and t.start[0] not in docstrings for t in tokens)
+
+
+def test_tokens_are_counted_without_words():
+    assert num_tokens('"""What it is."""\n\nx = f(1)  # why\n\n\ndef g():\n    """Do."""\n') == 11
+
+
+def test_the_code_does_not_grow():
+    total = sum(num_tokens((ROOT / path).read_text()) for path, _ in trees())
+    assert total <= MAX_TOKENS, "delete what the change makes useless"
