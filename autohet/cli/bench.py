@@ -9,6 +9,8 @@ import argparse
 import importlib
 from typing import Any
 
+from autohet.cli.outputs import check_output
+
 BENCHMARKS = {
     "planner": "accuracy of the cost model; the searches against bounds and other planners",
     "recovery": (
@@ -121,4 +123,7 @@ def _step_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark's own module."""
+    if args.benchmark == "recovery":
+        check_output("--out", args.out)
+        check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
     return int(importlib.import_module(f"autohet.bench.{args.benchmark}.report").run(args))

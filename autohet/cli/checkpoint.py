@@ -20,7 +20,7 @@ from rich.table import Table
 
 from autohet.runtime.process.terminal import PlainConsole, visible
 from planner.errors import ConfigError
-from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
+from recovery.checkpoint.errors import CheckpointMissing, LaterRelease, ManifestInvalid
 from recovery.errors import RecoveryError
 from recovery.storage.errors import BucketMissing, StoragePermissionDenied, StorageUriError
 
@@ -30,6 +30,7 @@ _USER_ERRORS = (
     BucketMissing,
     StoragePermissionDenied,
     CheckpointMissing,
+    LaterRelease,
 )
 """Errors that the user can fix: exit code 2; all other failures are 1."""
 
@@ -295,6 +296,9 @@ def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
         if args.step is not None:
             raise
         return None
+    except LaterRelease:
+        # That is no damage.
+        raise
     except ManifestInvalid as error:
         return VerifyReport(step, checkpoint_uri(storage, step), 0, 0, (str(error),))
 
@@ -317,6 +321,7 @@ def _export(args: argparse.Namespace) -> _Result:
 
     if args.base is not None and not args.merge:
         raise ConfigError("--base is for --merge alone: add it, or leave --base out")
+    folder = _output_directory(args.out)
     storage = _open(args.storage)
     with (
         reading_checkpoint(storage, args.step) as manifest,
@@ -325,7 +330,7 @@ def _export(args: argparse.Namespace) -> _Result:
         summary = export_checkpoint(
             storage,
             manifest,
-            args.out,
+            folder,
             ExportOptions(dtype=args.dtype, merge=args.merge, base=args.base),
             progress,
         )
@@ -334,6 +339,18 @@ def _export(args: argparse.Namespace) -> _Result:
         f"{_size(summary.num_bytes)} of {summary.dtype} in {len(summary.files)} file(s)"
     )
     return _Result(asdict(summary), lambda console: console.print(line, soft_wrap=True))
+
+
+def _output_directory(uri: str) -> str:
+    """Return the path of `--out`, which may be a file URI."""
+    from recovery.storage.address import DirectoryAddress, parse_address
+
+    address = parse_address(uri)
+    if not isinstance(address, DirectoryAddress):
+        raise ConfigError(
+            f"--out is {uri}, and an export is written to a directory; name one, then copy it there"
+        )
+    return address.path
 
 
 def _copy(args: argparse.Namespace) -> _Result:

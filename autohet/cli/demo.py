@@ -72,19 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     _check_adapter(job)
     directory = arguments.out or ("runs/demo-chat" if arguments.chat else "runs/demo")
     configure_logging()
-    from autohet.driver.job.view import View
     from autohet.emulate.demo import demonstrate
 
     console = PlainConsole()
     console.print(Text("AutoHet demonstration   ", "bold") + Text(BANNER, "not bold yellow"))
-    with View(emulated=True) as view:
-        found = demonstrate(
-            job,
-            arguments.cluster,
-            Path(directory),
-            view,
-            lambda part, what: tell(console, part, what),
-        )
+    found = demonstrate(
+        job, arguments.cluster, Path(directory), lambda part, what: tell(console, part, what)
+    )
     conclude(console, found)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found.to_document(), indent=1))
@@ -109,13 +103,12 @@ def _check_adapter(job: Job) -> None:
 
 def tell(console: Console, part: str, what: Any) -> None:
     """Print one part's result."""
-    from autohet.driver.job.view import plan_table
-
     if part == "plans":
+        chosen, symmetric = what
         console.print("\nThe plan for this fleet", style="bold")
-        console.print(plan_table(what[0]))
+        console.print(chosen)
         console.print("The symmetric plan (megatron) for the same fleet", style="bold")
-        console.print(plan_table(what[1]))
+        console.print(symmetric)
     elif part == "symmetric":
         plan = what.summary["plans"][0]
         console.print(

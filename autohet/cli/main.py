@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from autohet import __version__
-from autohet.runtime.process.terminal import visible
-from planner.errors import ConfigError
+from autohet.own_packages import require_own_packages
 
 COMMANDS = {
     "plan": "choose an asymmetric 3D plan for a job on a cluster",
@@ -59,6 +58,15 @@ def _module_of(command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
+    try:
+        require_own_packages()
+    except ImportError as error:
+        print(f"autohet: {error}", file=sys.stderr)
+        return 2
+    # Only now, since a foreign `planner` may lack what is imported from it.
+    from autohet.runtime.process.terminal import visible
+    from planner.errors import ConfigError
+
     # Advice of transformers on configs would hide our one message.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if argv is None:

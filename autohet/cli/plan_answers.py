@@ -9,8 +9,8 @@ from planner.cost.memory.host_memory import document_of
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
-from planner.inputs.formats import check_formats
 from planner.inputs.zones import refusal_of
+from planner.plans.formats import check_formats
 from planner.plans.plan import Plan
 
 # ---- --evaluate ----
@@ -43,7 +43,7 @@ def evaluate_given(session: Session) -> dict[str, Any]:
 def _require_links(model: CostModel, plan: Plan, path: str) -> None:
     """Raise ConfigError if the plan lies in regions between which no traffic is allowed."""
     zones = [model.fleet.node_of(worker).node_type.zone for worker in plan.workers]
-    apart = model.links.zones.unconnected(zones)
+    apart = model.links.zones.first_unconnected(zones)
     if apart is not None:
         raise ConfigError(f"plan '{path}': {refusal_of(apart)}")
 
@@ -144,10 +144,10 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
 def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     """Return the parts of a plan's document besides its prediction: robustness and explanation."""
     from planner.answers.robustness import robustness
-    from planner.spmd.fleet import explain_program
 
     if answer.plan.spmd is not None:
-        return explain_program(request.cost, answer.plan, by_tensor=explained)
+        cost: CostModel = request.cost
+        return cost.programs.explain(answer.plan, by_tensor=explained)
     found = robustness(request.cost, answer.plan, answer.candidates)
     document = {"robustness": found.to_document()}
     if explained:

@@ -59,7 +59,7 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
         notes += result.get("notes", ())
     notes += _rates(results)
     notes += _notes(results)
-    notes += _assumed(document)
+    notes += _assumption_lines(document)
     for note in notes:
         console.print(Text(note, style="dim"))
     _print_training(console, document.get("training"))
@@ -138,7 +138,7 @@ def _notes(results: Sequence[Document]) -> list[str]:
     return shown
 
 
-def _assumed(document: Document) -> list[str]:
+def _assumption_lines(document: Document) -> list[str]:
     """Return lines on the framework, if it is not this project's, and on the calibration.
 
     The framework is the one whose runs are predicted.
@@ -251,7 +251,7 @@ def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
             money(predicted["usd_per_million_tokens"], 3),
             ", ".join(f"{number} {gpu}" for gpu, number in num_by_gpu.items()),
             shape_of(plan),
-            _slashed(sorted(degrees)),
+            _join_by_slash(sorted(degrees)),
         )
     return table
 
@@ -262,7 +262,7 @@ def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     return dict(sorted(numbers.items()))
 
 
-def _slashed(numbers: Iterable[int]) -> str:
+def _join_by_slash(numbers: Iterable[int]) -> str:
     return "/".join(str(number) for number in numbers)
 
 
@@ -303,7 +303,7 @@ def _facts(document: Document) -> list[str]:
 def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
     plan = Plan.from_document(document["plan"])
     colours = colours_of(fleet)
-    kinds = grouped(plan, fleet)
+    kinds = group_pipelines(plan, fleet)
     num_layers = plan.pipelines[0].stages[-1].end_layer if plan.pipelines else 1
     # Room for a label in each segment, and 30 columns for what stands beside a bar.
     wanted_width = max(num_layers * 4, 48)
@@ -319,7 +319,7 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
     if plan.spmd is not None:
         names = ", ".join(_short(plan.workers))
         for axis, units in plan.spmd.units:
-            console.print(Text(f"      {axis}: {_slashed(units)} on {names}", style="dim"))
+            console.print(Text(f"      {axis}: {_join_by_slash(units)} on {names}", style="dim"))
     for entry in document.get("program", ()):
         instructions = "; ".join(entry["instructions"])
         line = f"      {entry['tensor']} {entry['shape']}: {instructions}"
@@ -331,7 +331,7 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
     console.print(_legend(plan, fleet, colours))
 
 
-def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
+def group_pipelines(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
     """Count pipelines that look the same together, in plan order."""
     numbers: Counter[Hashable] = Counter()
     first_by_look: dict[Hashable, Pipeline] = {}
@@ -370,7 +370,7 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
     noun = "block" if stage.num_layers == 1 else "blocks"
     parts = [f"{stage.num_layers} {noun} on {fleet.gpu_type(stage.workers[0])}"]
     if stage.tp_shares:
-        parts.append(f"TP {_added(stage.tp_shares)}")
+        parts.append(f"TP {_join_by_plus(stage.tp_shares)}")
     elif stage.tp_degree > 1:
         kind = "TP" if stage.spmd is None else "one program on"
         parts.append(f"{kind} {stage.tp_degree}")
@@ -385,7 +385,7 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
     return ", ".join(parts)
 
 
-def _added(shares: Iterable[int]) -> str:
+def _join_by_plus(shares: Iterable[int]) -> str:
     return "+".join(str(share) for share in shares)
 
 
@@ -428,7 +428,7 @@ def segment_label(stage: Stage) -> str:
     marks += "z" if stage.shard_optimizer else ""
     label = str(stage.num_layers)
     if stage.tp_shares:
-        label += f" tp{_added(stage.tp_shares)}"
+        label += f" tp{_join_by_plus(stage.tp_shares)}"
     elif stage.tp_degree > 1:
         kind = "tp" if stage.spmd is None else "spmd"
         label += f" {kind}{stage.tp_degree}"

@@ -13,7 +13,7 @@ from autohet.cli.plan_display import (
     Document,
     colours_of,
     gpus_of,
-    grouped,
+    group_pipelines,
     money,
     name_of,
     seconds,
@@ -67,7 +67,7 @@ def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) 
     plans = [Plan.from_document(result["plan"]) for result in results]
     heights = []
     for plan in plans:
-        num_bars = min(len(grouped(plan, fleet)), MOST_BARS)
+        num_bars = min(len(group_pipelines(plan, fleet)), MOST_BARS)
         heights.append(_BAR_INCHES * num_bars + _TITLE_INCHES)
 
     figure = figure_class(figsize=(10, sum(heights) + 0.9), layout="constrained")
@@ -91,7 +91,7 @@ def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) 
 def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
     plan = Plan.from_document(result["plan"])
     colours = colours_of(fleet)
-    kinds = grouped(plan, fleet)
+    kinds = group_pipelines(plan, fleet)
     labels = []
     for row, (count, pipeline) in enumerate(kinds[:MOST_BARS]):
         _draw_pipeline(axis, row, pipeline, fleet, colours)

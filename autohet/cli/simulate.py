@@ -8,16 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
-
-from autohet.runtime.job import Job
-from planner.errors import ConfigError
-from planner.inputs.cluster import cluster_from_document
-from planner.inputs.cluster_documents import read_cluster_yaml
-
-if TYPE_CHECKING:
-    from autohet.simulate.simulation import Scenario
+from dataclasses import fields
+from typing import Any
 
 NOTICE_S = 120.0  # what EC2 gives
 
@@ -112,112 +104,29 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; exit code 1 if a policy's job ended before the trace did."""
-    from autohet.simulate.comparison import compare
-    from autohet.simulate.dollars.price_file import price_sources
-    from autohet.simulate.simulation import BASELINES, POLICIES, TraceSimulation
+    from autohet.simulate.trace_report import TraceOptions, report_trace
 
-    policies = _names(arguments.policies, "--policies", POLICIES)
-    if arguments.baselines == "all":
-        baselines = list(BASELINES)
-    elif arguments.baselines in ("none", ""):
-        baselines = []
-    else:
-        baselines = _names(arguments.baselines, "--baselines", BASELINES)
-
-    described = read_cluster_yaml(arguments.cluster)
-    given = _scenario(arguments, described)
-    simulation = TraceSimulation(given)
-    scenario = simulation.scenario
-    results = [simulation.run(policy, _progress(policy)) for policy in policies]
-    others = [simulation.run(name) for name in baselines]
-
-    prices = {}
-    sources = price_sources(scenario.cluster, described, scenario.prices)
-    for name, source in sources.items():
-        steps = simulation.prices.steps(name, scenario.end_s)
-        prices[name] = {"source": source, "usd_per_hour": steps}
-    document = {
-        "simulated": True,
-        "trace": arguments.trace,
-        "seconds": scenario.end_s,
-        "left_out": sorted(given.kinds.keys() - scenario.kinds.keys()),
-        "results": results,
-        "baselines": others,
-        "comparison": compare(results[0], others),
-        "costs": scenario.costs.to_document(),
-        "prices": prices,
-        "simulator": {
-            "searches": simulation.memory.num_searches,
-            "fleets": len(simulation.memory.plans),
-        },
-    }
-    if arguments.picture:
-        from autohet.cli.simulate_picture import draw
-
-        draw(document, scenario, arguments.picture)
+    names = [each.name for each in fields(TraceOptions)]
+    options = TraceOptions(**{name: getattr(arguments, name) for name in names})
+    document = report_trace(options, _Progress())
     if arguments.json:
         print(json.dumps(document))
     else:
         show(document)
-    return int(any(result["ended"] is not None for result in results))
+    return int(any(result["ended"] is not None for result in document["results"]))
 
 
-def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
-    """Build the scenario from the options; `described` is the cluster file's document."""
-    from autohet.driver.sources.instance_types import with_described_types
-    from autohet.simulate.dollars.price_file import RecordedPrices, read_prices
-    from autohet.simulate.simulation import Scenario, horizon
-    from autohet.simulate.spot_trace import read_trace
+class _Progress:
+    """Prints a line for each tenth of a policy's work to standard error."""
 
-    if not 0 <= arguments.notice_s < float("inf"):
-        raise ConfigError(
-            f"--notice-s is {arguments.notice_s:g}; it must be a number of seconds, at least 0"
-        )
-    if arguments.hours is not None and not 0 < arguments.hours < float("inf"):
-        raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
-    if arguments.prices_from and not arguments.prices:
-        raise ConfigError("--prices-from needs --prices")
+    def __init__(self) -> None:
+        self._last: tuple[str, int] | None = None
 
-    known = with_described_types(described)
-    cluster = cluster_from_document(known, f"cluster '{arguments.cluster}'")
-    trace = read_trace(arguments.trace, cluster, arguments.notice_s)
-    prices = RecordedPrices()
-    if arguments.prices:
-        begin = _moment(arguments.prices_from)
-        prices = read_prices(arguments.prices, cluster, described, begin)
-    job = Job.from_yaml(arguments.job)
-    return Scenario(job, cluster, trace, horizon(trace, arguments.hours), prices=prices)
-
-
-def _moment(given: str | None) -> datetime | None:
-    try:
-        return None if given is None else datetime.fromisoformat(given)
-    except ValueError:
-        raise ConfigError(
-            f"--prices-from is '{given}'; it must be a moment such as 2026-11-24T05:00:00Z"
-        ) from None
-
-
-def _names(given: str, option: str, known: tuple[str, ...]) -> list[str]:
-    names = given.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"{option} names '{unknown[0]}'; there are {', '.join(known)}")
-    return names
-
-
-def _progress(policy: str) -> Any:
-    """Print a line for each tenth of the work to standard error."""
-    last_tenth = -1
-
-    def report(share: float) -> None:
-        nonlocal last_tenth
-        tenth = int(share * 10)
-        if tenth > last_tenth:
-            last_tenth = tenth
+    def __call__(self, policy: str, share: float) -> None:
+        tenth = (policy, int(share * 10))
+        if tenth != self._last:
+            self._last = tenth
             print(f"simulate: {policy} {share:.0%}", file=sys.stderr, flush=True)
-
-    return report
 
 
 def show(document: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autohet.driver.loop.events import failing_note, finite
+from autohet.driver.events.event_log import failing_note, finite
 from autohet.runtime.process.terminal import visible
 
 SILENT_WORKER_S = 3.0

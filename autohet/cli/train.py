@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.events.event_log import finite
 from autohet.driver.job.submission import is_submitted, warn_of_short_stop
-from autohet.driver.job.supervise import MAY_PASS, RESTARTS, supervised, will_restart
-from autohet.driver.loop.events import finite
+from autohet.driver.job.supervise import MAY_PASS, RESTARTS, supervise_child, will_restart
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import PlainFormatter, visible
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     train = partial(_train, job, arguments, events)
     if not restarts:
         return train()
-    return supervised(restarts, train)
+    return supervise_child(restarts, train)
 
 
 def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from autohet.control.planning.proposals import PlanProposal
-from autohet.driver.emulated.fleet import read_document
 from autohet.driver.job.job_run import Machines, Outcome
 from autohet.driver.job.run import Show, connection, train_on
+from autohet.driver.job.view import View, plan_table
 from autohet.driver.loop.planning import make_planning
+from autohet.driver.ray.cluster_file import read_document
 from autohet.emulate.chat_demo import ExportedAdapter, chat_job, export_best, write_chat
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
@@ -118,11 +119,12 @@ class Demonstration:
 
 
 def demonstrate(
-    job: Job, cluster_path: str, directory: Path, show: Show, tell: Callable[[str, Any], None]
+    job: Job, cluster_path: str, directory: Path, tell: Callable[[str, Any], None]
 ) -> Demonstration:
-    """Run the demonstration.
+    """Run the demonstration, with a view of its runs on standard error.
 
-    `tell(part, what)` is called with each part's result as soon as it is there.
+    `tell(part, what)` is called with each part's result as soon as it is there: `plans` (tables of
+    the chosen plan and the symmetric one), `symmetric` and `outcome`.
 
     Raises:
         ConfigError: job or cluster are wrong.
@@ -137,7 +139,7 @@ def demonstrate(
     document = read_document(cluster_path)
     cluster = cluster_from_document(document)
     symmetric = None
-    with connection(job, document, None) as fleet:
+    with connection(job, document, None) as fleet, View(emulated=True) as show:
         machines = Machines(cluster, fleet)
         if job.model.adapter is None:
             symmetric = _run_symmetric(job, cluster, machines, directory, show, tell)
@@ -163,7 +165,7 @@ def _run_symmetric(
     symmetric_job = _symmetric(job, directory)
     chosen = make_planning(job).propose(cluster.fleet(), None)
     symmetric = make_planning(symmetric_job).propose(cluster.fleet(), None)
-    tell("plans", [chosen, symmetric])
+    tell("plans", (plan_table(chosen), plan_table(symmetric)))
 
     events = directory / "symmetric-events.jsonl"
     outcome = train_on(symmetric_job, machines, events, show)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-from autohet.driver.loop.stop_signals import undisturbed
+from autohet.driver.loop.stop_signals import ignore_signals
 
 CLONE_NEWNET = 0x40000000
 INTERFACE = "ahnode"
@@ -61,12 +60,9 @@ class NamespaceNetwork:
     def _port(self, node: str) -> str:
         return f"{self.tag}p{self._numbers[node]}"
 
-    def cut(self, node: str) -> None:
-        """Drop all packets to and from the node silently, until `heal`."""
-        _ip("link", "set", self._port(node), "down")
-
-    def heal(self, node: str) -> None:
-        _ip("link", "set", self._port(node), "up")
+    def set_link(self, node: str, *, up: bool) -> None:
+        """Let packets to and from the node pass, or drop all of them silently."""
+        _ip("link", "set", self._port(node), "up" if up else "down")
 
     def limit(self, node: str, megabits: float) -> None:
         """Limit the node's traffic in both directions by a token bucket each.
@@ -154,13 +150,13 @@ class NamespaceNetwork:
 
 @contextmanager
 def namespace_network() -> Iterator[NamespaceNetwork]:
-    with undisturbed():
+    with ignore_signals():
         network = NamespaceNetwork()
     try:
         yield network
     finally:
         # A second Ctrl-C would leave namespaces behind.
-        with undisturbed():
+        with ignore_signals():
             network.close()
 
 
@@ -189,17 +185,6 @@ def enter_namespace(namespace: str) -> None:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-
-
-def served_in_namespace(
-    tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any
-) -> Any:
-    """Call `build(tell, *arguments)` in a process that has entered the namespace.
-
-    Threads that it starts are in the namespace too.
-    """
-    enter_namespace(namespace)
-    return build(tell, *arguments)
 
 
 def _burst_of(bytes_per_s: float) -> int:

@@ -14,7 +14,7 @@ SMALL_FLEET_GPUS = 64
 """GPUs up to which a fleet is searched as a whole while its workers wait."""
 
 
-def stated(value: float, unit: str, source: str) -> Any:
+def cost_field(value: float, unit: str, source: str) -> Any:
     """Return a field with its unit and the source of the number."""
     return field(default=value, metadata={"unit": unit, "source": source})
 
@@ -31,98 +31,98 @@ class PushedCopies:
 class Costs:
     """Costs that are the same for every policy; a policy pays only for what it does."""
 
-    detect_s: float = stated(
+    detect_s: float = cost_field(
         3.0,
         "s",
         "from a node's death until Ray says so: 2.9 s measured with RAY_health_check_* as this"
         " project sets them",
     )
-    boot_s: float = stated(
+    boot_s: float = cost_field(
         90.0,
         "s",
         "from a running instance to a joined Ray node, on an image with everything installed; an"
         " assumption, not measured",
     )
-    install_s: float = stated(
+    install_s: float = cost_field(
         0.0,
         "s",
         "added to the boot where wheels are installed at the start instead of baked into the image",
     )
-    process_start_s: float = stated(
+    process_start_s: float = cost_field(
         20.0,
         "s",
         "a worker's process, imports and CUDA context; 3.7 s measured without a GPU (recovery.json,"
         " process_start_s), the rest assumed",
     )
-    data_s: float = stated(
+    data_s: float = cost_field(
         5.0, "s", "a new process opens its dataset and finds its place; an assumption, not measured"
     )
-    rebuild_s: float = stated(
+    rebuild_s: float = cost_field(
         1.4,
         "s",
         "stop, groups and orders of processes that stay: 0.6 to 1.4 s measured (recovery.json,"
         " measured_parts)",
     )
-    nccl_init_s: float = stated(
+    nccl_init_s: float = cost_field(
         0.66,
         "s",
         "one communicator of eight ranks: NVIDIA/nccl-tests issue 273; grows with the logarithm of"
         " the ranks",
     )
-    communicators: float = stated(
+    communicators: float = cost_field(
         4.0,
         "groups",
         "that a worker is in: pipeline, tensor parallel, gradients of its layers, votes; counted in"
         " the runtime",
     )
-    first_step_s: float = stated(
+    first_step_s: float = cost_field(
         1.7,
         "s",
         "the first step of a generation beyond a later one: 1.4 to 1.7 s measured (recovery.json,"
         " measured_parts)",
     )
-    search_s: float = stated(
+    search_s: float = cost_field(
         1.0,
         "s",
         "a search of up to 16 GPUs: 0.5 s measured (planner_search.json); doubled for a head node"
         " with other work",
     )
-    search_s_by_gpu: float = stated(
+    search_s_by_gpu: float = cost_field(
         0.06,
         "s a GPU",
         "what each further GPU of up to 64 adds: 2 to 4 s measured at 64 (planner_search.json)",
     )
-    repair_s: float = stated(
+    repair_s: float = cost_field(
         0.3,
         "s",
         "the best repair on more than 64 GPUs, while workers wait: 0.24 s measured"
         " (planner_search.json)",
     )
-    whole_search_s: float = stated(
+    whole_search_s: float = cost_field(
         10.0, "s", "the whole search of more than 64 GPUs, while training goes on: its time limit"
     )
-    s3_bytes_per_s: float = stated(
+    s3_bytes_per_s: float = cost_field(
         1e9,
         "B/s",
         "a node's way to durable storage: 0.5 to 0.7 GB/s measured on one core"
         " (storage_throughput.json)",
     )
-    s3_put_usd: float = stated(
+    s3_put_usd: float = cost_field(
         5e-6,
         "$ a request",
         "PUT, COPY, POST of S3 Standard (Amazon S3 pricing, us-east-1); data within the region is"
         " free",
     )
-    s3_get_usd: float = stated(
+    s3_get_usd: float = cost_field(
         4e-7, "$ a request", "GET of S3 Standard (Amazon S3 pricing, us-east-1)"
     )
-    snapshot_bytes_per_s: float = stated(
+    snapshot_bytes_per_s: float = cost_field(
         10e9,
         "B/s",
         "from a GPU to host memory, while training stands: a PCIe 4.0 x16 slot pinned, less than"
         " half used",
     )
-    snapshot_overhead: float = stated(
+    snapshot_overhead: float = cost_field(
         0.015,
         "share",
         "of a step with a snapshot after it: 0.6 to 2.1% measured (snapshot_overhead.json)",

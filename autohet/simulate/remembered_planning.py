@@ -106,16 +106,16 @@ class SearchCache:
         return sum(self.speed[kind] * number for kind, number in counts)
 
 
-def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+def rename_nodes(plan: Plan, names: Mapping[str, str]) -> Plan:
     """Return the same plan on nodes of other names."""
     pipelines = []
     for pipeline in plan.pipelines:
-        stages = [_renamed_stage(stage, names) for stage in pipeline.stages]
+        stages = [_rename_stage(stage, names) for stage in pipeline.stages]
         pipelines.append(replace(pipeline, stages=tuple(stages)))
     return replace(plan, pipelines=tuple(pipelines))
 
 
-def _renamed_stage(stage: Stage, names: Mapping[str, str]) -> Stage:
+def _rename_stage(stage: Stage, names: Mapping[str, str]) -> Stage:
     workers = []
     for worker in stage.workers:
         node, _, gpu = worker.rpartition("/")
@@ -167,7 +167,7 @@ class RememberedPlanning(Planning):
         planned = self.inputs.fleet(fleet)
         try:
             if self.memory.cost is not None:
-                return self.memory.cost.on(planned)
+                return self.memory.cost.with_fleet(planned)
         except ConfigError:
             pass  # The fleet has a node type that the remembered model was not made for.
         self.memory.cost = super().make_cost(fleet)
@@ -213,17 +213,17 @@ class RememberedPlanning(Planning):
         for node in fleet.nodes:
             self._kinds[node.name] = self.kind_of(node)
         names = self._counted_names(fleet, current)
-        found = self._remembered(fleet, current, names, redundant, thorough)
+        found = self._recall(fleet, current, names, redundant, thorough)
 
         own_names = {counted_name: name for name, counted_name in names.items()}
-        plan = renamed(found.plan, own_names)
+        plan = rename_nodes(found.plan, own_names)
         self.predictions[plan] = found.prediction
         cost = self.make_cost(fleet)
         return PlanProposal(
             plan, found.prediction, cost, (), found.stay, found.reason, found.searched
         )
 
-    def _remembered(
+    def _recall(
         self,
         fleet: Fleet,
         current: Plan | None,
@@ -238,7 +238,7 @@ class RememberedPlanning(Planning):
         """
         nodes = [Node(names[node.name], node.node_type) for node in fleet.nodes]
         counted = Fleet(0, tuple(sorted(nodes, key=lambda node: node.name)))
-        plan = None if current is None else renamed(current, names)
+        plan = None if current is None else rename_nodes(current, names)
 
         # The nodes' types differ with every change of price; their kinds only where it matters.
         kinds = tuple((node.name, self.kind_of(node)) for node in counted.nodes)
@@ -289,7 +289,7 @@ class RememberedPlanning(Planning):
         whole = thorough or (thorough is None and is_small)
         if not whole or self._may_repair(counts):
             try:
-                found = self._replanned(current, request, counts, thorough=False)
+                found = self._replan(current, request, counts, thorough=False)
             except InfeasibleError:
                 # No repair fits: a whole search may find another plan.
                 if thorough is False:
@@ -298,7 +298,7 @@ class RememberedPlanning(Planning):
                 if not whole or self._is_fast(counts, found.prediction.step_time_s):
                     return replace(found, searched=whole)
         self.memory.num_searches += 1
-        return self._replanned(current, request, counts, thorough=True)
+        return self._replan(current, request, counts, thorough=True)
 
     def _may_repair(self, counts: KindCounts) -> bool:
         """Return true unless the fleet's fastest known plan is slow compared with near fleets."""
@@ -325,14 +325,14 @@ class RememberedPlanning(Planning):
         """
         if counts in self.memory.plans and self.job.parallelism.objective == "time":
             _, fastest = self.memory.plans[counts]
-            plan = self._placed(fastest, request)
+            plan = self._place(fastest, request)
             return Remembered(plan, request.cost.predict(plan), False, "", True)
         self.memory.num_searches += 1
         answer = plan_with(self.job.parallelism.strategy, request)
         self.memory.keep(counts, answer.prediction, answer.plan, searched=True)
         return Remembered(answer.plan, answer.prediction, False, "", True)
 
-    def _replanned(
+    def _replan(
         self, current: Plan, request: Request, counts: KindCounts, *, thorough: bool
     ) -> Remembered:
         known = []
@@ -341,7 +341,7 @@ class RememberedPlanning(Planning):
             holders = holders_of(current)
             held = {worker: part for worker, part in holders.items() if worker in alive}
             _, fastest = self.memory.plans[counts]
-            known.append(align(self._placed(fastest, request), request, held))
+            known.append(align(self._place(fastest, request), request, held))
 
         decision = replan(
             current,
@@ -382,7 +382,7 @@ class RememberedPlanning(Planning):
             self.memory.kinds[counted_name] = kind
         return names
 
-    def _placed(self, plan: Plan, request: Request) -> Plan:
+    def _place(self, plan: Plan, request: Request) -> Plan:
         """Place a remembered plan on this fleet's nodes, the n-th of a type for the n-th."""
         of_kind: dict[PricedKind, list[str]] = {}
         for node in request.fleet.nodes:
@@ -394,7 +394,7 @@ class RememberedPlanning(Planning):
             kind = self.memory.kinds[name]
             names[name] = of_kind[kind][used[kind]]
             used[kind] += 1
-        return renamed(plan, names)
+        return rename_nodes(plan, names)
 
     def _note_speeds(self, request: Request) -> None:
         """Record each node's blocks a second, its GPUs alone, one sequence at a time."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autohet.simulate.costs import Costs
-from autohet.simulate.remembered_planning import RememberedPlanning, renamed
+from autohet.simulate.remembered_planning import RememberedPlanning, rename_nodes
 from planner.answers.replan import MigrationCost
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError
@@ -149,7 +149,7 @@ class SymmetricSetups:
         plan, prediction, num_used = found
         used = names[:num_used]
         name_by_stand_in = dict(zip(_stand_ins(num_used), used, strict=True))
-        plan = renamed(plan, name_by_stand_in)
+        plan = rename_nodes(plan, name_by_stand_in)
         fleet = Fleet(0, tuple(Node(name, kind) for name in used))
         spec = self._planning.inputs.spec
         return make_setup(plan, prediction, fleet, spec, self._costs, 0.0)

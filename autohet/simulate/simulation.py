@@ -13,8 +13,8 @@ from typing import Any
 from autohet.control.job_state import Training
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.outlook import MOST_S
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
@@ -48,7 +48,6 @@ ENDLESS = 10**9
 POLICIES = ("local_first", "s3_only", "sky", "one_region")
 """`sky` and `one_region` need a trace of several regions."""
 BASELINES = ("checkpoint_restart", "homogeneous_elastic", "homogeneous_fixed", "on_demand")
-DAY_S = 86400.0
 REGION_FIELDS = ("region", "tokens", "usd_in_all", "useful_share")
 """Fields of each region alone in the document of `one_region`."""
 MOST_FIXED = 8
@@ -307,17 +306,17 @@ class TraceSimulation:
                 options = _BaselineOptions(on_notice=False, every_steps=every_steps)
             choose = MixedSetups(planning, self.scenario.costs).setup
             names = [kind.name for kind in with_gpus]
-            return self._trained(name, choose, names, options)
+            return self._train(name, choose, names, options)
 
         found: list[dict[str, Any]] = []
         for kind in with_gpus:
             if name == "homogeneous_elastic":
                 choose = SymmetricSetups(planning, self.scenario.costs, kind).setup
                 options = _BaselineOptions(facts={"type": kind.name})
-                found.append(self._trained(name, choose, [kind.name], options))
+                found.append(self._train(name, choose, [kind.name], options))
             elif name == "homogeneous_fixed":
                 for number in _sizes(self.scenario.trace, kind.name):
-                    found.append(self._fixed(planning, kind, number))
+                    found.append(self._run_fixed(planning, kind, number))
             else:
                 result = self._on_demand(planning, kind)
                 if result is not None:
@@ -332,11 +331,13 @@ class TraceSimulation:
             }
         return _most_tokens(found)
 
-    def _fixed(self, planning: RememberedPlanning, kind: NodeType, number: int) -> dict[str, Any]:
+    def _run_fixed(
+        self, planning: RememberedPlanning, kind: NodeType, number: int
+    ) -> dict[str, Any]:
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
         facts = {"type": kind.name, "nodes": number}
         options = _BaselineOptions(cap=float(number), facts=facts)
-        return self._trained("homogeneous_fixed", choose, [kind.name], options)
+        return self._train("homogeneous_fixed", choose, [kind.name], options)
 
     def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> dict[str, Any] | None:
         """Simulate on-demand nodes of one type, as many as the trace's spot bill buys.
@@ -360,7 +361,7 @@ class TraceSimulation:
         facts = {"type": kind.name, "nodes": number, "usd_per_hour": usd_per_hour}
         options = _BaselineOptions(trace=trace, facts=facts)
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
-        found = self._trained("on_demand", choose, [kind.name], options)
+        found = self._train("on_demand", choose, [kind.name], options)
 
         # The document has the spot prices of these nodes: replace them.
         usd = number * usd_per_hour * end_s / 3600
@@ -368,7 +369,7 @@ class TraceSimulation:
         found["usd_per_million_tokens"] = _usd_per_million(usd, found["tokens"])
         return found
 
-    def _trained(
+    def _train(
         self,
         name: str,
         choose: Choose,
@@ -430,13 +431,6 @@ class TraceSimulation:
             "stretches": [asdict(span) for span in run.spans if span.num_steps],
             "decisions": run.decisions,
         }
-
-
-def simulate(
-    scenario: Scenario, policy: str, progress: Callable[[float], None] | None = None
-) -> dict[str, Any]:
-    """Return the document of one policy alone."""
-    return TraceSimulation(scenario).run(policy, progress)
 
 
 def _most_tokens(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -509,7 +503,6 @@ def horizon(trace: Sequence[TraceEvent], hours: float | None) -> float:
         raise ConfigError("the trace has no event")
     if hours is None:
         return trace[-1].time_s + 3600.0
-    # Not `hours <= 0`, which is false for NaN.
-    if not hours > 0:
-        raise ConfigError(f"--hours is {hours:g}; it must be above 0")
+    if not 0 < hours < float("inf"):
+        raise ConfigError(f"--hours is {hours:g}; it must be a number above 0")
     return hours * 3600.0

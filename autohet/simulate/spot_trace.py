@@ -61,7 +61,7 @@ def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[Tra
 
     kinds = {kind.name: kind for kind in cluster.node_types}
     if columns == COUNTS:
-        return _from_counts(_counted(rows, str(path), kinds), notice_s)
+        return _from_counts(_read_counts(rows, str(path), kinds), notice_s)
     if columns == EVENTS:
         return _from_events(rows, str(path), kinds, notice_s)
     raise ConfigError(
@@ -90,7 +90,7 @@ def _type_of(name: str, kinds: Mapping[str, NodeType], where: str) -> NodeType:
     return kinds[name]
 
 
-def _counted(
+def _read_counts(
     rows: list[dict[str, str]], path: str, kinds: Mapping[str, NodeType]
 ) -> dict[tuple[float, str], int]:
     """Return nodes by (time, type); of several rows at one moment the last counts."""

@@ -242,18 +242,18 @@ def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]
     step_s = answer.prediction.step_time_s
     gains = {}
     for name, other in (("speed", quick), ("link", linked)):
-        varied = cost.varied({kind: other})
+        varied = cost.with_node_types({kind: other})
         gains[name] = step_s / varied.predict(answer.plan).step_time_s - 1
 
-    roomy = cost.varied({kind: large})
-    better = _searched(replace(request, fleet=roomy.fleet, cost=roomy), answer.plan)
+    roomy = cost.with_node_types({kind: large})
+    better = _search_from(replace(request, fleet=roomy.fleet, cost=roomy), answer.plan)
     gains["memory"] = 0.0
     if better is not None:
         gains["memory"] = max(0.0, step_s / better.prediction.step_time_s - 1)
     return gains
 
 
-def _searched(request: Request, seed: Plan) -> Answer | None:
+def _search_from(request: Request, seed: Plan) -> Answer | None:
     try:
         return search_with_uneven(replace(request, prove=False), [seed])
     except InfeasibleError:
@@ -266,7 +266,7 @@ def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float
     The layers of changed pipelines are cut again and the microbatches are shared again.
     """
     tables = tables_of(replace(request, uneven=uneven_groups(request)))
-    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
+    moves = Moves(tables, random.Random(0))
     found = []
     for words, change in _changes(request.fleet, kind):
         step_s = _changed_s(request, plan, moves, change)
@@ -280,21 +280,21 @@ def _changes(
 ) -> Iterator[tuple[str, Callable[[list[GpuGroup]], list[GpuGroup]]]]:
     """Yield each other place for a type's groups: in words, and as a change of a pipeline."""
 
-    def parted(groups: list[GpuGroup]) -> tuple[list[GpuGroup], list[GpuGroup]]:
+    def split(groups: list[GpuGroup]) -> tuple[list[GpuGroup], list[GpuGroup]]:
         mine = [group for group in groups if fleet.node_of(group[0]).node_type == kind]
         others = [group for group in groups if group not in mine]
         return mine, others
 
     def to_front(groups: list[GpuGroup]) -> list[GpuGroup]:
-        mine, others = parted(groups)
+        mine, others = split(groups)
         return mine + others
 
     def to_end(groups: list[GpuGroup]) -> list[GpuGroup]:
-        mine, others = parted(groups)
+        mine, others = split(groups)
         return others + mine
 
     def without(groups: list[GpuGroup]) -> list[GpuGroup]:
-        _, others = parted(groups)
+        _, others = split(groups)
         return others
 
     yield "at the beginning of its pipelines", to_front
@@ -321,7 +321,7 @@ def _changed_s(
             made.append(cut)
     if not made or tuple(made) == plan.pipelines:
         return None
-    shared = moves.shared(plan, made)
+    shared = moves.share_batch(plan, made)
     if shared is None:
         return None
     ready = cost_like(request.cost, plan).stage_choices.working_ahead(shared)
@@ -335,8 +335,8 @@ def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | Non
     """Search the fleet with one more node of a type, beginning with the current plan."""
     added = Node(_free_name(request.fleet, kind), kind)
     fleet = replace(request.fleet, nodes=(*request.fleet.nodes, added))
-    cost: CostModel = request.cost.on(fleet)
-    better = _searched(replace(request, fleet=fleet, cost=cost), answer.plan)
+    cost: CostModel = request.cost.with_fleet(fleet)
+    better = _search_from(replace(request, fleet=fleet, cost=cost), answer.plan)
     if better is None:
         return None
     before = answer.prediction

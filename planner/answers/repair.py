@@ -64,9 +64,7 @@ def _share(
     """
     counts = [1] * len(pipelines)
     left = batch - sum(pipeline.microbatch_sequences for pipeline in pipelines)
-    heap = []
-    for i, (first_s, further_s) in enumerate(seconds):
-        heap.append((first_s + further_s, i))
+    heap = [(first_s + further_s, i) for i, (first_s, further_s) in enumerate(seconds)]
     heapq.heapify(heap)
     while left > 0 and heap:
         end, i = heapq.heappop(heap)
@@ -105,7 +103,7 @@ def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Pl
     if not pipelines:
         return None
     plan = replace(previous, global_batch_sequences=request.global_batch_sequences)
-    return moves.shared(plan, pipelines)
+    return moves.share_batch(plan, pipelines)
 
 
 def _living_groups(pipeline: Pipeline, alive: set[str], moves: Moves) -> list[GpuGroup]:

@@ -53,14 +53,11 @@ class MigrationCost:
     """Cost of moving to another plan.
 
     fixed_s: seconds to stop, rebuild groups and start.
-    bytes_per_s: rate at which each worker fetches state; None: the worker's share of its node's
-    NIC.
     state_bytes_per_parameter: by default fp32 master and two moments of AdamW.
     horizon_s: seconds in which the move must earn its cost.
     """
 
     fixed_s: float = 5.0
-    bytes_per_s: float | None = None
     state_bytes_per_parameter: float = 12.0
     horizon_s: float = 3600.0
 
@@ -146,7 +143,7 @@ def replan(
         scored += judged.scores(plan for plan in found if plan not in seen)
 
     if not scored:
-        relaxed = _relaxed(request)
+        relaxed = _relax(request)
         if relaxed is not None:
             return replan(previous, relaxed, holders, migration, thorough, known)
     by_last_resort = not scored
@@ -163,7 +160,7 @@ def replan(
     return _decision(best, kept, judged, searched, request.clock() - begin)
 
 
-def _relaxed(request: Request) -> Request | None:
+def _relax(request: Request) -> Request | None:
     """Return the request without the first limit that may be dropped if no plan fits.
 
     None if there is no such limit.
@@ -288,7 +285,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     if is_whole and previous.global_batch_sequences == request.global_batch_sequences:
         found.append(previous)
     sizes = previous.microbatch_sizes
-    moves = Moves(tables_of(request, sizes), random.Random(0), request.mixed_microbatch)
+    moves = Moves(tables_of(request, sizes), random.Random(0))
     working_ahead = request.cost.stage_choices.working_ahead
     repaired = [repair(previous, request, alive), recut(previous, request, alive, moves)]
     for plan in repaired:
@@ -319,7 +316,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     if not groups:
         return found
     tables = tables_of(replace(request, uneven=groups), sizes)
-    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
+    moves = Moves(tables, random.Random(0))
     cut = recut(previous, request, alive, moves)
     starts = [working_ahead(plan) for plan in plans_with_group(moves, [found[-1]])]
     if cut is not None:
@@ -347,7 +344,7 @@ def migration_s(plan: Plan, request: Request, held: Holders, migration: Migratio
                 missing = _missing_parameters(request.spec, layers, wanted, has)
                 num_bytes = missing * migration.state_bytes_per_parameter
                 node = request.fleet.node_of(worker)
-                rate = migration.bytes_per_s or node.node_type.inter_node_bytes_per_s
+                rate = node.node_type.inter_node_bytes_per_s
                 before = seconds_by_node.get(node.name, 0.0)
                 seconds_by_node[node.name] = before + num_bytes / rate
     return migration.fixed_s + max(seconds_by_node.values(), default=0.0)
@@ -390,9 +387,7 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
 
     pipelines = []
     for p, pipeline in enumerate(plan.pipelines):
-        stages = []
-        for s, stage in enumerate(pipeline.stages):
-            stages.append(replace(stage, workers=chosen[p, s]))
+        stages = [replace(stage, workers=chosen[p, s]) for s, stage in enumerate(pipeline.stages)]
         pipelines.append(
             Pipeline(tuple(stages), pipeline.num_microbatches, pipeline.microbatch_sequences)
         )

@@ -90,7 +90,7 @@ def robustness(
     # a draw changes no bytes, so a plan that fits does so in each of them
     possible = [each for each in candidates if cost.predict(each).fits]
     for _ in range(number):
-        drawn = cost.varied({kind: _drawn(kind, rng) for kind in cost.fleet.node_types})
+        drawn = cost.with_node_types({kind: _drawn(kind, rng) for kind in cost.fleet.node_types})
         own_s = drawn.steps.simulate(plan).step_time_s
         fastest_s = own_s
         for other in possible:

@@ -11,7 +11,7 @@ from planner.inputs.profile import ProfileTable
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import ComputeFormat, Recompute
-from planner.spmd.decoder import Decoder
+from planner.spmd.graph import Decoder
 
 
 @dataclass(frozen=True)

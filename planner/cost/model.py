@@ -7,36 +7,59 @@ for all-reduces.
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from planner.cost.basis import CostBasis, Measurements, Workload
-from planner.cost.caches import CostCaches
 from planner.cost.eviction import evict_oldest
 from planner.cost.layers.expert_dispatch import DispatchCosts
-from planner.cost.layers.layer_cost_model import LayerCostModel
+from planner.cost.layers.layer_cost_model import CostsByUse, LayerCostModel
 from planner.cost.layers.layer_costs import Assumed, MemoryChoices
 from planner.cost.layers.layer_seconds import require_dtype
-from planner.cost.layers.layer_times import LayerTimesByFormat
-from planner.cost.links.boundaries import BoundaryCosts
+from planner.cost.layers.layer_times import LayerTimesByFormat, ModelsByFormat
+from planner.cost.links.boundaries import BoundaryCosts, WaysByLikeness
+from planner.cost.links.sync import KnownRings
 from planner.cost.links.traffic import Links
-from planner.cost.memory.full_shard import share_out_all
-from planner.cost.memory.plan_memory import PlanMemory
-from planner.cost.memory.worker_memory import WorkerMemory
+from planner.cost.links.zone_transfers import PlanPrices
+from planner.cost.memory.plan_memory import PlanMemory, Synced
+from planner.cost.memory.worker_memory import TermsByUse, WorkerMemory
 from planner.cost.parameters import CostParameters
 from planner.cost.prediction import Prediction
-from planner.cost.prices import PlanPrices
+from planner.cost.programs import ProgramCosts
 from planner.cost.stage_choices import StageChoices
-from planner.cost.stage_costs import StageCosts
+from planner.cost.stage_costs import StageCosts, TermsByStage
 from planner.cost.stage_formats import StageFormats
 from planner.cost.step_times import StepTimes
 from planner.errors import ConfigError
 from planner.inputs.fleet import Fleet, NodeType
 from planner.inputs.zones import ZoneTable, known_zones
-from planner.plans.plan import Plan, check_plan
-from planner.spmd.decoder import Decoder
-from planner.spmd.fleet import breakdown_of_program
+from planner.plans.plan import Plan
+from planner.plans.plan_checks import check_plan
+from planner.spmd.graph import Decoder
 
 _REMEMBERED = 4096  # predictions times GPUs
+
+
+@dataclass(frozen=True)
+class _Caches:
+    """Caches of a cost model.
+
+    A model that differs from another one shares those that the difference does not affect. nodes: a
+    node type of each GPU type, by which `layer_times` costs all-reduces.
+    """
+
+    layer_times: ModelsByFormat = field(default_factory=dict)
+    nodes: dict[str, NodeType] = field(default_factory=dict)
+    layer_costs: CostsByUse = field(default_factory=dict)
+    memory_terms: TermsByUse = field(default_factory=dict)
+    synced: Synced = field(default_factory=dict)
+    stage_terms: TermsByStage = field(default_factory=dict)
+    ways: WaysByLikeness = field(default_factory=dict)
+    rings: KnownRings = field(default_factory=dict)
+    decoders: dict[int, Decoder | None] = field(default_factory=dict)
+
+    def without_stages(self) -> "_Caches":
+        """Return the same caches, but for empty ones of stages, boundaries and rings."""
+        return replace(self, stage_terms={}, ways={}, rings={})
 
 
 class CostModel:
@@ -70,7 +93,7 @@ class CostModel:
         self.choices = choices or MemoryChoices((workload.recompute,))
         self.assumed = Assumed(workload.recompute)
         self.links = Links(self.parameters, self.measurements.links, self.measurements.zones)
-        self._caches = CostCaches()
+        self._caches = _Caches()
         self._make_parts()
 
     def _make_parts(self) -> None:
@@ -130,10 +153,13 @@ class CostModel:
         self.stage_choices = StageChoices(
             self._basis, self.stages, self.memory_of, self.dispatch, self.assumed
         )
+        self.programs = ProgramCosts(
+            self._basis, self.layers, self.worker_memory, self._caches.decoders
+        )
 
     # ---- the same workload otherwise ----
 
-    def on(self, fleet: Fleet) -> "CostModel":
+    def with_fleet(self, fleet: Fleet) -> "CostModel":
         """Return this model on another fleet of its node types, or of some of them.
 
         Layers' seconds and bytes are shared, not recomputed.
@@ -152,7 +178,7 @@ class CostModel:
         other._make_parts()
         return other
 
-    def varied(self, kinds: Mapping[NodeType, NodeType]) -> "CostModel":
+    def with_node_types(self, kinds: Mapping[NodeType, NodeType]) -> "CostModel":
         """Return this model with some node types replaced, on the same nodes.
 
         The replacements are slower or faster, or have other links or memories. The tensor-parallel
@@ -164,13 +190,13 @@ class CostModel:
             kind = kinds.get(node.node_type, node.node_type)
             nodes.append(replace(node, node_type=kind))
         other.fleet = replace(self.fleet, nodes=tuple(nodes))
-        other.links = self.links.varied(kinds)
+        other.links = self.links.with_node_types(kinds)
         # times and bytes of layers stay: they are by GPU type and format, not by node type
         other._caches = replace(self._caches.without_stages(), layer_costs={})
         other._make_parts()
         return other
 
-    def assuming(self, assumed: Assumed) -> "CostModel":
+    def with_assumption(self, assumed: Assumed) -> "CostModel":
         """Return this model with `layers` and `stage_choices` under another assumption.
 
         Predictions do not change: they use what a plan itself says.
@@ -181,7 +207,7 @@ class CostModel:
         other._make_assuming_parts()
         return other
 
-    def cutting_sequences(self) -> "CostModel":
+    def with_cut_sequences(self) -> "CostModel":
         """Return this model with all tensor-parallel stages sequence parallel, none selective."""
         others = tuple(each for each in self.choices.recompute if each != "selective")
         other = self._with_parameters(replace(self.parameters, sequence_parallel=True))
@@ -189,7 +215,7 @@ class CostModel:
         other.choices = replace(self.choices, recompute=others)
         return other
 
-    def offloading(self) -> "CostModel":
+    def with_offloading(self) -> "CostModel":
         """Return the same model with masters and moments of all plans in host memory."""
         return self._with_parameters(replace(self.parameters, offload_optimizer=True))
 
@@ -201,7 +227,7 @@ class CostModel:
         other._make_parts()
         return other
 
-    def ignoring_zones(self) -> "CostModel":
+    def without_zones(self) -> "CostModel":
         """Return this model as if all nodes were in one zone."""
         other = copy.copy(self)
         other.links = replace(self.links, zones=ZoneTable(ignored=True))
@@ -210,14 +236,6 @@ class CostModel:
         return other
 
     # ---- the whole plan ----
-
-    def decoder(self, microbatch: int) -> Decoder | None:
-        """Return the model's graph for a microbatch, for SPMD programs; None if none is known."""
-        known = self._caches.decoders
-        make = self.workload.decoder
-        if microbatch not in known:
-            known[microbatch] = None if make is None else make(microbatch)
-        return known[microbatch]
 
     def predict(self, plan: Plan) -> Prediction:
         """Cost a plan with its batch and microbatches.
@@ -237,16 +255,16 @@ class CostModel:
         check_plan(plan, self.spec.num_layers, exact_batch=False)
         self.dispatch.check(plan)
         if self.parameters.full_shard:
-            plan = share_out_all(plan)
+            plan = plan.map_stages(lambda stage: replace(stage, shard_optimizer=True))
         if plan.spmd is not None:
-            breakdown, used, estimated = breakdown_of_program(self, plan)
+            breakdown, used, estimated = self.programs.breakdown(plan)
             step = sum(breakdown.values())
         else:
             simulation = self.steps.simulate(plan)
             step = simulation.step_time_s
             breakdown = self.steps.breakdown(simulation)
             used = self.memory_of.by_worker(plan)
-            estimated = self.stages.estimated(plan)
+            estimated = self.stages.estimates(plan)
 
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
         tokens = sequences * self.sequence_length

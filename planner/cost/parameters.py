@@ -1,8 +1,8 @@
 """Constants of the cost model that no table holds, and the differences of frameworks.
 
-Each constant has a physical meaning; calibration fits some (README.md). Frameworks differ in what
-they do in a step; these differences are changes of the constants, for predicting runs of theirs, or
-of ours.
+Each constant has a physical meaning; calibration fits some (`layers.calibration`). Frameworks
+differ in what they do in a step; these differences are changes of the constants, for predicting
+runs of theirs, or of ours.
 """
 
 import math
@@ -19,7 +19,10 @@ from planner.plans.plan import Plan
 class CostParameters:
     """Constants of the cost model, with defaults from data sheets and measurements.
 
-    The measurements are published; README.md gives the sources.
+    The measurements are published. `backward_ratio` 2 is arithmetic. The launches, exposure,
+    efficiencies and `context_share` were chosen once, by hand and jointly, with AMP's T4 runs,
+    Sailor's GH200 runs and FASOP's iteration in view: these rows of the accuracy table are
+    in-sample.
 
     Compute:
     launch_exposure: share of the launch time in a measured curve (what exceeds its work at the

@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.plans.in_flight import one_each
 from planner.plans.stage_order import action_slots
 
-FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]
 Transfers = Literal["both", "receiver", "none"]
 
@@ -43,10 +43,10 @@ class PipelineTimes:
 class Timeline:
     """Start and end seconds of every action: arrays [P, K]."""
 
-    forward_start_s: FloatArray
-    forward_end_s: FloatArray
-    backward_start_s: FloatArray
-    backward_end_s: FloatArray
+    forward_start_s: Floats
+    forward_end_s: Floats
+    backward_start_s: Floats
+    backward_end_s: Floats
 
     @property
     def total_s(self) -> float:

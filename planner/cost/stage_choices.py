@@ -4,7 +4,7 @@ They are number formats, uneven shares, savings of memory, the way of tokens to 
 number of microbatches in flight.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from planner.cost.basis import CostBasis
 from planner.cost.layers.expert_dispatch import DispatchCosts
@@ -15,27 +15,18 @@ from planner.plans.in_flight import MOST_AHEAD
 from planner.plans.plan import COMPUTE_FORMATS, Pipeline, Plan, Stage
 
 
+@dataclass(frozen=True)
 class StageChoices:
     """Choices for plans on one fleet.
 
     assumed: recomputation and sharing of optimizer state among which stages may choose.
     """
 
-    def __init__(
-        self,
-        basis: CostBasis,
-        stages: StageCosts,
-        memory: PlanMemory,
-        dispatch: DispatchCosts,
-        assumed: Assumed,
-    ) -> None:
-        self._workload = basis.workload
-        self._parameters = basis.parameters
-        self._formats = basis.formats
-        self._stages = stages
-        self._memory = memory
-        self._dispatch = dispatch
-        self._assumed = assumed
+    basis: CostBasis
+    stages: StageCosts
+    memory: PlanMemory
+    dispatch: DispatchCosts
+    assumed: Assumed
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
         """Return the plan as it would be run.
@@ -46,44 +37,38 @@ class StageChoices:
         host memory if all plans have it there. Last, if transfers run beside the work, stages keep
         as many microbatches in flight as fit, at most `most` more at each stage than at the next.
         """
-        if self._parameters.offload_optimizer:
-            plan = plan.offloading()
+        if self.basis.parameters.offload_optimizer:
+            plan = plan.with_offloading()
         # shares depend on formats, and what fits in memory on both
         plan = self.with_formats(plan)
-        plan = self._memory.with_shares(plan)
-        choices = self._assumed.choices
+        plan = self.memory.with_shares(plan)
+        choices = self.assumed.choices
         if choices:
-            plan = self._memory.with_choices(plan, choices, self._assumed.holders > 1)
+            plan = self.memory.with_choices(plan, choices, self.assumed.holders > 1)
         plan = self.with_dispatch(plan)
-        if self._parameters.transfers != "none":
+        if self.basis.parameters.transfers != "none":
             return plan
-        return self._memory.working_ahead(plan, most)
+        return self.memory.working_ahead(plan, most)
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
         """Return the plan for each number by which stages may keep more microbatches than the next.
 
         Fewest in flight first; each plan once.
         """
-        ways = dict[Plan, None]()
-        for most in range(1, MOST_AHEAD + 1):
-            ways[self.working_ahead(plan, most)] = None
-        return list(ways)
+        ways = [self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)]
+        return list(dict.fromkeys(ways))
 
     def with_formats(self, plan: Plan) -> Plan:
         """Return the plan with the format of each stage's GPU types, where not the precision."""
-        if not self._formats.by_type or plan.spmd is not None:
+        if not self.basis.formats.by_type or plan.spmd is not None:
             return plan
-        pipelines = []
-        for pipeline in plan.pipelines:
-            stages = [self._with_format(stage) for stage in pipeline.stages]
-            pipelines.append(replace(pipeline, stages=tuple(stages)))
-        return replace(plan, pipelines=tuple(pipelines))
+        return plan.map_stages(self._with_format)
 
     def _with_format(self, stage: Stage) -> Stage:
         unnamed = replace(stage, compute=None)
-        compute = self._formats.of(unnamed)
+        compute = self.basis.formats.of(unnamed)
         # a plan names formats only where they differ from the job's precision
-        if compute == self._workload.precision:
+        if compute == self.basis.workload.precision:
             return unnamed
         for each in COMPUTE_FORMATS:
             if each == compute:
@@ -95,26 +80,25 @@ class StageChoices:
 
         Stages of unlike GPUs use all-to-all (`planner.strategies.autohet_uneven.check_like_gpus`).
         """
-        if self._dispatch.allowed == "sum" or plan.spmd is not None:
+        if self.dispatch.allowed == "sum" or plan.spmd is not None:
             return plan
-        pipelines = []
-        for pipeline in plan.pipelines:
-            stages = []
-            for index in range(len(pipeline.stages)):
-                stages.append(self._with_dispatch(pipeline, index))
-            pipelines.append(replace(pipeline, stages=tuple(stages)))
-        return replace(plan, pipelines=tuple(pipelines))
+
+        def choose(pipeline: Pipeline) -> Pipeline:
+            stages = [self._with_dispatch(pipeline, i) for i in range(len(pipeline.stages))]
+            return replace(pipeline, stages=tuple(stages))
+
+        return plan.map_pipelines(choose)
 
     def _with_dispatch(self, pipeline: Pipeline, index: int) -> Stage:
         by_sum, sending = self._ways_of(pipeline.stages[index])
-        if not self._dispatch.applies(by_sum):
+        if not self.dispatch.applies(by_sum):
             return by_sum
-        if self._dispatch.allowed == "all_to_all" or self._dispatch.mixes_types(by_sum):
+        if self.dispatch.allowed == "all_to_all" or self.dispatch.mixes_types(by_sum):
             return sending
         if self.dispatch_gain_s(pipeline, index) <= 0:
             return by_sum
         # its buffers take room that a sum does not need
-        terms = self._stages.terms(_with_stage(pipeline, index, sending), index)
+        terms = self.stages.terms(_with_stage(pipeline, index, sending), index)
         return sending if terms.room(0.0) >= pipeline.in_flight(index) else by_sum
 
     def _ways_of(self, stage: Stage) -> tuple[Stage, Stage]:
@@ -125,8 +109,8 @@ class StageChoices:
         """
         was_cut = stage.sequence_parallel and stage.expert_dispatch != "all_to_all"
         by_sum = replace(stage, expert_dispatch=None, sequence_parallel=was_cut)
-        recompute = stage.recompute or self._workload.recompute
-        may_cut = self._parameters.may_cut_sequence and recompute != "selective"
+        recompute = stage.recompute or self.basis.workload.recompute
+        may_cut = self.basis.parameters.may_cut_sequence and recompute != "selective"
         is_cut = was_cut or may_cut
         sending = replace(by_sum, expert_dispatch="all_to_all", sequence_parallel=is_cut)
         return by_sum, sending
@@ -142,7 +126,7 @@ class StageChoices:
         return by_sum_s - sending_s
 
     def _both_passes_s(self, pipeline: Pipeline, index: int) -> float:
-        forward_s, backward_s = self._stages.seconds(pipeline, index)
+        forward_s, backward_s = self.stages.seconds(pipeline, index)
         return forward_s + backward_s
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.cost.basis import CostBasis
 from planner.cost.eviction import evict_oldest
 from planner.cost.layers.even_layers import LayerTimes
@@ -19,20 +19,12 @@ from planner.cost.links.traffic import Links
 from planner.cost.memory.full_shard import gathered_scalars
 from planner.cost.memory.offload import offloaded_update_s
 from planner.cost.memory.stage_terms import NOT_SHARED, RankBytes, Sharing, StageTerms, traits_of
-from planner.cost.memory.training_bytes import (
-    OPTIMIZER_BYTES,
-    VALUE_BYTES,
-    MemoryTerms,
-    with_cut_sequence,
-)
-from planner.cost.memory.worker_memory import WorkerMemory
+from planner.cost.memory.training_bytes import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms
+from planner.cost.memory.worker_memory import MemoryUse, WorkerMemory
 from planner.inputs.fleet import Member, NodeType
 from planner.plans.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.plans.redundancy import layers_of
 
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 ESTIMATED_DISPATCH = "all-to-all of tokens to experts: from links and even routing, not measured"
 TermsByStage = dict[tuple[Hashable, ...], StageTerms]
 """Terms of stages by all that they depend on: the same on any fleet."""
@@ -132,9 +124,7 @@ class StageCosts:
         key = (id(stages), size, sharing)
         known = self._by_pipeline.get(key)
         if known is None:
-            terms = []
-            for index in range(len(stages)):
-                terms.append(self._stage_terms(pipeline, index, sharing))
+            terms = [self._stage_terms(pipeline, index, sharing) for index in range(len(stages))]
             # the stages are kept, so that no others have the same id
             known = self._by_pipeline[key] = stages, tuple(terms)
             evict_oldest(self._by_pipeline, _REMEMBERED)
@@ -183,7 +173,7 @@ class StageCosts:
         every_terms = self.every_terms(pipeline)
         return max(terms.forward_s + terms.backward_s for terms in every_terms)
 
-    def estimated(self, plan: Plan) -> tuple[str, ...]:
+    def estimates(self, plan: Plan) -> tuple[str, ...]:
         """Return the times of a plan's stages that are estimated, not measured, each once."""
         notes = dict[str, None]()
         for pipeline in plan.pipelines:
@@ -301,10 +291,7 @@ class StageCosts:
             fullest = self._bytes_of(placed, None, kinds)
             return (fullest,) * stage.tp_degree
 
-        ranks = []
-        for kind, share in self._parts(stage):
-            ranks.append(self._bytes_of(placed, share, {kind}))
-        return tuple(ranks)
+        return tuple(self._bytes_of(placed, share, {kind}) for kind, share in self._parts(stage))
 
     def _bytes_of(self, placed: _PlacedStage, share: _Share, kinds: set[NodeType]) -> RankBytes:
         """Return the bytes of a worker with `share`, on the node type of `kinds` with least room.
@@ -358,21 +345,17 @@ class StageCosts:
     def _memory_terms(self, placed: _PlacedStage, share: _Share) -> MemoryTerms:
         """Return the bytes of every layer as the stage would hold it."""
         stage = placed.stage
-        size = placed.size
-        recompute = stage.recompute or self.recompute
-        compute = self.formats.of(stage)
-        memory = self.memory.terms(compute, stage.tp_degree, size, recompute, share)
-
-        # WorkerMemory applies what the parameters say of all stages; these stages say it themselves
-        if stage.sequence_parallel and not self.parameters.sequence_parallel:
-            value_bytes = self.formats.inside_bytes(size, compute) / self.spec.hidden_size
-            by_modules = self.parameters.autograd_activations
-            memory = with_cut_sequence(
-                memory, self.spec, value_bytes, stage.tp_degree, recompute, by_modules
-            )
-        if placed.sharing.offloads and not self.parameters.offload_optimizer:
-            memory = memory.offloaded()
-        return memory
+        parameters = self.parameters
+        use = MemoryUse(
+            self.formats.of(stage),
+            stage.tp_degree,
+            placed.size,
+            stage.recompute or self.recompute,
+            share,
+            cuts_sequence=stage.sequence_parallel and not parameters.sequence_parallel,
+            offloads=placed.sharing.offloads and not parameters.offload_optimizer,
+        )
+        return self.memory.terms(use)
 
     def _border_bytes(self, pipeline: Pipeline, index: int) -> float:
         """Return bytes of a microbatch's hidden states at the stage's borders, added up."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from planner.cost.memory.training_bytes import FP32_BYTES, VALUE_BYTES
 from planner.inputs.fleet import Fleet
-from planner.inputs.formats import shared_format
+from planner.plans.formats import shared_format
 from planner.plans.plan import ComputeFormat, Plan, Stage
 
 _OF_VALUES = {"fp8": "bf16"}

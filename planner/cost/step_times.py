@@ -1,4 +1,8 @@
-"""Seconds of a plan's step: exact, by simulation, and lower bounds without one."""
+"""Seconds of a plan's step: exact, by simulation, and lower bounds without one.
+
+A step is every pipeline's 1F1B as events (`schedule`), the gradient sync that its stages' ends
+allow (`links.sync`), then the updates.
+"""
 
 from dataclasses import dataclass
 

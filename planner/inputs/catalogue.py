@@ -23,9 +23,8 @@ class InstanceType:
     Bandwidths are in bytes per second, one direction. usd_per_hour is None if no on-demand price is
     known.
 
-    inter_node_bytes_per_s is the sustained rate of this size. inter_node_burst_bytes_per_s is the
-    rate for some minutes, None if the rate is constant. Plans use the sustained rate: a step sends
-    gradients all day.
+    inter_node_bytes_per_s is the sustained rate of this size, not what it reaches for some minutes:
+    a step sends gradients all day.
     """
 
     name: str
@@ -35,7 +34,6 @@ class InstanceType:
     host_memory_bytes: int
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
-    inter_node_burst_bytes_per_s: float | None
     usd_per_hour: float | None
 
 
@@ -114,13 +112,12 @@ def _read_instance_types(name: str) -> dict[str, InstanceType]:
     return {row["instance_type"]: _parse_row(row) for row in read_rows(name)}
 
 
-def _scaled(text: str, unit: float) -> float | None:
+def _scale(text: str, unit: float) -> float | None:
     """Return a number of a table in units of `unit`; None for an empty field."""
     return float(text) * unit if text else None
 
 
 def _parse_row(row: Mapping[str, str]) -> InstanceType:
-    burst_gbps = row["inter_node_burst_gbps"]
     usd_per_hour = row["usd_per_hour"]
     return InstanceType(
         name=row["instance_type"],
@@ -130,7 +127,6 @@ def _parse_row(row: Mapping[str, str]) -> InstanceType:
         host_memory_bytes=int(row["host_memory_mib"]) * MIB,
         intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
         inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
-        inter_node_burst_bytes_per_s=float(burst_gbps) * 1e9 / 8 if burst_gbps else None,
         usd_per_hour=float(usd_per_hour) if usd_per_hour else None,
     )
 
@@ -142,10 +138,10 @@ def _gpu_types_by_alias() -> dict[str, GpuType]:
         gpu = GpuType(
             name=row["gpu_type"],
             memory_bytes=int(row["memory_mib"]) * MIB,
-            fp8_flops=_scaled(row["fp8_tflops"], 1e12),
+            fp8_flops=_scale(row["fp8_tflops"], 1e12),
             fp16_flops=float(row["fp16_tflops"]) * 1e12,
-            bf16_flops=_scaled(row["bf16_tflops"], 1e12),
-            tf32_flops=_scaled(row["tf32_tflops"], 1e12),
+            bf16_flops=_scale(row["bf16_tflops"], 1e12),
+            tf32_flops=_scale(row["tf32_tflops"], 1e12),
             fp32_flops=float(row["fp32_tflops"]) * 1e12,
             memory_bytes_per_s=float(row["memory_gb_per_s"]) * 1e9,
         )

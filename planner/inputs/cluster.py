@@ -340,7 +340,9 @@ def _node_type(
     if gpus is None:
         gpus = accelerator_count(config)
     if gpus is None and find_instance_type(instance or "") is None:
-        if instance is None or may_have_gpus(instance):
+        # Resources without a GPU say that a node of no known instance type has none.
+        is_silent = instance is None and not resources
+        if is_silent or (instance is not None and may_have_gpus(instance)):
             notes.append(unknown_instance_note(name, instance))
         return None
     if gpus == 0 or most == 0:

@@ -2,6 +2,7 @@
 and the known ones.
 """
 
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, TypeGuard
@@ -17,6 +18,14 @@ def is_integer(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return True for an integer or a float; true and false are none in a document."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def parse_number(value: Any) -> float:
+    """Return a number that a table or label has as text; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def read_mapping(document: object, what: str) -> Mapping[str, Any]:

@@ -58,7 +58,7 @@ def identify_gpu(name: str, memory_bytes: int, multiprocessors: int | None = Non
         memory_gib = memory_bytes / 2**30
     model = _without_maker(whole_name)
     row = _row_of(model, memory_gib, whole_name)
-    gpu_type = canonical_gpu_type(row.gpu_type if row else _joined(model))
+    gpu_type = canonical_gpu_type(row.gpu_type if row else _join_words(model))
 
     if profile:
         return f"{gpu_type}-MIG-{profile['profile'].lower()}"
@@ -95,7 +95,7 @@ def _without_maker(name: str) -> str:
     return " ".join(words)
 
 
-def _joined(model: str) -> str:
+def _join_words(model: str) -> str:
     """Join the distinguishing words of a model's name by hyphens."""
     kept = []
     for word in re.split(r"[\s/]+", model):

@@ -226,22 +226,22 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[st
     shape = {"GPU": _num_gpus(own, start, given, name, notes)}
     cpus = None
     if "CPU" in own:
-        cpus = _rounded_up(own["CPU"], f"CPU of group '{name}'")
+        cpus = _round_up(own["CPU"], f"CPU of group '{name}'")
     elif "num-cpus" in start:
         cpus = _whole(start["num-cpus"], f"num-cpus of group '{name}'")
     elif "cpu" in given:
-        cpus = _rounded_up(given["cpu"], f"cpu of group '{name}'")
+        cpus = _round_up(given["cpu"], f"cpu of group '{name}'")
     if cpus is not None:
         shape["CPU"] = cpus
     standard = {"CPU", "GPU", "TPU", "memory"}
     for key in own.keys() - standard:
-        shape[key] = _rounded_up(own[key], f"{key} of group '{name}'")
+        shape[key] = _round_up(own[key], f"{key} of group '{name}'")
     return shape
 
 
 def _num_gpus(own: Json, start: Json, given: Json, name: str, notes: list[str]) -> int:
     if "GPU" in own:
-        return _rounded_up(own["GPU"], f"GPU of group '{name}'")
+        return _round_up(own["GPU"], f"GPU of group '{name}'")
     if "num-gpus" in start:
         return _whole(start["num-gpus"], f"num-gpus of group '{name}'")
     for key in given:
@@ -249,7 +249,7 @@ def _num_gpus(own: Json, start: Json, given: Json, name: str, notes: list[str]) 
             notes.append(f"group '{name}' has slices of a GPU ({key}): they are not planned on")
         if key.endswith("gpu") and key != GPU_RESOURCE:
             notes.append(f"group '{name}' has other GPUs than NVIDIA's ({key}): not planned on")
-    return _rounded_up(given.get(GPU_RESOURCE, 0), f"{GPU_RESOURCE} of group '{name}'")
+    return _round_up(given.get(GPU_RESOURCE, 0), f"{GPU_RESOURCE} of group '{name}'")
 
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
@@ -273,7 +273,7 @@ def quantity(value: object) -> float | None:
     return float(number) * base**power
 
 
-def _rounded_up(value: object, what: str) -> int:
+def _round_up(value: object, what: str) -> int:
     """A quantity, rounded up as Ray does."""
     number = quantity(value)
     if number is None:
@@ -289,7 +289,7 @@ def _whole(value: object, what: str) -> int:
         raise ConfigError(f"{what} must be a whole number, not {value!r}") from None
 
 
-def _required(pod: Json) -> dict[str, tuple[str, ...]]:
+def _required_labels(pod: Json) -> dict[str, tuple[str, ...]]:
     """Return the values that each node label may have.
 
     The node selector and the required node affinity say them. Terms of an affinity are
@@ -300,9 +300,7 @@ def _required(pod: Json) -> dict[str, tuple[str, ...]]:
         found[key] = (str(value),)
     affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
     needed = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    terms = []
-    for term in needed.get("nodeSelectorTerms") or []:
-        terms.append(dict(_named_values(term)))
+    terms = [dict(_named_values(term)) for term in needed.get("nodeSelectorTerms") or []]
     if not terms:
         return found
 
@@ -325,7 +323,7 @@ def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _placement(pod: Json, group: Json, resources: Json) -> dict[str, Any]:
     """Instance type, zone and market of the pod's node, and labels derived from it."""
-    needed = _required(pod)
+    needed = _required_labels(pod)
     found: dict[str, Any] = {}
     instances = _first(needed, INSTANCE_TYPES)
     if len(instances) == 1:

@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import ConfigError
 from planner.inputs.catalogue import all_instance_types, find_instance_type
 from planner.inputs.cluster_documents import LABEL_PREFIX, instance_type_of
-from planner.inputs.documents import is_number, read_mapping
+from planner.inputs.documents import is_number, parse_number, read_mapping
 
 _NUMBERS = (
     "gpu-memory-gib",
@@ -80,10 +80,7 @@ def label_number(
     text = label_text(labels, label)
     if text is None:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = parse_number(text)
     is_allowed_zero = zero and value == 0.0
     if not 0.0 < value < float("inf") and not is_allowed_zero:
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.inputs.catalogue import canonical_gpu_type
+from planner.inputs.documents import parse_number
 
 _DATA = Path(__file__).parents[1] / "data"
 REQUIRED = (
@@ -194,10 +195,7 @@ def _text(row: Mapping[str, Any], column: str, what: str) -> str:
 
 
 def _count(row: Mapping[str, Any], column: str, what: str) -> int:
-    try:
-        value = float(row[column])
-    except (TypeError, ValueError):
-        value = math.nan
+    value = parse_number(row[column])
     if not (value >= 1 and value == int(value)):
         raise ConfigError(
             f"'{column}' of {what} must be an integer of at least 1, not {row[column]!r}"
@@ -215,10 +213,7 @@ def _seconds(
                 f"'{column}' of {what} is empty; a layer that was not measured has no row"
             )
         return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = parse_number(value)
     if not 0.0 <= number < math.inf:
         raise ConfigError(f"'{column}' of {what} must be a number of at least 0, not {value!r}")
     return number

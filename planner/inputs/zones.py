@@ -102,14 +102,10 @@ class ZoneTable:
         """
         if self.ignored or not are_apart(one, other):
             return None
-        named = self._named(one, other)
+        named = self._named_link(one, other)
         if named is not None:
             return named
         return SAME_REGION if _may_be_near(one, other) else None
-
-    def absent(self, one: str, other: str) -> ZoneLink | None:
-        """`NO_LINK` between zones that nothing connects; else None."""
-        return None if self.connects(one, other) else NO_LINK
 
     def connects(self, one: str, other: str) -> bool:
         """Return True if data may go between two zones.
@@ -120,11 +116,7 @@ class ZoneTable:
             return True
         return self.link(one, other) is not None
 
-    def connects_all(self, zones: Iterable[str]) -> bool:
-        """Return True if data may go between any two of these zones."""
-        return self.unconnected(zones) is None
-
-    def unconnected(self, zones: Iterable[str]) -> ZonePair | None:
+    def first_unconnected(self, zones: Iterable[str]) -> ZonePair | None:
         """Return the first two of these zones without a link between them; None if all have one."""
         for one, other in itertools.combinations(sorted(set(zones)), 2):
             if not self.connects(one, other):
@@ -142,7 +134,7 @@ class ZoneTable:
         """Price of bytes from one zone to another; infinite where there is no link."""
         return num_bytes / GB * self.usd_per_gb(one, other)
 
-    def _named(self, one: str, other: str) -> ZoneLink | None:
+    def _named_link(self, one: str, other: str) -> ZoneLink | None:
         """Return the file's link, by the most specific names.
 
         These are both zones, else a zone and the other's region, else both regions.

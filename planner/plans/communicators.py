@@ -163,10 +163,7 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
 
     groups = dict[Members, Members]()
     for held, mask in mask_by_set.items():
-        group = []
-        for worker in workers:
-            if mask & bit[worker]:
-                group.append(worker)
+        group = [worker for worker in workers if mask & bit[worker]]
         groups[held] = tuple(group)
     return groups
 
@@ -262,11 +259,11 @@ def _cheapest_pair(groups: Sequence[int], size: Mapping[int, float]) -> tuple[in
     members.
     """
 
-    def added(pair: tuple[int, int]) -> float:
+    def added_bytes(pair: tuple[int, int]) -> float:
         first, second = pair
         union = (first | second).bit_count()
         added_to_first = (union - first.bit_count()) * size[first]
         added_to_second = (union - second.bit_count()) * size[second]
         return added_to_first + added_to_second
 
-    return min(itertools.combinations(groups, 2), key=added)
+    return min(itertools.combinations(groups, 2), key=added_bytes)

@@ -1,7 +1,7 @@
 """Plan: pipelines, stages, placement and microbatches; strict JSON in and out (version 1)."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -15,7 +15,6 @@ from planner.inputs.documents import (
     read_mapping,
     read_str,
 )
-from planner.plans.plan_checks import check_plan as check_plan
 from planner.spmd.document import StageProgram
 
 VERSION = 1
@@ -31,18 +30,24 @@ _PLAN_KEYS = frozenset(
 )
 _PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
-_OPTIONAL_STAGE_KEYS = frozenset(
-    {
-        "recompute",
-        "shard_optimizer",
-        "tp_shares",
-        "spmd",
-        "sequence_parallel",
-        "offload_optimizer",
-        "compute",
-        "expert_dispatch",
-    }
+_OPTIONAL_STAGE_KEYS = (
+    "recompute",
+    "shard_optimizer",
+    "tp_shares",
+    "sequence_parallel",
+    "offload_optimizer",
+    "compute",
+    "expert_dispatch",
+    "spmd",
 )
+_NOT_BESIDE_SPMD = {
+    "tp_shares": "a program has shares of its own",
+    "sequence_parallel": "a program cuts sequences by rules of its own",
+    "offload_optimizer": "programs keep their state on the GPU",
+    "compute": "programs compute in the job's precision",
+    "expert_dispatch": "programs cut experts by rules of their own",
+}
+"""Keys of a stage that a program excludes, and why."""
 FINEST_TP_DEGREE = 8
 """Maximum number of parts into which tensor parallelism cuts a model.
 
@@ -257,13 +262,21 @@ class Plan:
         """True if masters and moments are in host memory."""
         return any(stage.offload_optimizer for stage in self.stages)
 
-    def offloading(self) -> "Plan":
+    def with_offloading(self) -> "Plan":
         """Return the plan with masters and moments in host memory."""
-        pipelines = []
-        for pipeline in self.pipelines:
-            stages = [replace(stage, offload_optimizer=True) for stage in pipeline.stages]
-            pipelines.append(replace(pipeline, stages=tuple(stages)))
-        return replace(self, pipelines=tuple(pipelines))
+        return self.map_stages(lambda stage: replace(stage, offload_optimizer=True))
+
+    def map_pipelines(self, change: Callable[[Pipeline], Pipeline]) -> "Plan":
+        """Return the plan with each pipeline changed."""
+        return replace(self, pipelines=tuple(map(change, self.pipelines)))
+
+    def map_stages(self, change: Callable[[Stage], Stage]) -> "Plan":
+        """Return the plan with each stage changed."""
+
+        def change_all(pipeline: Pipeline) -> Pipeline:
+            return replace(pipeline, stages=tuple(map(change, pipeline.stages)))
+
+        return self.map_pipelines(change_all)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -331,20 +344,11 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
         "num_layers": stage.num_layers,
         "workers": list(stage.workers),
     }
-    if stage.recompute is not None:
-        document["recompute"] = stage.recompute
-    if stage.shard_optimizer:
-        document["shard_optimizer"] = True
-    if stage.tp_shares:
-        document["tp_shares"] = list(stage.tp_shares)
-    if stage.sequence_parallel:
-        document["sequence_parallel"] = True
-    if stage.offload_optimizer:
-        document["offload_optimizer"] = True
-    if stage.compute is not None:
-        document["compute"] = stage.compute
-    if stage.expert_dispatch is not None:
-        document["expert_dispatch"] = stage.expert_dispatch
+    # fields with their default are left out
+    for key in _OPTIONAL_STAGE_KEYS:
+        value = getattr(stage, key)
+        if value:
+            document[key] = list(value) if key == "tp_shares" else value
     if stage.spmd is not None:
         document["spmd"] = stage.spmd.to_document()
     return document
@@ -375,55 +379,42 @@ def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
 
 def _read_stage(document: object, what: str) -> Stage:
     stage: Mapping[str, Any] = read_mapping(document, what)
-    check_keys(stage, what, _STAGE_KEYS | _OPTIONAL_STAGE_KEYS, _STAGE_KEYS)
-    expert_dispatch = _read_expert_dispatch(stage, what)
+    check_keys(stage, what, _STAGE_KEYS.union(_OPTIONAL_STAGE_KEYS), _STAGE_KEYS)
     workers = read_list(stage, "workers", what)
     if not all(isinstance(worker, str) and worker for worker in workers):
         raise ConfigError(f"'workers' of {what} must be worker names such as 'node-0/1'")
+    program = None
+    if "spmd" in stage:
+        for key, why in _NOT_BESIDE_SPMD.items():
+            if stage.get(key):
+                raise ConfigError(f"{what} has '{key}' and 'spmd'; {why}: drop '{key}'")
+        program = StageProgram.from_document(stage["spmd"], f"'spmd' of {what}")
     return Stage(
         first_layer=read_int(stage, "first_layer", what, 0),
         num_layers=read_int(stage, "num_layers", what, 0),
         workers=tuple(workers),
-        recompute=_read_recompute(stage, what),
-        shard_optimizer=_read_shard_optimizer(stage, what),
-        spmd=_read_spmd(stage, what),
+        recompute=_read_choice(stage, "recompute", RECOMPUTE_CHOICES, what),
+        shard_optimizer=_read_flag(stage, "shard_optimizer", what),
+        spmd=program,
         tp_shares=_read_tp_shares(stage, len(workers), what),
         sequence_parallel=_read_sequence_parallel(stage, len(workers), what),
-        offload_optimizer=_read_offload(stage, what),
-        compute=_read_compute(stage, what),
-        expert_dispatch=expert_dispatch,
+        offload_optimizer=_read_flag(stage, "offload_optimizer", what),
+        compute=_read_choice(stage, "compute", COMPUTE_FORMATS, what),
+        expert_dispatch=_read_choice(stage, "expert_dispatch", EXPERT_DISPATCHES, what),
     )
 
 
-def _read_shard_optimizer(stage: Mapping[str, Any], what: str) -> bool:
-    if "shard_optimizer" not in stage:
-        return False
-    return read_bool(stage, "shard_optimizer", what)
-
-
-def _read_spmd(stage: Mapping[str, Any], what: str) -> StageProgram | None:
-    if "spmd" not in stage:
-        return None
-    return StageProgram.from_document(stage["spmd"], f"'spmd' of {what}")
-
-
-def _read_offload(stage: Mapping[str, Any], what: str) -> bool:
-    if "offload_optimizer" not in stage or not read_bool(stage, "offload_optimizer", what):
-        return False
-    if "spmd" in stage:
-        raise ConfigError(
-            f"{what} has 'offload_optimizer' and 'spmd'; programs keep their state on the GPU:"
-            " drop one of them"
-        )
-    return True
+def _read_flag(stage: Mapping[str, Any], key: str, what: str) -> bool:
+    return key in stage and read_bool(stage, key, what)
 
 
 def _read_sequence_parallel(stage: Mapping[str, Any], num_workers: int, what: str) -> bool:
-    if "sequence_parallel" not in stage or not read_bool(stage, "sequence_parallel", what):
+    if not _read_flag(stage, "sequence_parallel", what):
         return False
-    if stage.get("recompute") == "selective" or "spmd" in stage:
-        other = "spmd" if "spmd" in stage else "recompute: selective"
-        raise ConfigError(f"{what} has 'sequence_parallel' and '{other}'; drop one of them")
+    if stage.get("recompute") == "selective":
+        raise ConfigError(
+            f"{what} has 'sequence_parallel' and 'recompute: selective'; drop one of them"
+        )
     return num_workers > 1
 
 
@@ -438,47 +429,16 @@ def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tu
             f" {num_workers} workers, which add up to a power of two of at most {FINEST_TP_DEGREE},"
             " such as [2, 1, 1]"
         )
-    if "spmd" in stage:
-        raise ConfigError(
-            f"{what} has both 'tp_shares' and 'spmd'; a program has shares of its own: drop"
-            " 'tp_shares'"
-        )
     are_equal = len(set(shares)) == 1
     return () if are_equal else tuple(shares)
 
 
-def _read_choice(stage: Mapping[str, Any], key: str, choices: Sequence[S], what: str) -> S:
-    """Return the choice that a key of a stage names."""
+def _read_choice(stage: Mapping[str, Any], key: str, choices: Sequence[S], what: str) -> S | None:
+    """Return the choice that a key of a stage names; None if the stage has no such key."""
+    if key not in stage:
+        return None
     value = read_str(stage, key, what)
     for choice in choices:
         if value == choice:
             return choice
     raise ConfigError(f"'{key}' of {what} is '{value}'; expected one of {', '.join(choices)}")
-
-
-def _read_recompute(stage: Mapping[str, Any], what: str) -> Recompute | None:
-    if "recompute" not in stage:
-        return None
-    return _read_choice(stage, "recompute", RECOMPUTE_CHOICES, what)
-
-
-def _read_compute(stage: Mapping[str, Any], what: str) -> ComputeFormat | None:
-    if "compute" not in stage:
-        return None
-    if "spmd" in stage:
-        raise ConfigError(
-            f"{what} has 'compute' and 'spmd'; programs compute in the job's precision: drop"
-            " 'compute'"
-        )
-    return _read_choice(stage, "compute", COMPUTE_FORMATS, what)
-
-
-def _read_expert_dispatch(stage: Mapping[str, Any], what: str) -> ExpertDispatch | None:
-    if "expert_dispatch" not in stage:
-        return None
-    if "spmd" in stage:
-        raise ConfigError(
-            f"{what} has 'expert_dispatch' and 'spmd'; programs cut experts by rules of their own:"
-            " drop 'expert_dispatch'"
-        )
-    return _read_choice(stage, "expert_dispatch", EXPERT_DISPATCHES, what)

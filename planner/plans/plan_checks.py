@@ -2,17 +2,14 @@
 
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from planner.errors import ConfigError
 from planner.plans.in_flight import MOST_AHEAD, one_each
-
-if TYPE_CHECKING:
-    from planner.plans.plan import Pipeline, Plan
+from planner.plans.plan import Pipeline, Plan
 
 
 def check_plan(
-    plan: "Plan",
+    plan: Plan,
     num_layers: int,
     *,
     exact_batch: bool = True,
@@ -49,7 +46,7 @@ def check_plan(
         )
 
 
-def _check_parts(plan: "Plan", max_tp_degree: int, limited_by: str) -> None:
+def _check_parts(plan: Plan, max_tp_degree: int, limited_by: str) -> None:
     powers = [str(2**i) for i in range(max_tp_degree.bit_length())]
     allowed = " or ".join(powers)
     for index, pipeline in enumerate(plan.pipelines):
@@ -62,7 +59,7 @@ def _check_parts(plan: "Plan", max_tp_degree: int, limited_by: str) -> None:
                 )
 
 
-def _check_spmd(plan: "Plan") -> None:
+def _check_spmd(plan: Plan) -> None:
     """Check that a program has a whole model and a plan for itself."""
     stages = plan.stages
     for stage in stages:
@@ -76,7 +73,7 @@ def _check_spmd(plan: "Plan") -> None:
         stage.spmd.check(stage.workers, "the spmd stage")
 
 
-def _check_in_flight(pipeline: "Pipeline", index: int) -> None:
+def _check_in_flight(pipeline: Pipeline, index: int) -> None:
     most = pipeline.most_in_flight
     depth = len(pipeline.stages)
     if most and len(most) != depth:
@@ -107,7 +104,7 @@ def _suggest_in_flight(depth: int) -> str:
     )
 
 
-def _check_layers(pipeline: "Pipeline", index: int, num_layers: int) -> None:
+def _check_layers(pipeline: Pipeline, index: int, num_layers: int) -> None:
     expected = 0
     for number, stage in enumerate(pipeline.stages):
         if stage.first_layer != expected:

@@ -49,11 +49,6 @@ class RedundancyReport:
     weakest: int
     sharded: tuple[str, ...] = ()
 
-    @property
-    def survives_any_node(self) -> bool:
-        """True if every shard has holders on at least two nodes."""
-        return self.weakest >= 2
-
     def sentences(self) -> list[str]:
         """Return one line per node that holds the last copy of something."""
         lines = []
@@ -107,7 +102,8 @@ def fewest_holders(plan: Plan, fleet: Fleet, num_layers: int) -> int:
         return 1
     runs = []
     for start in plan.cuts:
-        runs.append([_stage_at(pipeline, start) for pipeline in plan.pipelines])
+        # the head is behind the last block
+        runs.append([each.stage_of(start) or each.stages[-1] for each in plan.pipelines])
     # embedding and head
     runs.append(plan.first_stages)
     runs.append(plan.last_stages)
@@ -140,11 +136,6 @@ def _nodes_of(workers: Iterable[str], fleet: Fleet | None) -> set[str]:
     if fleet is None:
         return set(map(node_of, workers))
     return {fleet.node_of(worker).name for worker in workers}
-
-
-def _stage_at(pipeline: Pipeline, layer: int) -> Stage:
-    """Return the stage that holds a block; the last one, which holds the head, if none does."""
-    return pipeline.stage_of(layer) or pipeline.stages[-1]
 
 
 def _is_whole(stage: Stage) -> bool:

@@ -5,14 +5,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from planner.inputs.fleet import NodeType
 from planner.plans.plan import TensorShare
-
-if TYPE_CHECKING:
-    pass
-
 
 # of a stage's seconds: for less its shares are neither cut finer nor changed, which moves state
 ALIKE = 1e-3
@@ -54,7 +49,7 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> P
     def load(shares: PartsByRank) -> list[tuple[float, int]]:
         """Return seconds and units of each rank, the slowest first."""
         loads = []
-        for rank, share in enumerate(placed(shares)):
+        for rank, share in enumerate(place_shares(shares)):
             num_units = len(share.units(units))
             loads.append((seconds(rank, share), num_units))
         return sorted(loads, reverse=True)
@@ -89,16 +84,13 @@ def _divisions(parts: int, ranks: int) -> list[PartsByRank]:
     return sorted(divisions, reverse=True)
 
 
-def placed(shares: Sequence[int]) -> list[TensorShare]:
+def place_shares(shares: Sequence[int]) -> list[TensorShare]:
     """Return the share of each rank: consecutive ranges of parts, in rank order."""
     ends = list(itertools.accumulate(shares))
     parts = ends[-1]
-    found = []
-    for own, end in zip(shares, ends, strict=True):
-        found.append(TensorShare(end - own, end, parts))
-    return found
+    return [TensorShare(end - own, end, parts) for own, end in zip(shares, ends, strict=True)]
 
 
 def slowest_s(seconds: Seconds, shares: Sequence[int]) -> float:
     """Return seconds of the slowest rank with these shares."""
-    return max(seconds(rank, share) for rank, share in enumerate(placed(shares)))
+    return max(seconds(rank, share) for rank, share in enumerate(place_shares(shares)))

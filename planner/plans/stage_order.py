@@ -8,9 +8,8 @@ simulates it (`planner.cost.schedule`), so a plan is priced as it runs.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-SlotArray = NDArray[np.int64]
+from planner.arrays import Ints
 
 
 def stage_order(in_flight: Sequence[int], stage: int, num_microbatches: int) -> list[int]:
@@ -26,7 +25,7 @@ def stage_order(in_flight: Sequence[int], stage: int, num_microbatches: int) -> 
     return ordered
 
 
-def action_slots(in_flight: Sequence[int], num_microbatches: int) -> tuple[SlotArray, SlotArray]:
+def action_slots(in_flight: Sequence[int], num_microbatches: int) -> tuple[Ints, Ints]:
     """Return the slots of all forwards and of all backwards, each [P, K].
 
     An action takes one slot of a lockstep of all stages, after the actions whose results it needs.

@@ -28,8 +28,7 @@ from planner.search.problem.request import (
 )
 from planner.search.problem.stage_sums import Row
 from planner.search.problem.tables import Tables
-from planner.search.walk.alike import Likeness
-from planner.search.walk.improve import Improver, Judge, tries_for
+from planner.search.walk.improve import Improver, Judge, Likeness, tries_for
 from planner.search.walk.judge import (
     Costed,
     fewest_in_flight,
@@ -44,7 +43,7 @@ from planner.search.walk.moves import Moves
 
 
 @dataclass(frozen=True)
-class Drafted:
+class RankedDrafts:
     """First half of a search: the plans it begins with, and those refused.
 
     ranked: drafts on workers and plans known before, with their predictions, fastest first.
@@ -63,10 +62,10 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
 
     seeds: further plans to compare with. InfeasibleError names the tightest limit.
     """
-    return improved(drafted(request, seeds))
+    return improve(draft(request, seeds))
 
 
-def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
+def draft(request: Request, seeds: Iterable[Plan] = ()) -> RankedDrafts:
     """Run the first half of a search. InfeasibleError if no draft fits."""
     check_request(request)
     begin = request.clock()
@@ -79,15 +78,15 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
         ranked, rejected = rank_drafts(unhurried, tables, known)
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
-    return Drafted(request, tables, ranked, rejected, begin)
+    return RankedDrafts(request, tables, ranked, rejected, begin)
 
 
-def improved(found: Drafted) -> Answer:
+def improve(found: RankedDrafts) -> Answer:
     """Run the second half of a search: walks from the best drafts, the choice, the bound."""
     request = found.request
     tables = found.tables
     ranked = found.ranked
-    chosen, walked, why, cut = _improved(request, tables, ranked)
+    chosen, walked, why, cut = _improve_best(request, tables, ranked)
     best = fewest_in_flight(request.cost, chosen)
 
     proof = NO_PROOF
@@ -122,11 +121,13 @@ def rank_drafts(
     leave room for one more communicator and need no more host memory than there is. They are as
     deep, or have fewer stages, which keep fewer microbatches.
     """
-    ranked, rejected = rank(request, [*known, *_placed(request, tables)])
+    ranked, rejected = rank(request, [*known, *_place_drafts(request, tables)])
     if not _may_be_too_large(request, ranked, rejected):
         return ranked, rejected
 
-    rows = tuple(_smaller_row(request, tables, row) for row in tables.rows)
+    rows = []
+    for row in tables.rows:
+        rows.append(replace(row, limit_bytes=_lower_limit(request, tables, row)))
     deepest = min(tables.deepest, len(request.fleet.workers))
     step = max(1, deepest // limits.SHORTLIST)
     for stages in range(deepest, deepest // 2, -step):
@@ -134,8 +135,8 @@ def rank_drafts(
             rejected = [*rejected, Rejected("smaller drafts", TIME_IS_OVER)]
             break
 
-        smaller = replace(tables, rows=rows, deepest=stages)
-        found, refused = rank(request, _placed(request, smaller))
+        smaller = replace(tables, rows=tuple(rows), deepest=stages)
+        found, refused = rank(request, _place_drafts(request, smaller))
         ranked = [*ranked, *found]
         rejected = [*rejected, *refused]
         if found:
@@ -158,10 +159,6 @@ def _may_be_too_large(request: Request, ranked: list[Costed], rejected: list[Rej
     return any(each.lacks_memory_s <= near_s for each in rejected)
 
 
-def _smaller_row(request: Request, tables: Tables, row: Row) -> Row:
-    return replace(row, limit_bytes=_lower_limit(request, tables, row))
-
-
 def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
     """Return bytes of a worker that a smaller draft may use.
 
@@ -179,7 +176,7 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
     return min(lower, row.fixed_bytes + state_bytes)
 
 
-def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
+def _place_drafts(request: Request, tables: Tables) -> Iterator[Plan]:
     """Yield the proposed drafts placed on the fleet's workers."""
     parts = {1, request.min_node_disjoint_holders}
     proposals = proposals_for(request, tables)
@@ -214,7 +211,7 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
             yield plan
 
 
-def _improved(
+def _improve_best(
     request: Request, tables: Tables, ranked: list[Costed]
 ) -> tuple[Plan, list[Plan], str, list[Rejected]]:
     """Improve the best plans of several sets of depths.
@@ -231,7 +228,7 @@ def _improved(
     if request.uneven:  # a second search, after that of even stages
         tries //= limits.WALKS
 
-    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
+    moves = Moves(tables, random.Random(0))
     judge = _judge(request, tables)
     improver = Improver(moves, judge, lambda: request.is_late)
     best = improver.best_of(_starts(ranked), tries)

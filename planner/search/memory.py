@@ -17,8 +17,8 @@ from typing import TypeVar
 from planner.cost.layers.layer_costs import Assumed
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
-from planner.plans.plan import Plan
-from planner.search.autohet import Drafted, drafted, improved, search_autohet
+from planner.plans.plan import Plan, Stage
+from planner.search.autohet import RankedDrafts, draft, improve, search_autohet
 from planner.search.bounds.bound import NO_PROOF, Proof, prove
 from planner.search.drafts.families import proposals_for
 from planner.search.problem import limits
@@ -26,7 +26,7 @@ from planner.search.problem.cost_tables import tables_of
 from planner.search.problem.request import TIME_IS_OVER, Answer, Rejected, Request, SearchReport
 
 _Found = TypeVar("_Found")
-_Outcome = Answer | Drafted | InfeasibleError
+_Outcome = Answer | RankedDrafts | InfeasibleError
 
 
 def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
@@ -43,8 +43,8 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     needed = request.cost.choices.only_if_needed
 
     # where the first search may be the last, its bound is that of the answer
-    as_it_is = _assuming(request, plain, prove=request.prove and needed)
-    first = _tried(lambda: search_autohet(as_it_is, known))
+    as_it_is = _with_assumption(request, plain, prove=request.prove and needed)
+    first = _try(lambda: search_autohet(as_it_is, known))
     is_cut = False
     if isinstance(first, Answer):
         if needed:
@@ -56,10 +56,10 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
 
     drafts = []
     for assumed in others:
-        search = partial(drafted, _assuming(request, assumed), known)
-        drafts.append(_tried(search))
-    tried = [first, *_fastest_improved(drafts)]
-    best = _chosen(tried)
+        search = partial(draft, _with_assumption(request, assumed), known)
+        drafts.append(_try(search))
+    tried = [first, *_improve_fastest(drafts)]
+    best = _choose(tried)
 
     plan = fewest_shared(request.cost, best.plan)
     prediction = request.cost.predict(plan)
@@ -71,22 +71,22 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     left = []
     for assumed, each in zip([plain, *others], tried, strict=True):
         if each is not best:
-            left.append(_left(assumed, each, best))
+            left.append(_why_left(assumed, each, best))
     if is_cut:
         left.append(Rejected("stages that save memory", TIME_IS_OVER))
     found = replace(best, plan=plan, prediction=prediction, search=report)
     return found.add_rejected(*left)
 
 
-def _fastest_improved(drafts: Sequence[Drafted | InfeasibleError]) -> list[_Outcome]:
+def _improve_fastest(drafts: Sequence[RankedDrafts | InfeasibleError]) -> list[_Outcome]:
     """Return the drafts, with the second half of the search for the fastest of them alone."""
-    possible = [each for each in drafts if isinstance(each, Drafted)]
+    possible = [each for each in drafts if isinstance(each, RankedDrafts)]
     fastest = min(possible, key=lambda each: each.ranked[0].step_time_s, default=None)
 
     found: list[_Outcome] = []
     for each in drafts:
-        if isinstance(each, Drafted) and each is fastest:
-            found.append(improved(each))
+        if isinstance(each, RankedDrafts) and each is fastest:
+            found.append(improve(each))
         else:
             found.append(each)
     return found
@@ -97,7 +97,7 @@ def _num_evaluated(tried: Sequence[_Outcome]) -> int:
     for each in tried:
         if isinstance(each, Answer):
             total += each.search.plans_evaluated
-        elif isinstance(each, Drafted):
+        elif isinstance(each, RankedDrafts):
             total += len(each.ranked) + len(each.rejected)
     return total
 
@@ -157,7 +157,7 @@ def cost_like(cost: CostModel, plan: Plan) -> CostModel:
 
     heaviest = ways[-1] if ways else allowed[-1]
     holders = max(2, len(plan.pipelines)) if shared else 1
-    return cost.assuming(Assumed(heaviest, holders, choices=allowed))
+    return cost.with_assumption(Assumed(heaviest, holders, choices=allowed))
 
 
 def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
@@ -165,48 +165,46 @@ def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
 
     The plan itself is returned if that is slower by more than MIN_SPEEDUP.
     """
-    needed = cost.memory_of.by_worker(_shared_by(plan, set()))
+    needed = cost.memory_of.by_worker(_share_only(plan, set()))
     over_full = set[str]()
     for worker in plan.workers:
         node_type = cost.fleet.node_of(worker).node_type
         if needed[worker] > cost.worker_memory.limit_bytes(node_type):
             over_full.add(worker)
 
-    fewer = _shared_by(plan, over_full)
+    fewer = _share_only(plan, over_full)
     before = cost.predict(plan)
     after = cost.predict(fewer)
     is_nearly_as_fast = after.step_time_s <= limits.MIN_SPEEDUP * before.step_time_s
     return fewer if after.fits and is_nearly_as_fast else plan
 
 
-def _shared_by(plan: Plan, workers: set[str]) -> Plan:
+def _share_only(plan: Plan, workers: set[str]) -> Plan:
     """Return the plan with its optimizer state shared out only by stages with these workers."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        stages = []
-        for stage in pipeline.stages:
-            shards = stage.shard_optimizer and not workers.isdisjoint(stage.workers)
-            stages.append(replace(stage, shard_optimizer=shards))
-        pipelines.append(replace(pipeline, stages=tuple(stages)))
-    return replace(plan, pipelines=tuple(pipelines))
+
+    def change(stage: Stage) -> Stage:
+        shards = stage.shard_optimizer and not workers.isdisjoint(stage.workers)
+        return replace(stage, shard_optimizer=shards)
+
+    return plan.map_stages(change)
 
 
 def _may_share(request: Request) -> bool:
     return request.cost.choices.shard_optimizer and request.min_node_disjoint_holders < 2
 
 
-def _assuming(request: Request, assumed: Assumed, *, prove: bool = False) -> Request:
-    return replace(request, cost=request.cost.assuming(assumed), prove=prove)
+def _with_assumption(request: Request, assumed: Assumed, *, prove: bool = False) -> Request:
+    return replace(request, cost=request.cost.with_assumption(assumed), prove=prove)
 
 
-def _tried(search: Callable[[], _Found]) -> _Found | InfeasibleError:
+def _try(search: Callable[[], _Found]) -> _Found | InfeasibleError:
     try:
         return search()
     except InfeasibleError as error:
         return error
 
 
-def _unlimited(request: Request) -> Request:
+def _without_limits(request: Request) -> Request:
     """Return the request with layers as fast and as small as they can be.
 
     No plan takes less time or memory than its tables say.
@@ -216,12 +214,12 @@ def _unlimited(request: Request) -> Request:
 
     # as fast as with the lightest way to recompute, as small as with the heaviest
     assumed = Assumed(ways[0], holders, at_least=ways[-1])
-    return replace(request, cost=request.cost.assuming(assumed))
+    return replace(request, cost=request.cost.with_assumption(assumed))
 
 
 def _promises(request: Request, step_s: float) -> bool:
     """Return True if drafts whose stages save memory at no loss of time would be clearly faster."""
-    free = _unlimited(request)
+    free = _without_limits(request)
     drafts_s = [each.seconds for each in proposals_for(free, tables_of(free))]
     fastest_s = min(drafts_s, default=step_s)
     return fastest_s * limits.MIN_SPEEDUP < step_s
@@ -231,11 +229,11 @@ def proof_for(request: Request, step_s: float) -> Proof:
     """Prove a bound for a plan of `step_s` seconds, over all that the job allows for memory."""
     if not request.prove:
         return NO_PROOF
-    free = request if request.cost.choices.is_fixed else _unlimited(request)
+    free = request if request.cost.choices.is_fixed else _without_limits(request)
     return prove(tables_of(free), step_s, lambda: request.is_late)
 
 
-def _chosen(tried: Sequence[_Outcome]) -> Answer:
+def _choose(tried: Sequence[_Outcome]) -> Answer:
     """Return the fastest answer.
 
     The first, which does nothing for memory, is returned unless another is clearly faster.
@@ -259,7 +257,7 @@ def _chosen(tried: Sequence[_Outcome]) -> Answer:
     return best
 
 
-def _left(assumed: Assumed, tried: _Outcome, best: Answer) -> Rejected:
+def _why_left(assumed: Assumed, tried: _Outcome, best: Answer) -> Rejected:
     """Say in words why an assumption was left."""
     ways = assumed.choices or (assumed.recompute,)
     what = f"stages that recompute {' or '.join(ways)}"
@@ -268,7 +266,7 @@ def _left(assumed: Assumed, tried: _Outcome, best: Answer) -> Rejected:
 
     if isinstance(tried, InfeasibleError):
         return Rejected(what, str(tried))
-    if isinstance(tried, Drafted):
+    if isinstance(tried, RankedDrafts):
         draft_s = tried.ranked[0].step_time_s
         why = f"{draft_s:.4g} s a step its best draft, slower than another that was improved"
     elif tried.step_time_s < best.step_time_s:

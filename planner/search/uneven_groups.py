@@ -5,23 +5,21 @@ The module gives the parts of each GPU, and the costs of layers there.
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planner.cost.layers.layer_costs import Floats, LayerCosts
+from planner.arrays import Floats
+from planner.cost.layers.layer_costs import LayerCosts
+from planner.cost.model import CostModel
 from planner.cost.stage_costs import spread_tp_s
 from planner.inputs.fleet import NodeType
-from planner.inputs.formats import shared_format
+from planner.plans.formats import shared_format
 from planner.plans.plan import TensorShare
-from planner.plans.shares import UnevenGroup, placed, whole_shares
-
-if TYPE_CHECKING:
-    from planner.cost.model import CostModel
+from planner.plans.shares import UnevenGroup, place_shares, whole_shares
 
 
 def uneven_group(
-    cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int
+    cost: CostModel, kinds: tuple[NodeType, ...], microbatch: int
 ) -> UnevenGroup | None:
     """Return the group with the shares by which the whole model takes least time.
 
@@ -41,7 +39,7 @@ def uneven_group(
 
 
 def _whole_s(
-    cost: "CostModel",
+    cost: CostModel,
     kind: NodeType,
     tp_degree: int,
     microbatch: int,
@@ -51,7 +49,7 @@ def _whole_s(
     return float(costs.forward_s.sum() + costs.backward_s.sum())
 
 
-def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> LayerCosts:
+def group_costs(cost: CostModel, group: UnevenGroup, microbatch: int) -> LayerCosts:
     """Return each layer's costs on the group.
 
     Seconds: the slowest GPU's. For a group on one node, whose bound is proved: the least with which
@@ -59,7 +57,7 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     the GPU with least room.
     """
     tp_degree = len(group.kinds)
-    shares = placed(group.shares)
+    shares = place_shares(group.shares)
     ranks = []
     for kind, share in zip(group.kinds, shares, strict=True):
         ranks.append(cost.layers.costs(kind, tp_degree, microbatch, share))
@@ -83,9 +81,7 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     scales = [least_room / each for each in room]
 
     def fullest(name: str) -> Floats:
-        scaled = []
-        for scale, rank in zip(scales, ranks, strict=True):
-            scaled.append(scale * getattr(rank, name))
+        scaled = [scale * getattr(rank, name) for scale, rank in zip(scales, ranks, strict=True)]
         return np.asarray(np.max(scaled, axis=0))
 
     return replace(
@@ -100,12 +96,10 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     )
 
 
-def _spread_s(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
+def _spread_s(cost: CostModel, group: UnevenGroup, microbatch: int) -> float:
     """Return seconds that a group over several nodes adds to a block, in one direction."""
     formats = cost.stage_formats
-    by_type = {}
-    for kind in group.kinds:
-        by_type[kind.gpu_type] = formats.of_type(kind.gpu_type)
+    by_type = {kind.gpu_type: formats.of_type(kind.gpu_type) for kind in group.kinds}
     compute = shared_format(by_type)
     # GPUs of one type are on one node: the type's name stands for the node's
     members = [(kind.name, kind) for kind in group.kinds]
@@ -113,7 +107,7 @@ def _spread_s(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
 
 
 def _least_s(
-    cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int
+    cost: CostModel, kinds: tuple[NodeType, ...], microbatch: int
 ) -> tuple[Floats, Floats]:
     """Return (layers,) forward and backward seconds of GPUs of one type.
 
@@ -133,7 +127,7 @@ def _least_s(
     return np.min(forward_s, axis=0), np.min(backward_s, axis=0)
 
 
-def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
+def gain(cost: CostModel, group: UnevenGroup, microbatch: int) -> float:
     """Return the group's speedup on the whole model over the fastest even part of it."""
     costs = group_costs(cost, group, microbatch)
     even = []

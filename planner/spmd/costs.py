@@ -10,15 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.errors import ConfigError
 from planner.spmd.graph import Graph, GraphNode
 from planner.spmd.layouts import FACTORED, SILENT, dual_of
 from planner.spmd.program import Instruction, Program
 from planner.spmd.rules import axis_of
 
-Floats = NDArray[np.float64]
 STATE_BYTES = 16.0
 """Bytes of a trained scalar in fp32: weight, gradient and AdamW's two moments."""
 
@@ -224,7 +223,7 @@ class CostTable:
             self._traffic[rank] = device.memory_bytes_per_s
             self._launch[rank] = device.launch_s
             self.limits[rank] = device.memory_bytes
-        # `seconds` of work under the shares `_of`, and `counted` of the program last asked for:
+        # `seconds` of work under the shares `_of`, and `term_counts` of the program last asked for:
         # searches ask again and again for the same
         self._seconds: dict[tuple[object, ...], float] = {}
         self._of: Shares | None = None
@@ -331,10 +330,7 @@ class CostTable:
         depends_on_shares = name != "all_reduce" and not name.endswith("grouped")
         if not depends_on_shares:
             return Wire(wait_s + whole_s)
-        cut_along = []
-        for axis in axes:
-            if axis is not None:
-                cut_along.append(axis)
+        cut_along = [axis for axis in axes if axis is not None]
         # the largest share is 1 / devices for even parts, which take `whole_s`
         return Wire(wait_s, whole_s * self.num_devices, tuple(cut_along))
 
@@ -374,10 +370,10 @@ class CostTable:
 
     def program_s(self, program: Program, shares: Shares) -> float:
         """Seconds of a whole step."""
-        counted = self.counted(program)
+        counted = self.term_counts(program)
         return sum(count * self.seconds((term,), shares) for term, count in counted.items())
 
-    def counted(self, program: Program) -> Counter[Term]:
+    def term_counts(self, program: Program) -> Counter[Term]:
         """The terms of a whole step and how often each occurs: equal layers have equal terms."""
         if self._counted is None or self._counted[0] is not program:
             terms = Counter(self.final_terms(program))

@@ -46,7 +46,7 @@ class StageProgram:
         found = {}
         for line in self.instructions:
             if line.startswith("load "):
-                load = _parsed(line, "the plan")
+                load = _parse(line, "the plan")
                 found[load.tensor] = load.output
         return found
 
@@ -68,7 +68,7 @@ class StageProgram:
 
     @classmethod
     def from_document(cls, document: object, what: str) -> "StageProgram":
-        """ConfigError names what is wrong. Whether it is a program of some model: `placed`."""
+        """ConfigError names what is wrong. Whether it is a program of some model: `place`."""
         spmd = read_mapping(document, what)
         check_keys(spmd, what, _KEYS, _KEYS)
         rows = []
@@ -78,7 +78,7 @@ class StageProgram:
         units = read_mapping(spmd["units"], f"'units' of {what}")
         lines = read_list(spmd, "program", what)
         for line in lines:
-            _parsed(line, what)
+            _parse(line, what)
         lengths = []
         for axis, row in units.items():
             numbers = _numbers(row, f"units of axis '{axis}'", int)
@@ -104,13 +104,13 @@ class StageProgram:
                 )
         check_rounded(self.ratios, units, workers)
 
-    def placed(self, graph: Graph) -> PlacedProgram:
+    def place(self, graph: Graph) -> PlacedProgram:
         """Return the program on a model's graph.
 
         Raises:
             ConfigError: it is no program of this graph.
         """
-        instructions = [_parsed(line, "the plan") for line in self.instructions]
+        instructions = [_parse(line, "the plan") for line in self.instructions]
         program = Program(tuple(instructions))
         shares = Shares(graph, self.ratios)
         try:
@@ -138,7 +138,7 @@ def _line(instruction: Instruction) -> str:
     return f"{line} <- {inputs}"
 
 
-def _parsed(line: object, what: str) -> Instruction:
+def _parse(line: object, what: str) -> Instruction:
     found = None
     if isinstance(line, str):
         found = _LINE.fullmatch(line)

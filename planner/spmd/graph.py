@@ -132,11 +132,7 @@ class Graph:
     def dims(self, name: str) -> tuple[int, ...]:
         """Dimensions of a tensor that may be sharded."""
         node = self.by_name[name]
-        found = []
-        for dim in range(len(node.shape)):
-            if (name, dim) in self.axes:
-                found.append(dim)
-        return tuple(found)
+        return tuple(dim for dim in range(len(node.shape)) if (name, dim) in self.axes)
 
     def axis_along(self, name: str, layout: TensorLayout) -> str | None:
         """Return the name of the axis along which a layout cuts a tensor; None if it cuts none."""
@@ -156,11 +152,7 @@ class Graph:
 
     @property
     def parameters(self) -> tuple[GraphNode, ...]:
-        found = []
-        for node in self.nodes:
-            if node.kind == "parameter":
-                found.append(node)
-        return tuple(found)
+        return tuple(node for node in self.nodes if node.kind == "parameter")
 
 
 def _leaves_late(nodes: Sequence[GraphNode]) -> tuple[GraphNode, ...]:
@@ -244,3 +236,20 @@ def _axis(graph: Graph, keys: Collection[Dimension], most_units: int) -> Axis:
             units -= 1
     name, dim = min(keys)
     return Axis(f"{name}.{dim}", units, is_batch)
+
+
+WHOLE = -1
+"""Dimension of a parameter whose state is not cut."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Graph of a decoder, and the dimensions along which its state may be cut.
+
+    graph: sum of the losses of `ids` and `targets`.
+    split_dims: dimension by parameter, WHOLE for none. They are the cuts of pipelines' tensor
+    parallelism, so that state moves between plans of either kind.
+    """
+
+    graph: Graph
+    split_dims: Mapping[str, int]

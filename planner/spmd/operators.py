@@ -46,7 +46,7 @@ def _letters(shape: Sequence[int]) -> str:
     return ascii_letters[: len(shape)]
 
 
-def _blocked(shape: Sequence[int], *dims: int) -> str:
+def _block_letters(shape: Sequence[int], *dims: int) -> str:
     """Return letters with the given dimensions not shardable."""
     letters = list(_letters(shape))
     for dim in dims:
@@ -95,7 +95,7 @@ def _elementwise(operation: Operation) -> Signature:
     return Signature(tuple(inputs), letters, linear=linear)
 
 
-def _weighted(
+def _weighted_sum(
     operation: Operation, x: str, weight: str, output: str, factored: bool = False
 ) -> Signature:
     """Return the signature of a product that is summed over the weight's second letter.
@@ -115,7 +115,7 @@ def _linear(operation: Operation) -> Signature:
     x = _letters(operation.shapes[0])
     weight = "Z" + x[-1]
     output = x[:-1] + "Z"
-    return _weighted(operation, x, weight, output, factored=True)
+    return _weighted_sum(operation, x, weight, output, factored=True)
 
 
 def _matmul(operation: Operation) -> Signature | None:
@@ -182,7 +182,7 @@ def _last_dims_whole(operation: Operation) -> Signature:
     shape = operation.shapes[0]
     count = len(operation.args[1])
     normalized = range(len(shape) - count, len(shape))
-    x = _blocked(shape, *normalized)
+    x = _block_letters(shape, *normalized)
     weights = ("." * count,) * (len(operation.shapes) - 1)
     return Signature((x, *weights), x)
 
@@ -191,11 +191,11 @@ def _dim_whole(operation: Operation) -> Signature:
     """softmax, cumsum, topk and the like: along one dimension they need all of it."""
     position = 2 if operation.name == "topk" else 1
     dim = operation.argument(position, "dim", -1)
-    text = _blocked(operation.shapes[0], dim)
+    text = _block_letters(operation.shapes[0], dim)
     return Signature((text,), text)
 
 
-def _reduced(operation: Operation, contracted: bool = True) -> Signature:
+def _reduction(operation: Operation, contracted: bool = True) -> Signature:
     """Return the signature of a reduction over some dimensions.
 
     contracted: True for sum and mean (over the whole's size), False for argmax and the like, which
@@ -211,7 +211,7 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
     # a scalar has no dimension, though it may be reduced over "the last one"
     if shape:
         gone = {dim % len(shape) for dim in dims}
-    text = _letters(shape) if contracted else _blocked(shape, *gone)
+    text = _letters(shape) if contracted else _block_letters(shape, *gone)
 
     keeps_dims = len(operation.output) == len(shape)
     output = ""
@@ -228,7 +228,7 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
     return Signature((text,), output, gone_letters, linear=ONE)
 
 
-def _permuted(operation: Operation) -> Signature:
+def _permutation(operation: Operation) -> Signature:
     text = _letters(operation.shapes[0])
     if operation.name == "permute":
         order = operation.args[1]
@@ -246,7 +246,7 @@ def _permuted(operation: Operation) -> Signature:
     return Signature((text,), "".join(exchanged), linear=ONE)
 
 
-def _reshaped(operation: Operation) -> Signature:
+def _reshape(operation: Operation) -> Signature:
     """Return the signature of a reshape.
 
     Groups of dimensions with equal products map onto each other. The outermost of each group may be
@@ -293,16 +293,16 @@ def _cut(operation: Operation) -> Signature:
     shape = operation.shapes[0]
     position = 2 if operation.name in ("split", "split_with_sizes", "chunk") else 1
     dim = operation.argument(position, "dim", 0) % len(shape)
-    text = _blocked(shape, dim)
+    text = _block_letters(shape, dim)
     output = text
     if operation.name == "select":
         output = text[:dim] + text[dim + 1 :]
     return Signature((text,), output, linear=ONE)
 
 
-def _concatenated(operation: Operation) -> Signature:
+def _concatenation(operation: Operation) -> Signature:
     dim = operation.argument(1, "dim", 0)
-    text = _blocked(operation.output, dim)
+    text = _block_letters(operation.output, dim)
     count = len(operation.shapes)
     every = frozenset(range(count))
     return Signature((text,) * count, text, linear=(every,))
@@ -313,7 +313,7 @@ def _convolution(operation: Operation) -> Signature | None:
         return None
     # a rank would need the rows of its neighbors, so the image's own dimensions stay whole
     spatial = "." * (len(operation.output) - 2)
-    return _weighted(operation, "aY" + spatial, "ZY" + spatial, "aZ" + spatial)
+    return _weighted_sum(operation, "aY" + spatial, "ZY" + spatial, "aZ" + spatial)
 
 
 def _loss_sum(operation: Operation) -> Signature:
@@ -331,8 +331,8 @@ def _one_hot(operation: Operation) -> Signature:
     return Signature((ids,), ids + ".")
 
 
-def _whole_reduced(operation: Operation) -> Signature:
-    return _reduced(operation, contracted=False)
+def _whole_reduction(operation: Operation) -> Signature:
+    return _reduction(operation, contracted=False)
 
 
 Handler = Callable[[Operation], Signature | None]
@@ -362,12 +362,12 @@ HANDLERS: Mapping[str, Handler] = {
         ("softmax", "log_softmax", "_softmax", "cumsum", "topk", "sort", "argsort"), _dim_whole
     ),
     **dict.fromkeys(("layer_norm", "rms_norm"), _last_dims_whole),
-    **dict.fromkeys(("sum", "mean"), _reduced),
+    **dict.fromkeys(("sum", "mean"), _reduction),
     **dict.fromkeys(
-        ("argmax", "argmin", "amax", "amin", "max", "min", "any", "all"), _whole_reduced
+        ("argmax", "argmin", "amax", "amin", "max", "min", "any", "all"), _whole_reduction
     ),
-    **dict.fromkeys(("transpose", "permute", "t"), _permuted),
-    **dict.fromkeys((*SHAPED, "unsqueeze"), _reshaped),
+    **dict.fromkeys(("transpose", "permute", "t"), _permutation),
+    **dict.fromkeys((*SHAPED, "unsqueeze"), _reshape),
     **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "chunk"), _cut),
     **dict.fromkeys(("matmul", "bmm"), _matmul),
     **dict.fromkeys(("conv2d", "conv1d"), _convolution),
@@ -386,7 +386,7 @@ HANDLERS: Mapping[str, Handler] = {
     # positions of its batch or heads
     "rotary": lambda _: Signature(("bh..", "....", "...."), "bh..", linear=ONE),
     "one_hot": _one_hot,
-    "cat": _concatenated,
+    "cat": _concatenation,
     "cross_entropy_sum": _loss_sum,
 }
 
@@ -458,7 +458,7 @@ def operator_node(
     )
 
 
-def numbered(op: str, counts: Counter[str]) -> str:
+def next_name(op: str, counts: Counter[str]) -> str:
     """Return the name of an operator's next node, and count it in `counts`."""
     number = counts[op]
     counts[op] += 1

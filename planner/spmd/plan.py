@@ -20,11 +20,9 @@ from planner.spmd.costs import CostTable, Shares, round_to_units
 from planner.spmd.graph import Axis, Graph
 from planner.spmd.program import Program
 from planner.spmd.ratios import (
-    check_ratios,
-    check_rounded,
     closed_form,
     linear_program,
-    normalised_rows,
+    normalise_rows,
 )
 from planner.spmd.search import ProgramSearch
 
@@ -101,7 +99,6 @@ class SpmdPlan(PlacedProgram):
     """
 
     seconds: float
-    bytes_by_device: tuple[float, ...]
     is_short: bool = False
 
 
@@ -167,19 +164,16 @@ def synthesize(
     table: CostTable,
     segments: int = 1,
     pinned: Mapping[str, int] | None = None,
-    ratios: Ratios | None = None,
     whole: bool = True,
     is_late: Callable[[], bool] = lambda: False,
 ) -> SpmdPlan:
     """Return the best pair of program and ratios found.
 
     pinned: for each parameter, the only dimension that its state may be cut along (below 0: none).
-    ratios: given ratios, which are kept.
     whole: round to units (False: for results about real numbers).
     is_late: once it returns True, the best that fits is taken.
 
     Raises:
-        ConfigError: a given ratio rounds to nothing.
         InfeasibleError: no pair fits the devices' memory.
     """
     if whole and table.least_bytes > table.limits.sum():
@@ -188,20 +182,15 @@ def synthesize(
             f"every program of it needs {table.least_bytes / GIB:.2f} GiB in all, they have",
             table.limits.sum(),
         )
-    if ratios is None:
-        starts = _starts(table, segments)
-    else:
-        check_ratios(ratios, table.num_devices, "the cluster")
-        starts = [ratios]
-
+    starts = _starts(table, segments)
     pairs = _Pairs(table, pinned or {}, whole)
     for start in starts:
         program = pairs.search(start, ())
         pairs.judge(program, start)
-    if ratios is None and pairs.best is not None:
+    if pairs.best is not None:
         pairs.alternate(pairs.best[2].ratios, ())
     if pairs.has_refused:
-        _search_with_charges(pairs, starts, ratios is None, is_late)
+        _search_with_charges(pairs, starts, is_late)
     if pairs.best is None:
         _, worst, need = pairs.tightest
         name = table.cluster.devices[worst].name
@@ -210,21 +199,15 @@ def synthesize(
         )
         raise _fits_no_mix(table, reason, table.limits[worst])
 
-    if ratios is None and whole and table.num_devices <= MOST_MOVED:
+    if whole and table.num_devices <= MOST_MOVED:
         _move_units(pairs)
     seconds, program, shares = pairs.best
-    used = table.program_bytes(program, shares)
-    shares = _cleared(PlacedProgram(table.graph, program, shares))
-    bytes_by_device = tuple(map(float, used))
-    plan = SpmdPlan(table.graph, program, shares, seconds, bytes_by_device, pairs.has_refused)
-    if ratios is not None:
-        names = [device.name for device in table.cluster.devices]
-        check_rounded(ratios, list(plan.units.values()), names)
-    return plan
+    shares = _clear_idle(PlacedProgram(table.graph, program, shares))
+    return SpmdPlan(table.graph, program, shares, seconds, pairs.has_refused)
 
 
 def _search_with_charges(
-    pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_late: Callable[[], bool]
+    pairs: _Pairs, starts: Sequence[Ratios], is_late: Callable[[], bool]
 ) -> None:
     """Search with charges for bytes until a higher charge finds nothing better.
 
@@ -242,11 +225,7 @@ def _search_with_charges(
         nearest = pairs.tightest[0]
         first_and_last = dict.fromkeys((starts[0], starts[-1]))
         for start in first_and_last:
-            if free_ratios:
-                pairs.alternate(start, charge, CHARGED_ROUNDS)
-            else:
-                charged = pairs.search(start, charge)
-                pairs.judge(charged, start)
+            pairs.alternate(start, charge, CHARGED_ROUNDS)
 
         if pairs.best is not None:
             if pairs.best is before or is_late():
@@ -309,7 +288,7 @@ def _move_units(pairs: _Pairs) -> None:
             return
 
 
-def _cleared(placed: PlacedProgram) -> Shares:
+def _clear_idle(placed: PlacedProgram) -> Shares:
     """Return the shares with 0 for devices that round to nothing.
 
     They stay as they were if the others' units would change.
@@ -319,7 +298,7 @@ def _cleared(placed: PlacedProgram) -> Shares:
     if not any(idle):
         return placed.shares
     rows = np.where(idle, 0.0, np.array(placed.shares.ratios))
-    shares = Shares(placed.graph, normalised_rows(rows), placed.shares.whole)
+    shares = Shares(placed.graph, normalise_rows(rows), placed.shares.whole)
     other = PlacedProgram(placed.graph, placed.program, shares)
     if other.units != placed.units:
         return placed.shares

@@ -59,11 +59,7 @@ class Program:
     @cached_property
     def loads(self) -> tuple[Instruction, ...]:
         """Instructions that load a leaf."""
-        found = []
-        for instruction in self.instructions:
-            if instruction.op == "load":
-                found.append(instruction)
-        return tuple(found)
+        return tuple(instruction for instruction in self.instructions if instruction.op == "load")
 
     @cached_property
     def storage(self) -> dict[str, TensorLayout]:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from planner.arrays import Floats
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.cluster import GIB
-from planner.spmd.costs import CostTable, Floats, Shares, Wire, Work
+from planner.spmd.costs import CostTable, Shares, Wire, Work
 from planner.spmd.program import Program
 
 
@@ -80,7 +81,7 @@ def linear_program(
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
 
-    grouped = _grouped(table, program, shares)
+    grouped = _group_terms(table, program, shares)
     if not grouped:
         return shares.ratios
     n = table.num_devices
@@ -136,10 +137,10 @@ def linear_program(
         raise InfeasibleError(f"no ratios let this program fit the devices' memory ({reason})")
     # the solver may return a ratio slightly below 0
     ratios = answer.x[:num_ratios].reshape(segments, n)
-    return normalised_rows(np.maximum(ratios, 0.0))
+    return normalise_rows(np.maximum(ratios, 0.0))
 
 
-def normalised_rows(rows: Floats) -> tuple[tuple[float, ...], ...]:
+def normalise_rows(rows: Floats) -> tuple[tuple[float, ...], ...]:
     """Return the rows, each divided by its sum."""
     found = []
     for row in rows:
@@ -148,7 +149,7 @@ def normalised_rows(rows: Floats) -> tuple[tuple[float, ...], ...]:
     return tuple(found)
 
 
-def _grouped(
+def _group_terms(
     table: CostTable, program: Program, shares: Shares
 ) -> dict[tuple[Work | None, tuple[int, ...]], float]:
     """Group the terms that depend on the ratios.
@@ -157,7 +158,7 @@ def _grouped(
     the work occurs, or the seconds of a whole tensor's communication.
     """
     found: dict[tuple[Work | None, tuple[int, ...]], float] = {}
-    for term, count in table.counted(program).items():
+    for term, count in table.term_counts(program).items():
         work: Work | None
         if isinstance(term, Wire):
             work = None

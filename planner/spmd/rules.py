@@ -32,7 +32,7 @@ def rules_of(graph: Graph, node: GraphNode) -> tuple[Rule, ...]:
     rules = [Rule((REPLICATED,) * len(node.inputs), REPLICATED)]
     if node.signature is None:
         return tuple(rules)
-    rules += _sharded(graph, node, node.signature)
+    rules += _sharded_rules(graph, node, node.signature)
     for together in node.signature.linear:
         inputs = []
         for index in range(len(node.inputs)):
@@ -41,7 +41,7 @@ def rules_of(graph: Graph, node: GraphNode) -> tuple[Rule, ...]:
     return tuple(dict.fromkeys(rules))
 
 
-def _sharded(graph: Graph, node: GraphNode, signature: Signature) -> Iterator[Rule]:
+def _sharded_rules(graph: Graph, node: GraphNode, signature: Signature) -> Iterator[Rule]:
     for letter in signature.letters:
         is_cut = _dimension(node, signature, letter) in graph.axes
         is_contracted = letter in signature.contracted

@@ -1,6 +1,6 @@
-"""Search of the cheapest program for given shares: a dynamic program over the frontier, and A*.
+"""Search of the cheapest program for given shares: a dynamic program over the frontier.
 
-Both have the same states. Costs add up and do not depend on the order, so operators are taken in
+Costs add up and do not depend on the order, so operators are taken in
 topological order without loss. A state is the set of layouts of each live tensor. A tensor gets a
 further layout when a rule first asks for it, by at most two conversions (more never help: every
 pair of layouts is joined by two). A state is dropped if a cheaper one can be converted into it for
@@ -12,7 +12,6 @@ at states with equal differences of cost have equal solutions. So a deep model t
 than its first few layers.
 """
 
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -135,7 +134,6 @@ class ProgramSearch:
         self._pinned = pinned or {}
         self._byte_s = byte_s
         self._tensors: dict[str, _Tensor] = {}
-        self.states_seen = 0
         self._places = self._live_places()
         self.segments = Segments(self.graph, shares, self._places, self._pinned)
         self._choices: dict[int, tuple[_Option, ...]] = {}
@@ -150,9 +148,7 @@ class ProgramSearch:
         shares = [1.0] * len(self._byte_s)
         if axis is not None:
             shares = self.shares.of(axis).tolist()
-        charges = []
-        for charge, part in zip(self._byte_s, shares, strict=True):
-            charges.append(charge * part)
+        charges = [charge * part for charge, part in zip(self._byte_s, shares, strict=True)]
         return seconds + size * sum(charges)
 
     def _live_places(self) -> list[SearchStep]:
@@ -289,7 +285,7 @@ class ProgramSearch:
             following.append(1 << option.bit)
             yield seconds, tuple(following), option
 
-    def _undominated(self, step: int, costs: dict[SearchState, float]) -> list[SearchState]:
+    def _drop_dominated(self, step: int, costs: dict[SearchState, float]) -> list[SearchState]:
         """Return the states that no cheaper one can be turned into for the difference."""
         tensors = [self._tensor(name) for name in self._live(step)]
         kept: list[SearchState] = []
@@ -335,7 +331,7 @@ class ProgramSearch:
             ends.append((cost + loss_s, state))
         end_s, state = min(ends)
         _, _, loss_path = self._loss_path(state)
-        instructions = [*self._assembled(chain, state), *loss_path]
+        instructions = [*self._assemble(chain, state), *loss_path]
         # a leaf that several readers load alike is loaded once
         distinct = dict.fromkeys(instructions)
         return base + end_s, Program(tuple(distinct))
@@ -350,20 +346,19 @@ class ProgramSearch:
         for step in range(first, last):
             following: dict[SearchState, float] = {}
             origins: dict[SearchState, tuple[SearchState, _Option]] = {}
-            for state in self._undominated(step, costs):
+            for state in self._drop_dominated(step, costs):
                 base = costs[state]
                 for seconds, reached, option in self._follow(step, state):
                     reached_s = base + seconds
                     if reached_s < following.get(reached, float("inf")):
                         following[reached] = reached_s
                         origins[reached] = (state, option)
-            self.states_seen += len(following)
             back.append(origins)
             costs = following
-        ends = {state: costs[state] for state in self._undominated(last, costs)}
+        ends = {state: costs[state] for state in self._drop_dominated(last, costs)}
         return _Solved(first, back, ends)
 
-    def _assembled(self, chain: list[tuple[int, _Solved]], state: SearchState) -> list[Instruction]:
+    def _assemble(self, chain: list[tuple[int, _Solved]], state: SearchState) -> list[Instruction]:
         """Return the chosen instructions in order.
 
         A solution that was found for an equal segment is read with this segment's names.
@@ -382,8 +377,8 @@ class ProgramSearch:
             names = dict(zip(solved_names, own_names, strict=True))
             block: list[Instruction] = []
             for step, before, option in reversed(chosen):
-                for instruction in self._spelt(step, before, option):
-                    block.append(_renamed(instruction, names))
+                for instruction in self._spell_out(step, before, option):
+                    block.append(_rename(instruction, names))
             blocks.append(block)
 
         instructions = []
@@ -391,7 +386,7 @@ class ProgramSearch:
             instructions += block
         return instructions
 
-    def _spelt(self, step: int, before: SearchState, option: _Option) -> Iterator[Instruction]:
+    def _spell_out(self, step: int, before: SearchState, option: _Option) -> Iterator[Instruction]:
         """Yield the instructions of an option, conversions of its inputs first."""
         live = self._places[step].live
         masks = list(before)
@@ -401,37 +396,6 @@ class ProgramSearch:
             yield from path
         yield from option.loads
         yield option.instruction
-
-    def a_star(self) -> float:
-        """Return the least seconds, by A*: the rest costs at least every node's cheapest option."""
-        num_steps = len(self._places)
-        # rest[step]: lower bound on the seconds from a step on; the loss's conversions are free
-        rest = [0.0, 0.0]
-        for step in reversed(range(num_steps)):
-            cheapest_s = min(option.seconds for option in self._options_at(step))
-            rest.append(rest[-1] + cheapest_s)
-        rest.reverse()
-
-        queue: list[tuple[float, int, SearchState]] = [(rest[0], 0, ())]
-        done: set[tuple[int, SearchState]] = set()
-        while True:
-            bound, step, state = heapq.heappop(queue)
-            if step > num_steps:
-                return bound
-            if (step, state) in done:
-                continue
-            done.add((step, state))
-
-            spent = bound - rest[step]
-            rest_after = rest[step + 1]
-            if step == num_steps:
-                loss_s, _, _ = self._loss_path(state)
-                bound_after = spent + loss_s + rest_after
-                heapq.heappush(queue, (bound_after, step + 1, ()))
-                continue
-            for seconds, reached, _ in self._follow(step, state):
-                bound_after = spent + seconds + rest_after
-                heapq.heappush(queue, (bound_after, step + 1, reached))
 
 
 def _becomes(
@@ -450,9 +414,7 @@ def _becomes(
     return left >= 0
 
 
-def _renamed(instruction: Instruction, names: dict[str, str]) -> Instruction:
+def _rename(instruction: Instruction, names: dict[str, str]) -> Instruction:
     tensor = names.get(instruction.tensor, instruction.tensor)
-    inputs = []
-    for name, layout in instruction.inputs:
-        inputs.append((names.get(name, name), layout))
+    inputs = [(names.get(name, name), layout) for name, layout in instruction.inputs]
     return replace(instruction, tensor=tensor, inputs=tuple(inputs))

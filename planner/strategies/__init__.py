@@ -1,6 +1,10 @@
 """Search strategies for plans: `plan_with(strategy, request)`.
 
-See planner/README.md for each strategy.
+All strategies are costed by one model. `metis`, `fasop` and `hap` are re-implementations of
+published algorithms; their modules say what was kept. `metis`, `fasop`, `megatron` and `varuna`
+differ in what they enumerate; `staged` ranks it by one closed form and predicts the first few.
+`autohet` reads no clock, so equal input gives the equal plan in every process. `metis`, `fasop` and
+`hap` end at `time_limit_s`; `Request.deadline_s` ends every strategy with its best plan so far.
 """
 
 from collections.abc import Callable
@@ -8,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.search.problem import limits
 from planner.search.problem.request import (
     TIME_IS_OVER,
@@ -20,7 +25,6 @@ from planner.search.problem.request import (
     with_cut,
 )
 from planner.search.walk.judge import describe
-from planner.strategies.answer_checks import check_answer
 from planner.strategies.autohet_uneven import search_with_uneven
 from planner.strategies.dispatch import dispatch_reason
 from planner.strategies.exhaustive import search_exhaustive
@@ -78,13 +82,13 @@ def _or_offloading(search: Callable[[Request], Answer], request: Request) -> Ans
             raise
         first_refusal = refusal
 
-    offloading = replace(request, cost=request.cost.offloading())
+    offloading = replace(request, cost=request.cost.with_offloading())
     try:
         answer = search(offloading)
     except InfeasibleError:
         # the first refusal is of the plans that the job asks for
         raise first_refusal from None
-    return _priced(answer)
+    return _with_price(answer)
 
 
 def _with_reasons(request: Request, answer: Answer) -> Answer:
@@ -116,14 +120,14 @@ def _in_one_zone(strategy: str, request: Request) -> Answer:
     return answer
 
 
-def _priced(answer: Answer) -> Answer:
+def _with_price(answer: Answer) -> Answer:
     """Return the answer with the price of optimizer state in host memory."""
     update_s = answer.prediction.breakdown_s["optimizer"]
     why = (
         "no plan fits the GPUs unless masters and moments lie in host memory: their update there"
         f" takes {update_s:.3g} s of each step's {answer.step_time_s:.3g} s"
     )
-    return answer.with_front(_priced).add_reason(why)
+    return answer.with_front(_with_price).add_reason(why)
 
 
 def _may_offload(request: Request) -> bool:
@@ -146,13 +150,13 @@ def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
             raise
         first_refusal = refusal
 
-    cutting = replace(request, cost=request.cost.cutting_sequences())
+    cutting = replace(request, cost=request.cost.with_cut_sequences())
     try:
         answer = search_objective(STRATEGIES[strategy], cutting, may_idle=may_idle)
     except InfeasibleError:
         raise first_refusal from None
     candidates = tuple(_with_cut_sequences(plan) for plan in answer.candidates)
-    marked = _marked(answer).with_front(_marked)
+    marked = _mark_cut(answer).with_front(_mark_cut)
     return replace(marked, candidates=candidates)
 
 
@@ -165,7 +169,7 @@ def _may_cut_sequences(request: Request) -> bool:
     return any(way != "selective" for way in ways)
 
 
-def _marked(answer: Answer) -> Answer:
+def _mark_cut(answer: Answer) -> Answer:
     """Return the answer with sequence-parallel stages in its plan, and the reason for them."""
     plan = _with_cut_sequences(answer.plan)
     prediction = replace(answer.prediction, plan=plan)
@@ -175,14 +179,12 @@ def _marked(answer: Answer) -> Answer:
 
 def _with_cut_sequences(plan: Plan) -> Plan:
     """Return the plan whose tensor-parallel stages are sequence parallel."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        stages = []
-        for stage in pipeline.stages:
-            cuts_sequence = stage.tp_degree > 1 and stage.recompute != "selective"
-            stages.append(replace(stage, sequence_parallel=cuts_sequence))
-        pipelines.append(replace(pipeline, stages=tuple(stages)))
-    return replace(plan, pipelines=tuple(pipelines))
+
+    def cut(stage: Stage) -> Stage:
+        cuts_sequence = stage.tp_degree > 1 and stage.recompute != "selective"
+        return replace(stage, sequence_parallel=cuts_sequence)
+
+    return plan.map_stages(cut)
 
 
 def _or_program(answer: Answer, request: Request) -> Answer:
@@ -209,3 +211,41 @@ def _or_program(answer: Answer, request: Request) -> Answer:
     why = f"{pipelines_s:.4g} s a step, the program on uneven shares takes {program_s:.4g} s"
     rejected = (Rejected(f"the best pipelines: {describe(answer.plan)}", why), *other.rejected)
     return replace(other, strategy="autohet", rejected=rejected)
+
+
+def check_answer(strategy: str, request: Request, answer: Answer) -> None:
+    """Check that each plan of the answer does the work that was asked for, on the fleet's workers.
+
+    A plan that leaves sequences out is costed as the faster one, so nothing else would show it.
+
+    Raises:
+        ConfigError: a plan is not whole, or is one of another request; names the strategy.
+    """
+    for each in (answer, *answer.front):
+        try:
+            _check_plan(request, each.plan)
+        except ConfigError as error:
+            raise ConfigError(
+                f"strategy '{strategy}' answered with a wrong plan: {error}; correct the strategy,"
+                " or choose another one"
+            ) from error
+
+
+def _check_plan(request: Request, plan: Plan) -> None:
+    check_plan(plan, request.spec.num_layers)
+    if plan.global_batch_sequences != request.global_batch_sequences:
+        raise ConfigError(
+            f"its global_batch_sequences is {plan.global_batch_sequences}, but the request's is"
+            f" {request.global_batch_sequences}"
+        )
+
+    asked = request.microbatch_sequences
+    sizes = plan.microbatch_sizes
+    if asked is not None and sizes != [asked]:
+        raise ConfigError(
+            f"its microbatches have {sizes} sequences, but the request's have {asked}"
+        )
+
+    strangers = sorted(set(plan.workers).difference(request.fleet.workers))
+    if strangers:
+        raise ConfigError(f"worker '{strangers[0]}' is not in the fleet")

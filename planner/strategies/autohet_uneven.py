@@ -18,7 +18,7 @@ from planner.inputs.fleet import Fleet, NodeType, node_of
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.plans.shares import UnevenGroup
-from planner.search.autohet import drafted, improved
+from planner.search.autohet import draft, improve
 from planner.search.bounds.bound import Proof
 from planner.search.memory import (
     cost_like,
@@ -35,7 +35,7 @@ from planner.search.problem.tables import Tables
 from planner.search.uneven_groups import gain, uneven_group
 from planner.search.walk.moves import GpuGroup, Moves, groups_of
 
-OUTSIDE = "nothing is proved: there may be uneven stages, for which the bound does not hold"
+OUTSIDE = "no lower bound (none holds for the uneven stages that this fleet may have)"
 
 
 def search_with_uneven(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
@@ -46,13 +46,13 @@ def search_with_uneven(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     """
     check_request(request)
     known = list(seeds)
-    return with_room_or_without(lambda asked: _searched(asked, known), request)
+    return with_room_or_without(lambda asked: _search(asked, known), request)
 
 
-def _searched(request: Request, known: list[Plan]) -> Answer:
+def _search(request: Request, known: list[Plan]) -> Answer:
     groups = uneven_groups(request)
     if not groups:
-        return _proved(request, search_with_memory(request, known))
+        return _with_proof(request, search_with_memory(request, known))
     known_even = [plan for plan in known if not uneven_stages(plan)]
     even = None
     refused = InfeasibleError("")
@@ -64,12 +64,12 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
     asked = replace(request, uneven=groups)
     if even is not None and request.is_late:
         skipped = Rejected("stages of uneven shares", TIME_IS_OVER)
-        return _proved(request, replace(even, rejected=(*even.rejected, skipped)))
+        return _with_proof(request, replace(even, rejected=(*even.rejected, skipped)))
 
-    found = _found(asked, even, known)
+    found = _search_uneven(asked, even, known)
     if found is None and even is None:
         raise refused
-    return _proved(asked, _chosen(even, found))
+    return _with_proof(asked, _choose(even, found))
 
 
 def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
@@ -105,13 +105,13 @@ def _candidate_mixes(request: Request) -> list[tuple[NodeType, ...]]:
 
     if _may_mix(request.cost):
         for one, other in itertools.combinations(types, 2):
-            if _joined(one, other):
+            if _are_joined(one, other):
                 mixes += _mixes_of(one, other)
 
     most = request.spec.max_tp_degree
     if request.max_tp_degree:
         most = min(most, request.max_tp_degree)
-    return [mix for mix in mixes if request.min_tp_degree <= len(mix) <= most]
+    return [mix for mix in mixes if len(mix) <= most]
 
 
 def _mixes_of(one: NodeType, other: NodeType) -> Iterator[tuple[NodeType, ...]]:
@@ -155,7 +155,7 @@ def _may_mix(cost: CostModel) -> bool:
     return True
 
 
-def _joined(one: NodeType, other: NodeType) -> bool:
+def _are_joined(one: NodeType, other: NodeType) -> bool:
     """Return True if unlike GPUs reach each other as fast as GPUs of one node.
 
     That must also hold while all GPUs of their nodes communicate at the same time.
@@ -173,7 +173,7 @@ def uneven_stages(plan: Plan) -> list[Stage]:
     return [stage for stage in plan.stages if stage.tp_shares]
 
 
-def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answer | None:
+def _search_uneven(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answer | None:
     """Return the best plan that may have uneven stages; None if none fits.
 
     The search begins with the best plans of even stages.
@@ -184,9 +184,9 @@ def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answ
     for cost in _costs(request, even):
         asked = replace(request, cost=cost, prove=False)
         try:
-            moves = Moves(tables_of(asked), random.Random(0), request.mixed_microbatch)
+            moves = Moves(tables_of(asked), random.Random(0))
             starts = [*begin, *plans_with_group(moves, begin)]
-            found = improved(drafted(asked, starts))
+            found = improve(draft(asked, starts))
         except InfeasibleError:
             continue
         plan = fewest_shared(request.cost, found.plan)
@@ -203,7 +203,7 @@ def _costs(request: Request, even: Answer | None) -> list[CostModel]:
         return [cost_like(request.cost, even.plan)]
     if request.cost.choices.is_fixed:
         return [request.cost]
-    return [request.cost.assuming(each) for each in levels(request)]
+    return [request.cost.with_assumption(each) for each in levels(request)]
 
 
 def plans_with_group(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
@@ -264,13 +264,12 @@ def _with_group(moves: Moves, plan: Plan, group: GpuGroup) -> Iterator[Plan]:
         if index != taker and left[index]:
             others.append((pipeline, left[index]))
 
-    sizes = moves.tables.sizes if moves.mixed_sizes else [giver.microbatch_sequences]
     as_stage = [[*mine[:place], group, *mine[place:]]]
     as_pipeline = [mine, [group]]
     for changed in (as_stage, as_pipeline):
-        for size in sizes:
+        for size in moves.tables.sizes:
             found = _cut_again(moves, changed, size, others)
-            shared = None if found is None else moves.shared(plan, found)
+            shared = None if found is None else moves.share_batch(plan, found)
             if shared is not None:
                 yield shared
 
@@ -285,10 +284,7 @@ def _cut_again(
 
     None if the model does not fit the groups of one of them.
     """
-    found = []
-    for groups in changed:
-        if groups:
-            found.append(moves.cut(groups, size))
+    found = [moves.cut(groups, size) for groups in changed if groups]
     for pipeline, groups in others:
         is_whole = groups == groups_of(pipeline)
         found.append(pipeline if is_whole else moves.cut(groups, pipeline.microbatch_sequences))
@@ -313,7 +309,7 @@ def _draft_s(moves: Moves, plan: Plan) -> float:
     return max(seconds, default=math.inf)
 
 
-def _chosen(even: Answer | None, found: Answer | None) -> Answer:
+def _choose(even: Answer | None, found: Answer | None) -> Answer:
     """Return the plan with uneven stages if it is clearly faster, with a reason either way."""
     if found is None:
         assert even is not None
@@ -354,7 +350,7 @@ def sentence(stages: Sequence[Stage]) -> str:
     return text
 
 
-def _proved(request: Request, answer: Answer) -> Answer:
+def _with_proof(request: Request, answer: Answer) -> Answer:
     """Return the answer with a lower bound that also covers plans with uneven stages.
 
     If the bound does not hold, the answer says that nothing is proved.

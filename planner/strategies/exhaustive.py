@@ -20,7 +20,8 @@ from functools import cached_property
 
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.fleet import Node, NodeType
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import redundancy
 from planner.search.problem import limits
 from planner.search.problem.cost_tables import microbatch_sizes
@@ -71,7 +72,7 @@ def search_exhaustive(request: Request) -> Answer:
     while limit < seconds and limit < longest_s:
         for plan in every.plans(limit, looked_at):
             if best is not None and request.is_late:
-                return _cut(every, best, begin)
+                return _answer_at_deadline(every, best, begin)
             step_s, way = every.best(plan)
             # of plans that are equal but for rounding the first one stays
             if step_s < seconds * (1 - 1e-12):
@@ -99,20 +100,20 @@ def _report(every: "_Every", step_s: float, seconds: float) -> SearchReport:
     request = every.request
     tried_all = request.cost.choices.is_fixed and not uneven_groups(request)
     if not tried_all:
-        says = "unproved: uneven shares and memory choices were not tried"
+        says = "no lower bound (uneven shares and memory choices were not tried)"
         return SearchReport(seconds, every.count, None, None, says)
 
     says = "no plan of the searched family, under this cost model, is faster: all were tried"
     return SearchReport(seconds, every.count, step_s, 0.0, says)
 
 
-def _cut(every: "_Every", best: Plan, begin_s: float) -> Answer:
+def _answer_at_deadline(every: "_Every", best: Plan, begin_s: float) -> Answer:
     """Return the best plan at the deadline; nothing is proved of it."""
     request = every.request
     placements = len(every.placements)
     left = placements - every.num_placed
     what = f"{left} of {placements} placements of the last round"
-    says = f"unproved: the time limit was over after {every.count} plans"
+    says = f"no lower bound (the time limit was over after {every.count} plans)"
     report = SearchReport(request.clock() - begin_s, every.count, None, None, says)
     rejected = (Rejected(what, TIME_IS_OVER),)
     return Answer("exhaustive", best, request.cost.predict(best), report, rejected)
@@ -177,7 +178,7 @@ class _Every:
         request = self.request
         top = request.highest_tp_degree
         # no higher ones, since there are five GPUs at most
-        degrees = [degree for degree in (1, 2, 4) if request.min_tp_degree <= degree <= top]
+        degrees = [degree for degree in (1, 2, 4) if degree <= top]
 
         def extend(groups: _Groups, left: Sequence[int]) -> Iterator[_Groups]:
             if groups:
@@ -233,14 +234,13 @@ class _Every:
         """
         for number, placement in enumerate(self.placements):
             self.num_placed = number
-            options = [self._loads_within(groups, limit_s) for groups in placement]
+            options = []
+            for groups in placement:
+                options.append([load for load in self.loads[groups] if load.least_s <= limit_s])
             for loads in _shares(options, self.request.global_batch_sequences):
                 slowest_s = max(load.least_s for load in loads)
                 if slowest_s > above_s and not _is_exchanged(placement, loads):
                     yield self._plan(placement, loads)
-
-    def _loads_within(self, groups: _Groups, limit_s: float) -> list[_Load]:
-        return [load for load in self.loads[groups] if load.least_s <= limit_s]
 
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
         request = self.request
@@ -268,23 +268,16 @@ class _Every:
             check_plan(way, self.request.spec.num_layers)
             prediction = self.request.cost.predict(way)
             is_faster = prediction.step_time_s < best_s
-            if is_faster and prediction.fits and self._wanted(way, prediction.usd_per_hour):
+            if is_faster and prediction.fits and self._is_wanted(way, prediction.usd_per_hour):
                 best_s = prediction.step_time_s
                 best = way
         return best_s, best
 
-    def _wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
+    def _is_wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
         """Return True if a plan meets the request's limits other than memory and depth."""
         request = self.request
         limit = request.max_usd_per_hour
         if limit is not None and usd_per_hour is not None and usd_per_hour > limit:
-            return False
-
-        has_mixed_tp = len(plan.tp_degrees) > 1
-        if has_mixed_tp and not request.mixed_tp:
-            return False
-        has_mixed_microbatch = len(plan.microbatch_sizes) > 1
-        if has_mixed_microbatch and not request.mixed_microbatch:
             return False
 
         holders = request.min_node_disjoint_holders

@@ -11,7 +11,6 @@ GPUs and batch (where none does). Added: the best cuts are predicted.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -39,21 +38,15 @@ from planner.strategies.staged import (
 TransferKind = tuple[NodeType, NodeType, bool, int, int, int]
 
 
-def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
-    """Search as FASOP does.
-
-    most_orders: orders of the nodes to try, evenly among all; None: all.
-
-    Raises:
-        InfeasibleError: none of its plans fits.
-    """
+def search_fasop(request: Request) -> Answer:
+    """Search as FASOP does. InfeasibleError if none of its plans fits."""
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
     tried = 0
     cut = ""
-    orders = list(node_orders(request.fleet, most_orders))
+    orders = list(node_orders(request.fleet))
 
     # FASOP's own grids first, others only if none of these fits
     for whole in (True, False):
@@ -69,15 +62,11 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     return answer_of("fasop", request, tables, shortlist.plans(), SearchEffort(begin, tried, cut))
 
 
-def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:
-    """Yield the cyclic rotations of the nodes, sorted by type, whose sequences of types differ.
-
-    most: number of orders at most; None: all.
-    """
+def node_orders(fleet: Fleet) -> Iterator[tuple[Node, ...]]:
+    """Yield the cyclic rotations of the nodes, sorted by type, whose sequences of types differ."""
     nodes = sorted(fleet.nodes, key=lambda node: node.node_type.name)
-    step = math.ceil(len(nodes) / most) if most else 1
     seen = set()
-    for turn in range(0, len(nodes), step):
+    for turn in range(len(nodes)):
         order = (*nodes[turn:], *nodes[:turn])
         types = tuple(node.node_type for node in order)
         if types not in seen:
@@ -104,7 +93,7 @@ def _try_order(
         for depth, width, microbatch in _grids(tables, len(gpus), tp, whole):
             tried += 1
             staged = groups.stages([tp * width] * depth, width, microbatch)
-            if staged is None or not shortlist.promising(staged, microbatch):
+            if staged is None or not shortlist.is_promising(staged, microbatch):
                 continue
             seconds = transfers.seconds(staged, microbatch)
             for ends in cuts(sums, staged.slowest(tables), seconds, change):

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.search.problem import limits
-from planner.search.problem.request import Answer, Request, narrowed
+from planner.search.problem.request import Answer, Request, Search, narrow_to
 
-Search = Callable[[Request], Answer]
 TypeCounts = tuple[int, ...]
 AnswerValue = Callable[[Answer], float]
 
@@ -92,7 +91,7 @@ class FleetSpace:
             return True
         return bound.allows_fleet(self.fleet(counts))
 
-    def allowed(self, fleets: Iterable[TypeCounts]) -> list[TypeCounts]:
+    def keep_allowed(self, fleets: Iterable[TypeCounts]) -> list[TypeCounts]:
         """Return those of some fleets that are allowed."""
         return [counts for counts in fleets if self.allows(counts)]
 
@@ -113,9 +112,9 @@ class FleetSpace:
         if self.num_combinations > most:
             return None
         ranges = [range(number + 1) for number in self.most]
-        return self.allowed(itertools.product(*ranges))
+        return self.keep_allowed(itertools.product(*ranges))
 
-    def filled(self, counts: TypeCounts, order: Sequence[int]) -> TypeCounts:
+    def fill(self, counts: TypeCounts, order: Sequence[int]) -> TypeCounts:
         """Add as many nodes as are allowed, machine by machine in this order."""
         found = counts
         for machine in order:
@@ -241,7 +240,7 @@ class FleetSearch:
         return None
 
     def _outcome(self, counts: TypeCounts, brief: bool) -> Answer | InfeasibleError:
-        part = narrowed(self.space.request, self.space.fleet(counts))
+        part = narrow_to(self.space.request, self.space.fleet(counts))
         # a bound takes up to a second, longer than the drafts of a fleet
         asked = replace(part, objective="time", prove=False, brief=brief)
         try:
@@ -258,7 +257,7 @@ class FleetSearch:
         request = self.space.request
         unlike: dict[frozenset[str], TypeCounts] = {}
         alike = []
-        for counts, answer in self._ranked():
+        for counts, answer in self._rank():
             if answer.used_nodes in unlike:
                 alike.append(counts)
             else:
@@ -275,7 +274,7 @@ class FleetSearch:
             self.search_in_full(also)
         return self.found
 
-    def _ranked(self) -> list[tuple[TypeCounts, Answer]]:
+    def _rank(self) -> list[tuple[TypeCounts, Answer]]:
         """Return the fleets with an answer, the best first, and of equal ones the smallest."""
         found = []
         for counts, answer in self.answers.items():
@@ -328,7 +327,7 @@ def cheapest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSear
     small = [*singles]
     for one in singles:
         small += _one_more(one)
-    starts = set(space.allowed(small))
+    starts = set(space.keep_allowed(small))
     found.climb(sorted(starts, key=space.gpus), around)
 
     # the model may be too large for one or two nodes
@@ -350,7 +349,7 @@ def _starts_of_size(space: FleetSpace, size: int) -> list[TypeCounts]:
         number = min(size, most)
         every.append(number)
         wanted.append(with_count(space.none, index, number))
-    return space.allowed([*wanted, tuple(every)])
+    return space.keep_allowed([*wanted, tuple(every)])
 
 
 def fastest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearch:
@@ -369,10 +368,10 @@ def fastest(search: Search, space: FleetSpace, value: AnswerValue) -> FleetSearc
     orders = itertools.islice(itertools.permutations(machines), limits.FEWEST_FLEETS // 2)
     starts = dict[TypeCounts, None]()  # several orders may fill the same fleet
     for order in orders:
-        filled = space.filled(space.none, order)
+        filled = space.fill(space.none, order)
         if any(filled):
             starts[filled] = None
-    found.climb(list(starts), lambda counts: _exchanged(space, counts))
+    found.climb(list(starts), lambda counts: _exchange_nodes(space, counts))
     return found
 
 
@@ -396,7 +395,7 @@ def _around(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
         yield with_count(counts, index, number // 2)
 
 
-def _exchanged(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
+def _exchange_nodes(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
     """Yield fleets with one or half of a machine's nodes less, filled up with other machines."""
     for index, number in enumerate(counts):
         others = list(range(len(counts)))
@@ -409,4 +408,4 @@ def _exchanged(space: FleetSpace, counts: TypeCounts) -> Iterator[TypeCounts]:
             for first in others:
                 rest = list(others)
                 rest.remove(first)
-                yield space.filled(left, [first, *rest])
+                yield space.fill(left, [first, *rest])

@@ -4,17 +4,14 @@ A fleet's part that computes in the job's precision is searched alone, too: it s
 types gain, and no larger fleet gets a worse plan than its part.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet
-from planner.inputs.formats import can_compute
-from planner.search.problem.request import Answer, Idle, Rejected, Request, narrowed
+from planner.plans.formats import can_compute
+from planner.search.problem.request import Answer, Rejected, Request, Search, narrow_to
 from planner.search.walk.judge import describe
 from planner.strategies.pareto import usd_per_token
-
-Search = Callable[[Request], Answer]
 
 
 def search_formats(search: Search, request: Request) -> Answer:
@@ -30,11 +27,11 @@ def search_formats(search: Search, request: Request) -> Answer:
         whole = search(request)
     except InfeasibleError:
         # Seldom: a smaller fleet has other groups.
-        return _idle_rest(request, search(narrowed(request, part)), "no plan found uses them")
+        return _idle_rest(request, search(narrow_to(request, part)), "no plan found uses them")
     if request.is_late:
         return whole
     try:
-        other = search(narrowed(request, part))
+        other = search(narrow_to(request, part))
     except InfeasibleError as error:
         if not _uses_others(request, whole):
             return whole
@@ -121,7 +118,4 @@ def _speed(answer: Answer) -> str:
 
 def _idle_rest(request: Request, answer: Answer, why: str) -> Answer:
     """Return the answer of a part of the fleet with the other workers idle."""
-    rest = request.workers_beside(answer.known_workers)
-    if not rest:
-        return answer
-    return replace(answer, idle=(*answer.idle, Idle(rest, why)))
+    return answer.add_idle(request.workers_beside(answer.known_workers), why)

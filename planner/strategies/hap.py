@@ -3,7 +3,7 @@
 Each GPU has a share as it can carry.
 
 Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program
-synthesis", EuroSys'24; what differs from it is said in `planner/spmd/README.md`. No pipelines:
+synthesis", EuroSys'24; `planner/spmd/README.md` says what differs. No pipelines:
 every layer lies on every GPU of the plan, whole or in part.
 """
 
@@ -17,7 +17,6 @@ from planner.search.problem import limits
 from planner.search.problem.request import (
     NOT_LOOKED_AT,
     Answer,
-    Idle,
     Rejected,
     Request,
     SearchReport,
@@ -25,9 +24,8 @@ from planner.search.problem.request import (
 )
 from planner.search.walk.judge import unacceptable
 from planner.spmd.costs import CostTable
-from planner.spmd.decoder import WHOLE
 from planner.spmd.document import StageProgram
-from planner.spmd.fleet import decoder_of, table_of
+from planner.spmd.graph import WHOLE
 from planner.spmd.plan import SpmdPlan, synthesize
 
 
@@ -59,17 +57,20 @@ def search_hap(request: Request) -> Answer:
             if why is None and best is not None and step_s >= best.step_time_s:
                 why = f"{step_s:.4g} s a step, slower than the chosen plan"
             if why is not None:
-                rejected.append(Rejected(_described(plan), why))
+                rejected.append(Rejected(_describe(plan), why))
                 continue
             if best is not None and best.plan is not None:
-                rejected.append(Rejected(_described(best.plan), "slower than the chosen plan"))
+                rejected.append(Rejected(_describe(best.plan), "slower than the chosen plan"))
             best = prediction
 
     if best is None or best.plan is None:
         why = rejected[0].why if rejected else "the fleet has no GPU"
         raise InfeasibleError(f"hap finds no program: {why}")
     report = SearchReport(request.clock() - begin, evaluated, None, None)
-    return Answer("hap", best.plan, best, report, tuple(rejected), _idle(request, best.plan))
+    answer = Answer("hap", best.plan, best, report, tuple(rejected))
+    left = request.workers_beside(set(best.plan.workers))
+    why = "with a share for them the program takes longer, or they hold none of it"
+    return answer.add_idle(left, why)
 
 
 def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
@@ -125,8 +126,8 @@ def _plans(
     tried = 0
     for count in passes:
         size = request.global_batch_sequences // count
-        decoder = decoder_of(request.cost, size)
-        table = table_of(request.cost, decoder.graph, workers, size, count)
+        decoder = request.cost.programs.decoder(size)
+        table = request.cost.programs.table(decoder.graph, workers, size, count)
         # the last one is tried in any case, since its refusal says why nothing fits
         cannot_fit = table.least_bytes > table.limits.sum()
         if cannot_fit and count != passes[-1]:
@@ -134,7 +135,7 @@ def _plans(
 
         tried += 1
         try:
-            found = _synthesized(request, table, dict(decoder.split_dims), is_late)
+            found = _synthesize(request, table, dict(decoder.split_dims), is_late)
         except InfeasibleError as error:
             what = f"one program on {len(workers)} GPUs, {count} microbatches"
             rejected.append(Rejected(what, str(error)))
@@ -166,7 +167,7 @@ def _passes(request: Request) -> list[int]:
     return [count for count in range(1, most + 1) if batch % count == 0]
 
 
-def _synthesized(
+def _synthesize(
     request: Request, table: CostTable, pinned: dict[str, int], is_late: Callable[[], bool]
 ) -> SpmdPlan:
     """Synthesize the fastest program with one set of ratios, or with two if memory is short.
@@ -199,13 +200,6 @@ def _plan(request: Request, workers: tuple[str, ...], count: int, found: SpmdPla
     return Plan(request.spec.name, batch, size, request.sequence_length, (pipeline,))
 
 
-def _described(plan: Plan) -> str:
+def _describe(plan: Plan) -> str:
     count = plan.pipelines[0].num_microbatches
     return f"one program on {len(plan.workers)} GPUs, {count} microbatches"
-
-
-def _idle(request: Request, plan: Plan) -> tuple[Idle, ...]:
-    left = request.workers_beside(set(plan.workers))
-    if not left:
-        return ()
-    return (Idle(left, "with a share for them the program takes longer, or they hold none of it"),)

@@ -157,7 +157,7 @@ class Arranger:
             if staged is None:
                 continue
             self.laid_out = True
-            if not self._shortlist.promising(staged, microbatch):
+            if not self._shortlist.is_promising(staged, microbatch):
                 fits = True
                 continue
 

@@ -4,14 +4,20 @@ token.
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.fleet import Fleet
 from planner.search.problem import limits
-from planner.search.problem.request import TIME_IS_OVER, Answer, Rejected, Request, narrowed
+from planner.search.problem.request import (
+    TIME_IS_OVER,
+    Answer,
+    Rejected,
+    Request,
+    Search,
+    narrow_to,
+)
 from planner.strategies.fasop import fleets_up_to
 from planner.strategies.fleets import (
     FleetSearch,
@@ -23,8 +29,6 @@ from planner.strategies.fleets import (
 from planner.strategies.front import Front
 
 T = TypeVar("T")
-
-Search = Callable[[Request], Answer]
 
 
 def pareto_front(
@@ -43,14 +47,14 @@ def pareto_front(
     space = FleetSpace(request)
     found = FleetSearch(search, space, _step_time_s)
     if not may_idle:
-        return undominated(_from_drafts(search, found)), found
+        return drop_dominated(_from_drafts(search, found)), found
 
     front = Front(found, thinned_counts(space.most, limits.FRONT_FLEETS))
     answers = front.plans()
     found.is_complete = front.has_all and not front.is_cut
     if front.is_cut:
         answers += _from_drafts(search, found)
-    return undominated(answers), found
+    return drop_dominated(answers), found
 
 
 def _from_drafts(search: Search, found: FleetSearch) -> list[Answer]:
@@ -61,7 +65,7 @@ def _from_drafts(search: Search, found: FleetSearch) -> list[Answer]:
     """
     space = found.space
     every = itertools.product(*thinned_counts(space.most, limits.DRAFTED_FLEETS))
-    for counts in spread(space.allowed(every)):
+    for counts in spread(space.keep_allowed(every)):
         found.look(counts)
 
     by_token = cheapest(search, space, usd_per_token)
@@ -113,7 +117,7 @@ def spread(fleets: list[T]) -> list[T]:
     return [whole, *(others[place] for place in places)]
 
 
-def undominated(answers: list[Answer]) -> list[Answer]:
+def drop_dominated(answers: list[Answer]) -> list[Answer]:
     """Return the answers that no other beats in both step time and price, fastest first."""
     ordered = sorted(answers, key=lambda answer: (answer.step_time_s, _usd_per_hour(answer)))
     front: list[Answer] = []
@@ -149,7 +153,7 @@ def search_objective(search: Search, request: Request, *, may_idle: bool = True)
 
     if best is None:
         raise _refusal(search, request, found)
-    return _reported(best, front, found)
+    return _with_report(best, front, found)
 
 
 def _may_use_all(request: Request) -> bool:
@@ -165,7 +169,7 @@ def _cheapest_then_fastest(answer: Answer) -> tuple[float, float]:
     return usd_per_token(answer), answer.step_time_s
 
 
-def _reported(best: Answer, front: list[Answer], found: FleetSearch) -> Answer:
+def _with_report(best: Answer, front: list[Answer], found: FleetSearch) -> Answer:
     """Return the answer with its front, and how many of the fleets were looked at."""
     request = found.space.request
     looked_at = len(found.answers)
@@ -209,7 +213,7 @@ def _why_none(search: Search, request: Request) -> str:
         if _price_of(fleet) <= limit:
             continue
         try:
-            answer = search(narrowed(unlimited, fleet))
+            answer = search(narrow_to(unlimited, fleet))
         except InfeasibleError:
             continue
 

@@ -153,7 +153,7 @@ class Shortlist:
     def is_empty(self) -> bool:
         return not self._found
 
-    def promising(self, staged: Staged, microbatch: int) -> bool:
+    def is_promising(self, staged: Staged, microbatch: int) -> bool:
         """Return True if layers in exact proportion to speed would come near the best so far.
 
         Pipeline d then needs m_d = 1 / sum of its stages' speeds for each microbatch. The first one
@@ -256,7 +256,7 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
                 break
             tried += 1
             staged = groups.stages([tp * width] * len(split), width, size)
-            if staged is not None and shortlist.promising(staged, size):
+            if staged is not None and shortlist.is_promising(staged, size):
                 shortlist.add(staged, ends_of(split))
     return answer_of(name, request, tables, shortlist.plans(), SearchEffort(begin, tried, cut))
 

@@ -2,21 +2,20 @@
 
 Three searches are compared: the fleet as if it were in one zone, each zone by itself, and zones
 together at the true cost of the data between them. The best of their plans is the answer. So a plan
-is never dearer than the one that a planner without zones would have chosen.
+is never dearer than the one that a planner without zones would have chosen. The bound is the first
+search's, which holds for any zones.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet
 from planner.search.problem import limits
-from planner.search.problem.request import Answer, Idle, Rejected, Request, narrowed
+from planner.search.problem.request import Answer, Idle, Rejected, Request, Search, narrow_to
 from planner.search.walk.judge import describe, unacceptable, zones_of
-from planner.strategies.pareto import undominated, usd_per_token
-
-Search = Callable[[Request], Answer]
+from planner.strategies.pareto import drop_dominated, usd_per_token
 
 
 def search_zones(search: Search, request: Request) -> Answer:
@@ -39,7 +38,7 @@ def _over_zones(search: Search, request: Request, blind: "_Blind") -> Answer:
 
     if request.objective == "pareto":
         return _front_of(request, known, blind)
-    return _reported(request, _best(request, known, blind), known, blind)
+    return _complete(request, _best(request, known, blind), known, blind)
 
 
 def spans_zones(request: Request) -> bool:
@@ -62,7 +61,7 @@ def zone_sets(request: Request) -> Iterator[tuple[str, ...]]:
     for size in range(most, 1, -1):
         for some in _largest(request, size):
             is_inside = any(larger.issuperset(some) for larger in kept)
-            if is_inside or not table.connects_all(some):
+            if is_inside or table.first_unconnected(some):
                 continue
             kept.append(set(some))
             yield some
@@ -102,7 +101,7 @@ class _Blind:
 
 def _blind(search: Search, request: Request) -> _Blind:
     """Search as if all zones were one. InfeasibleError if that finds no plan either."""
-    cost = request.cost.ignoring_zones()
+    cost = request.cost.without_zones()
     answer = search(replace(request, cost=cost, max_transfer_share=None, max_zones=None))
     return _Blind(answer, tuple(answer.front) or (answer,))
 
@@ -114,7 +113,7 @@ def _as_it_is(request: Request, blind: _Blind) -> list[Answer]:
         prediction = request.cost.predict(answer.plan)
         may_be_chosen = unacceptable(request, answer.plan, prediction) is None
         if may_be_chosen:
-            # `_reported` counts the blind search once for all of its plans
+            # `_complete` counts the blind search once for all of its plans
             uncounted = replace(answer.search, seconds=0.0, plans_evaluated=0)
             found.append(replace(answer, prediction=prediction, search=uncounted, front=()))
     return found
@@ -128,7 +127,7 @@ def _answers(search: Search, request: Request) -> list[Answer]:
             break  # not before there is a plan
         part = in_zones(request.fleet, zones)
         try:
-            answer = search(narrowed(request, part))
+            answer = search(narrow_to(request, part))
         except InfeasibleError:
             continue
         if answer.front:
@@ -168,11 +167,11 @@ def _best(request: Request, known: list[Answer], blind: _Blind) -> Answer:
 
 
 def _front_of(request: Request, known: list[Answer], blind: _Blind) -> Answer:
-    front = [_reported(request, each, (), blind) for each in undominated(known)]
+    front = [_complete(request, each, (), blind) for each in drop_dominated(known)]
     return replace(front[0], front=tuple(front))
 
 
-def _reported(request: Request, best: Answer, known: Iterable[Answer], blind: _Blind) -> Answer:
+def _complete(request: Request, best: Answer, known: Iterable[Answer], blind: _Blind) -> Answer:
     """Complete an answer: the bound for any zones, rejected plans of other zones, idle nodes."""
     of_blind = blind.answer.search
     others = []
@@ -180,7 +179,7 @@ def _reported(request: Request, best: Answer, known: Iterable[Answer], blind: _B
     for each in known:
         num_tried += each.search.plans_evaluated
         if each.plan != best.plan:
-            others.append(_rejected(request, each))
+            others.append(_reject(request, each))
 
     # zones only make plans slower, so the bound without them holds
     bound_s = of_blind.lower_bound_s
@@ -206,7 +205,7 @@ def _where(request: Request, best: Answer) -> str:
     return where
 
 
-def _rejected(request: Request, other: Answer) -> Rejected:
+def _reject(request: Request, other: Answer) -> Rejected:
     zones = zones_of(request.fleet, other.plan)
     price = other.prediction.usd_per_million_tokens
     why = f"{other.step_time_s:.4g} s a step"

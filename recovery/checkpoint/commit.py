@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 
-from recovery.checkpoint.dcp import METADATA_NAME, encode_dcp_metadata
 from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointDamaged,
     CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
+    LaterRelease,
+    ManifestForeign,
     ManifestInvalid,
+    ManifestMisplaced,
     Superseded,
 )
-from recovery.checkpoint.journal import read_ancestry
+from recovery.checkpoint.journal import read_ancestry, read_generation
 from recovery.checkpoint.manifest import (
     MANIFEST_NAME,
     DataFile,
@@ -37,7 +39,9 @@ from recovery.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from recovery.checkpoint.stock_metadata import correct_metadata, offer_metadata
 from recovery.checkpoint.write import CheckpointPart, WorkerReceipt, step_prefix, write_shards
+from recovery.release import RELEASE
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.storage.errors import ObjectExists, ObjectMissing
@@ -105,38 +109,48 @@ def commit_checkpoint(
     """Commit the checkpoint of `step`, once every shard of `layout` is in `receipts`.
 
     One coordinator calls it. Idempotent: if this job's checkpoint of this step is committed
-    already, that one is returned, no matter which process wrote it. A checkpoint of an abandoned
-    history is replaced (`ancestry` knows its generation, and it is not on the newest one's line).
+    already, that one is returned, no matter which process wrote it. It is replaced if files of it
+    are missing, or if it is of an abandoned history (`ancestry` knows its generation, and it is not
+    on the newest one's line).
 
     Raises:
         CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
         CheckpointConflict: the step belongs to another job or model, or two receipts disagree about
         a shard. Superseded: this step was committed by a generation that is newer than all that
-        `ancestry` knows: the caller stood still meanwhile.
+        `ancestry` knows: the caller stood still meanwhile. ManifestForeign: the step is of another
+        run.
     """
     committed = _committed_or_quarantined(storage, step)
-    if committed is not None and not of_present_history(ancestry, committed.generation, step):
-        if committed.generation > (ancestry.newest or 0):
-            raise Superseded(storage.uri, committed.generation, "unknown")
-        # Its data files stay until they are old enough for `remove_orphans`.
-        storage.delete([step_prefix(step) + MANIFEST_NAME])
-    elif committed is not None:
-        return _same_state(storage, committed, facts.job, layout.tensors)
+    if committed is not None and of_present_history(ancestry, committed.generation, step):
+        same = _same_state(storage, committed, facts.job, layout.tensors)
+        wrong = wrong_files(storage, same)
+        if not wrong:
+            correct_metadata(storage, same)
+            return same
+        logger.warning("%s of step %d is damaged; the step is committed again", wrong[0], step)
+    elif committed is not None and committed.generation > (ancestry.newest or 0):
+        raise Superseded(storage.uri, committed.generation, "unknown")
 
     files = _chosen_files(storage, step, layout, list(receipts))
+    claimed = ancestry.entries.get(facts.generation)
     manifest = Manifest(
         step=step,
         generation=facts.generation,
         job=facts.job,
-        created_by=f"autohet, torch {torch.__version__}",
+        created_by=f"autohet {RELEASE}, torch {torch.__version__}",
         created_unix_s=round(time.time(), 3),
         scalars=dict(facts.scalars),
         model_config=dict(facts.model_config),
         num_bytes=layout.num_bytes,
         tensors=tuple(_tensor_entry(layout.tensors[name]) for name in sorted(layout.tensors)),
         files=files,
+        run="" if claimed is None else claimed.run,
+        driver="" if claimed is None else claimed.driver,
     )
     _check_files(storage, manifest)
+    if committed is not None:
+        # Its data files stay until they are old enough for `remove_orphans`.
+        storage.delete([step_prefix(step) + MANIFEST_NAME])
     return _put_manifest(storage, manifest)
 
 
@@ -155,8 +169,7 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 class NewestCheckpoint:
     """Newest checkpoint that was found intact, if any, and what is wrong with later ones.
 
-    `unknown` is the reason why the journal does not show which history is the present one; empty if
-    it does.
+    `unknown` is the reason why it is not known to be of the job's present history; empty if it is.
     """
 
     info: CheckpointInfo | None
@@ -183,6 +196,9 @@ def find_newest(
     If entries of the journal are lost or damaged, the newest is the one of the highest generation,
     and of its highest step: generations rise, and each commits only steps of its own history. If
     the journal leads to none, it is the highest step of all.
+
+    Raises:
+        LaterRelease: a later step, or the journal, is of a later release.
     """
     infos = [info for info in reversed(list_checkpoints(storage)) if info.step not in but]
     ancestry = read_ancestry(storage)
@@ -191,9 +207,12 @@ def find_newest(
     unknown = _unknown_entries(ancestry, ())
     for info in infos:
         try:
-            manifest = _committed(storage, info.step)
+            manifest = _committed(storage, info.step, ancestry)
             if whole and manifest is not None:
                 require_files(storage, manifest)
+        except LaterRelease:
+            # Going on from an older one would leave what the later release has trained.
+            raise
         except (ManifestInvalid, CheckpointDamaged) as error:
             damaged.append(error)
             continue
@@ -210,6 +229,8 @@ def find_newest(
         return NewestCheckpoint(None, None, tuple(damaged), unknown)
     if unknown:
         found.sort(key=lambda each: (each[1].generation, each[0].step), reverse=True)
+    else:
+        unknown = all_abandoned(ancestry)
     info, manifest = found[0]
     return NewestCheckpoint(info, manifest, tuple(damaged), unknown)
 
@@ -228,12 +249,30 @@ def _unknown_entries(ancestry: Ancestry, manifests: Iterable[Manifest]) -> str:
     if not lost:
         return ""
     names = ", ".join(map(str, sorted(lost)))
-    return f"the journal's entries of these generations are lost or damaged: {names}"
+    return (
+        f"the journal's entries of these generations are lost or damaged: {names}; put them back"
+        f" from a backup, or move the entries in generations/ up to {max(lost)} and the checkpoints"
+        " of these generations out of the storage"
+    )
 
 
-def why_unknown(storage: Storage, manifests: Iterable[Manifest]) -> str:
+def why_unknown(ancestry: Ancestry, manifests: Collection[Manifest]) -> str:
     """Return why the checkpoints of the job's present history are not known; empty if they are."""
-    return _unknown_entries(read_ancestry(storage), manifests)
+    unknown = _unknown_entries(ancestry, manifests)
+    if unknown or not manifests:
+        return unknown
+    for manifest in manifests:
+        if of_present_history(ancestry, manifest.generation, manifest.step):
+            return ""
+    return all_abandoned(ancestry)
+
+
+def all_abandoned(ancestry: Ancestry) -> str:
+    """Describe a storage whose checkpoints are all of histories that the newest generation left."""
+    return (
+        f"no checkpoint is of generation {ancestry.newest}, which left the histories of those that"
+        " are there"
+    )
 
 
 def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
@@ -252,11 +291,16 @@ def of_present_history(ancestry: Ancestry, generation: int, step: int) -> bool:
     return generation not in ancestry.entries and ancestry.begins_after(newest, step)
 
 
-def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
+def open_checkpoint(
+    storage: Storage, step: int | None = None, ancestry: Ancestry | None = None
+) -> Manifest:
     """Return the checked manifest of the committed checkpoint of `step` (the newest when None).
 
+    `ancestry` is the storage's journal if the caller has read it.
+
     Raises:
-        CheckpointMissing: there is none. ManifestInvalid: it is damaged.
+        CheckpointMissing: there is none. ManifestInvalid: it is damaged. ManifestMisplaced: it is
+        of another step or run than the place where it lies.
     """
     if step is None:
         newest = find_newest(storage)
@@ -265,28 +309,59 @@ def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
             raise CheckpointMissing(storage.uri, None)
         return newest.manifest
 
-    manifest = _committed(storage, step)
+    manifest = _committed(storage, step, ancestry)
     if manifest is None:
         there = tuple(info.step for info in list_checkpoints(storage))
         raise CheckpointMissing(storage.uri, step, there)
     return manifest
 
 
-def _committed(storage: Storage, step: int) -> Manifest | None:
+def _committed(storage: Storage, step: int, ancestry: Ancestry | None = None) -> Manifest | None:
     name = step_prefix(step) + MANIFEST_NAME
+    uri = f"{storage.uri}/{name}"
     try:
-        return decode_manifest(storage.get(name), f"{storage.uri}/{name}")
+        manifest = decode_manifest(storage.get(name), uri)
     except ObjectMissing:
         return None
+    if ancestry is None:
+        ancestry = read_generation(storage, manifest.generation, manifest.driver)
+    _check_place(manifest, step, uri, ancestry)
+    return manifest
+
+
+def _check_place(manifest: Manifest, step: int, uri: str, ancestry: Ancestry) -> None:
+    """Raise ManifestMisplaced unless the manifest is of this step's directory and of this run."""
+    if manifest.step != step:
+        raise ManifestMisplaced(
+            uri,
+            f"is of step {manifest.step}, not {step}: its directory was copied or renamed; rename"
+            f" it to {step_prefix(manifest.step).rstrip('/')}, or remove it",
+        )
+    remedy = "move its directory out of this storage"
+    claimed = ancestry.entries.get(manifest.generation)
+    if claimed is not None and manifest.driver and claimed.driver not in ("", manifest.driver):
+        raise ManifestForeign(
+            uri,
+            f"is of another run: driver {manifest.driver} wrote its generation"
+            f" {manifest.generation}, that of this storage is of {claimed.driver}; {remedy}",
+        )
+    if manifest.run and ancestry.run not in ("", manifest.run):
+        raise ManifestForeign(
+            uri,
+            f"is of run {manifest.run}, the journal of this storage of {ancestry.run}; {remedy}",
+        )
 
 
 def _committed_or_quarantined(storage: Storage, step: int) -> Manifest | None:
     """Return the committed manifest.
 
-    A damaged one is kept under another name, so that the step can be committed again.
+    One that is damaged, or of another step, is kept under another name, so that the step can be
+    committed again.
     """
     try:
         return _committed(storage, step)
+    except (ManifestForeign, LaterRelease):
+        raise
     except ManifestInvalid as error:
         name = step_prefix(step) + MANIFEST_NAME
         data = storage.get(name)
@@ -387,17 +462,19 @@ def require_files(storage: Storage, manifest: Manifest) -> None:
 
 
 def _put_manifest(storage: Storage, manifest: Manifest) -> Manifest:
-    """Write `.metadata`, then the manifest if there is none yet; return the committed manifest."""
+    """Write `.metadata` and the manifest, if there are none yet; return the committed manifest."""
     prefix = step_prefix(manifest.step)
     encoded = encode_manifest(manifest)
-    storage.put(prefix + METADATA_NAME, encode_dcp_metadata(manifest))
+    is_new = offer_metadata(storage, manifest)
     try:
         # If there is none: of two coordinators one commits, and both get the same manifest.
         storage.put(prefix + MANIFEST_NAME, encoded, if_none_match=True)
     except ObjectExists:
         winner = _committed(storage, manifest.step)
         assert winner is not None, "a conditional put said that the manifest exists"
-        # Ours went over the winner's .metadata, whose files are not ours.
-        storage.put(prefix + METADATA_NAME, encode_dcp_metadata(winner))
+        # Ours may have come before the winner's, whose files are not ours.
+        correct_metadata(storage, winner)
         return _same_state(storage, winner, manifest.job, manifest.specs)
+    if not is_new:
+        correct_metadata(storage, manifest)
     return decode_manifest(encoded, prefix + MANIFEST_NAME)

@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recovery.errors import RecoveryError
+from recovery.release import RELEASE
 from recovery.state.layout import ShardId
+
+VERSION = 3
+"""Version of the manifests and journal entries that this release writes.
+
+It reads manifests of version 2 and entries without a version, which autohet 0.1.0 wrote, too.
+"""
 
 
 class CheckpointError(RecoveryError):
@@ -79,6 +86,28 @@ class ManifestInvalid(CheckpointError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.uri} is not a valid manifest: {self.reason}"
+
+
+@dataclass(eq=False, repr=False)
+class LaterRelease(ManifestInvalid):
+    """A manifest or journal entry is of a later release, which alone may read or replace it."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.uri} {self.reason}; this is autohet {RELEASE}, which reads versions up to"
+            f" {VERSION}: use that release"
+        )
+
+
+class ManifestMisplaced(ManifestInvalid):
+    """A manifest is intact, but of another step than its directory."""
+
+    def __str__(self) -> str:
+        return f"{self.uri} {self.reason}"
+
+
+class ManifestForeign(ManifestMisplaced):
+    """A manifest is intact, but of another run than the storage's journal."""
 
 
 @dataclass(eq=False, repr=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from recovery.checkpoint.errors import Superseded
+from recovery.checkpoint.errors import VERSION, LaterRelease, Superseded
 from recovery.checkpoint.lease import MARKER_CONTENT
 from recovery.documents import DocumentDamaged, decode_json
+from recovery.release import RELEASE
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.storage.errors import ObjectExists, ObjectMissing, StorageError, StorageMisplaced
 from recovery.storage.protocol import Storage
@@ -37,7 +39,8 @@ def entry_name(generation: int) -> str:
 class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Stored form of an entry.
 
-    `checksum` is the CRC-32 of the descent's own JSON (None: written by a version that had none).
+    `checksum` is the CRC-32 of this JSON without a checksum (version 1: of the descent's first four
+    fields; None: written by a version that had none). `release` wrote it.
     """
 
     generation: int
@@ -45,6 +48,9 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     first_step: int
     driver: str = ""
     checksum: int | None = None
+    run: str = ""
+    version: int = 1
+    release: str = ""
 
 
 class JournalUnreachable(StorageMisplaced):
@@ -66,6 +72,7 @@ class Journal:
         self._mine: dict[int, Descent] = {}
         """Entries of this driver that are to be there."""
         self._put_before: set[int] = set()
+        self._run = ""
         self._marked = False
 
     @property
@@ -93,7 +100,7 @@ class Journal:
         Raises:
             JournalUnreachable: neither the marker nor any entry that was there before is there.
         """
-        found = read_entries(self._storage, self._known)
+        found = read_entries(self._storage, self._known, self._run)
         self._require_storage(found)
         self._known = found.readable
         return found.ancestry()
@@ -154,8 +161,14 @@ class Journal:
             return found
         raise Superseded(self._storage.uri, newest.generation, newest.driver or "unknown")
 
+    def adopt_run(self, run: str) -> None:
+        """Use the run of the checkpoint that is gone on from, if the journal records none."""
+        self._run = self._run or read_ancestry(self._storage).run or run
+
     def _put(self, entry: Descent) -> None:
         """Put an entry; one of this driver's that was damaged is written again."""
+        self.adopt_run(uuid.uuid4().hex)
+        entry = msgspec.structs.replace(entry, run=self._run)
         name = entry_name(entry.generation)
         data = encode_entry(entry)
         try:
@@ -200,8 +213,19 @@ def read_ancestry(storage: Storage) -> Ancestry:
     return read_entries(storage, {}).ancestry()
 
 
-def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
-    """List the journal's entries and read those that are not in `known`."""
+def read_generation(storage: Storage, generation: int, driver: str) -> Ancestry:
+    """Return the entry of one generation if it is that of `driver`, else the whole journal."""
+    entry = _read(storage, entry_name(generation), generation)
+    if entry is None or entry.driver != driver:
+        return read_ancestry(storage)
+    return Ancestry({generation: entry})
+
+
+def read_entries(storage: Storage, known: Mapping[int, Descent], run: str = "") -> Entries:
+    """List the journal's entries and read those that are not in `known`.
+
+    An entry of another run than `run` (by default, that of most entries) is not readable.
+    """
     numbers = set()
     for info in storage.list(PREFIX):
         match = _ENTRY.match(info.name)
@@ -213,23 +237,51 @@ def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
         entry = known.get(number) or _read(storage, entry_name(number), number)
         if entry is not None:
             readable[number] = entry
+
+    run = run or Ancestry(readable).run
+    for number, entry in list(readable.items()):
+        if entry.run not in ("", run):
+            name = entry_name(number)
+            logger.warning("%s/%s is of run %s, not of %s", storage.uri, name, entry.run, run)
+            del readable[number]
     return Entries(readable, frozenset(numbers))
 
 
 def encode_entry(entry: Descent) -> bytes:
     """Encode the entry as JSON, with its checksum."""
-    stored = _Stored(**msgspec.structs.asdict(entry), checksum=_checksum(entry))
-    return msgspec.json.encode(stored)
+    stored = _Stored(**msgspec.structs.asdict(entry), version=VERSION, release=RELEASE)
+    return msgspec.json.encode(msgspec.structs.replace(stored, checksum=_checksum(stored)))
 
 
-def _checksum(entry: Descent) -> int:
-    return zlib.crc32(msgspec.json.encode(entry))
+def _checksum(stored: _Stored) -> int:
+    if stored.version != 1:
+        return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(stored, checksum=None)))
+    fields = msgspec.structs.asdict(stored)
+    first = {name: fields[name] for name in ("generation", "parent", "first_step", "driver")}
+    return zlib.crc32(msgspec.json.encode(first))
+
+
+def _require_readable(data: bytes, uri: str) -> None:
+    class Head(msgspec.Struct):
+        version: int = 1
+        release: str = "unknown"
+
+    head = decode_json(data, Head)
+    if head.version > VERSION:
+        reason = f"is of version {head.version}, written by autohet {head.release}"
+        raise LaterRelease(uri, reason)
 
 
 def _read(storage: Storage, name: str, generation: int) -> Descent | None:
-    """Return the entry; None if it is gone or damaged: its content is then unknown."""
+    """Return the entry; None if it is gone or damaged: its content is then unknown.
+
+    Raises:
+        LaterRelease: it is of a later release.
+    """
     try:
-        stored = decode_json(storage.get(name), _Stored)
+        data = storage.get(name)
+        _require_readable(data, f"{storage.uri}/{name}")
+        stored = decode_json(data, _Stored)
     except ObjectMissing:
         return None
     except DocumentDamaged as error:
@@ -237,12 +289,11 @@ def _read(storage: Storage, name: str, generation: int) -> Descent | None:
         return None
 
     fields = msgspec.structs.asdict(stored)
-    checksum = fields.pop("checksum")
-    entry = Descent(**fields)
+    entry = Descent(**{field: fields[field] for field in Descent.__struct_fields__})
     if entry.generation != generation:
         logger.warning("%s/%s is of generation %d", storage.uri, name, entry.generation)
         return None
-    if checksum is not None and checksum != _checksum(entry):
+    if stored.checksum is not None and stored.checksum != _checksum(stored):
         logger.warning("%s/%s is damaged: its checksum is wrong", storage.uri, name)
         return None
     return entry

@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 
-from recovery.checkpoint.errors import ManifestInvalid
+from recovery.checkpoint.errors import VERSION, LaterRelease, ManifestInvalid
 from recovery.documents import DocumentDamaged, decode_json
 from recovery.state.layout import ShardId, TensorSpec
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "autohet-checkpoint"
-VERSION = 2
 
 ITEM_OVERHEAD_BYTES = 64 << 10
 """Limit on the bytes that an item has around its elements.
@@ -82,8 +81,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuts: tuple[int, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Description of one committed checkpoint: everything except the bytes themselves."""
+class _ManifestV2(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Manifest of version 2, which records no run."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -103,6 +102,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Raw bytes of all shards."""
     tensors: tuple[TensorEntry, ...]
     files: tuple[DataFile, ...]
+
+
+class Manifest(_ManifestV2, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Description of one committed checkpoint: everything except the bytes themselves.
+
+    `run` and `driver` are those of its generation in the journal; empty where nobody recorded them.
+    """
+
+    run: str = ""
+    driver: str = ""
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -135,13 +144,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode the manifest, with its checksum filled in."""
-    checksum = _checksum(manifest)
-    return msgspec.json.encode(msgspec.structs.replace(manifest, checksum=checksum))
+    document = _document(manifest)
+    return msgspec.json.encode(msgspec.structs.replace(document, checksum=_checksum(manifest)))
+
+
+def _document(manifest: Manifest) -> _ManifestV2:
+    """Return the fields that a manifest of its version has."""
+    if manifest.version != 2:
+        return manifest
+    fields = {name: getattr(manifest, name) for name in _ManifestV2.__struct_fields__}
+    return _ManifestV2(**fields)
 
 
 def _checksum(manifest: Manifest) -> int:
     """Return the CRC-32 of the manifest's document with checksum 0."""
-    blank = msgspec.structs.replace(manifest, checksum=0)
+    blank = msgspec.structs.replace(_document(manifest), checksum=0)
     return zlib.crc32(msgspec.json.encode(blank))
 
 
@@ -152,11 +169,13 @@ def decode_manifest(data: bytes, uri: str) -> Manifest:
         ManifestInvalid: no JSON, a later version, unknown or missing keys, a wrong checksum, shards
         that do not fit.
     """
-    _check_version(data, uri)
+    version = _check_version(data, uri)
     try:
-        manifest = decode_json(data, Manifest)
+        document = decode_json(data, _ManifestV2 if version == 2 else Manifest)
     except DocumentDamaged as error:
         raise ManifestInvalid(uri, str(error)) from error
+    fields = {name: getattr(document, name) for name in document.__struct_fields__}
+    manifest = Manifest(**fields)
     expected = _checksum(manifest)
     if manifest.checksum != expected:
         raise ManifestInvalid(
@@ -166,10 +185,13 @@ def decode_manifest(data: bytes, uri: str) -> Manifest:
     return manifest
 
 
-def _check_version(data: bytes, uri: str) -> None:
+def _check_version(data: bytes, uri: str) -> int:
+    """Return the version of a manifest that can be read."""
+
     class Head(msgspec.Struct):
         format: str = ""
         version: int = 0
+        created_by: str = "another release"
 
     try:
         head = decode_json(data, Head)
@@ -177,10 +199,12 @@ def _check_version(data: bytes, uri: str) -> None:
         raise ManifestInvalid(uri, str(error)) from error
     if head.format != FORMAT:
         raise ManifestInvalid(uri, f"format {head.format!r} is not {FORMAT!r}")
-    if head.version != VERSION:
-        raise ManifestInvalid(
-            uri, f"version {head.version} is not {VERSION}; read it with the release that wrote it"
-        )
+    if head.version > VERSION:
+        raise LaterRelease(uri, f"is of version {head.version}, written by {head.created_by}")
+    if head.version < 2:
+        reason = f"version {head.version} is older than autohet 0.1.0; a commit before it reads it"
+        raise ManifestInvalid(uri, reason)
+    return head.version
 
 
 def _check_places(manifest: Manifest, uri: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from recovery.checkpoint.dcp import DATA_SUFFIX, METADATA_NAME, files_of_dcp_metadata
 from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -33,7 +33,7 @@ def trailer(step: int, digest: str) -> bytes:
 
 
 def owned(
-    storage: Storage, step: int, objects: Iterable[ObjectInfo], manifest: Manifest | None = None
+    storage: Storage, step: int, objects: Collection[ObjectInfo], manifest: Manifest | None = None
 ) -> list[ObjectInfo]:
     """Return those of `objects` that are proven to belong to this package.
 
@@ -45,10 +45,15 @@ def owned(
     if manifest is not None:
         sizes = {file.name: file.num_bytes for file in manifest.files}
 
+    # Stock PyTorch may have put a checkpoint of its own beside, whose `.metadata` this is then.
+    names = {info.name.removeprefix(prefix) for info in objects}
+    is_shared = any(name.endswith(DATA_SUFFIX) and not _DATA_FILE.match(name) for name in names)
     found = []
     for info in objects:
         name = info.name.removeprefix(prefix)
-        is_of_manifest = manifest is not None and name in (MANIFEST_NAME, METADATA_NAME)
+        is_of_manifest = manifest is not None and (
+            name == MANIFEST_NAME or (name == METADATA_NAME and not is_shared)
+        )
         is_named = is_of_manifest or sizes.get(name) == info.size
         # Only what no manifest names is read.
         if is_named or _is_proven(storage, step, name, info):
@@ -56,13 +61,18 @@ def owned(
     return found
 
 
+def is_own_metadata(data: bytes) -> bool:
+    """Return True if a stored `.metadata` names data files of this package, and no others."""
+    named = files_of_dcp_metadata(data)
+    return bool(named) and all(_DATA_FILE.match(file) for file in named)
+
+
 def _is_proven(storage: Storage, step: int, name: str, info: ObjectInfo) -> bool:
     try:
         if _LEASE.match(name):
             return info.size == len(LEASE_CONTENT) and storage.get(info.name) == LEASE_CONTENT
         if name == METADATA_NAME:
-            named = files_of_dcp_metadata(storage.get(info.name))
-            return bool(named) and all(_DATA_FILE.match(file) for file in named)
+            return is_own_metadata(storage.get(info.name))
         data_file = _DATA_FILE.match(name)
         if data_file is None or info.size < TRAILER_BYTES:
             return False

@@ -6,23 +6,25 @@ import logging
 import re
 import threading
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from recovery.cancellation import call_until
 from recovery.checkpoint.commit import (
     list_checkpoints,
-    newest_checkpoint,
+    of_present_history,
     open_checkpoint,
     why_unknown,
 )
 from recovery.checkpoint.dcp import METADATA_NAME
-from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
+from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid, ManifestMisplaced
+from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
 from recovery.checkpoint.ownership import LEASE_CONTENT, owned
 from recovery.checkpoint.write import step_prefix
 from recovery.errors import Cancelled
+from recovery.state.ancestry import Ancestry
 from recovery.storage.errors import StorageError
 from recovery.storage.protocol import ObjectInfo, Storage
 
@@ -122,33 +124,30 @@ def apply_retention(
 ) -> Removal:
     """Remove all but the newest `keep` committed checkpoints of `job`.
 
-    `keep` is at least 1; None keeps all. `job` None: checkpoints of any job. Checkpoints of later
-    steps than the newest of the job's present history are removed, too: they belong to an abandoned
-    history. Those of steps in `best` are kept in addition to the newest ones. One coordinator calls
+    `keep` is at least 1; None keeps all. `job` None: checkpoints of any job. Checkpoints of an
+    abandoned history are removed, too, and count for nothing; while there are no others, nothing is
+    removed. Those of steps in `best` are kept in addition to the newest ones. One coordinator calls
     it.
 
-    Never removes the newest, one in `reading`, or one that another process holds a lease on.
-    Removes nothing while a manifest or an entry of the journal is damaged or lost. Of a checkpoint,
-    only the files that its manifest names are removed, and other objects that are proven to be this
-    package's. The manifest is removed first: a removal that is interrupted leaves an uncommitted
-    prefix, which `remove_orphans` finishes.
+    Never removes the newest, one in `reading`, one that another process holds a lease on, or one of
+    another step or run than the place where it lies. Removes nothing while a manifest or an entry
+    of the journal is damaged or lost. Of a checkpoint, only the files that its manifest names are
+    removed, and other objects that are proven to be this package's. The manifest is removed first:
+    a removal that is interrupted leaves an uncommitted prefix, which `remove_orphans` finishes.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
 
-    manifests, problem = _read_all(storage, job)
-    if problem:
-        return Removal((), unknown=problem)
-    steps = list(manifests)
-    # Read after the manifests: a checkpoint that is committed meanwhile is no abandoned one.
-    newest = newest_checkpoint(storage)
-    old = _unneeded_steps(steps, None if newest is None else newest.step, keep, best)
+    found = _read_all(storage, job)
+    if found.problem:
+        return Removal((), unknown=found.problem)
+    old = _unneeded_steps(found, keep, best)
+    kept = list(found.misplaced)
     if not old:
-        return Removal(())
+        return Removal((), tuple(kept))
 
     now = storage.now()
     removed = []
-    kept = []
     count = 0
     for step in old:
         objects = list(storage.list(step_prefix(step)))
@@ -168,24 +167,32 @@ def apply_retention(
                 )
             )
         else:
-            count += 1 + _delete_all(storage, owned(storage, step, objects, manifests[step]))
+            count += 1 + _delete_all(storage, owned(storage, step, objects, found.manifests[step]))
     return Removal(tuple(removed), tuple(kept), count)
 
 
-def _unneeded_steps(
-    steps: list[int], newest: int | None, keep: int | None, best: Collection[int]
-) -> list[int]:
-    """Return those of the ascending `steps` that `apply_retention` may remove.
+@dataclass(frozen=True)
+class _Found:
+    """Manifests of committed checkpoints by step, oldest first, and those in a wrong place.
 
-    `newest` is the newest step of the job's present history.
+    `problem` is the reason why it is not known which of them are needed; empty if it is known.
     """
+
+    manifests: Mapping[int, Manifest]
+    misplaced: tuple[tuple[int, str], ...]
+    ancestry: Ancestry
+    problem: str
+
+
+def _unneeded_steps(found: _Found, keep: int | None, best: Collection[int]) -> list[int]:
+    """Return the steps that `apply_retention` may remove."""
     present = []
     abandoned = []
-    for step in steps:
-        if newest is not None and step > newest:
-            abandoned.append(step)
-        else:
+    for step, manifest in found.manifests.items():
+        if of_present_history(found.ancestry, manifest.generation, step):
             present.append(step)
+        else:
+            abandoned.append(step)
 
     unneeded = []
     if keep is not None:
@@ -193,17 +200,16 @@ def _unneeded_steps(
     return unneeded + abandoned
 
 
-def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], str]:
-    """Return the manifests of the job's committed checkpoints by step, oldest first.
-
-    The second value is the reason why it is not known which of them are needed; empty if it is
-    known.
-    """
+def _read_all(storage: Storage, job: str | None) -> _Found:
     manifests = {}
+    misplaced = []
     problem = ""
+    ancestry = read_ancestry(storage)
     for info in list_checkpoints(storage):
         try:
-            manifest = open_checkpoint(storage, info.step)
+            manifest = open_checkpoint(storage, info.step, ancestry)
+        except ManifestMisplaced as error:
+            misplaced.append((info.step, str(error)))
         except ManifestInvalid as error:
             problem = problem or str(error)
         except CheckpointMissing:
@@ -211,7 +217,10 @@ def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], s
         else:
             if job is None or manifest.job == job:
                 manifests[info.step] = manifest
-    return manifests, problem or why_unknown(storage, manifests.values())
+    # Read after the manifests: a checkpoint that is committed meanwhile is no abandoned one.
+    ancestry = read_ancestry(storage)
+    problem = problem or why_unknown(ancestry, manifests.values())
+    return _Found(manifests, tuple(misplaced), ancestry, problem)
 
 
 def remove_orphans(
@@ -225,19 +234,21 @@ def remove_orphans(
     `writing` are steps in progress: they stay, whatever their age. Nothing is removed while a
     manifest or an entry of the journal is damaged or lost.
     """
-    manifests, problem = _read_all(storage, None)
-    if problem:
-        return Removal((), unknown=problem)
+    found = _read_all(storage, None)
+    if found.problem:
+        return Removal((), unknown=found.problem)
 
     now = storage.now()
     by_step = _objects_by_step(storage)
     removed = []
-    kept = []
+    kept = list(found.misplaced)
+    for step in dict(kept):
+        by_step.pop(step, None)
     count = storage.abort_uploads("step-", min_age_s)
     for step, objects in sorted(by_step.items()):
         if step in writing or _leased(objects, now):
             continue
-        manifest = manifests.get(step)
+        manifest = found.manifests.get(step)
         if manifest is not None:
             objects = _strays(manifest, objects, now - min_age_s)
         elif max(info.modified_s for info in objects) >= now - min_age_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 import time
@@ -21,10 +22,13 @@ from recovery.errors import ShardCorrupt
 from recovery.state.checksum import RunningChecksum
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import shard_views
+from recovery.storage.contents import holds
 from recovery.storage.own_names import own_name
 from recovery.storage.payload import BytesPayload, ConcatPayload, Payload
 from recovery.storage.protocol import Storage
 from recovery.storage.tensor_payload import TensorPayload
+
+logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 30
 _CHECKSUM_STRIDE = 4 << 20
@@ -79,8 +83,8 @@ def write_shards(
     Any worker calls it, none waits for another. `state` is the worker's whole local state by state
     name, as `layout` says it holds it, and must not change meanwhile. Tensors are read in place
     (GPU tensors piece by piece), never copied whole. A file's name is a digest of its content: a
-    retry after a crash finds what is there already and does not send it again, and nothing that is
-    committed is ever overwritten.
+    retry after a crash finds what is there already and does not send it again. A file of that name
+    with other bytes is damaged, and is replaced.
 
     Raises:
         ValueError: the state is not what the layout says. StorageError: the storage failed.
@@ -117,7 +121,8 @@ def write_views(
         items = [(shard, specs[shard.tensor], views[shard]) for shard in group]
         file, payload = _data_file(step, part.worker, items, checksums or {})
         name = prefix + file.name
-        if storage.size(name) == file.num_bytes:
+        found = storage.size(name)
+        if found is not None and holds(storage, name, payload):
             # What lies here may be old: something young beside it keeps clean-ups away until the
             # commit.
             if not present:
@@ -126,6 +131,8 @@ def write_views(
             present += file.num_bytes
             meter.add(file.num_bytes)
         else:
+            if found is not None:
+                logger.warning("%s/%s is damaged and is replaced", storage.uri, name)
             storage.put(name, _Metered(payload, meter))
             sent += file.num_bytes
         files.append(file)

@@ -240,6 +240,10 @@ class _ThreadingServer(socketserver.TCPServer):
             logger.warning("connections of the shard server are still at work after its close")
 
 
+_MALFORMED = (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError)
+"""Errors of a connection that ends, or of a request whose fields no client of ours would send."""
+
+
 class _Handler(socketserver.BaseRequestHandler):
     """Handler of one peer's connection."""
 
@@ -274,7 +278,7 @@ class _Handler(socketserver.BaseRequestHandler):
                 if not self._answer(request):
                     return
                 self.server.note(self.request, idle=True)
-        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             logger.info("a peer's connection ended: %s", error)
 
     def finish(self) -> None:

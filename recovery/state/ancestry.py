@@ -20,13 +20,15 @@ class Descent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Entry of one generation, which began at `first_step` with state of `parent`'s history.
 
     `parent` None: the state was newly initialized, or comes from a checkpoint that no entry knows.
-    `driver` is the identity of the process that drives the generation.
+    `driver` is the identity of the process that drives the generation, `run` that of the run, equal
+    in all its generations. Both are empty in entries of versions that did not record them.
     """
 
     generation: int
     parent: int | None
     first_step: int
     driver: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class Ancestry:
     def newest(self) -> int | None:
         """Generation begun last: numbers are claimed one after the other by all drivers."""
         return max(self.entries, default=None)
+
+    @property
+    def run(self) -> str:
+        """Identity of the run: that of most entries, of the oldest among equals; "" if unknown."""
+        runs = [self.entries[number].run for number in sorted(self.entries)]
+        return max(filter(None, runs), key=runs.count, default="")
 
     def followed_by(self, *entries: Descent) -> Ancestry:
         known = {entry.generation: entry for entry in entries}

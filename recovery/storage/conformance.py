@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from secrets import token_hex
 from typing import Any
 
+from recovery.storage.contents import holds
 from recovery.storage.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
 from recovery.storage.protocol import ObjectInfo, Storage
 
@@ -245,6 +246,10 @@ def _get(walk: _Walk) -> str | None:
     got = storage.get(walk.small)
     walk.require(got == b"0123456789", walk.small, "what was put does not come back")
     walk.require(storage.size(walk.small) == 10, walk.small, "states a wrong size")
+    same = holds(storage, walk.small, b"0123456789")
+    walk.require(same, walk.small, "an upload that is repeated would not find it")
+    other = holds(storage, walk.small, b"012345678?")
+    walk.require(not other, walk.small, "states the checksum of other bytes")
     return None
 
 
@@ -308,7 +313,8 @@ def _race(walk: _Walk) -> str | None:
 
 
 def _list(walk: _Walk) -> str | None:
-    walk.listed = list(walk.storage.list(walk.prefix))
+    # By the beginning of a name, as a job lists its steps: directory buckets refuse that.
+    walk.listed = list(walk.storage.list(walk.prefix.rstrip("/")))
     found = {info.name: info.size for info in walk.listed}
     expected = {walk.small: 10, walk.large: len(walk.content)}
     walk.require(expected.items() <= found.items(), walk.prefix, "a list lacks what was just put")
@@ -377,8 +383,9 @@ def _abort(walk: _Walk) -> str | None:
     name = walk.prefix + "aborted"
     with contextlib.suppress(_ReadFailed):
         storage.put(name, _Broken())
-    storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
-    left = storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
+    beginning = walk.prefix.rstrip("/")
+    storage.abort_uploads(beginning, older_than_s=-86400.0)
+    left = storage.abort_uploads(beginning, older_than_s=-86400.0)
     walk.require(left == 0, name, "aborted uploads stay and cost money")
     walk.require(storage.size(name) is None, name, "an aborted upload shows")
     return None

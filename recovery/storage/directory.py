@@ -25,6 +25,7 @@ from recovery.storage.errors import (
     StorageError,
     StorageFull,
     StoragePermissionDenied,
+    StorageUnsupported,
 )
 from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
@@ -184,7 +185,15 @@ class DirectoryStorage:
             os.fsync(file.fileno())
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
-        for parent, folders, files in os.walk(folder, onerror=_raise_unless_gone):
+        seen: set[str] = set()
+        # A step's directory may be a link to another disk.
+        for parent, folders, files in os.walk(folder, onerror=_raise_unless_gone, followlinks=True):
+            real = os.path.realpath(parent)
+            if real in seen:
+                # A link to a directory above.
+                folders.clear()
+                continue
+            seen.add(real)
             # In place, which os.walk goes by. What cannot have such names is not looked into: it
             # may be somebody else's (a file system's lost+found).
             for name in list(folders):
@@ -196,10 +205,13 @@ class DirectoryStorage:
                 if file.startswith(TEMPORARY_PREFIX):
                     continue
                 path = Path(parent, file)
-                # A file may have been deleted after it was listed.
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     stat = path.stat()
-                    yield ObjectInfo(_name_in(self._root, path), stat.st_size, stat.st_mtime)
+                except OSError as error:
+                    # It may have been deleted after it was listed.
+                    _raise_unless_gone(error)
+                    continue
+                yield ObjectInfo(_name_in(self._root, path), stat.st_size, stat.st_mtime)
 
     def _temporaries(self, prefix: str) -> Iterator[Path]:
         for parent, _, files in os.walk(self._root, onerror=_raise_unless_gone):
@@ -210,10 +222,17 @@ class DirectoryStorage:
                     yield Path(parent, file)
 
     def _guard(self, name: str, action: Callable[[], T]) -> T:
+        uri = f"{self.uri}/{name}"
         try:
-            return call_until(self._cancelled, action, f"{self.uri}/{name}")
+            try:
+                return call_until(self._cancelled, action, uri)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                # NFS: the file was replaced or deleted since its name was looked up.
+                return call_until(self._cancelled, action, uri)
         except OSError as error:
-            raise _storage_error(f"{self.uri}/{name}", error) from error
+            raise _storage_error(uri, error) from error
 
 
 def _name_in(root: Path, path: Path) -> str:
@@ -321,8 +340,14 @@ def _storage_error(uri: str, error: OSError) -> StorageError:
         )
     if error.errno == errno.EEXIST:
         return ObjectExists(uri, "exists already")
-    if error.errno == errno.ENOENT:
+    if error.errno in (errno.ENOENT, errno.ESTALE):
         return ObjectMissing(uri, "does not exist")
+    if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+        return StorageUnsupported(
+            uri,
+            f"{reason.lower()}: this file system cannot rename files",
+            "if a bucket is mounted there, name the bucket as s3://bucket/prefix",
+        )
     if error.errno == errno.ENOTDIR:
         return StorageError(uri, "part of the path is a file", "use another directory")
     return StorageError(uri, reason)

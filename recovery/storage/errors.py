@@ -60,6 +60,10 @@ class ObjectExists(StorageError):
     """A conditional put found that the object exists already."""
 
 
+class RequestRefused(StorageError):
+    """The storage refused a request for a reason that has no class of its own."""
+
+
 class UploadGone(StorageError):
     """The storage knows no such upload in parts: it was aborted, or completed."""
 

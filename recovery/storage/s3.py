@@ -20,7 +20,9 @@ from recovery.storage.claims import CLAIMS, put_by_claim
 from recovery.storage.errors import (
     ObjectExists,
     ObjectMissing,
+    ObjectTruncated,
     StorageError,
+    StoragePermissionDenied,
     StorageUnsupported,
 )
 from recovery.storage.payload import Buffer, Payload, as_payload
@@ -29,7 +31,7 @@ from recovery.storage.retry import Patience
 from recovery.storage.s3_client import ClientFacts
 from recovery.storage.s3_connection import S3Connection, date_of
 from recovery.storage.s3_errors import denied_deletion
-from recovery.storage.s3_upload import MIN_PART_BYTES, MultipartUploads, put_whole
+from recovery.storage.s3_upload import MultipartUploads, put_whole
 
 _DELETE_BATCH = 1000
 
@@ -70,7 +72,7 @@ class S3Storage:
                 put_whole(connection, name, payload, {"IfNoneMatch": "*"})
             else:
                 put_by_claim(self, name, payload)
-        elif payload.size > max(self.options.part_bytes, MIN_PART_BYTES):
+        elif self._multipart.takes(payload):
             self._multipart.put(name, payload)
         else:
             put_whole(connection, name, payload, {})
@@ -101,19 +103,38 @@ class S3Storage:
             answer = self._connection.call(name, lambda client: client.head_object(**target))
         except ObjectMissing:
             return None
+        except StoragePermissionDenied:
+            # The answer to a HEAD has no reason, that to a GET has.
+            with contextlib.suppress(ObjectTruncated):
+                self.get(name, 0, 1)
+            raise
         return int(answer["ContentLength"])
+
+    def has_checksum_of(self, name: str, payload: Payload) -> bool:
+        """Return True if S3 recorded the CRC-32C of `payload` with the object."""
+        target = self._connection.target(name)
+        try:
+            answer = self._connection.call(
+                name, lambda client: client.head_object(**target, ChecksumMode="ENABLED")
+            )
+        except StorageError:
+            # Some stores do not know the header; with KMS it takes a further right.
+            return False
+        recorded = answer.get("ChecksumCRC32C")
+        return recorded is not None and recorded == self._multipart.checksum_of(payload)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         connection = self._connection
-        request: dict[str, Any] = {
-            "Bucket": connection.bucket,
-            "Prefix": connection.prefix + prefix,
-        }
+        request: dict[str, Any] = {"Bucket": connection.bucket}
         found = []
         while True:
-            page = connection.call(prefix, lambda client: client.list_objects_v2(**request))
+            page = connection.page(
+                prefix, lambda client, start: client.list_objects_v2(**request, Prefix=start)
+            )
             for item in page.get("Contents", ()):
                 name = item["Key"].removeprefix(connection.prefix)
+                if not name.startswith(prefix):
+                    continue
                 modified_s = item["LastModified"].timestamp()
                 found.append(ObjectInfo(name, int(item["Size"]), modified_s))
             if not page.get("IsTruncated"):

@@ -68,6 +68,8 @@ class S3Client:
         """Number of clients made before this one."""
         self.sends_checksums = True
         """True if requests carry CRC headers; False if the store refuses them."""
+        self.lists_folders_alone = False
+        """True if the store takes no list prefix that does not end in a slash."""
         self.conditional: bool | None = None
         """True if the store honours conditional puts; None until probed."""
 

@@ -14,7 +14,12 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from recovery.cancellation import call_until, pause
-from recovery.storage.errors import ObjectTruncated, StorageError
+from recovery.storage.errors import (
+    ObjectTruncated,
+    RequestRefused,
+    StorageError,
+    StorageUnsupported,
+)
 from recovery.storage.protocol import BandwidthLimit, StorageOptions
 from recovery.storage.retry import Patience, RetrySchedule
 from recovery.storage.s3_client import S3Client
@@ -70,6 +75,25 @@ class S3Connection:
     def target(self, name: str) -> dict[str, Any]:
         """Return the fields of a request that name the object."""
         return {"Bucket": self.bucket, "Key": self.prefix + name}
+
+    def page(self, name: str, list_page: Callable[[Any, str], dict[str, Any]]) -> dict[str, Any]:
+        """Return one page of a list by the prefix `name`; `list_page` gets client and key prefix.
+
+        Directory buckets take no prefix that does not end in a slash: the caller gets the objects
+        of the whole folder then, and leaves out what it has not asked for.
+        """
+        prefix = self.prefix + name
+        folder = prefix[: prefix.rfind("/") + 1]
+        if not self.client.lists_folders_alone:
+            try:
+                return self.call(name, lambda client: list_page(client, prefix))
+            except (RequestRefused, StorageUnsupported):
+                if prefix == folder:
+                    raise
+                found = self.call(name, lambda client: list_page(client, folder))
+                self.client.lists_folders_alone = True
+                return found
+        return self.call(name, lambda client: list_page(client, folder))
 
     def take_bandwidth(self, num_bytes: int) -> None:
         """Wait until `num_bytes` may pass."""

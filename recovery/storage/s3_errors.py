@@ -21,6 +21,7 @@ from recovery.storage.errors import (
     ObjectExists,
     ObjectMissing,
     ObjectTruncated,
+    RequestRefused,
     StorageError,
     StorageFailing,
     StorageFull,
@@ -55,15 +56,26 @@ _THROTTLED = {
     "429",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+_NO_REASON = {"400", "401", "403"}
+"""Codes of refusals without a body, which botocore makes of the status."""
 _FOREIGN_KEYS = {
     "InvalidAccessKeyId": "the storage does not know the access key",
     "InvalidClientTokenId": "the storage does not know the access key",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "InvalidToken": "the session token does not belong to the access key",
 }
+_OTHER_HOST = re.compile("Hostname mismatch|IP address mismatch|doesn't match")
+"""What OpenSSL and urllib3 say of a certificate for another host."""
 _SKEWED = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "401", "403"}
-_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "InsufficientCapacity", "507"}
+_FULL = {
+    "QuotaExceeded",
+    "InsufficientStorage",
+    "XMinioStorageFull",
+    "XMinioAdminBucketQuotaExceeded",
+    "InsufficientCapacity",
+    "507",
+}
 _ELSEWHERE = {
     "AuthorizationHeaderMalformed",
     "PermanentRedirect",
@@ -120,11 +132,13 @@ def translate(uri: str, error: Exception) -> tuple[StorageError, bool]:
 def reads_new_credentials(error: Exception) -> bool:
     """Return True if the request may succeed with credentials that are read again.
 
-    A long process holds the credentials that it began with.
+    A long process holds the credentials that it began with. The answer to a HEAD has no body: its
+    status is all that it says.
     """
     if not isinstance(error, boto.ClientError):
         return False
-    return _code_of(error.response) in _EXPIRED | set(_FOREIGN_KEYS)
+    code = _code_of(error.response)
+    return code in _EXPIRED | set(_FOREIGN_KEYS) | _NO_REASON
 
 
 def refuses_checksums(error: Exception) -> bool:
@@ -182,10 +196,10 @@ def _from_configuration(uri: str, error: Exception) -> StorageError | None:
             "give the node an instance role, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
         return StoragePermissionDenied(uri, "no usable AWS credentials were found", remedy)
-    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return _untrusted(uri, str(error))
-    if isinstance(error, OSError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return _untrusted(uri, str(error))
+    if isinstance(error, boto.SSLError | OSError):
+        told = str(error)
+        if "CERTIFICATE_VERIFY_FAILED" in told or _OTHER_HOST.search(told):
+            return _untrusted(uri, told)
     if isinstance(error, FileNotFoundError | IsADirectoryError) or _bad_bundle(error):
         bundle = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("REQUESTS_CA_BUNDLE")
         reason = f"the CA bundle {bundle or ''} cannot be read ({_one_line(error)})"
@@ -213,7 +227,7 @@ def _bad_bundle(error: Exception) -> bool:
 
 
 def _untrusted(uri: str, told: str) -> StorageError:
-    if "Hostname mismatch" in told or "IP address mismatch" in told:
+    if _OTHER_HOST.search(told):
         reason = "the TLS certificate of the endpoint is for another host name"
         remedy = "let AWS_ENDPOINT_URL name a host of the certificate; with a wildcard"
         remedy += " certificate, buckets may not have dots in their names"
@@ -239,11 +253,12 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
     found = _from_state(uri, code, status)
     if found is not None:
         return found, False
+    # Before refusals: a quota that is used up is a 403 of some stores (Ceph, versitygw).
+    if code in _FULL or status == 507:
+        return StorageFull(uri, f"no space left ({told})", "free space or raise the quota"), False
     refused = _from_refusal(uri, error)
     if refused is not None:
         return refused, False
-    if code in _FULL or status == 507:
-        return StorageFull(uri, f"no space left ({told})", "free space or raise the quota"), False
     if code in _THROTTLED or status in (429, 503):
         remedy = "lower the number of concurrent requests, or spread jobs over several prefixes"
         return StorageThrottled(uri, f"throttled ({told})", remedy), True
@@ -252,7 +267,7 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
         return StorageUnsupported(uri, reason, "use another store"), False
     if status >= 500 or code in _AGAIN:
         return StorageFailing(uri, f"server error {status} ({told})", "try again later"), True
-    return StorageError(uri, f"refused ({told or status})"), False
+    return RequestRefused(uri, f"refused ({told or status})"), False
 
 
 def _from_state(uri: str, code: str, status: int) -> StorageError | None:
@@ -297,6 +312,9 @@ def _from_refusal(uri: str, error: boto.ClientError) -> StorageError | None:
     if code.startswith("KMS.") or code == "KMSNotConfigured":
         remedy = "enable that key, or change the bucket's default encryption"
         return StorageError(uri, f"the KMS key of the bucket cannot be used ({told})", remedy)
+    if code == "400":
+        reason = f"refused, and the answer to a HEAD has no reason ({told})"
+        return StoragePermissionDenied(uri, reason, _NEW_KEYS)
     if code in _DENIED or _status_of(error.response) in (401, 403):
         return _denied(uri, error)
     return None
@@ -322,6 +340,10 @@ def _denied(uri: str, error: boto.ClientError) -> StorageError:
         reason = f"{lacking} on the bucket's KMS key is missing ({told})"
         remedy = "allow kms:GenerateDataKey and kms:Decrypt on that key for this role, in its"
         remedy += " policy and in the key's"
+        return StoragePermissionDenied(uri, reason, remedy)
+    if "object lock" in told.lower() or "WORM" in told:
+        reason = f"the object is locked ({told})"
+        remedy = "use a bucket without Object Lock for checkpoints, or checkpoint.keep: all"
         return StoragePermissionDenied(uri, reason, remedy)
     action = asked[0] if asked is not None else _ACTIONS.get(error.operation_name, "the operation")
     remedy = f"allow {action} on it for this role"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -49,14 +50,37 @@ class MultipartUploads:
     unfinished: set[str] = field(default_factory=set)
     """Ids of the uploads that were begun here and are not completed."""
 
+    def takes(self, payload: Payload) -> bool:
+        """Return True if the payload is too large for one request."""
+        return payload.size > max(self.connection.options.part_bytes, MIN_PART_BYTES)
+
+    def _part_bytes(self, payload: Payload) -> int:
+        needed_bytes = _quotient_up(payload.size, MAX_PARTS)
+        return max(self.connection.options.part_bytes, MIN_PART_BYTES, needed_bytes)
+
+    def checksum_of(self, payload: Payload) -> str:
+        """Return the CRC-32C that S3 records with this object.
+
+        Of an object in parts it is the checksum of the parts' checksums, and their number (AWS,
+        "Checking object integrity", composite checksums).
+        """
+        if not self.takes(payload):
+            return checksum_of(memoryview(payload.read(0, payload.size)))
+        part_bytes = self._part_bytes(payload)
+        parts = []
+        for offset in range(0, payload.size, part_bytes):
+            length = min(part_bytes, payload.size - offset)
+            part = memoryview(payload.read(offset, length))
+            parts.append(b64decode(checksum_of(part)))
+        return f"{checksum_of(b''.join(parts))}-{len(parts)}"
+
     def put(self, name: str, payload: Payload) -> None:
         """Put the object, not visible until all parts are there.
 
         At most `concurrency` parts are in memory and in flight.
         """
         connection = self.connection
-        needed_bytes = _quotient_up(payload.size, MAX_PARTS)
-        part_bytes = max(connection.options.part_bytes, MIN_PART_BYTES, needed_bytes)
+        part_bytes = self._part_bytes(payload)
         num_parts = _quotient_up(payload.size, part_bytes)
 
         target = connection.target(name)
@@ -154,17 +178,21 @@ class MultipartUploads:
     def _list(self, prefix: str) -> Iterator[dict[str, Any]]:
         """Yield the unfinished uploads under a prefix, whoever began them."""
         connection = self.connection
-        request = {"Bucket": connection.bucket, "Prefix": connection.prefix + prefix}
+        request = {"Bucket": connection.bucket}
         while True:
-            page = connection.call(prefix, lambda client: client.list_multipart_uploads(**request))
+            page = connection.page(
+                prefix, lambda client, start: client.list_multipart_uploads(**request, Prefix=start)
+            )
             for item in page.get("Uploads", ()):
                 # Be sure of it, whatever a server makes of the prefix: uploads of others must stay.
-                if item["Key"].startswith(request["Prefix"]):
+                if item["Key"].startswith(connection.prefix + prefix):
                     yield item
             if not page.get("IsTruncated"):
                 return
             request["KeyMarker"] = page["NextKeyMarker"]
-            request["UploadIdMarker"] = page["NextUploadIdMarker"]
+            # Directory buckets have no such marker.
+            if page.get("NextUploadIdMarker"):
+                request["UploadIdMarker"] = page["NextUploadIdMarker"]
 
 
 def _in_parallel(action: Callable[[int], T], numbers: Iterable[int], concurrency: int) -> list[T]:

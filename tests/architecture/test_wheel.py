@@ -13,7 +13,6 @@ import pytest
 from tests.harness.wheel import install_wheel
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

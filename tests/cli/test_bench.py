@@ -16,8 +16,7 @@ from autohet.bench.recovery.bare import flows_of
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
 from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.simulated import PAPER
-from autohet.bench.recovery.storage import pointed_at
-from autohet.bench.recovery.sweep import predicted_sweep, s3_sweep
+from autohet.bench.recovery.storage import point_s3_clients_at
 from autohet.bench.step.report import pipelining_document
 from autohet.cli.main import main
 from autohet.emulate.namespaces import why_no_namespaces
@@ -26,6 +25,7 @@ from recovery.storage.claims import CLAIMS
 from recovery.storage.errors import ObjectExists, ObjectMissing
 from recovery.storage.open import open_storage
 from recovery.transfer.links import LinkRates
+from scripts.benchmarks.recovery.sweep import predicted_sweep, s3_sweep
 
 PARTS = {"detect", "replan", "rebuild", "restore", "first_step", "total"}
 NOTHING_FROM_S3 = ("a", "b_notice", "c", "e", "f")
@@ -49,7 +49,6 @@ def _real(capsys, scenarios, scale="20"):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("others", ["f", pytest.param("ae", marks=pytest.mark.slow)])
 def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys, others):
     code, found = _real(capsys, ("b", *others))
@@ -79,7 +78,6 @@ def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys, oth
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"{why_no_namespaces()}")
 def test_a_signal_leaves_no_namespace_and_no_shared_memory(number):
@@ -111,30 +109,27 @@ def _left_behind():
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"{why_no_namespaces()}")
-def test_restores_between_namespaces_are_right_and_beside_bare_copies_and_dcp(capsys):
+def test_restores_between_namespaces_are_right_and_beside_bare_copies(capsys):
     code, found = _real(capsys, ("b",), scale="1")
     assert code == 0
     policies = found["b"]["policies"]
-    assert set(policies) == {"local_first", "s3_only", "restart_local", "dcp_cache"}
-    for name, result in policies.items():
+    assert set(policies) == {"local_first", "s3_only", "restart_local"}
+    for result in policies.values():
         assert result["verified"] is True
-        assert (result["copy_s"] is None) == (name == "dcp_cache")
+        assert result["copy_s"] > 0
         assert result["lost_work_s"] == 4.0
-    ours, dcp = policies["local_first"]["bytes_by_tier"], policies["dcp_cache"]["bytes_by_tier"]
+    ours = policies["local_first"]["bytes_by_tier"]
     assert ours["s3"] == found["b"]["missing_bytes"]
     assert ours["disk"] > 0
     assert ours["peer"] > 0
-    assert dcp["disk"] > 0
-    assert dcp["s3"] > ours["s3"], "a stage that moved is fetched from S3, although a peer has it"
 
 
 def test_the_benchmarks_object_server_is_a_storage(tmp_path):
     """What a restore asks of S3: conditional puts, ranges, lists, deletes."""
     with (
         closing(ObjectServer(tmp_path, "127.0.0.1")) as server,
-        pointed_at(server.endpoint),
+        point_s3_clients_at(server.endpoint),
         closing(open_storage("s3://any/prefix")) as storage,
     ):
         storage.put("a/one", b"0123456789")

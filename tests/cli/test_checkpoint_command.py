@@ -87,12 +87,10 @@ def test_export_writes_the_newest_or_the_step_asked_for(
 ) -> None:
     from safetensors.torch import load_file
 
-    for step, options in ((20, []), (10, ["--step", "10"])):
+    for step, options, scheme in ((20, [], ""), (10, ["--step", "10"], "file://")):
         out = tmp_path / f"out-{step}"
-        assert (
-            main(["checkpoint", "export", "--storage", uri, "--out", str(out), "--json", *options])
-            == 0
-        )
+        command = ["checkpoint", "export", "--storage", uri, "--out", f"{scheme}{out}", "--json"]
+        assert main([*command, *options]) == 0
         document = _document(capsys)
         assert (document["step"], document["directory"]) == (step, str(out))
         assert torch.equal(
@@ -108,6 +106,7 @@ def test_export_writes_the_newest_or_the_step_asked_for(
         (["verify", "--step", "15"], "committed steps: 10, 20"),
         (["export", "--step", "15", "--out", "x"], "committed steps: 10, 20"),
         (["export", "--out", "/proc"], "not an empty directory"),
+        (["export", "--out", "s3://bucket/x"], "--out is s3://bucket/x"),
         (["export", "--out", "x", "--dtype", "int3"], "float32, float16, bfloat16"),
         (["list", "--storage", "ftp://x/y"], "ftp"),
     ],

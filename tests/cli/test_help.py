@@ -1,7 +1,8 @@
 """`--help` of every command says what it is for and what each option takes."""
 
-import importlib.metadata
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -42,4 +43,8 @@ def test_the_program_says_its_version_and_its_exit_codes(capsys):
     assert "Exit codes" in _help([], capsys)
     with pytest.raises(SystemExit):
         main(["--version"])
-    assert capsys.readouterr().out == f"autohet {importlib.metadata.version('autohet')}\n"
+    root = Path(__file__).parents[2]
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"autohet {version}\n"
+    changes = re.findall(r"^## \[(.*)\]", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert changes[0] == version, "the version rises with the changelog"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from autohet.bench.recovery.fitted import (
+from autohet.bench.recovery.simulated import FITTED_ERRORS
+from scripts.benchmarks.recovery.fitted import (
     FITTED,
-    FITTED_ERRORS,
     MeasuredRestore,
     RestoreModel,
     cases_of,

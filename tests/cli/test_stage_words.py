@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from autohet.cli.plan_display import grouped, segment_label, show, stage_lines
+from autohet.cli.plan_display import group_pipelines, segment_label, show, stage_lines
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 
@@ -34,7 +34,7 @@ def test_stages_say_their_format_where_it_is_not_the_jobs() -> None:
     ]
     assert segment_label(IN_FP16) == "1 fp16"
     plan = Plan("tiny", 8, 1, 128, (PIPELINE, mixed))
-    assert [count for count, _ in grouped(plan, FLEET)] == [1, 1]
+    assert [count for count, _ in group_pipelines(plan, FLEET)] == [1, 1]
 
 
 def test_eighty_columns_without_colour_have_it_all() -> None:

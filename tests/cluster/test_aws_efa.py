@@ -19,6 +19,7 @@ import yaml
 from planner.inputs.cluster import cluster_from_document
 from tests.harness.aws_network import make_private_subnet, public_subnet
 from tests.harness.s3_server import S3Server, s3_server
+from tests.harness.waits import HANG_S
 
 pytestmark = pytest.mark.thorough
 
@@ -32,7 +33,8 @@ EFAS = {"p5": 32, "p4d": 4, "p4d-floor": 4}
 def server() -> Iterator[S3Server]:
     with s3_server() as running:
         urllib.request.urlopen(
-            urllib.request.Request(f"{running.endpoint}/moto-api/reset", method="POST"), timeout=30
+            urllib.request.Request(f"{running.endpoint}/moto-api/reset", method="POST"),
+            timeout=HANG_S,
         ).close()
         yield running
 
@@ -43,7 +45,7 @@ def ec2_of(server: S3Server) -> Any:
 
 def run_script(file: Path, subnet: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "aws" / "efa"), str(file), "--subnet", subnet]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def with_efa(server: S3Server) -> dict[str, Any]:

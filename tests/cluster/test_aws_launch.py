@@ -42,7 +42,6 @@ def missing() -> str | None:
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(420),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
@@ -78,7 +77,7 @@ def launch(directory: Path, form: str, timeout_s: float, file: Path = MIXED) -> 
     return json.loads((directory / "seen.json").read_text())
 
 
-def test_ray_up_as_shipped_starts_head_and_floor_and_ray_down_ends_them(tmp_path: Path) -> None:
+def test_ray_up_starts_head_and_floor_and_ray_down_ends_them(tmp_path: Path) -> None:
     seen = launch(tmp_path, "short", 400)
     assert [(i["type"], i["state"]) for i in seen["instances"]] == [
         ("m6i.2xlarge", "terminated"),
@@ -121,18 +120,14 @@ def test_every_aws_file_is_launched() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NODE_TYPES)
-def test_a_job_trains_on_the_floor_and_each_node_type_is_launched_as_its_labels_say(
-    name: str, tmp_path: Path
-) -> None:
+def test_each_node_type_is_launched_as_its_labels_say(name: str, tmp_path: Path) -> None:
     seen = launch(tmp_path, "whole", 800, CONFIGS / f"{name}.yaml")
     check_whole(seen, NODE_TYPES[name])
     assert len(seen["public_addresses"]) == len(seen["instances"])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_same_of_the_file_with_efa_interfaces(tmp_path: Path) -> None:
     seen = launch(tmp_path, "efa", 800, CONFIGS / "aws-p5-p4d.yaml")
     check_whole(seen, NODE_TYPES["aws-p5-p4d"])
@@ -167,7 +162,8 @@ def check_node(node: dict[str, Any], instance: dict[str, Any]) -> None:
     """The file's labels and resources, as the node in the cluster has them, are true of the
     instance that EC2 launched.
     """
-    labels, known = node["labels"], instance_types().get(instance["type"])
+    labels = node["labels"]
+    known = instance_types().get(instance["type"])
     assert labels["ray.io/node-group"] == instance["node_type"]
     assert labels["ray.io/market-type"] == instance["market"]
     if known is not None:

@@ -14,6 +14,7 @@ import boto3
 import pytest
 
 from tests.harness.s3_server import s3_server
+from tests.harness.waits import HANG_S
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
@@ -116,7 +117,7 @@ def test_check_says_what_stands_in_the_way_and_launches_nothing(tmp_path: Path) 
             [sys.executable, script, str(file), "--json", "--bucket", "elsewhere"],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=HANG_S,
             check=False,
             env={**os.environ, **server.environment},
         )

@@ -22,9 +22,9 @@ from botocore.stub import Stubber
 from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.aws_image import BASE, publish_base_image
 from tests.harness.aws_readme import BUCKET, SYSTEM, environment_missing, readme_commands
-from tests.harness.local_fleet import until
 from tests.harness.notice_sources import Case, driver_now
 from tests.harness.s3_server import s3_server
+from tests.harness.waits import HANG_S, wait_until
 
 pytestmark = pytest.mark.thorough
 
@@ -38,7 +38,7 @@ def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
         [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=HANG_S,
         check=False,
         env={**os.environ, **environment},
     )
@@ -205,7 +205,7 @@ def test_a_file_that_pin_does_not_know_is_pinned_or_left_as_it_is(tmp_path: Path
             [sys.executable, str(ROOT / "scripts" / "aws" / "prepare"), *arguments],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=HANG_S,
             check=False,
             env={**os.environ, **server.environment},
         )
@@ -226,7 +226,7 @@ def test_the_region_is_the_profiles(tmp_path: Path) -> None:
             [sys.executable, str(ROOT / "scripts" / "aws" / "prepare"), "--bucket", "west"],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=HANG_S,
             check=False,
             env=environment,
         )
@@ -263,11 +263,9 @@ def test_prepare_makes_the_placement_group_once(monkeypatch: pytest.MonkeyPatch)
     it does.
     """
     publish_base_image("ami-now")
-    real, ec2 = (
-        boto3.client,
-        boto3.client(
-            "ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
-        ),
+    real = boto3.client
+    ec2 = boto3.client(
+        "ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
     )
     path = str(ROOT / "scripts" / "aws" / "prepare")
     prepare = SourceFileLoader("prepare_script", path).load_module()
@@ -322,7 +320,7 @@ def test_the_readmes_first_lines_work_in_a_fresh_shell(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=HANG_S,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -337,7 +335,7 @@ def test_without_boto3_a_script_says_what_to_do(name: str) -> None:
         [sys.executable, "-S", "-E", str(ROOT / "scripts" / "aws" / name)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 1
@@ -361,7 +359,7 @@ def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:
             ]
 
         def shut_down() -> None:
-            until(lambda: bool(instances()), "the instance", 60)
+            wait_until(lambda: bool(instances()), "the instance")
             ec2.stop_instances(InstanceIds=[instances()[0]["InstanceId"]])
 
         thread = threading.Thread(target=shut_down)

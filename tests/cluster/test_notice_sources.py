@@ -35,12 +35,12 @@ from tests.harness.local_fleet import (
     run_job,
     stop,
     trains_a_while,
-    until,
 )
 from tests.harness.notice_sources import Case, driver_now, ec2_event
 from tests.harness.s3_server import s3_server
+from tests.harness.waits import HANG_S, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.cluster
 
 
 @ray.remote(num_cpus=0)
@@ -73,22 +73,22 @@ def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Pat
     pod = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **grace})
     try:
         found = lambda: [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("pod")]  # noqa: E731
-        until(lambda: bool(found()), "the pod's node", 60)
+        wait_until(lambda: bool(found()), "the pod's node")
         (node,) = found()
-        introductions, (seen,) = NodeTypeLookup(), ray_cluster.living_nodes()
+        introductions = NodeTypeLookup()
+        (seen,) = ray_cluster.living_nodes()
         kinds: list[NodeType] = []
-        until(
+        wait_until(
             lambda: bool(
                 kinds.extend(filter(None, [introductions.node_type(seen, None)])) or kinds
             ),
             "its type",
-            60,
         )
         assert (kinds[0].gpu_type, kinds[0].num_gpus) == ("A10G", 1)
         lease = Lease.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote()
-        ray.get(lease.__ray_ready__.remote(), timeout=60)
+        ray.get(lease.__ray_ready__.remote(), timeout=HANG_S)
         pod.terminate()
         case = Case(
             RayDrains(ray_cluster.draining_nodes), say=lambda in_s: None, works=lambda: None
@@ -108,7 +108,6 @@ def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
     """How long from the moment at which a source can be seen to say it until it is taken, and
     decided on: `pytest -s` shows the figures, which are recorded in
@@ -164,7 +163,7 @@ def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
             for left, name in zip((5, 4, 3, 2), actions, strict=True):
                 events.when(trains_a_while(workers=left), act(name))
             events.when(trains_a_while(workers=1), stop)
-            outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=500)
+            outcome, log = run_job(job, fleet, tmp_path, events)
     assert outcome.summary["steps_lost"] == 0
     for name, at in said.items():
         taken = next(

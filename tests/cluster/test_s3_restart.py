@@ -26,7 +26,7 @@ from tests.harness.local_fleet import (
 )
 from tests.harness.s3_server import s3_server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.cluster
 
 
 def test_another_fleet_goes_on_from_s3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

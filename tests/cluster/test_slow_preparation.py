@@ -16,7 +16,7 @@ from autohet.driver.job import job_run
 from autohet.driver.ray.workers import RayWorkers
 from tests.harness.local_fleet import local_fleet, make_job, run_job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 WORKER_START_S = 60.0
 BUILDER = """
 import sys, time
@@ -63,7 +63,7 @@ def test_preparation_may_take_longer_than_a_workers_start(
     killer.start()
     try:
         with local_fleet(big=1, small=1) as fleet:
-            outcome, events = run_job(job, fleet, tmp_path, timeout_s=300)
+            outcome, events = run_job(job, fleet, tmp_path)
     finally:
         builder.kill()
         killer.cancel()
@@ -104,7 +104,7 @@ def test_two_gigabytes_are_prepared_once_by_two_nodes(
         elastic={"worker_start_timeout_s": 20.0},
     )
     with local_fleet(big=1, small=1) as fleet:
-        outcome, events = run_job(job, fleet, tmp_path, timeout_s=360)
+        outcome, events = run_job(job, fleet, tmp_path)
     assert outcome.ok
     assert sorted(started) == ["big-0/0", "small-0/0"]
     assert not [event for event in events if event["kind"] == "death"]

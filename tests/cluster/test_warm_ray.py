@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.living import is_alive
-from tests.harness.local_fleet import until
 from tests.harness.ray_worker_launcher import ADDRESS, SETUP_WORKER
+from tests.harness.waits import wait_until
 from tests.harness.warm_ray import LAUNCHER, running_server
 
 SHOW = """
@@ -83,7 +83,7 @@ def test_a_worker_dies_with_its_launcher_alone(
     ):
         worker = int(str(shown(launcher)[0]))
         launcher.send_signal(number)
-        until(lambda: not is_alive(worker), "the worker's end", 20)
+        wait_until(lambda: not is_alive(worker), "the worker's end")
         assert launcher.wait(20) == -number
         assert is_alive(int(str(shown(other)[0])))
 

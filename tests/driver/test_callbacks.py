@@ -12,7 +12,7 @@ import pytest
 
 from autohet.driver.callbacks import EventDispatch
 from autohet.driver.callbacks.trackers import Scalars, TrackerIds, make_callbacks
-from autohet.driver.loop.events import EventLog
+from autohet.driver.events.event_log import EventLog
 from autohet.runtime.job import Job, TrackerEntry
 from planner.errors import ConfigError
 from tests.harness.fake_job import fake_job
@@ -129,7 +129,7 @@ def job_with(*trackers: str | TrackerEntry) -> Job:
 
 def test_trackers_that_are_not_there(tmp_path, caplog, monkeypatch):
     with pytest.raises(
-        ConfigError, match="trackers names 'comet'; there are mlflow, tensorboard, wandb"
+        ConfigError, match="Unknown tracker 'comet'; choose from mlflow, tensorboard, wandb"
     ):
         make_callbacks(job_with("comet"), tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed

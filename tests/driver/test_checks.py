@@ -148,7 +148,7 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(
     workforce = RayWorkforce(job, "run", durable, cluster, WorkerSettings(1))
     try:
         for name in ("g4dn", "g5"):
-            workforce.observer.track(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
+            workforce.observer.tracked.track(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
         assert list(workforce.observer.nodes) == ["g5-0"]
     finally:
         workforce.close(at_once=True)
@@ -176,7 +176,7 @@ def test_a_job_whose_cluster_has_no_type_for_it_is_refused_before_anything_start
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_cluster, "runs_here", lambda: False)
-    monkeypatch.setattr(cluster_choice, "launched_from", lambda: None)
+    monkeypatch.setattr(cluster_choice, "read_launch_file", lambda: None)
 
 
 @pytest.mark.usefixtures("no_cluster")
@@ -202,8 +202,10 @@ def test_where_no_cluster_runs_this_machine_is_one(
 
 def test_the_gpus_of_this_machine_have_the_catalogues_links() -> None:
     document = launcher_document("A10G", 4, 22 << 30, 48)
-    (kind,) = cluster_from_document(document).node_types
+    cluster = cluster_from_document(document)
+    (kind,) = cluster.node_types
     assert (kind.gpu_type, kind.num_gpus, kind.max_nodes) == ("A10G", 4, 1)
+    assert cluster.notes == (), "the head without GPUs is no news on one machine"
     assert kind.intra_node_bytes_per_s == 256e9 / 8
     assert announcement(document).endswith("4 workers for its A10G GPUs")
     assert "on its CPU" in announcement(local_document("cpu"))

@@ -10,8 +10,8 @@ import pytest
 from autohet.control.job_state import Training, Waiting
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.values.observation import Notice
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.planning import make_planning
 from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import PlanningInputs

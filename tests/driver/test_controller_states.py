@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from autohet.control.job_state import Building, Training
 from autohet.control.planning.orders import OrderBuilder
-from autohet.driver.loop.events import EventLog
+from autohet.driver.events.event_log import EventLog
 from autohet.runtime.facts.layout import layout_builder, layout_of_plan
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job

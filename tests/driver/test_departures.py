@@ -12,7 +12,7 @@ import pytest
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import Market
 from autohet.control.values.observation import Notice
-from autohet.driver.callbacks.living_nodes import LivingNodes
+from autohet.driver.events.living_nodes import LivingNodes
 from autohet.driver.loop.controller import Controller
 from autohet.driver.report.events import fleet_over_time
 from planner.inputs.cluster import Cluster

@@ -10,15 +10,15 @@ import pytest
 
 from autohet.control.job_state import Building, Quiescing
 from autohet.control.planning.orders import OrderBuilder
-from autohet.driver.callbacks.living_nodes import LivingNodes
+from autohet.driver.events.event_log import EventLog
+from autohet.driver.events.living_nodes import LivingNodes
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase
 from autohet.runtime.models.config import load_config
-from autohet.simulate.simulation import Scenario, simulate
+from autohet.simulate.simulation import Scenario, TraceSimulation
 from autohet.simulate.spot_trace import read_trace
 from planner.inputs.cluster import cluster_from_document
 from tests.driver.test_controller import KIND, run, trained
@@ -131,7 +131,7 @@ def test_simulated_deaths_some_seconds_apart_never_end_the_job(tmp_path, apart_s
     path.write_text("\n".join(lines) + "\n")
     job = Job.from_document(job_document())
     trace = read_trace(path, cluster, 120.0)
-    found = simulate(Scenario(job, cluster, trace, 6000.0), "local_first")
+    found = TraceSimulation(Scenario(job, cluster, trace, 6000.0)).run("local_first")
     assert found["ended"] is None, found["ended"]
     assert found["steps_lost"] < 50, "never behind the newest checkpoint"
     attempts = sum(change["attempts"] for change in found["reconfigurations"])

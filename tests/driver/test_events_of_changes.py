@@ -8,8 +8,8 @@ from rich.console import Console
 
 from autohet.control.job_state import Building, Quiescing, Waiting
 from autohet.control.values.observation import Loss
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.view import View
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.messages import ReplicaMismatch, StepRecord
 from tests.driver.test_controller import make, run, trained
 from tests.driver.test_overtaken import make_faulty

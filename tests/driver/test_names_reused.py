@@ -135,3 +135,22 @@ def test_a_node_s_end_leaves_the_directories_of_longer_names(tmp_path: Path) -> 
         (tmp_path / run_id(job) / name).mkdir(parents=True)
     assert {Path(path).name for path in node_directories(job, "big")} == {"big-0123abcd"}
     assert {Path(path).name for path in node_directories(job, "big-1")} == {"big-1-0123abcd"}
+
+
+@pytest.mark.parametrize(
+    "text", ["y\n" * 500_000, "".join(f"{number}\n" for number in range(30_000))]
+)
+def test_what_is_no_notice_is_logged_a_few_times(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`yes` as a command, or numbers without end: each line is logged once, and ten at the most."""
+    path = tmp_path / "notices"
+    path.write_text(text)
+    source = ScriptNotices(str(path), None, 0.02)
+    try:
+        add(path, node="n", in_s=60)
+        wait_for(source, FIRST, bool)
+    finally:
+        source.close()
+    said = [record for record in caplog.records if "script of notices" in record.getMessage()]
+    assert 1 <= len(said) <= 11

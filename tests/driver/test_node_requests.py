@@ -12,9 +12,9 @@ import yaml
 
 from autohet.driver.ray.requests.node_requests import (
     NodeRequest,
-    launched,
     node_request,
-    prepared_types,
+    prepare_types,
+    schedule_launches,
 )
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
@@ -25,7 +25,7 @@ SHIPPED = ["aws-mixed-spot", "aws-p5-p4d", "aws-cheap-spot", "kuberay-raycluster
 
 
 def standing(document: dict[str, Any]) -> dict[str, int]:
-    types = prepared_types(document)
+    types = prepare_types(document)
     return {name: entry["min_workers"] for name, entry in types.items() if entry["min_workers"]}
 
 
@@ -42,7 +42,7 @@ def test_every_fleet_of_a_shipped_file_is_launched_as_it_is_meant(name: str) -> 
     cluster = cluster_from_document(document)
     for counts in fleets(cluster):
         request = node_request(cluster, document, counts)
-        assert launched(document, request) == standing(document) | counts, counts
+        assert schedule_launches(document, request) == standing(document) | counts, counts
 
 
 def file_of(**types: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_types_that_no_request_names_are_refused_with_the_labels_to_add() -> Non
     assert "g5: labels: {node-type: g5}" in message
     document["available_node_types"]["g5"]["labels"] = {"node-type": "g5"}
     request = node_request(cluster, document, {"g5": 4})
-    assert launched(document, request) == {"g5": 4}
+    assert schedule_launches(document, request) == {"g5": 4}
     assert set(request.selectors[0]) == {"node-type"}
 
 
@@ -91,7 +91,7 @@ def test_what_version_1_launches_is_asked_of_version_1s_scheduler() -> None:
         node_request(cluster, document, {"g5": 4}, version=1)
     document["available_node_types"]["g5"]["resources"]["g5"] = 1
     request = node_request(cluster, document, {"g5": 4}, version=1)
-    assert launched(document, request, version=1) == {"g5": 4}
+    assert schedule_launches(document, request, version=1) == {"g5": 4}
     assert not request.labelled
 
 
@@ -102,7 +102,7 @@ def test_a_resource_of_its_own_names_a_type() -> None:
         entry["resources"] = {**entry["resources"], f"accelerator_type:{name}": 1, "memory": 7e9}
     cluster = cluster_from_document(document)
     request = node_request(cluster, document, {"g5": 3, "p4de": 1})
-    assert launched(document, request) == {"g5": 3, "p4de": 1}
+    assert schedule_launches(document, request) == {"g5": 3, "p4de": 1}
     assert not any("memory" in bundle for bundle in request.bundles)
 
 
@@ -131,8 +131,8 @@ def test_nodes_that_stand_are_not_asked_for_twice() -> None:
     document = file_of(floor=floor, more=machine("g6.xlarge", labels={"node-type": "more"}))
     cluster = cluster_from_document(document)
     request = node_request(cluster, document, {"floor": 1, "more": 2})
-    assert launched(document, request) == {"floor": 2, "more": 2}
-    assert launched(document, NodeRequest()) == {"floor": 2}
+    assert schedule_launches(document, request) == {"floor": 2, "more": 2}
+    assert schedule_launches(document, NodeRequest()) == {"floor": 2}
 
 
 def test_a_request_is_what_rays_function_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +181,6 @@ def test_a_request_is_what_rays_function_takes(monkeypatch: pytest.MonkeyPatch) 
 def test_a_document_is_left_as_it_is() -> None:
     document = unlabelled()
     before = copy.deepcopy(document)
-    launched(document, NodeRequest())
+    schedule_launches(document, NodeRequest())
     assert document == before
     assert yaml.safe_dump(document)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autohet.driver.ray.requests.node_requests import launched, node_request, prepared_types
+from autohet.driver.ray.requests.node_requests import node_request, prepare_types, schedule_launches
 from planner.errors import ConfigError
 from planner.inputs.catalogue import instance_types
 from planner.inputs.cluster import Cluster, cluster_from_document
@@ -304,11 +304,11 @@ def test_what_is_planned_is_what_ray_launches_and_what_is_priced(name: str, tmp_
         part = 1.0 if row is None else kind.num_gpus / row.num_gpus
         price = None if row is None else row.usd_per_hour
         assert kind.usd_per_hour == (None if price is None else price * part)
-    types = prepared_types(document)
+    types = prepare_types(document)
     standing = {kind: entry["min_workers"] for kind, entry in types.items() if entry["min_workers"]}
     for counts in whole_fleets(cluster, document.get("head_node_type")):
         request = node_request(cluster, document, counts)
-        assert launched(document, request) == standing | counts, counts
+        assert schedule_launches(document, request) == standing | counts, counts
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,8 +9,8 @@ import pytest
 from autohet.control import speeds
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.values.observation import NodeView
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.planning import make_planning
 from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.messages import AgentEndpoint

@@ -20,9 +20,9 @@ from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import FAILURES, Market
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.values.observation import Launches, Notice
-from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller, Guard
-from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.planning import make_planning
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.driver.loop.replay import replay_run
@@ -379,8 +379,8 @@ def test_values_come_back_as_they_were() -> None:
 def test_only_values_of_this_distribution_are_made_from_a_record() -> None:
     for name in (
         "subprocess:Popen",
-        "autohet.driver.loop.events:EventLog",
-        "autohet.driver.loop.events:json",
+        "autohet.driver.events.event_log:EventLog",
+        "autohet.driver.events.event_log:json",
     ):
         with pytest.raises(ValueError, match="no class of a recorded value"):
             decode({"@": name})

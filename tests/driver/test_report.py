@@ -10,8 +10,8 @@ import pytest
 
 from autohet.cli.main import main
 from autohet.cli.status import describe_job
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.status import SILENT_S, with_liveness
-from autohet.driver.loop.events import EventLog
 from autohet.driver.report.chart import chart, round_values
 from autohet.driver.report.events import fleet_over_time, kept_steps, last_run, read_events
 from autohet.driver.report.page import report_page

@@ -24,7 +24,7 @@ from autohet.control.ledger.run_summary import ledger_summary
 from autohet.driver.checkpoints.resumption import identity_changes
 from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import DataSection, Job, ModelSection
-from autohet.runtime.job.identity import MAY_CHANGE, changes, check_changes, decides
+from autohet.runtime.job.identity import DATA_DIGEST, MAY_CHANGE, changes, check_changes, decides
 from autohet.runtime.models.config import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
@@ -85,11 +85,13 @@ def train(
         "autohet.driver.emulated.fleet.LocalCluster", lambda **_: pytest.fail("a fleet was started")
     )
 
-    def run(step: int, spoil: Callable[[Path], None] = lambda job: None) -> tuple[int, str, str]:
+    def run(
+        step: int, spoil: Callable[[Path], None] = lambda job: None, **scalars: object
+    ) -> tuple[int, str, str]:
         job, cluster = write_documents(
             tmp_path, cluster_document(big=1, small=1), training={"steps": STEPS}
         )
-        commit(Job.from_yaml(job), step)
+        commit(Job.from_yaml(job), step, **scalars)
         spoil(job)
         code = main(
             [
@@ -301,8 +303,58 @@ def test_pretrained_weights_of_the_same_shapes_are_told_apart(tmp_path: Path) ->
     assert not changes(then, now)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "then"),
+    [
+        ("training", "no_decay", "norms_and_biases", "none"),
+        ("training", "label_smoothing", 0.1, "0.0"),
+        ("training", "z_loss", 1e-4, "0.0"),
+        ("data", "isolate_documents", True, "null"),
+        ("data", "skip_broken_lines", True, "false"),
+    ],
+)
+def test_a_key_that_the_checkpoints_release_lacked_is_what_that_release_did(
+    tmp_path: Path, section: str, key: str, value: object, then: str
+) -> None:
+    """Wrong: the decay of norms and biases ends without a word. Its manifests had seed and step."""
+    plain = {"steps": STEPS, "no_decay": "none"}
+    path, _ = write_documents(tmp_path, cluster_document(big=1), training=plain)
+    job = Job.from_yaml(path)
+    old: Any = SimpleNamespace(
+        scalars={"seed": job.training.seed, "step": 5}, model_config=saved_document(job.model)
+    )
+    assert identity_changes(job, "there", old) == []
+    changed(path, section, **{key: value})
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} was {then} "):
+        identity_changes(Job.from_yaml(path), "there", old)
+
+
+@pytest.mark.parametrize("source", ["./moved/corpus.txt", "file:///moved/corpus.txt"])
+def test_the_same_data_elsewhere_is_taken_with_a_line(
+    train: Train, caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    """Its SHA-256 is recorded, and the nodes compare it with that of what they read."""
+
+    def move(job: Path) -> None:
+        changed(job, "data", source=source)
+
+    code, out, _ = train(STEPS, move, **{DATA_DIGEST: "ab12"})
+    assert (code, json.loads(out)["first_step"]) == (0, STEPS)
+    assert "although data.source was " in caplog.text
+
+
+def test_how_new_weights_are_drawn_may_change(train: Train) -> None:
+    def other_model(job: Path) -> None:
+        config = yaml.safe_load(job.read_text())["model"]["config"]
+        changed(job, "model", config=config | {"initializer_range": 0.5})
+
+    code, _, _ = train(STEPS, other_model)
+    assert code == 0
+
+
 def test_an_older_checkpoint_knows_fewer_keys_and_its_seed(tmp_path: Path) -> None:
-    job, _ = write_documents(tmp_path, cluster_document(big=1), training={"steps": STEPS})
+    training = {"steps": STEPS, "no_decay": "none"}
+    job, _ = write_documents(tmp_path, cluster_document(big=1), training=training)
     document = saved_document(Job.from_yaml(job).model)
     old = SimpleNamespace(scalars={"seed": 99, "step": 5}, model_config=document)
     with pytest.raises(ConfigError, match=r"training\.seed was 99"):

@@ -14,7 +14,7 @@ from autohet.driver.ray.requests import scaling
 from autohet.driver.ray.requests.scaling import (
     check_wish,
     fleet_request,
-    launched_from,
+    read_launch_file,
     standing_nodes,
 )
 from autohet.runtime.job import Job
@@ -163,11 +163,11 @@ def test_an_emulated_fleet_is_not_asked_for():
 
 
 def test_the_file_that_the_head_was_started_from(tmp_path, caplog):
-    assert launched_from(tmp_path / "none.yaml") is None
+    assert read_launch_file(tmp_path / "none.yaml") is None
     with open(AWS) as file:
         left_by_ray_up = prepare_config(yaml.safe_load(file))
     (tmp_path / "head.yaml").write_text(yaml.safe_dump(left_by_ray_up))
-    assert launched_from(tmp_path / "head.yaml")["cluster_name"]
+    assert read_launch_file(tmp_path / "head.yaml")["cluster_name"]
     (tmp_path / "bad.yaml").write_text("{cluster_name: x}")
-    assert launched_from(tmp_path / "bad.yaml") is None
+    assert read_launch_file(tmp_path / "bad.yaml") is None
     assert "bad.yaml" in caplog.text

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from autohet.driver.job import patience, preparation, run, supervise
-from autohet.driver.job.job_run import Machines, make_durable
+from autohet.driver.job.job_run import Machines
 from autohet.driver.job.patience import with_patience
 from autohet.driver.job.run import train, train_on
+from autohet.driver.job.run_storage import make_durable
 from autohet.driver.ray.requests.scaling import FleetRequest
 from autohet.runtime.job import Job
 from planner.errors import ConfigError

@@ -7,11 +7,11 @@ import pytest
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.simulate.costs import Costs
-from autohet.simulate.remembered_planning import RememberedPlanning, SearchCache, renamed
+from autohet.simulate.remembered_planning import RememberedPlanning, SearchCache, rename_nodes
 from planner.errors import ConfigError
 from planner.inputs.cluster import cluster_from_document
 from planner.inputs.fleet import Fleet, Node
-from planner.plans.plan import check_plan
+from planner.plans.plan_checks import check_plan
 from tests.driver.test_simulation import job_document
 from tests.harness.local_fleet import cluster_document
 
@@ -115,5 +115,5 @@ def test_the_driver_is_busy_while_workers_wait_and_a_search_beside_training_answ
 def test_renaming_keeps_the_plan():
     planning = planning_of(SearchCache())
     plan = planning.answer(fleet_of("small-0", "small-1"), None).plan
-    there = renamed(plan, {"small-0": "a-0", "small-1": "a-1"})
-    assert renamed(there, {"a-0": "small-0", "a-1": "small-1"}) == plan
+    there = rename_nodes(plan, {"small-0": "a-0", "small-1": "a-1"})
+    assert rename_nodes(there, {"a-0": "small-0", "a-1": "small-1"}) == plan

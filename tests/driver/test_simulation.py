@@ -14,7 +14,7 @@ from autohet.driver.loop.planning import make_planning
 from autohet.driver.ray.requests.scaling import fleet_request, standing_nodes
 from autohet.runtime.job import Job
 from autohet.simulate.costs import Costs
-from autohet.simulate.simulation import BASELINES, Scenario, horizon, simulate
+from autohet.simulate.simulation import BASELINES, Scenario, TraceSimulation, horizon
 from autohet.simulate.spot_trace import read_trace
 from planner.errors import ConfigError
 from planner.inputs.cluster import cluster_from_document
@@ -59,12 +59,11 @@ def job_document(**parallelism):
 
 def run(tmp_path, text, policy="local_first", notice_s=120.0, hours=None, **parallelism):
     trace = trace_of(tmp_path, text, notice_s)
-    return simulate(
+    return TraceSimulation(
         Scenario(
             Job.from_document(job_document(**parallelism)), CLUSTER, trace, horizon(trace, hours)
-        ),
-        policy,
-    )
+        )
+    ).run(policy)
 
 
 COUNTS = "time_s,node_type,num_nodes\n0,big,1\n0,small,3\n2000,small,2\n4000,small,3\n6000,big,0\n"
@@ -223,9 +222,9 @@ def test_a_change_ends_with_its_first_step_however_long_the_next_event_is_off(tm
     trace = trace_of(
         tmp_path, "time_s,node_type,num_nodes\n0,small,3\n20000,small,2\n60000,small,2\n", 0.0
     )
-    result = simulate(
-        Scenario(Job.from_document(document), CLUSTER, trace, horizon(trace, None)), "local_first"
-    )
+    result = TraceSimulation(
+        Scenario(Job.from_document(document), CLUSTER, trace, horizon(trace, None))
+    ).run("local_first")
     (change,) = result["reconfigurations"]
     assert change["predicted_step_s"] > 10
     costs = Costs()  # the first step is longer by what is stated, each one by its snapshot
@@ -251,8 +250,8 @@ def test_the_shortest_job_on_the_sample_cluster_buys_what_it_uses(tmp_path):
     rows = [f"0,{name},{count}\n" for name, count in here.items() if count]
     path = tmp_path / "trace.csv"
     path.write_text("time_s,node_type,num_nodes\n" + "".join(rows))
-    found = simulate(
-        Scenario(job, cluster, read_trace(path, cluster, 120.0), 3600.0), "local_first"
+    found = TraceSimulation(Scenario(job, cluster, read_trace(path, cluster, 120.0), 3600.0)).run(
+        "local_first"
     )
     gpus = {kind.name: kind.num_gpus for kind in cluster.node_types}
     paid, idle = found["gpu_hours_after_ten_minutes"], found["idle_gpu_hours_after_ten_minutes"]

@@ -17,7 +17,7 @@ from autohet.driver.sources.spot_prices import (
     spot_types,
 )
 from planner.inputs.cluster import cluster_from_document, node_type_from_labels
-from tests.harness.local_fleet import until
+from tests.harness.waits import wait_until
 
 RECORDED = """{"SpotPriceHistory": [
  {"AvailabilityZone": "us-east-1a", "InstanceType": "g5.2xlarge", "ProductDescription": "Linux/UNIX", "SpotPrice": "0.481200", "Timestamp": "2026-11-24T09:01:53+00:00"},
@@ -68,14 +68,12 @@ def test_a_price_that_nobody_tells_is_none_and_asked_for_again() -> None:
     prices = SpotPrices(lambda region: fake, 0.02)
     try:
         assert prices.usd_per_hour("g5.2xlarge", "us-east-1a") is None
-        until(lambda: len(fake.asked) > 1, "a second question", 10)
+        wait_until(lambda: len(fake.asked) > 1, "a second question")
         fake.works = True
-        until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price", 10)
+        wait_until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price")
         assert prices.usd_per_hour("p4d.24xlarge", "us-east-1a") is None
-        until(
-            lambda: "p4d.24xlarge" in fake.asked[-1]["InstanceTypes"],
-            "a question for the new type",
-            10,
+        wait_until(
+            lambda: "p4d.24xlarge" in fake.asked[-1]["InstanceTypes"], "a question for the new type"
         )
         assert fake.asked[-1]["ProductDescriptions"] == [
             "Linux/UNIX",
@@ -92,9 +90,9 @@ def test_a_new_type_is_asked_for_at_once() -> None:
     prices = SpotPrices(lambda region: fake)
     try:
         prices.usd_per_hour("g5.xlarge", "us-east-1a")
-        until(lambda: len(fake.asked) == 1, "the first question", 10)
+        wait_until(lambda: len(fake.asked) == 1, "the first question")
         prices.usd_per_hour("g5.2xlarge", "us-east-1a")
-        until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price", 10)
+        wait_until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price")
     finally:
         prices.close()
 
@@ -121,7 +119,7 @@ def test_a_type_that_nobody_has_bought_yet_has_the_dearest_price_of_its_zones() 
     fake.works = True
     prices = SpotPrices(lambda region: fake)
     try:
-        until(lambda: prices.of(kinds) == {"spot": 0.602, "here": 0.4812}, "the prices", 10)
+        wait_until(lambda: prices.of(kinds) == {"spot": 0.602, "here": 0.4812}, "the prices")
         del provider["availability_zone"]
         assert prices.of(spot_types(cluster_from_document(document), document))["spot"] == 0.602, (
             "in any zone"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from autohet.control.ledger.ledger import NOTHING_TOLD, ToldSteps
 from autohet.control.planning.orders import OrderBuilder
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.run_record import steps_told
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.value_codec import decode, encode
 from autohet.runtime.facts.layout import layout_builder, layout_of_plan
 from planner.inputs.fleet import Fleet, Node

@@ -13,7 +13,7 @@ from autohet.driver.job.supervise import is_supervised
 
 PROGRAM = """
 import os, signal, sys, time
-from autohet.driver.job.supervise import MAY_PASS, note_begun, supervised, will_restart
+from autohet.driver.job.supervise import MAY_PASS, note_begun, supervise_child, will_restart
 
 def work():
     with open(sys.argv[1], "a") as file:
@@ -21,7 +21,7 @@ def work():
     number = len(open(sys.argv[1]).read().split())
     {body}
 
-sys.exit(supervised(2, work))
+sys.exit(supervise_child(2, work))
 """
 
 

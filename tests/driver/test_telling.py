@@ -14,9 +14,9 @@ from autohet.control import fleet
 from autohet.control.job_memory import JobMemory
 from autohet.control.values.effects import Decision, Effects, Remark, event
 from autohet.control.values.observation import Observation
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop import controller as control
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

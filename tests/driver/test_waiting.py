@@ -18,10 +18,10 @@ from autohet.driver.ray import workers as ray_workers
 from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.agents import node_agents as ray_agents
 from autohet.driver.ray.cluster import RayNode
-from autohet.driver.ray.observer import TrackedNode
 from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.reports.newest_reports import LatestReport, Reports
 from autohet.driver.ray.reports.silence import FreezeDetector
+from autohet.driver.ray.tracked_nodes import TrackedNode
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import replace
 
-from autohet.driver.loop.events import EventLog
+from autohet.driver.events.event_log import EventLog
 from autohet.runtime.messages import Phase
 from autohet.runtime.step.votes import Vote
 from tests.driver.test_controller import make, run, trained

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autohet.driver.loop.zone_bill import ZoneBill
+from autohet.driver.events.zone_bill import ZoneBill
 from autohet.driver.report.page import report_page
 
 PAIR = ["us-east-1a", "us-east-1b"]

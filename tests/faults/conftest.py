@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from autohet.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
-from tests.harness.exact_job import STEPS, Reference, exact_job, train_alone
+from tests.harness.exact_job import Reference, exact_job, train_alone
 from tests.harness.fork_server import server_address
 from tests.harness.host_memory import memory_directory
 from tests.harness.leaks import nothing_left
 from tests.harness.struck_run import Result, Strike, StruckRun, losses_by_step
 
-DEADLINE_S = 90.0
+FEW_STEPS = 12
+"""Length of runs whose strike comes at step 6, and which need no checkpoint after it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Scene:
 
 @pytest.fixture(scope="session")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    shared, alone = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("alone")
+    shared = tmp_path_factory.mktemp("shared")
+    alone = tmp_path_factory.mktemp("alone")
     server_address()
     return Scene(shared, train_alone(alone, shared))
 
@@ -67,16 +69,18 @@ def lose_a_worker(
     """
     alone = directory / "alone"
     alone.mkdir()
+    training = {**sections.get("training", {}), "steps": FEW_STEPS, "decay_steps": FEW_STEPS}
+    sections = {**sections, "training": training}
     reference = train_alone(alone, shared, **sections)
     job = exact_job(directory, shared, memory, plan, parallelism=parallelism, **sections)
     with nothing_left(memory):
         run = StruckRun(job, directory, Strike("backward", "worker", "kill", step=6))
-        result = run.run(DEADLINE_S)
+        result = run.run()
         assert result.ok, result.reason
     assert result.struck_at_step is not None
     assert losses_by_step(result.events) == pytest.approx(list(reference.losses), rel=tolerance)
     assert result.summary["reconfigurations"]
     assert result.summary["steps_lost"] == 0
     steps = {event["step"] for event in result.events if event["kind"] == "step"}
-    assert steps == set(range(STEPS))
+    assert steps == set(range(FEW_STEPS))
     return run, result

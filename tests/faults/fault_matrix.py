@@ -45,9 +45,7 @@ MATRIX = {f"{p}-{s}-{m}": strike_of(p, s, m) for p, s, m in product(POINTS, SCOP
     for point in ("failed_vote", "failed_update")
 }
 COVERING = (
-    "forward-worker-kill",
     "forward-driver-notice",
-    "backward-node-kill",
     "backward-worker-freeze",
     "gradient_sync-node-notice",
     "vote-worker-freeze",
@@ -62,7 +60,6 @@ COVERING = (
     "upload-driver-freeze",
     "manifest-driver-kill",
     "manifest-node-kill",
-    "restore-worker-kill",
     "restore-node-freeze",
     "rebuild-pipeline-kill",
     "rebuild-worker-notice",

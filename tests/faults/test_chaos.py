@@ -16,8 +16,9 @@ from tests.harness.chaos.places import Places, make_places
 from tests.harness.chaos.strikes import WEIGHTS, draw_strikes
 from tests.harness.exact_job import STEPS, Reference
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
-SEED, NUM_STRIKES = 10, 6
+pytestmark = pytest.mark.faults
+SEED = 10
+NUM_STRIKES = 6
 """A notice, deaths of an agent and of the driver, and of workers, two of them inside rebuilds."""
 
 

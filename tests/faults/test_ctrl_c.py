@@ -17,10 +17,11 @@ import pytest
 
 from tests.harness.host_memory import memory_directory
 from tests.harness.living import end_session, members_of
-from tests.harness.local_fleet import cluster_document, until, write_documents
+from tests.harness.local_fleet import cluster_document, write_documents
+from tests.harness.waits import HANG_S, wait_until
 from tests.harness.warm_ray import launcher_environment
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster]
 ROOT = Path(__file__).parents[2]
 
 
@@ -71,14 +72,14 @@ def stopped_by(
     """The summary of a command whose whole process group gets a signal after three steps: the
     newest is committed, nothing runs on.
     """
-    until(lambda: num_steps(directory) >= 3, "three steps", 200)
+    wait_until(lambda: num_steps(directory) >= 3, "three steps")
     os.killpg(command.pid, number)
-    out, _ = command.communicate(timeout=40)
+    out, _ = command.communicate(timeout=HANG_S)
     assert command.returncode == 1, (directory / "stderr").read_text()
     summary: dict[str, Any] = json.loads(out)
     assert summary["reason"] == f"stopped by {number.name}"
     assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
-    until(lambda: not members_of(command.pid), "the end of its processes", 20)
+    wait_until(lambda: not members_of(command.pid), "the end of its processes")
     return summary
 
 
@@ -102,10 +103,10 @@ def test_a_sigterm_to_the_whole_group_commits_too(
 
 
 def test_twice_ends_at_once(command: subprocess.Popen[str], tmp_path: Path) -> None:
-    until(lambda: num_steps(tmp_path) >= 1, "a step", 200)
+    wait_until(lambda: num_steps(tmp_path) >= 1, "a step")
     command.send_signal(signal.SIGINT)
     command.send_signal(signal.SIGINT)
-    out, _ = command.communicate(timeout=30)
+    out, _ = command.communicate(timeout=HANG_S)
     assert (command.returncode, out) in ((130, ""), (1, out))
-    until(lambda: not members_of(command.pid), "the end of its processes", 20)
+    wait_until(lambda: not members_of(command.pid), "the end of its processes")
     assert not memory_directory(tmp_path).exists()

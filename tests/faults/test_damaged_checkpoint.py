@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,14 @@ from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
-DEADLINE_S = 60.0
+pytestmark = pytest.mark.faults
 MAX_GENERATIONS = 3
 """One that finds the damage, one that goes on from the older checkpoint, one to spare."""
 
 
-def damage_newest(uri: Path, how: str) -> tuple[int, int]:
-    """Flip a bit of each shard of the newest checkpoint, or cut one of its files short; return its
-    step and that of the checkpoint before.
+def damage_newest(uri: Path) -> tuple[int, int]:
+    """Flip a bit of each shard of the newest checkpoint; return its step and that of the checkpoint
+    before.
     """
     storage = open_storage(str(uri))
     try:
@@ -36,12 +34,8 @@ def damage_newest(uri: Path, how: str) -> tuple[int, int]:
     finally:
         storage.close()
     directory = uri / f"step-{newest:08d}"
-    if how == "flipped":
-        for file, stored in places:
-            flip_bit(directory / file, stored.offset)
-    else:
-        path = directory / max(file for file, _ in places)
-        os.truncate(path, path.stat().st_size // 2)
+    for file, stored in places:
+        flip_bit(directory / file, stored.offset)
     return newest, before
 
 
@@ -55,18 +49,17 @@ def stop(run: StruckRun, seen: Observation) -> None:
     run.fleet.stop_reason = "the test"
 
 
-@pytest.mark.parametrize("how", ["flipped", pytest.param("cut short", marks=pytest.mark.slow)])
 def test_a_new_fleet_goes_on_from_an_older_intact_checkpoint(
-    how: str, scene: Scene, tmp_path: Path, memory: Path
+    scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     uri = tmp_path / "checkpoints"
     job = exact_job(tmp_path, scene.shared, memory)
-    first = StruckRun(job, tmp_path).run(DEADLINE_S, Interference().when(trains_at(10), stop))
+    first = StruckRun(job, tmp_path).run(Interference().when(trains_at(10), stop))
     shutil.rmtree(memory)
     shutil.rmtree(tmp_path / "disk")
-    newest, older = damage_newest(uri, how)
+    newest, older = damage_newest(uri)
     with nothing_left(memory):
-        result = StruckRun(job, tmp_path).run(DEADLINE_S)
+        result = StruckRun(job, tmp_path).run()
     check_end(scene, uri, first.events + result.events, result)
     restores = [event["step"] for event in result.events if event["kind"] == "restore"]
     assert restores == [older], f"step {newest} is damaged"
@@ -96,13 +89,13 @@ def test_a_survivor_goes_on_from_an_older_intact_checkpoint(
         )
 
     def strike(run: StruckRun, seen: Observation) -> None:
-        found.extend(damage_newest(uri, "flipped"))
+        found.extend(damage_newest(uri))
         run.harm("kill", "b")
 
     events = Interference().when(two_are_committed, strike).when(in_generation(2), lambda *_: None)
     with nothing_left(memory):
         run = StruckRun(job, tmp_path, nodes={"b": 1, "c": 1, "e": 1})
-        result = run.run(DEADLINE_S, events)
+        result = run.run(events)
     check_end(scene, uri, result.events, result)
     restores = [event["step"] for event in result.events if event["kind"] == "restore"]
     assert restores[1:] == [found[1]], (restores, found)

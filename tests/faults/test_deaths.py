@@ -4,34 +4,25 @@ losses stay those of an undisturbed run.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from autohet.control.job_state import Building, Waiting
+from autohet.control.job_state import Waiting
 from autohet.control.values.observation import Observation
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.job.job_run import JobRun, Outcome
 from autohet.driver.loop.planning import make_planning
-from autohet.driver.loop.run_directories import node_directories
 from autohet.driver.ray.requests.drain import drain
 from autohet.driver.ray.workers import RayWorkers
 from autohet.runtime.job import Job
-from autohet.runtime.models.config import load_config
-from autohet.runtime.models.registry import family_of
 from planner.inputs.cluster import cluster_from_document
 from planner.plans.plan import Plan
-from recovery.errors import SnapshotError
-from recovery.local.snapshot_file import SnapshotFile
-from recovery.local.snapshot_format import SUFFIX
 from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,
@@ -48,7 +39,7 @@ from tests.harness.local_fleet import (
     trains_at,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster]
 TOLERANCE = 1e-3
 
 
@@ -79,16 +70,6 @@ def kill_a_member(run: JobRun, seen: Observation) -> None:
         if worker in seen.reports and worker not in seen.losses
     ]
     os.kill(seen.reports[max(alive)].process_id, signal.SIGKILL)
-
-
-def steps_on_disk(job: Job, node: str) -> set[int]:
-    """Steps of the committed snapshots on an emulated node's disk."""
-    _, disk = node_directories(job, node)
-    steps = set()
-    for path in Path(disk).glob(f"*{SUFFIX}"):
-        with suppress(SnapshotError), SnapshotFile(path) as file:
-            steps.add(file.commit.step)
-    return steps
 
 
 def check(outcome: Outcome, job: Job, *, steps_lost: int) -> None:
@@ -130,7 +111,7 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(
     assert not Path(f"/proc/{frozen[0]}").exists()
 
 
-def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shares(
+def test_a_death_in_a_program_takes_no_step_and_changes_shares(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:
     """One program of the strategy `hap` on unequal shares."""
@@ -156,7 +137,7 @@ def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shar
     events.when(trains_at(5, workers=3), kill_a_slow_one)
     events.when(in_generation(3), lambda run, seen: None)
     events.when(trains_a_while(workers=3), stop)
-    outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=300)
+    outcome, log = run_job(job, fleet, tmp_path, events)
     changes = outcome.summary["reconfigurations"]
     assert [change["cause"] for change in changes] == ["death", "arrival"], log
     assert outcome.summary["steps_lost"] == 0
@@ -231,7 +212,7 @@ def test_a_drain_and_a_spot_notice_cost_nothing(fleet: EmulatedFleet, tmp_path: 
             lambda run, seen: None,
         )
         events.when(trains_a_while(workers=1), stop)
-        outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=240)
+        outcome, log = run_job(job, fleet, tmp_path, events)
     assert outcome.reason == "stopped by the test"
     changes = outcome.summary["reconfigurations"]
     assert [(change["cause"], change["nodes"]) for change in changes] == [
@@ -247,103 +228,6 @@ def test_a_drain_and_a_spot_notice_cost_nothing(fleet: EmulatedFleet, tmp_path: 
     assert "EC2 instance metadata" in sources[1]
     assert not [event for event in log if event["kind"] == "death"]
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
-
-
-@pytest.mark.slow
-def test_deaths_in_a_row_and_a_fleet_below_its_minimum(
-    fleet: EmulatedFleet, tmp_path: Path
-) -> None:
-    """A node dies; another worker dies while the rest rebuilds; then a node too many, and a new one
-    joins.
-    """
-    adjust(fleet, small=4)
-    job = make_job(tmp_path, training={"steps": 2000}, elastic={"min_workers": 3})
-    events = Interference()
-    events.when(
-        trains_at(5, workers=4),
-        lambda run, seen: fleet.kill(node_of(max(run.controller.memory.members))),
-    )
-    events.when(lambda run, seen: isinstance(run.controller.state, Building), kill_a_member)
-    events.when(is_waiting, lambda run, seen: None)
-    events.when(
-        trains_a_while(workers=3),
-        lambda run, seen: fleet.kill(node_of(max(run.controller.memory.members))),
-    )
-    events.when(is_waiting, lambda run, seen: fleet.add("small") and None)
-    events.when(trains_a_while(workers=3), stop)
-    outcome, log = run_job(job, fleet, tmp_path, events)
-    check(outcome, job, steps_lost=0)
-    decisions = [event["reason"] for event in log if event["kind"] == "decision"]
-    assert any(
-        "Deciding to wait, since" in reason and "the job needs 3" in reason for reason in decisions
-    ), decisions
-    assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0
-
-
-@pytest.mark.slow
-def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    """One pipeline, no copies: the middle stage's node dies.
-
-    Back to the committed step; from storage only what nobody has.
-    """
-    adjust(fleet, big=1, small=2)
-    # Training goes on between the sight of a step and the death that follows it: slow steps, and
-    # few of them, so that a busy machine comes to the checkpoint, too.
-    interval = 20
-    workers = [f"{name}/0" for name in sorted(fleet.nodes)]
-    stages = [
-        {"first_layer": i, "num_layers": n, "workers": [w]}
-        for (i, n), w in zip([(0, 1), (1, 2), (3, 1)], workers, strict=True)
-    ]
-    plan = {
-        "version": 1,
-        "model": "tiny",
-        "global_batch_sequences": 8,
-        "microbatch_sequences": 1,
-        "sequence_length": 16,
-        "pipelines": [{"num_microbatches": 8, "stages": stages}],
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    job = make_job(
-        tmp_path,
-        training={"steps": 2000},
-        checkpoint={"every_steps": interval, "replicate_every_steps": 0},
-        parallelism={"plan": str(tmp_path / "plan.json"), "min_pipelines": 1},
-        emulation={"block_forward_s": 0.01},
-    )
-    survivors = [node_of(workers[0]), node_of(workers[2])]
-
-    def is_kept(run: JobRun, seen: Observation) -> bool:
-        """A committed step is on the survivors' disks, too, and the next one is not near.
-
-        A disk's copy is forced beside the upload, and may come after the commit.
-        """
-        step = run.controller.memory.ledger.checkpoints.step
-        if not step or not 2 <= run.controller.memory.ledger.committed_steps - step < interval // 2:
-            return False
-        return all(step in steps_on_disk(job, name) for name in survivors)
-
-    events = Interference()
-    events.when(is_kept, lambda run, seen: fleet.kill(node_of(workers[1])))
-    events.when(in_generation(2), lambda run, seen: None)
-    events.when(trains_a_while(), stop)
-    outcome, _ = run_job(job, fleet, tmp_path, events)
-    (change,) = outcome.summary["reconfigurations"]
-    check(outcome, job, steps_lost=change["steps_lost"])
-    assert change["step"] % interval == 0
-    assert 0 < change["steps_lost"] < interval
-    config = load_config(job.model)
-    layers = [spec.layer for spec in family_of(config).parameter_specs(config).values()]
-    assert set(layers) >= {1, 2}
-    lost_bytes = sum(
-        3 * 4 * math.prod(s.shape)
-        for s in family_of(config).parameter_specs(config).values()
-        if s.layer in (1, 2)
-    )
-    tiers = change["bytes_by_tier"]
-    copies = sum(len(p["stages"]) > 0 for p in change["plan_after"]["pipelines"])
-    assert tiers["s3"] in (lost_bytes, lost_bytes * copies), (tiers, lost_bytes)
-    assert tiers["disk"] > 0, tiers
 
 
 def test_a_stop_while_waiting_makes_the_newest_step_durable(

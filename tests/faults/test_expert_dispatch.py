@@ -13,7 +13,7 @@ import pytest
 from tests.faults.conftest import Scene, lose_a_worker
 from tests.harness.exact_job import PLAN
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.faults
 MODEL = {
     "model_type": "mixtral",
     "hidden_size": 32,

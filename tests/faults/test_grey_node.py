@@ -22,21 +22,16 @@ from tests.harness.namespace_fleet import NamespaceFleet
 from tests.harness.struck_run import StruckRun
 from tests.harness.toy_model import TOY_CONFIG
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(200)]
-DEADLINE_S = 150.0
-LAYERS, STEPS = 8, 10
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.slow]
+LAYERS = 8
+STEPS = 10
 HISTORY_ELEMENTS = 900_000
 """11 MB of state a layer, in shards of 3.6 MB: some come from the grey node within a generation's
 time to begin, by far not all.
 """
-GREY_MEGABITS, WELL_MEGABITS = 24.0, 20_000.0
-ELASTIC = {
-    "max_failures_in_a_row": 2,
-    "quiesce_timeout_s": 20,
-    "heartbeat_timeout_s": 6.0,
-    "step_timeout_s": 40,
-    "rendezvous_timeout_s": 40,
-}
+GREY_MEGABITS = 24.0
+WELL_MEGABITS = 20_000.0
+ELASTIC = {"max_failures_in_a_row": 2}
 SHORT = {"rendezvous_timeout_s": 3.0, "transfer_timeout_s": 3.0}
 """Once all have their first state: in this time a restore has to begin and to end."""
 
@@ -75,7 +70,7 @@ def trains_again(run: StruckRun, seen: Observation) -> bool:
     return isinstance(run.controller.state, Training) and run.controller.memory.generation > 1
 
 
-def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_because_of_it(
+def test_a_grey_worker_is_asked_for_nothing_after_a_broken_restore(
     network: NamespaceNetwork, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """The death is one failure, a restore that comes too late another. Were it scheduled alike
@@ -115,7 +110,7 @@ def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_b
             nodes=dict.fromkeys("abcd", 1),
             fleet=partial(NamespaceFleet, network=network),
         )
-        result = run.run(DEADLINE_S, events)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert run.controller.memory.generation == 3, "one broke off, and the next did not"

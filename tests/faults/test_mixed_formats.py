@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScales
-from tests.faults.conftest import Scene, lose_a_worker
-from tests.harness.exact_job import PLAN, STEPS
+from tests.faults.conftest import FEW_STEPS, Scene, lose_a_worker
+from tests.harness.exact_job import PLAN
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.faults
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -46,7 +46,7 @@ def test_a_worker_goes_and_no_step_is_lost(scene: Scene, tmp_path: Path, memory:
     steps = [event for event in result.events if event["kind"] == "step"]
     assert {event["loss_scale"] for event in steps} == {FIRST_SCALE.factor}
     scales: LossScales = run.controller.memory.ledger.loss_scales
-    assert scales.before(STEPS) == FIRST_SCALE
+    assert scales.before(FEW_STEPS) == FIRST_SCALE
     plans = [event["plan"] for event in result.events if event["kind"] == "plan"]
     stages = [stage for each in plans[1]["pipelines"] for stage in each["stages"]]
     assert {stage.get("compute") for stage in stages} == {"fp16"}, "the planner's own plan"

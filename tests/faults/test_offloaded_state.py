@@ -18,10 +18,7 @@ from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
 from tests.harness.struck_run import Strike, StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
-DEADLINE_S = 60.0
-CELLS = ("vote-worker-kill", "mid_update-worker-kill", "apply-worker-notice")
-IN_CI = ("vote-worker-kill",)
+pytestmark = pytest.mark.faults
 
 
 def offloaded_plan() -> dict[str, Any]:
@@ -32,19 +29,15 @@ def offloaded_plan() -> dict[str, Any]:
     return plan
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in CELLS]
-)
-def test_a_worker_goes_and_no_step_is_lost(
-    name: str, scene: Scene, tmp_path: Path, memory: Path
-) -> None:
+def test_a_worker_goes_and_no_step_is_lost(scene: Scene, tmp_path: Path, memory: Path) -> None:
     job = exact_job(tmp_path, scene.shared, memory, offloaded_plan())
     with nothing_left(memory):
-        result = StruckRun(job, tmp_path, Strike(*name.split("-"), step=6)).run(DEADLINE_S)
+        result = StruckRun(job, tmp_path, Strike("mid_update", "worker", "kill")).run()
         assert result.ok, result.reason
     assert result.struck_at_step is not None
     assert losses_by_step(result.events) == list(scene.reference.losses)
-    checkpoints, history = str(tmp_path / "checkpoints"), history_of(result.events)
+    checkpoints = str(tmp_path / "checkpoints")
+    history = history_of(result.events)
     assert differing_shards(checkpoints, STEPS, scene.reference, history) == []
     assert result.summary["reconfigurations"]
     assert result.summary["steps_lost"] == 0

@@ -20,8 +20,7 @@ from tests.harness.local_fleet import Interference, in_generation, trains_a_whil
 from tests.harness.remote_process import RemoteProcess
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
-DEADLINE_S = 40.0
+pytestmark = pytest.mark.faults
 
 
 def run_through(
@@ -37,7 +36,7 @@ def run_through(
     with nothing_left(memory):
         run = StruckRun(job, directory)
         prepare(run)
-        result = run.run(DEADLINE_S, events)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
     assert losses_by_step(result.events) == list(scene.reference.losses)
@@ -57,32 +56,6 @@ def harm(mode: str, victim: str) -> Callable[[StruckRun, Observation], None]:
 
 def building(run: StruckRun, seen: Observation) -> bool:
     return isinstance(run.controller.state, Building) and run.controller.memory.generation > 1
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "third"),
-    [
-        (("kill", "b/0"), ("kill", "a"), ("kill", "c/0")),
-        pytest.param(("freeze", "a"), ("kill", "b"), ("notice", "c"), marks=pytest.mark.slow),
-        pytest.param(("notice", "d"), ("freeze", "b/0"), ("kill", "c"), marks=pytest.mark.slow),
-    ],
-    ids=lambda fault: "-".join(fault).replace("/", "."),
-)
-def test_faults_in_a_row(
-    first: tuple[str, str],
-    second: tuple[str, str],
-    third: tuple[str, str],
-    scene: Scene,
-    tmp_path: Path,
-    memory: Path,
-) -> None:
-    """One in training, the next while the rest rebuilds, the third right after that."""
-    events = Interference()
-    events.when(trains_at(5), harm(*first))
-    events.when(building, harm(*second))
-    events.when(trains_at(6), harm(*third))
-    events.when(in_generation(4), lambda run, seen: None)
-    nothing_lost(run_through(scene, tmp_path, memory, events))
 
 
 def test_six_deaths_each_inside_the_rebuild_after_the_one_before(
@@ -109,24 +82,11 @@ def test_six_deaths_each_inside_the_rebuild_after_the_one_before(
     for _ in range(5):
         events.when(builds_anew, kill_a_participant)
     with nothing_left(memory):
-        result = StruckRun(job, tmp_path, nodes=nodes).run(2 * DEADLINE_S, events)
+        result = StruckRun(job, tmp_path, nodes=nodes).run(events)
     assert result.ok, result.reason
     assert len(struck) == 6, f"the rest did not come: {result.reason}"
     assert losses_by_step(result.events) == list(scene.reference.losses)
     nothing_lost(result)
-
-
-@pytest.mark.slow
-def test_a_notice_that_is_too_short(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """Two nodes are warned and gone before anything could be moved; the third pipeline holds it
-    all.
-    """
-    events = Interference()
-    events.when(
-        trains_at(5), lambda run, seen: [run.fleet.warn(node, 0.05) for node in ("a", "b")] and None
-    )
-    events.when(in_generation(2), lambda run, seen: None)
-    nothing_lost(run_through(scene, tmp_path, memory, events))
 
 
 class Partition:
@@ -150,7 +110,8 @@ def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Pat
     """Its old processes still train generation 1 when new ones are hired beside them: they change
     nothing any more.
     """
-    partition, events = Partition(), Interference()
+    partition = Partition()
+    events = Interference()
     events.when(trains_at(6), partition.cut)
     events.when(in_generation(2), partition.heal)
     events.when(
@@ -167,16 +128,16 @@ def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Pat
 def test_many_changes_leave_nothing_in_the_survivors(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """Node b's worker dies three times; the others' open files and threads stay those of any one
+    """Node b's worker dies three times; open files, threads and snapshots stay those of any one
     generation.
     """
-    held: list[tuple[int, int]] = []
+    held: list[tuple[int, int, int]] = []
 
     def look(run: StruckRun, seen: Observation) -> None:
         process_id = seen.reports["d/0"].process_id
-        held.append(
-            (len(os.listdir(f"/proc/{process_id}/fd")), len(os.listdir(f"/proc/{process_id}/task")))
-        )
+        num_files = len(os.listdir(f"/proc/{process_id}/fd"))
+        num_threads = len(os.listdir(f"/proc/{process_id}/task"))
+        held.append((num_files, num_threads, len(list(memory.rglob("*.snapshot")))))
 
     events = Interference()
     for _ in range(3):
@@ -192,35 +153,28 @@ def test_many_changes_leave_nothing_in_the_survivors(
     job = exact_job(tmp_path, scene.shared, memory, training={"steps": 5000})
     with nothing_left(memory):
         run = StruckRun(job, tmp_path)
-        result = run.run(2 * DEADLINE_S, events)  # six changes: 8 s, or over 20 beside other tests
+        result = run.run(events)
         assert result.reason == "stopped by the test", result.reason
         run.forget()
     nothing_lost(result)
-    (files, threads), (files_after, threads_after) = held[0], held[-1]
-    assert files_after <= files + 4, held
-    assert threads_after <= threads + 4, held
+    before = held[0]
+    after = held[-1]
+    assert all(b <= a + 4 for a, b in zip(before, after, strict=True)), held
 
 
-@pytest.mark.slow
-def test_clocks_that_disagree_change_no_step(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """One node is an hour ahead, another a day behind; a node dies."""
+def test_clocks_that_disagree_change_no_step_and_no_figure(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Two nodes are an hour ahead, another a day behind; a node dies."""
 
     def skew(run: StruckRun) -> None:
-        run.fleet.clock_offsets.update({"b": 3600.0, "d": -86400.0})
+        run.fleet.clock_offsets.update({"b": 3600.0, "c": 3600.0, "d": -86400.0})
 
     events = Interference()
     events.when(trains_at(5), harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
-    nothing_lost(run_through(scene, tmp_path, memory, events, skew))
-
-
-def test_clocks_that_disagree_change_no_figure(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    def skew(run: StruckRun) -> None:
-        run.fleet.clock_offsets.update({"b": 3600.0, "c": 3600.0, "d": 3600.0})
-
-    events = Interference()
-    events.when(trains_at(5), harm("kill", "a"))
-    events.when(in_generation(2), lambda run, seen: None)
-    (change,) = run_through(scene, tmp_path, memory, events, skew).summary["reconfigurations"]
+    result = run_through(scene, tmp_path, memory, events, skew)
+    nothing_lost(result)
+    (change,) = result.summary["reconfigurations"]
     assert 0 <= change["seconds"]["first_step"] < 3000
     assert 0 <= change["seconds"]["total"] < 3000

@@ -22,23 +22,13 @@ from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation
 from tests.harness.struck_run import Result, Strike, StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
-DEADLINE_S = 60.0
+pytestmark = pytest.mark.faults
 NO_CHECKPOINT = {"every_steps": 1000}
 """None before the last step: what is lost is in no storage."""
-CELLS = {
-    "vote-worker-kill": 0,
-    "gradient_sync-worker-notice": 0,
-    "gather-worker-kill": 1,
-    "backward-worker-kill": 1,
-    "apply-worker-kill": 1,
-    "mid_update-worker-kill": 1,
-}
+CELLS = {"vote-worker-kill": 0, "apply-worker-kill": 1}
 """Strikes, and how many steps they cost at the most. Whoever votes has its snapshot of the step
-before; earlier in a step that may still be written, and all have the one before it. In the update
-others may be a step further than the snapshot of whoever dies.
+before; in the update others may be a step further than the snapshot of whoever dies.
 """
-IN_CI = ("vote-worker-kill", "apply-worker-kill")
 
 
 def sharded_plan() -> dict[str, Any]:
@@ -63,16 +53,14 @@ def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None
     assert sum(change["bytes_by_tier"]["s3"] for change in changes) == 0, changes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in CELLS]
-)
+@pytest.mark.parametrize("name", CELLS)
 def test_a_worker_goes_and_its_nodes_snapshot_serves(
     name: str, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     strike = Strike(*name.split("-"), step=6)
     job = exact_job(tmp_path, scene.shared, memory, sharded_plan(), checkpoint=NO_CHECKPOINT)
     with nothing_left(memory):
-        result = StruckRun(job, tmp_path, strike).run(DEADLINE_S)
+        result = StruckRun(job, tmp_path, strike).run()
         assert result.ok, result.reason
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"
     check(result, tmp_path, scene, CELLS[name])
@@ -85,19 +73,18 @@ def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
     )
 
 
-@pytest.mark.parametrize("mode", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_a_node_goes_with_its_snapshots_and_copies_serve(
-    mode: str, scene: Scene, tmp_path: Path, memory: Path
+    scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """Every layer has three holders, and yet a node takes moments along that nobody else has:
     agents have copied them.
     """
     events = Interference()
-    events.when(replicated, lambda run, seen: run.harm(mode, "a"))
+    events.when(replicated, lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
     job = exact_job(tmp_path, scene.shared, memory, sharded_plan(), checkpoint=NO_CHECKPOINT)
     with nothing_left(memory):
-        result = StruckRun(job, tmp_path).run(DEADLINE_S, events)
+        result = StruckRun(job, tmp_path).run(events)
         assert result.ok, result.reason
     assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
     check(result, tmp_path, scene, 8)

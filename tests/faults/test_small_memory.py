@@ -23,8 +23,7 @@ from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.mounts import mounted
 from tests.harness.struck_run import StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
-DEADLINE_S = 60.0
+pytestmark = pytest.mark.faults
 EVERY = 16
 """The checkpoint before the death is the only one before the end."""
 HOLD_AT = 24
@@ -87,7 +86,9 @@ def test_a_death_where_host_memory_holds_half_of_the_snapshots(
         [w for w, shards in budget.shards_by_worker.items() if bool(shards) is has]
         for has in (True, False)
     )
-    victim, events, killed = kept if which == "kept" else left_out, Interference(), []
+    victim = kept if which == "kept" else left_out
+    events = Interference()
+    killed = []
 
     def kill(run: StruckRun, seen: Observation) -> None:
         killed.append(victim)
@@ -100,7 +101,7 @@ def test_a_death_where_host_memory_holds_half_of_the_snapshots(
         run = StruckRun(job, tmp_path, nodes={"b": 2})
         run.fleet.points = (FaultPoint("forward", victim, HOLD_AT),)
         run.fleet.act = lambda point: run.fleet.open_gate(point) if killed else None
-        result = run.run(DEADLINE_S, events)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert losses_by_step(result.events) == list(scene.reference.losses)

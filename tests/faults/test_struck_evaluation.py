@@ -19,7 +19,6 @@ STRUCK = 2 * EVERY
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(100)
 def test_a_death_in_an_evaluation_costs_no_step_and_no_evaluation(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
@@ -35,7 +34,7 @@ def test_a_death_in_an_evaluation_costs_no_step_and_no_evaluation(
         run = StruckRun(job, tmp_path)
         run.fleet.points = (FaultPoint("evaluate", "b/0", STRUCK),)
         run.fleet.act = lambda point: run.harm("kill", "b/0")
-        result = run.run(60.0, Interference())
+        result = run.run(Interference())
         assert result.ok, result.reason
     assert losses_by_step(result.events) == list(scene.reference.losses)
     assert result.summary["steps_lost"] == 0

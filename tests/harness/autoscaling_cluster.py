@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 from autohet.driver.ray import cluster as ray_cluster
 from tests.harness.living import end_session
 from tests.harness.local_fleet import cluster_document, free_port
+from tests.harness.waits import HANG_S
 from tests.harness.warm_ray import launcher_environment
 
 PROVIDER = "tests.harness.warm_provider.WarmNodeProvider"
@@ -136,9 +137,9 @@ def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _connect(address: str, timeout_s: float = 60.0) -> None:
+def _connect(address: str) -> None:
     ray_cluster.quieten()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + HANG_S
     while True:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")

@@ -11,25 +11,22 @@ import time
 
 import ray
 
-from autohet.driver.ray.requests.scaling import FleetRequest, launched_from
+from autohet.driver.ray.requests.scaling import FleetRequest, read_launch_file
 from planner.inputs.cluster import cluster_from_document
-
-TIMEOUT_S = 240
+from tests.harness.waits import HANG_S
 
 
 def main() -> None:
     ray.init(address="auto", log_to_driver=False)
-    document = launched_from()
+    document = read_launch_file()
     assert document is not None
     cluster = cluster_from_document(document)
     request = FleetRequest(cluster, document, {kind.name: 1 for kind in cluster.node_types})
     request.ask()
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     while len(nodes := [node for node in ray.nodes() if node["Alive"]]) <= len(cluster.node_types):
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"after {TIMEOUT_S} s there are {[node['Labels'] for node in nodes]}"
-            )
+            raise TimeoutError(f"after {HANG_S} s there are {[node['Labels'] for node in nodes]}")
         time.sleep(1)
     request.withdraw()
     print(

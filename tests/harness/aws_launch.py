@@ -26,6 +26,7 @@ from tests.harness import aws_readme
 from tests.harness.aws_machines import ROOT, Cloud
 from tests.harness.aws_network import make_private_subnet
 from tests.harness.local_fleet import job_document
+from tests.harness.waits import HANG_S
 
 BIN = Path(sys.executable).parent
 BUCKET = "autohet-tests"
@@ -38,7 +39,8 @@ class Scenario:
     """The user's machine: a home with Ray's token and key, and the README's commands."""
 
     def __init__(self, directory: Path, file: Path) -> None:
-        self.directory, self.file = directory, file
+        self.directory = directory
+        self.file = file
         self.home = directory / "laptop"
         (self.home / "tmp").mkdir(parents=True)
         self.cloud = Cloud(directory)
@@ -58,7 +60,7 @@ class Scenario:
         self.seen["seconds"][what] = round(time.monotonic() - self._began, 1)
         print(f"{self.seen['seconds'][what]:7.1f} s  {what}", file=sys.stderr, flush=True)
 
-    def run(self, *command: str, timeout_s: float = 300, cwd: Path = ROOT) -> str:
+    def run(self, *command: str, timeout_s: float = HANG_S, cwd: Path = ROOT) -> str:
         """One command of the README; its output goes to a log that a failure quotes."""
         done = subprocess.run(
             command,
@@ -79,7 +81,7 @@ class Scenario:
             )
         return done.stdout
 
-    def until(self, what: str, condition: Callable[[], Any], timeout_s: float = 240) -> Any:
+    def until(self, what: str, condition: Callable[[], Any], timeout_s: float = HANG_S) -> Any:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with suppress(RuntimeError):
@@ -111,7 +113,7 @@ class Scenario:
         self.mark("prepared")
 
     def up(self) -> None:
-        self.run_line("ray up", timeout_s=400)
+        self.run_line("ray up")
         self.mark("ray up")
         (head,) = self.cloud.living("head")
         self.head = head
@@ -197,7 +199,7 @@ class Scenario:
         with suppress(AttributeError):
             self._tunnel.terminate()
         self.run_line("ray down")
-        self.until("all instances are gone", lambda: not self.cloud.living(), 60)
+        self.until("all instances are gone", lambda: not self.cloud.living())
 
 
 def short(scenario: Scenario) -> None:
@@ -223,7 +225,7 @@ def floor_of(scenario: Scenario) -> str:
     workers = lambda: [  # noqa: E731
         machine for machine in scenario.cloud.living() if machine is not scenario.head
     ]
-    return str(scenario.until("the floor is launched", workers, 60)[0].node_type)
+    return str(scenario.until("the floor is launched", workers)[0].node_type)
 
 
 def whole(scenario: Scenario) -> None:
@@ -295,22 +297,23 @@ def long(scenario: Scenario) -> None:
         emulation={"block_forward_s": 0.02},
     )
     cloud = scenario.cloud
-    scenario.until("two nodes train", scenario.trains_on(2), 300)
-    victim, before = cloud.living("g5")[0], scenario.generation()
+    scenario.until("two nodes train", scenario.trains_on(2))
+    victim = cloud.living("g5")[0]
+    before = scenario.generation()
     victim.interrupt(110.0)
     scenario.mark("interruption notice")
-    scenario.until("the notice is taken", lambda: scenario.told("notice"), 60)
+    scenario.until("the notice is taken", lambda: scenario.told("notice"))
     newer = lambda: [m for m in cloud.living("g5") if m.launched_at > victim.launched_at]  # noqa: E731
-    second = scenario.until("a replacement is launched", newer, 120)[0]
-    scenario.until("the interrupted node is given back", lambda: victim not in cloud.living(), 200)
-    scenario.until("the replacement trains", scenario.trains_on(2, before), 240)
+    second = scenario.until("a replacement is launched", newer)[0]
+    scenario.until("the interrupted node is given back", lambda: victim not in cloud.living())
+    scenario.until("the replacement trains", scenario.trains_on(2, before))
     before = scenario.generation()
     cloud.terminate(second)
     scenario.mark("terminated without notice")
-    scenario.until("the death is known", lambda: scenario.told("death"), 60)
-    scenario.until("another one is launched", lambda: [m for m in newer() if m is not second], 180)
-    scenario.until("the second replacement trains", scenario.trains_on(2, before), 240)
-    scenario.run("ray", "job", "stop", "--address", ADDRESS, "job", timeout_s=120)
+    scenario.until("the death is known", lambda: scenario.told("death"))
+    scenario.until("another one is launched", lambda: [m for m in newer() if m is not second])
+    scenario.until("the second replacement trains", scenario.trains_on(2, before))
+    scenario.run("ray", "job", "stop", "--address", ADDRESS, "job")
     scenario.mark("stopped")
     found = [line for line in scenario.logs().splitlines() if line.startswith('{"steps"')]
     scenario.seen["summary"] = json.loads(found[-1])
@@ -332,7 +335,9 @@ def facts_of(instance: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    directory, file, form = Path(sys.argv[1]), Path(sys.argv[2]).absolute(), sys.argv[3]
+    directory = Path(sys.argv[1])
+    file = Path(sys.argv[2]).absolute()
+    form = sys.argv[3]
     scenario = Scenario(directory, file)
     try:
         {"short": short, "whole": whole, "efa": efa, "long": long}[form](scenario)

@@ -31,6 +31,7 @@ from moto.server import ThreadedMotoServer
 
 from tests.harness.aws_image import publish_base_image
 from tests.harness.imds_server import ImdsServer
+from tests.harness.waits import HANG_S
 
 CLONE_NEWNET = 0x40000000
 LAPTOP = "172.31.255.254"
@@ -143,7 +144,8 @@ class Cloud:
 
     def _follow_once(self) -> None:
         for instance in self.instances():
-            name, state = instance["InstanceId"], instance["State"]["Name"]
+            name = instance["InstanceId"]
+            state = instance["State"]["Name"]
             if state == "running" and name not in self.machines:
                 self.machines[name] = self._boot(instance)
             elif state in ("terminated", "shutting-down") and name in self.machines:
@@ -248,7 +250,7 @@ class Cloud:
             ["link", "set", "eth0", "up"],
             ["route", "add", "default", "dev", "eth0", "src", instance["PrivateIpAddress"]],
         ):
-            subprocess.run([*inside, *arguments], check=True, capture_output=True, timeout=10)
+            subprocess.run([*inside, *arguments], check=True, capture_output=True, timeout=HANG_S)
 
     def _end(self, machine: Machine) -> None:
         """The machine is gone at once, with every process on it."""
@@ -284,11 +286,11 @@ def ssh_sockets(user: str) -> Path:
     return Path(f"/tmp/ray_ssh_{hashlib.sha256(user.encode()).hexdigest()[:10]}")
 
 
-def _only_child(process: int, timeout_s: float = 10.0) -> int:
+def _only_child(process: int) -> int:
     """`unshare --fork` lives outside of the process namespace that it makes; its child is in all
     three.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + HANG_S
     children = Path(f"/proc/{process}/task/{process}/children")
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError):
@@ -323,4 +325,4 @@ def _listener_in(process: int) -> socket.socket:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=HANG_S)

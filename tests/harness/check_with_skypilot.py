@@ -15,7 +15,8 @@ with open(sys.argv[1]) as file:
 common_utils.validate_schema(task, schemas.get_task_schema(), "task: ")
 common_utils.validate_schema(task["resources"], schemas.get_resources_schema(), "resources: ")
 for arguments in json.load(sys.stdin):
-    name, rest = arguments[0], list(arguments[1:])
+    name = arguments[0]
+    rest = list(arguments[1:])
     command.cli.commands[name].make_context(name, rest)
 refused = False
 try:

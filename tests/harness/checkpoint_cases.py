@@ -95,5 +95,6 @@ def make_checkpoint(
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """A committed checkpoint and the full tensors in it."""
     specs = state_specs()
-    layout, full = two_worker_layout(specs), full_state(specs, seed)
+    layout = two_worker_layout(specs)
+    full = full_state(specs, seed)
     return commit(storage, step, layout, write_all(storage, step, layout, full)), full

@@ -25,7 +25,8 @@ from tests.harness.checkpoint_cases import commit as commit_case
 from tests.harness.checkpoint_cases import full_state, write_all
 from tests.harness.memory_storage import MemoryStorage
 
-OLDER, NEWEST = 8, 12
+OLDER = 8
+NEWEST = 12
 GENERATION = 2
 """That `checkpoint_cases.commit` commits in."""
 FLIPPED_BITS = (0x01, 0x20, 0x80)

@@ -102,7 +102,8 @@ class Collective(ScriptedWorkforce):
             (p.report.live_generation, p.report.vote[0]) for p in lives if p.report.vote is not None
         }
         for process in lives:
-            report, generation = process.report, process.report.live_generation
+            report = process.report
+            generation = process.report.live_generation
             if generation is None:
                 continue
             found.append(
@@ -142,7 +143,8 @@ class Collective(ScriptedWorkforce):
             return False
         if any(self._stuck(self.processes[w]) for w in moving):
             return False
-        self._moved_at, torn = self.now, self.torn
+        self._moved_at = self.now
+        torn = self.torn
         self._build(order, moving) if building else self._train(order)
         return torn is not None and self.torn is None
 
@@ -168,7 +170,8 @@ class Collective(ScriptedWorkforce):
 
     def enter(self, process: Life, order: GenerationOrder) -> None:
         """A worker reads its orders."""
-        process.order, process.ticks_to_build = order, self.builds
+        process.order = order
+        process.ticks_to_build = self.builds
         process.stop = process.durable = False
         process.filled = None
         broken = process.report.broken
@@ -303,7 +306,8 @@ class Collective(ScriptedWorkforce):
 
     def _own(self, worker: str, shard: ShardId, step: int) -> History:
         process = self.processes[worker]
-        generation, broken = process.report.live_generation, process.report.broken
+        generation = process.report.live_generation
+        broken = process.report.broken
         live = generation is not None and process.report.step == step
         if live and shard in self.copies.layouts[generation].shards_by_worker[worker]:
             return process.history
@@ -344,7 +348,8 @@ class Collective(ScriptedWorkforce):
                 process.report = replace(process.report, replicated_step=len(process.history) - 1)
 
     def _apply(self, process: Life, order: GenerationOrder) -> None:
-        worker, done = process.report.worker, process.report.step + 1
+        worker = process.report.worker
+        done = process.report.step + 1
         process.history = (*process.history, order.generation)
         self._record(process, order)
         stop, durable = self._vote
@@ -368,7 +373,8 @@ class Collective(ScriptedWorkforce):
             )
 
     def _record(self, process: Life, order: GenerationOrder) -> None:
-        step, worker = process.report.step, process.report.worker
+        step = process.report.step
+        worker = process.report.worker
         rated_s = self.compute_s.get(worker)
         parts_s = (
             {} if rated_s is None else {"compute": rated_s * self.slow.get(node_of(worker), 1.0)}

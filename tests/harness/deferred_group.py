@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autohet.runtime.groups.clock import HostClock
 from autohet.runtime.groups.gloo import close_connections
 from autohet.runtime.groups.group import Group
+from tests.harness.waits import HANG_S
 
 LATEST_S = 5e-4
 STREAM_POLL_S = 2e-3
@@ -185,7 +186,9 @@ class _DeferredBackEnd:
     """What `Group` calls; the operations run in a thread, over gloo."""
 
     def __init__(self, name: str, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
         self.aborted = threading.Event()
         self.failure: str | None = None
         self._store = store
@@ -307,7 +310,7 @@ class _DeferredBackEnd:
             )
 
     def _wait(self, work: Any) -> None:
-        if not work.wait(timedelta(seconds=60)):
+        if not work.wait(timedelta(seconds=HANG_S)):
             raise RuntimeError("gloo did not end the operation")
 
     # the group's own thread

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +14,42 @@ from autohet.runtime.job import Job
 from tests.harness.fork_server import forking_context, server_address, use_server
 from tests.harness.living import is_alive, kill, state_of
 from tests.harness.struck_run import Strike, StruckRun, read_events
+from tests.harness.waits import HANG_S, wait_until
 
 
 class DriverLife:
     """One life of a driver. Its workers and agents end with it."""
 
-    def __init__(self, job: Job, directory: Path, strike: Strike | None, timeout_s: float) -> None:
+    def __init__(self, job: Job, directory: Path, strike: Strike | None) -> None:
         directory.mkdir(parents=True)
         self.directory = directory
         address = server_address()
         self._process = forking_context().Process(
-            target=_drive, args=(job, directory, strike, timeout_s, address)
+            target=_drive, args=(job, directory, strike, address)
         )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    def wait_frozen(self, timeout_s: float) -> None:
+    def wait_frozen(self) -> None:
         """Return once the driver stands still."""
-        deadline = time.monotonic() + timeout_s
-        while state_of(self.pid) != "T":
-            assert self._process.exitcode is None, (
-                f"the driver ended ({self._process.exitcode}) instead of freezing"
-            )
-            assert time.monotonic() < deadline, "the driver was not frozen"
-            time.sleep(0.02)
+
+        def is_frozen() -> bool:
+            code = self._process.exitcode
+            assert code is None, f"the driver ended ({code}) instead of freezing"
+            return state_of(self.pid) == "T"
+
+        wait_until(is_frozen, "the driver's freeze")
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self) -> int:
         """Its exit code: negative after a signal. All that it started is gone when this returns."""
-        self._process.join(timeout_s)
+        self._process.join(HANG_S)
         code = self._process.exitcode
-        assert code is not None, f"the driver did not end within {timeout_s} s"
-        deadline = time.monotonic() + 5.0
-        while left := [pid for pid in self.started() if is_alive(pid)]:
-            assert time.monotonic() < deadline, f"processes {left} outlive their driver"
-            time.sleep(0.02)
+        assert code is not None, f"the driver did not end within {HANG_S:.0f} s"
+        wait_until(lambda: not any(map(is_alive, self.started())), "the end of what it started")
         return code
 
     def started(self) -> list[int]:
@@ -83,9 +80,7 @@ class DriverLife:
         self._process.close()
 
 
-def _drive(
-    job: Job, directory: Path, strike: Strike | None, timeout_s: float, address: str
-) -> None:
+def _drive(job: Job, directory: Path, strike: Strike | None, address: str) -> None:
     use_server(address)
     import torch
 
@@ -96,7 +91,7 @@ def _drive(
         run.fleet.stop_reason = signal.Signals(number).name
 
     signal.signal(signal.SIGTERM, on_signal)
-    result = run.run(timeout_s)
+    result = run.run()
     document = {
         "ok": result.ok,
         "reason": result.reason,

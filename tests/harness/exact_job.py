@@ -28,9 +28,12 @@ from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
 from tests.harness import toy_model
 from tests.harness.history import MARK, unlike_histories
+from tests.harness.waits import HANG_S, PATIENT_ELASTIC
 
-BATCH, LENGTH = 8, 8
-STEPS, EVERY = 32, 4
+BATCH = 8
+LENGTH = 8
+STEPS = 32
+EVERY = 4
 TEXT = "".join(f"line {i}: {i * i % 97} foxes, {i * 7919 % 1009} dogs\n" for i in range(400))
 
 
@@ -136,16 +139,11 @@ def exact_job(
             "local_directory": str(directory / "disk"),
         },
         "elastic": {
+            **PATIENT_ELASTIC,
             "min_workers": 1,
-            "step_timeout_s": 12,
-            "heartbeat_timeout_s": 2.0,
-            "quiesce_timeout_s": 4,
-            "rendezvous_timeout_s": 12,
-            "transfer_timeout_s": 12,
-            "worker_start_timeout_s": 20,
-            "checkpoint_timeout_s": 12,
+            "heartbeat_timeout_s": 10,
             "debounce_s": 0.3,
-            "wait_for_fleet_s": 30,
+            "wait_for_fleet_s": HANG_S,
             "notice_sources": ["script"],
             "slow_ratio": 0,
         },
@@ -203,7 +201,7 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
                 frozenset(),
             )
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while (report := worker.report()).phase is not Phase.FINISHED or report.steps:
             assert report.phase is not Phase.FAILED, report.error
             assert time.monotonic() < deadline, report
@@ -227,9 +225,11 @@ def differing_shards(
     try:
         manifest = open_checkpoint(storage, step)
         assert frozenset(manifest.shards) == reference.layout.shards
-        differing, histories = [], {}
+        differing = []
+        histories = {}
         for shard, data in read_shards(storage, manifest, manifest.shards):
-            spec, whole = reference.layout.tensors[shard.tensor], reference.state[shard.tensor]
+            spec = reference.layout.tensors[shard.tensor]
+            whole = reference.state[shard.tensor]
             if MARK in shard.tensor and shard.tensor.startswith("param/"):
                 histories[str(shard)] = data
                 continue

@@ -23,6 +23,8 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllgatherOptions, Store
 
+from tests.harness.waits import GROUP_TIMEOUT
+
 VERSIONS = ("2.11", "2.13")
 
 
@@ -50,7 +52,7 @@ class FakeWork:
         if self._group.silent:
             return False
         if not self._done:
-            self._work.wait(timedelta(seconds=20))
+            self._work.wait(GROUP_TIMEOUT)
             self._done = True
         return True
 
@@ -60,7 +62,7 @@ class FakeWork:
         if self._group.failure is not None:
             raise DistBackendError(self._group.failure)
         if not self._group.aborted and not self._done:
-            self._work.wait(timedelta(seconds=20))
+            self._work.wait(GROUP_TIMEOUT)
             self._done = True
         return True
 
@@ -115,7 +117,7 @@ class FakeProcessGroupNCCL:
         self.connected_to: torch.device | None = None
         self._gloo: Any = None
         self._connect: Callable[[], Any] = lambda: ProcessGroupGloo(
-            store, rank, size, timedelta(seconds=20)
+            store, rank, size, GROUP_TIMEOUT
         )
 
     def eager_connect_single_device(self, device: torch.device) -> None:

@@ -14,7 +14,10 @@ from typing import Any
 
 import pynvml
 
-SUCCESS, NOT_SUPPORTED, TIMEOUT, GPU_IS_LOST = 0, 3, 10, 15
+SUCCESS = 0
+NOT_SUPPORTED = 3
+TIMEOUT = 10
+GPU_IS_LOST = 15
 
 
 class FakeNvml:
@@ -98,7 +101,8 @@ class FakeNvml:
 @contextmanager
 def installed(fake: FakeNvml) -> Iterator[FakeNvml]:
     """`pynvml` calls the fake until the block ends."""
-    library, cache = pynvml.nvmlLib, dict(pynvml._nvmlGetFunctionPointer_cache)
+    library = pynvml.nvmlLib
+    cache = dict(pynvml._nvmlGetFunctionPointer_cache)
     pynvml._nvmlGetFunctionPointer_cache.clear()
     pynvml.nvmlLib = fake
     try:

@@ -139,7 +139,9 @@ def call(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in this process, as the executable would."""
     del timeout_s
-    out, code, said = io.StringIO(), 0, ""
+    out = io.StringIO()
+    code = 0
+    said = ""
     with redirect_stdout(out):
         try:
             main(arguments, folder)

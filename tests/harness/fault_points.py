@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.harness.waits import HANG_S
+
 PHASES = (
     "gather",
     "forward",
@@ -24,7 +26,6 @@ PHASES = (
 FILES = ("snapshot", "upload")
 RECONFIGURING = ("rebuild", "restore")
 UPDATING = ("mid_update", "failed_update")
-HOLD_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Gate:
     """Holds whoever arrives, once, until `open`; `tell` says that somebody has arrived."""
 
     def __init__(self, point: FaultPoint, tell: Callable[[Any], None]) -> None:
-        self._point, self._tell = point, tell
+        self._point = point
+        self._tell = tell
         self._open = threading.Event()
         self._lock = threading.Lock()
         self._passed = False
@@ -60,7 +62,7 @@ class Gate:
                 return
             self._passed = True
         self._tell(self._point)
-        assert self._open.wait(HOLD_S), f"nobody opened the gate at {self._point}"
+        assert self._open.wait(HANG_S), f"nobody opened the gate at {self._point}"
 
     def open(self) -> None:
         self._open.set()
@@ -85,7 +87,8 @@ def install(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int
 
 
 def _phase_hook(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int], None]:
-    due, at = 2 if point.name in ("forward", "backward") else 1, point.name.removeprefix("failed_")
+    due = 2 if point.name in ("forward", "backward") else 1
+    at = point.name.removeprefix("failed_")
     count = 0
 
     def hook(phase: str, step: int) -> None:
@@ -105,14 +108,16 @@ def _in_update(point: FaultPoint, arrive: Callable[[], None]) -> None:
     from autohet.runtime.parallel.buckets import ALIGNMENT
     from autohet.runtime.state import flat_optimizer
 
-    update, reached = flat_optimizer.fused_update, False
+    update = flat_optimizer.fused_update
+    reached = False
 
     def late(tensors: Any, gradients: Any, rule: Any) -> None:
         nonlocal reached
         if rule.step != point.step or reached:
             update(tensors, gradients, rule)
             return
-        reached, half = True, gradients[0].numel() // 2 // ALIGNMENT * ALIGNMENT
+        reached = True
+        half = gradients[0].numel() // 2 // ALIGNMENT * ALIGNMENT
         update([tuple(tensor[:half] for tensor in tensors[0])], [gradients[0][:half]], rule)
         arrive()
         if point.name == "failed_update":
@@ -153,7 +158,8 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
     from autohet.runtime.groups import generation as groups
 
     back_end = groups.BACK_ENDS["cpu"]
-    begin, create = groups.GenerationGroups.__init__, back_end.create
+    begin = groups.GenerationGroups.__init__
+    create = back_end.create
     now = -1
 
     def noting(self: Any, store: Any, generation: int, *arguments: Any) -> None:
@@ -174,7 +180,8 @@ def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:
     from autohet.runtime.state import state_source
     from recovery.transfer import restore
 
-    fill, run = state_source.StateSource.fill, restore.Exchange.run
+    fill = state_source.StateSource.fill
+    run = restore.Exchange.run
     now = -1
 
     def noting(self: Any, order: Any, *arguments: Any) -> Any:

@@ -145,7 +145,8 @@ class FaultyWorkforce(Collective):
 
     def _end(self, worker: str) -> None:
         process = self.processes[worker]
-        process.gone, process.wakes_at = True, math.inf
+        process.gone = True
+        process.wakes_at = math.inf
         process.silent_at = self.now if process.silent_at is None else process.silent_at
 
     def _forget(self, name: str, reason: str) -> None:
@@ -285,7 +286,9 @@ class FaultyWorkforce(Collective):
         self._check(orders)
         self.order = next(iter(orders.values()))
         self.copies.begin(self.order)
-        self.torn, self._moved_at, self._asked_at = None, self.now, None
+        self.torn = None
+        self._moved_at = self.now
+        self._asked_at = None
         for worker, order in orders.items():
             self._tell([worker], lambda process, order=order: self.enter(process, order))
 
@@ -308,7 +311,8 @@ class FaultyWorkforce(Collective):
 
     def request_stop(self, workers: Collection[str], *, checkpoint: bool) -> None:
         def stop(process: Life) -> None:
-            process.stop, process.durable = True, checkpoint
+            process.stop = True
+            process.durable = checkpoint
 
         self._tell(workers, stop)
 

@@ -22,6 +22,8 @@ PRELOAD = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "pyarrow.compute",  # else imported with a worker's first rows, a quarter of a second each
+    "recovery.storage.directory",
     "autohet.runtime.models.initialization",
     "autohet.runtime.spmd.trainer",
     "autohet.runtime.step.trainer",

@@ -54,7 +54,8 @@ def _job(rng: random.Random) -> Job:
 
 
 def _cluster(rng: random.Random, types: list[str]) -> Cluster:
-    left, kinds = MOST_GPUS, dict[str, Any]()
+    left = MOST_GPUS
+    kinds = dict[str, Any]()
     for name in types:
         gpus = 8 if name.startswith("p4d") else 4 if name.endswith(("12xlarge", "8xlarge")) else 1
         count = rng.randint(1, max(1, min(4, left // gpus)))

@@ -30,7 +30,8 @@ def keep_history() -> None:
     from autohet.runtime.groups import GenerationGroups
     from autohet.runtime.step.trainer import StageTrainer
 
-    begin, update = GenerationGroups.__init__, StageTrainer.apply_update
+    begin = GenerationGroups.__init__
+    update = StageTrainer.apply_update
 
     def numbered(self: Any, store: Any, generation: int, *arguments: Any, **named: Any) -> None:
         self.generation = generation

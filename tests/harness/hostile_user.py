@@ -127,7 +127,8 @@ def _attack(targets: Targets, pipe: Connection) -> None:
 
 
 def _hold_idle(targets: Targets) -> list[socket.socket]:
-    held, ports = [], list(targets.ports.values())
+    held = []
+    ports = list(targets.ports.values())
     for number in range(targets.num_idle):
         with suppress(OSError):
             held.append(socket.create_connection(("127.0.0.1", ports[number % len(ports)]), 5))
@@ -137,7 +138,8 @@ def _hold_idle(targets: Targets) -> list[socket.socket]:
 def _send_frames(targets: Targets, draw: random.Random) -> tuple[Counter[str], int]:
     """Replayed, mutated, cut and extended frames; returns how many of each, and leaked secrets."""
     counts: Counter[str] = Counter()
-    leaks, open_ones = 0, []
+    leaks = 0
+    open_ones = []
     secrets = [bytes.fromhex(secret) for secret in targets.secrets]
     names = sorted(targets.ports)
     for _ in range(targets.num_frames):

@@ -29,11 +29,12 @@ def thread_names() -> set[str]:
 
 
 @contextmanager
-def nothing_left(memory: Path, settle_s: float = 3.0) -> Iterator[None]:
+def nothing_left(memory: Path, settle_s: float = 30.0) -> Iterator[None]:
     """Fails when the block leaves a thread, an open file, a socket, or anything under `memory`;
     what ends by itself gets `settle_s`.
     """
-    files, threads = open_files(), thread_names()
+    files = open_files()
+    threads = thread_names()
     yield
     deadline = time.monotonic() + settle_s
     while True:

@@ -2,9 +2,10 @@
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
+
+from tests.harness.waits import wait_until
 
 
 def state_of(pid: int) -> str:
@@ -30,16 +31,18 @@ def members_of(session: int) -> list[int]:
     ]
 
 
-def end_session(session: int, timeout_s: float = 20.0) -> None:
+def end_session(session: int) -> None:
     """End every process of a session: some end by themselves when others do, some start while the
     rest are ended.
     """
-    deadline = time.monotonic() + timeout_s
-    while left := members_of(session):
-        assert time.monotonic() < deadline, f"processes {left} outlive SIGKILL"
+
+    def is_empty() -> bool:
+        left = members_of(session)
         for pid in left:
             kill(pid)
-        time.sleep(0.02)
+        return not left
+
+    wait_until(is_empty, f"the end of session {session}")
 
 
 def _state_and_session(pid: int) -> tuple[str, int]:

@@ -20,14 +20,15 @@ import yaml
 from autohet.control.job_state import Training
 from autohet.control.values.observation import Observation
 from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.job_run import JobRun, Machines, Outcome
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.run_directories import node_directories
 from autohet.driver.ray.cluster import NAME_LABEL
 from autohet.emulate.demo import reference_losses
 from autohet.runtime.job import Job
 from planner.inputs.cluster import Cluster, cluster_from_document
 from tests.harness.host_memory import memory_directory
+from tests.harness.waits import HANG_S, PATIENT_ELASTIC, wait_until
 from tests.harness.warm_ray import warm_ray_workers
 
 TEXT = "".join(
@@ -117,11 +118,11 @@ def job_document(directory: Path, **sections: Mapping[str, Any]) -> dict[str, An
             "local_directory": str(directory / "disk"),
         },
         "elastic": {
+            **PATIENT_ELASTIC,
             "min_workers": 1,
-            "step_timeout_s": 30,
-            "heartbeat_timeout_s": 4,
+            "heartbeat_timeout_s": 10,
             "debounce_s": 0.5,
-            "wait_for_fleet_s": 180,
+            "wait_for_fleet_s": HANG_S,
             "slow_ratio": 0,
         },
         "parallelism": {
@@ -158,7 +159,8 @@ def write_documents(
     directory: Path, cluster: Mapping[str, Any], **sections: Mapping[str, Any]
 ) -> tuple[Path, Path]:
     """The job and the cluster as files, for the command line."""
-    job_path, cluster_path = directory / "job.yaml", directory / "cluster.yaml"
+    job_path = directory / "job.yaml"
+    cluster_path = directory / "cluster.yaml"
     job_path.write_text(yaml.safe_dump(job_document(directory, **sections)))
     cluster_path.write_text(yaml.safe_dump(dict(cluster)))
     return job_path, cluster_path
@@ -193,24 +195,15 @@ def adjust(fleet: EmulatedFleet, **counts: int) -> None:
         for _ in range(counts.get(kind, 0) - len(there)):
             fleet.add(kind)
     wanted = sum(counts.values())
-    until(
+    wait_until(
         lambda: sum(n["Alive"] and n["Resources"].get("GPU", 0) > 0 for n in ray.nodes()) == wanted,
         "the fleet",
-        30,
     )
 
 
 def node_ids(name: str) -> dict[str, bool]:
     """Ray's ids of the nodes with this name, and whether each is alive."""
     return {n["NodeID"]: n["Alive"] for n in ray.nodes() if n["Labels"].get(NAME_LABEL) == name}
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-    """Wait for a condition; fails, saying what was waited for."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
 
 
 Condition = Callable[[JobRun, Observation], bool]
@@ -244,11 +237,10 @@ def run_job(
     fleet: EmulatedFleet,
     directory: Path,
     interfere: Interference | None = None,
-    timeout_s: float = 300,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Run a job to its end on a fleet; returns the outcome and the events."""
     fleet.directories = lambda name: node_directories(job, name)
-    return run_on(job, cluster_of(fleet), fleet, directory, interfere, timeout_s)
+    return run_on(job, cluster_of(fleet), fleet, directory, interfere)
 
 
 def run_on(
@@ -257,13 +249,12 @@ def run_on(
     fleet: EmulatedFleet | None,
     directory: Path,
     interfere: Interference | None = None,
-    timeout_s: float = 100,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Run a job to its end on the Ray cluster that this process is connected to."""
     path = directory / f"events-{time.monotonic_ns()}.jsonl"
     events = EventLog(path)
     run = JobRun(job, Machines(cluster, fleet), events)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + HANG_S
     try:
         run.start()
         while run.controller.ended is None:

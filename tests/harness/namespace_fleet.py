@@ -1,16 +1,24 @@
-"""A fleet of processes whose nodes are on a network of their own, from which one can be cut off
-while it works on.
-"""
+"""A fleet of processes whose nodes are on a network of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.emulate.namespaces import NamespaceNetwork, served_in_namespace
+from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace
 from tests.harness.process_fleet import ProcessFleet
 from tests.harness.remote_process import RemoteProcess
+
+
+def served_in_namespace(
+    tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Call `build(tell, *arguments)` in a process that has entered the namespace, as have threads
+    that it starts.
+    """
+    enter_namespace(namespace)
+    return build(tell, *arguments)
 
 
 @dataclass
@@ -31,22 +39,3 @@ class NamespaceFleet(ProcessFleet):
         return super()._spawn(
             name, served_in_namespace, self.network.namespace(node), build, *arguments
         )
-
-    def cut_node(self, name: str) -> None:
-        """Nothing reaches the node or comes from it until `join_node`; its processes go on."""
-        assert self.network is not None
-        self.network.cut(name)
-        for process in self.processes_of(name):
-            process.hold()
-        self._seats[name].silent_since = self.clock()
-
-    def join_node(self, name: str, processes: Sequence[RemoteProcess]) -> None:
-        """The node is back, with these processes; what was said to them and by them meanwhile
-        arrives.
-        """
-        assert self.network is not None
-        self.network.heal(name)
-        for process in processes:
-            process.let_through()
-        if name in self._seats:
-            self._seats[name].silent_since = None

@@ -26,8 +26,10 @@ from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.imds_server import ImdsServer
+from tests.harness.waits import wait_until
 
-MINE, OTHER = "i-0123456789abcdef0", "i-0aaaaaaaaaaaaaaaa"
+MINE = "i-0123456789abcdef0"
+OTHER = "i-0aaaaaaaaaaaaaaaa"
 DEEP = "[" * 60_000
 CLOCK_AHEAD_S = 5000.0
 """Seconds by which the driver's clock is ahead of this process's monotonic clock in each case.
@@ -77,14 +79,9 @@ class Case:
         self.node = WatchedNode(self.node.name, "ray-id of the next", "i-0bbbbbbbbbbbbbbbb")
         self.signs = tuple
 
-    def wait(
-        self, done: Callable[[Notice | None, Notice | None], bool], timeout_s: float = 20.0
-    ) -> Notice | None:
+    def wait(self, done: Callable[[Notice | None, Notice | None], bool]) -> Notice | None:
         """Look until it is done; the departure then."""
-        until = time.monotonic() + timeout_s
-        while not done(*self.look()):
-            assert time.monotonic() < until, f"{type(self.source).__name__} says {self.look()}"
-            time.sleep(0.01)
+        wait_until(lambda: done(*self.look()), type(self.source).__name__)
         return self.board.departures.get("n")
 
     def settle(self) -> None:
@@ -190,7 +187,8 @@ def queue(tmp_path: Path) -> Iterator[Case]:
     """A warning of the queue is always two minutes ahead of the end: a nearer one was sent
     earlier.
     """
-    fake, sent = FakeQueue(), []
+    fake = FakeQueue()
+    sent = []
 
     def send(in_s: float, instance: str) -> None:
         warning = "EC2 Spot Instance Interruption Warning"

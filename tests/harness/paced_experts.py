@@ -44,7 +44,8 @@ from tests.harness.local_fleet import node_type
 from tests.harness.paced_programs import seconds_together
 from tests.harness.processes import run_distributed
 
-LENGTH, BATCH = 128, 2
+LENGTH = 128
+BATCH = 2
 MIXTRAL = {
     "model_type": "mixtral",
     "hidden_size": 32,
@@ -154,9 +155,7 @@ def work_of(cost: CostModel, block_s: float) -> Work:
 
 def measured_step_s(job: Job, plan: Plan, work: Work, steps: int) -> float:
     """The median seconds of real steps. Blocks."""
-    by_rank = run_distributed(
-        _train, len(plan.workers), job, plan.to_json(), work, steps, timeout_s=300.0
-    )
+    by_rank = run_distributed(_train, len(plan.workers), job, plan.to_json(), work, steps)
     return statistics.median(by_rank[0])
 
 
@@ -206,7 +205,9 @@ def _train(
     rank: int, size: int, store: TCPStore, job: Job, text: str, work: Work, steps: int
 ) -> list[float]:
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
-    plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)
+    plan = Plan.from_json(text)
+    cpu = torch.device("cpu")
+    config = load_config(job.model)
     me = plan.workers[rank]
     groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)

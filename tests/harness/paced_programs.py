@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
 from autohet.control.planning.proposals import PlanProposal
-from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.planning import Planning
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.facts.planning import planning_inputs
@@ -31,10 +31,10 @@ from planner.inputs.cluster import cluster_from_document
 from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import Shares, round_to_units
-from planner.spmd.decoder import WHOLE
 from planner.spmd.document import StageProgram
-from planner.spmd.fleet import decoder_of, table_of
-from planner.spmd.plan import PlacedProgram, synthesize
+from planner.spmd.graph import WHOLE
+from planner.spmd.plan import PlacedProgram
+from planner.spmd.search import ProgramSearch
 from planner.strategies import Request, plan_with
 from tests.harness.local_fleet import node_type
 from tests.harness.processes import run_distributed
@@ -110,13 +110,17 @@ def data_parallel_plan(of: PacedFleet, weights: Sequence[float]) -> Plan:
     sequences cut, they would be so in the same parts, so it cuts samples.
     """
     cost = of.cost()
-    workers, decoder, speeds = cost.fleet.workers, decoder_of(cost, of.batch), speeds_of(of)
-    table = table_of(cost, decoder.graph, workers, of.batch, 1)
+    workers = cost.fleet.workers
+    decoder = cost.programs.decoder(of.batch)
+    speeds = speeds_of(of)
+    table = cost.programs.table(decoder.graph, workers, of.batch, 1)
     row = tuple(samples / of.batch for samples in round_to_units(weights, of.batch))
     slowest = speeds.index(min(speeds))
     given = (row, tuple(float(rank == slowest) for rank in range(len(row))))
-    found = synthesize(table, 1, dict.fromkeys(decoder.split_dims, WHOLE), given)
-    placed = PlacedProgram(found.graph, found.program, Shares(found.graph, (row,)))
+    pinned = dict.fromkeys(decoder.split_dims, WHOLE)
+    search = ProgramSearch(table, Shares(decoder.graph, given), pinned)
+    _, program = search.dynamic_program()
+    placed = PlacedProgram(decoder.graph, program, Shares(decoder.graph, (row,)))
     assert [axis.units for axis in placed.units] == [of.batch]
     return _as_plan(of, cost, placed)
 
@@ -132,15 +136,13 @@ def speeds_of(of: PacedFleet) -> list[float]:
     return [of.speeds[fleet.gpu_type(worker)] for worker in fleet.workers]
 
 
-def predicted_and_measured(
-    of: PacedFleet, plan: Plan, steps: int, timeout_s: float = 300.0
-) -> tuple[float, float]:
+def predicted_and_measured(of: PacedFleet, plan: Plan, steps: int) -> tuple[float, float]:
     """Seconds of a step: the cost model's, and the median of real ones. Blocks."""
     cost = of.cost()
     prediction = cost.predict(plan)
     paces = paces_of(PlanProposal(plan, prediction, cost))
     by_rank = run_distributed(
-        _train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps, timeout_s=timeout_s
+        _train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps
     )
     return prediction.step_time_s, statistics.median(by_rank[0])
 
@@ -155,7 +157,9 @@ def _train(
     steps: int,
 ) -> list[float]:
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
-    plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)
+    plan = Plan.from_json(text)
+    cpu = torch.device("cpu")
+    config = load_config(job.model)
     me = plan.workers[rank]
     groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)
@@ -169,7 +173,8 @@ def _train(
 
 def seconds_together(trainer: Trainer, everyone: Group, job: Job, steps: int) -> list[float]:
     """Train; seconds of each step after the first, from all ranks' begin to all ranks' end."""
-    rows, seconds = random_rows(job, torch.device("cpu")), []
+    rows = random_rows(job, torch.device("cpu"))
+    seconds = []
     for _ in range(1 + steps):
         everyone.all_reduce(torch.zeros(1))
         begin = time.perf_counter()

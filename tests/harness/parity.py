@@ -35,7 +35,10 @@ With a small epsilon the last bit of a gradient near zero, which processors roun
 whole step.
 """
 
-LAYERS, BATCH, LENGTH, STEPS = 8, 8, 6, 2
+LAYERS = 8
+BATCH = 8
+LENGTH = 6
+STEPS = 2
 """Losses of the second step show the first update, weights after it the moments."""
 
 COMMON = {
@@ -138,7 +141,8 @@ def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     documents = []
     for each in pipelines:
-        first, stages = 0, []
+        first = 0
+        stages = []
         for (layers, ranks), node in zip(each["shape"], each["nodes"], strict=True):
             shares = {"tp_shares": list(ranks)} if isinstance(ranks, tuple) else {}
             workers = [
@@ -358,7 +362,8 @@ def check_weights(
 ) -> None:
     check_holders(case, plan, states)
     config = case.config()
-    layout, specs = layout_of_plan(plan, config), tensor_specs(config)
+    layout = layout_of_plan(plan, config)
+    specs = tensor_specs(config)
     for worker, state in zip(plan.workers, states, strict=True):
         units = layout.units_of(worker)
         for name, tensor in state.items():
@@ -382,7 +387,8 @@ def check_weights(
 def check_holders(case: Case, plan: Plan, states: list[dict[str, np.ndarray]]) -> None:
     """Every shard is held by somebody, and all its holders have the same bits."""
     config = case.config()
-    layout, specs = layout_of_plan(plan, config), tensor_specs(config)
+    layout = layout_of_plan(plan, config)
+    specs = tensor_specs(config)
     bits: dict[tuple[str, int], set[bytes]] = defaultdict(set)
     for worker, state in zip(plan.workers, states, strict=True):
         units = layout.units_of(worker)

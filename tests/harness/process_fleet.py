@@ -42,9 +42,11 @@ from tests.harness.one_object import OneObject
 from tests.harness.process_seats import Member, ProcessCalls, Seat
 from tests.harness.remote_process import NEWS, RemoteProcess, await_answers
 from tests.harness.served_objects import ServedWorker, served_agent
+from tests.harness.waits import HANG_S
 
 NODE_POLL_S = 0.25
-CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
+CALM_TICK_S = 0.05
+BUSY_TICK_S = 0.01
 
 
 @dataclass
@@ -64,8 +66,8 @@ class ProcessFleet(OneObject):
     stop_reason: str | None = None
     complaints: list[str] = field(default_factory=list)
     process_ids: list[int] = field(default_factory=list)
-    silent_node_s: float = 4.0
-    """After which a node that does not answer is taken for dead: Ray's health check."""
+    silent_node_s: float = 64.0
+    """Seconds after which a node that does not answer is dead: Ray's health check, by default."""
     environment: dict[str, str] = field(default_factory=dict)
     """For the workers: where their storage is."""
     clock_offsets: dict[str, float] = field(default_factory=dict)
@@ -115,9 +117,9 @@ class ProcessFleet(OneObject):
         agent.ask("report")
         self._seats[name] = Seat(NodeView(Node(name, kind), self.clock()), agent, (memory, disk))
 
-    def await_agents(self, timeout_s: float = 20.0) -> None:
+    def await_agents(self) -> None:
         """Return when every node's agent is up: the first plan is then for all of them."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANG_S
         while any(seat.view.endpoint is None for seat in self._seats.values()):
             assert time.monotonic() < deadline, "an agent did not start"
             wait(
@@ -413,7 +415,8 @@ class ProcessFleet(OneObject):
 
     def _start(self, worker: str, seat: Seat) -> None:
         self._losses.pop(worker, None)
-        node, (memory, disk) = seat.view.node, seat.directories
+        node = seat.view.node
+        (memory, disk) = seat.directories
         place = WorkerPlace(worker, node.name, node.node_type.gpu_type, str(memory), str(disk))
         offset_s = self.clock_offsets.get(node.name, 0.0)
         process = self._spawn(
@@ -476,11 +479,11 @@ class ProcessFleet(OneObject):
             seat.released = True
             self._errands.refuse_copies(node, seat.agent)
 
-    def call(self, worker: str, method: str, timeout_s: float = 10.0) -> Any:
+    def call(self, worker: str, method: str) -> Any:
         """A worker's answer to one more question, once the run has ended."""
         process = self._workers[worker].process
         number = process.ask(method)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline and not process.gone:
             process.connection.poll(0.2)
             for answer in process.take():

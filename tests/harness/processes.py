@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.harness.fork_server import forking_context
+from tests.harness.waits import GROUP_TIMEOUT, HANG_S
 
 JOIN_S = 5.0
 
@@ -26,22 +26,24 @@ class ChildFailed(AssertionError):
     """
 
 
-def run_distributed(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 60.0
-) -> list[Any]:
+def run_distributed(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """Call `function(rank, world_size, store, *arguments)` in `world_size` forked processes;
     results by rank.
 
     `function` is importable (module level) and its results pickle. The store listens on a free port
-    that the system chose and lives in this process. Blocks at most `timeout_s`; afterwards no
-    process that it started is alive.
+    that the system chose and lives in this process. Afterwards no process that it
+    started is alive.
 
     Raises:
         ChildFailed: with the tracebacks of those that raised, and the exit codes of those that
         died.
     """
     store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=GROUP_TIMEOUT,
     )
     context = forking_context()
     children: list[tuple[BaseProcess, Connection]] = []
@@ -50,13 +52,13 @@ def run_distributed(
             here, there = context.Pipe(duplex=False)
             child = context.Process(
                 target=_child,
-                args=(there, function, rank, world_size, store.port, timeout_s, arguments),
+                args=(there, function, rank, world_size, store.port, arguments),
                 daemon=True,
             )
             child.start()
             there.close()
             children.append((child, here))
-        return _collect(children, time.monotonic() + timeout_s)
+        return _collect(children, time.monotonic() + HANG_S)
     finally:
         _end(children)
 
@@ -67,12 +69,11 @@ def _child(
     rank: int,
     world_size: int,
     port: int,
-    timeout_s: float,
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
         home.send((True, function(rank, world_size, store, *arguments)))
     except BaseException:  # noqa: BLE001
         home.send((False, traceback.format_exc()))
@@ -94,10 +95,8 @@ def _collect(children: list[tuple[BaseProcess, Connection]], deadline: float) ->
                 good, answer = connection.recv()
             except EOFError:
                 children[rank][0].join(JOIN_S)
-                good, answer = (
-                    False,
-                    f"died without an answer, exit code {children[rank][0].exitcode}",
-                )
+                good = False
+                answer = f"died without an answer, exit code {children[rank][0].exitcode}"
             (answers if good else failures)[rank] = answer
             if not good:
                 deadline = min(deadline, time.monotonic() + JOIN_S)

@@ -91,7 +91,9 @@ class _SlowSearch:
     """Found at once, told after so many looks."""
 
     def __init__(self, found: Callable[[], PlanProposal | None], looks: int) -> None:
-        self.looks, self.dropped, self.error = looks, False, None
+        self.looks = looks
+        self.dropped = False
+        self.error = None
         try:
             self.found = found()
         except ConfigError as error:
@@ -145,7 +147,9 @@ class Promises:
     def __init__(
         self, controller: CheckedController, workforce: FaultyWorkforce, first_step: int = 0
     ) -> None:
-        self.controller, self.workforce, self.first_step = controller, workforce, first_step
+        self.controller = controller
+        self.workforce = workforce
+        self.first_step = first_step
         self.entered = (controller.state, 0.0)
         self.arrived: set[str] = set()
         self.noticed: set[str] = set()
@@ -161,8 +165,11 @@ class Promises:
         self._failed_at_step = self._most_failures = 0
 
     def tick(self) -> None:
-        controller, workforce = self.controller, self.workforce
-        ended, generation, calls = controller.ended, controller.memory.generation, workforce.calls
+        controller = self.controller
+        workforce = self.workforce
+        ended = controller.ended
+        generation = controller.memory.generation
+        calls = workforce.calls
         watched = (*controller.memory.members, *getattr(controller.state, "participants", ()))
         seen = controller.tick()
         assert controller.memory.generation >= generation
@@ -298,7 +305,8 @@ class Promises:
         """Each change owns up to every step that is run again, and no part of it takes less than no
         time.
         """
-        controller, state = self.controller, self.controller.state
+        controller = self.controller
+        state = self.controller.state
         if isinstance(state, Training) and state.generation != self._trained:
             self._trained = state.generation
             change = controller.memory.ledger.open_change
@@ -348,7 +356,8 @@ class Promises:
         """A run that does not succeed has one of the few reasons for which it may fail, and it is
         true.
         """
-        controller, workforce = self.controller, self.workforce
+        controller = self.controller
+        workforce = self.workforce
         limits = controller.memory.job.elastic
         closing, since = self._closing or (None, 0.0)
         causes = {

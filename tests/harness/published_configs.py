@@ -551,7 +551,8 @@ EXPECTED_REFUSALS = {
 }
 """Name -> word of the refusal. All others are to be equal to the library."""
 
-_VOCABULARY, _WINDOW = 67, 5
+_VOCABULARY = 67
+_WINDOW = 5
 
 
 def shrunk(name: str) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def plans(
             stage = {"first_layer": first, "num_layers": last - first, "workers": workers}
             stages.append({**stage, "tp_shares": list(shares)} if shares else stage)
             number += degree
-        count, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+        count = draw(st.integers(1, 4))
+        size = draw(st.integers(1, 3))
         total += count * size
         pipelines.append(
             {"num_microbatches": count, "microbatch_sequences": size, "stages": stages}

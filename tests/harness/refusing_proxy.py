@@ -7,52 +7,19 @@ S3's "Error responses" page.
 from __future__ import annotations
 
 import hashlib
-import http.client
-import re
 import ssl
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+
+from tests.harness.http_proxy import HttpAnswer, HttpProxy, Request
 
 RESET = "reset"
 """Code of a refusal that is no answer: the connection ends."""
-HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
-
-
-@dataclass
-class Request:
-    """One request as it came; a rule may change its path and headers before it passes."""
-
-    method: str
-    path: str
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def query(self) -> dict[str, list[str]]:
-        return parse_qs(urlsplit(self.path).query, keep_blank_values=True)
-
-    @property
-    def authorization(self) -> str:
-        return self.headers.get("authorization", "")
-
-    @property
-    def credential(self) -> list[str]:
-        """Access key, date, region, service and terminator of a V4 signature; [] without one."""
-        given = self.query.get("X-Amz-Credential", [""])[0] or self.authorization
-        found = re.search(r"(?:Credential=)?([^/ ,]+/\d{8}/[^/]+/s3/aws4_request)", given)
-        return found[1].split("/") if found else []
-
-    @property
-    def key(self) -> str:
-        return urlsplit(self.path).path
 
 
 @dataclass(frozen=True)
@@ -179,6 +146,16 @@ def unsorted_list(request: Request) -> Refusal | None:
     return ObjectList(200, "", "", names=(f"{prefix}b", f"{prefix}c", f"{prefix}a"))
 
 
+def directory_bucket(request: Request) -> Refusal | None:
+    """Refuse what directory buckets refuse: a list by a prefix that does not end in a slash."""
+    is_list = request.method == "GET" and {"list-type", "uploads"} & request.query.keys()
+    prefix = request.query.get("prefix", [""])[0]
+    if is_list and prefix and not prefix.endswith("/"):
+        message = "This bucket does not support a prefix that does not end in a delimiter."
+        return Refusal(400, "InvalidArgument", message)
+    return None
+
+
 def no_checksums(request: Request) -> Refusal | None:
     """Refuse CRC headers, as Backblaze B2 did."""
     for name in request.headers:
@@ -234,87 +211,25 @@ def virtual_hosts(domain: str) -> Rule:
     return rule
 
 
-class RefusingProxy:
+class RefusingProxy(HttpProxy):
     """Passes on what none of its `rules` refuses. Counts requests and refusals."""
 
     def __init__(self, upstream: str, rules: tuple[Rule, ...], tls: ssl.SSLContext | None) -> None:
         self.rules = rules
         self.requests: list[Request] = []
         self.refused = 0
-        self._upstream = urlsplit(upstream)
-        handler = type("Handler", (_Handler,), {"proxy": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        if tls is not None:
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
+        super().__init__(upstream, tls)
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join(5)
-        self._server.server_close()
-
-    def refusal(self, request: Request) -> Refusal | None:
+    def answer(self, request: Request) -> HttpAnswer | None:
         self.requests.append(request)
         for rule in self.rules:
             refused = rule(request)
             if refused is not None:
                 self.refused += 1
-                return refused
-        return None
-
-    def forward(self, request: Request) -> tuple[int, list[tuple[str, str]], bytes]:
-        assert self._upstream.hostname is not None
-        connection = http.client.HTTPConnection(
-            self._upstream.hostname, self._upstream.port, timeout=30
-        )
-        headers = {name: value for name, value in request.headers.items() if name != "host"}
-        try:
-            connection.request(request.method, request.path, request.body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.getheaders(), answer.read()
-        finally:
-            connection.close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    proxy: RefusingProxy
-    protocol_version = "HTTP/1.1"
-
-    def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        for name in ("connection", "expect"):
-            headers.pop(name, None)
-        request = Request(self.command, self.path, headers, body)
-        refused = self.proxy.refusal(request)
-        if refused is not None and refused.code == RESET:
-            self.close_connection = True  # and no word of an answer
-        elif refused is not None:
-            self._answer(refused.status, list(refused.headers.items()), refused.body)
-        else:
-            self._answer(*self.proxy.forward(request))
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
-
-    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-        given = {name.lower(): value for name, value in headers}
-        self.send_response_only(status)
-        for name, value in headers:
-            if name.lower() not in HOP_HEADERS - {"date"}:
-                self.send_header(name, value)
-        if "date" not in given:
-            self.send_header("Date", self.date_time_string())
-        length = given.get("content-length") if self.command == "HEAD" else str(len(content))
-        self.send_header("Content-Length", length or "0")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Nobody reads it."""
+                is_reset = refused.code == RESET
+                given = list(refused.headers.items())
+                return None if is_reset else HttpAnswer(refused.status, given, refused.body)
+        return self.forward(request)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.fork_server import forking_context
+from tests.harness.waits import HANG_S
 
 NEWS = -1  # the number of a message that nobody asked for
 
@@ -53,7 +54,6 @@ class RemoteProcess:
         self._process.start()
         there.close()
         self._numbers = itertools.count()
-        self._held: list[tuple[int, str, tuple[Any, ...]]] | None = None
         self.gone = False
 
     @property
@@ -64,29 +64,11 @@ class RemoteProcess:
     def ask(self, method: str, *arguments: Any) -> int:
         """Start a call; returns its number. Nothing comes of it if the process is gone."""
         number = next(self._numbers)
-        if self._held is None:
-            self._send((number, method, arguments))
-        else:
-            self._held.append((number, method, arguments))
-        return number
-
-    def _send(self, call: tuple[int, str, tuple[Any, ...]]) -> None:
         try:
-            self.connection.send(call)
+            self.connection.send((number, method, arguments))
         except OSError:
             self.gone = True
-
-    def hold(self) -> None:
-        """The process is cut off: calls, answers and news arrive in neither direction until
-        `let_through`.
-        """
-        self._held = []
-
-    def let_through(self) -> None:
-        """All that was held up arrives, in its order."""
-        held, self._held = self._held or [], None
-        for call in held:
-            self._send(call)
+        return number
 
     def take(self) -> list[Answer]:
         """All answers and news that are there; `gone` is set once the process has ended and all is
@@ -94,7 +76,7 @@ class RemoteProcess:
         """
         found = []
         try:
-            while not self.gone and self._held is None and self.connection.poll():
+            while not self.gone and self.connection.poll():
                 found.append(Answer(*self.connection.recv()))
         except (EOFError, OSError):
             self.gone = True
@@ -109,18 +91,18 @@ class RemoteProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self) -> None:
         """Kill and reap."""
         self.kill()
-        self._process.join(timeout_s)
+        self._process.join(HANG_S)
         assert self._process.exitcode is not None, f"{self.name} outlives SIGKILL"
         self.connection.close()
         self.gone = True
         self._process.close()
 
 
-def await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 5.0) -> None:
-    """As long as the driver waits for its actors' last answers (`RayWorkforce.close`)."""
+def await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 30.0) -> None:
+    """Wait for these answers; a process that was frozen gives none."""
     deadline = time.monotonic() + timeout_s
     left = {process.connection: process for process in calls}
     while left and time.monotonic() < deadline:

@@ -35,7 +35,9 @@ from tests.harness.state_cases import (
     unit,
 )
 
-LAYERS, STEP, TOKEN = 3, 7, "token"
+LAYERS = 3
+STEP = 7
+TOKEN = "token"
 TENSORS = tensors_of(LAYERS)
 LINKS = LinkRates(
     memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20
@@ -120,7 +122,8 @@ def restore_fleet(directory: Path) -> Iterator[Fleet]:
 def live(
     case: Placed, workers: Iterable[str], step: int = STEP
 ) -> tuple[list[Holding], dict[str, LiveState]]:
-    holdings, states = [], {}
+    holdings = []
+    states = {}
     for worker in workers:
         source = Source("worker", case.node_by_worker[worker], worker, step, 1)
         holdings.append(Holding(source, case.layout.shards_by_worker[worker]))
@@ -156,7 +159,8 @@ def drawn(
     """Any layout from any mixture of holders: what comes, who holds it, who lives, and the
     schedule.
     """
-    before, after = data.draw(placements(LAYERS)), data.draw(placements(LAYERS, num_nodes=4))
+    before = data.draw(placements(LAYERS))
+    after = data.draw(placements(LAYERS, num_nodes=4))
     some = st.sets(st.sampled_from(sorted(before.layout.workers)))
     for path in fleet.directory.rglob("*.snapshot"):
         path.unlink()

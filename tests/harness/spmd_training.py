@@ -51,7 +51,8 @@ def one_process(name: str, steps: int) -> tuple[list[float], list[float], dict[s
         settings.eps,
         weight_decay=settings.weight_decay,
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(*batch)
@@ -101,7 +102,8 @@ def initial_state(executor: ProgramExecutor) -> dict[str, Tensor]:
 
 def as_plan(size: int) -> Plan:
     """One stage of all ranks and one microbatch; which program that runs is said beside it."""
-    batch, length = TRAINING.global_batch_sequences, TRAINING.sequence_length
+    batch = TRAINING.global_batch_sequences
+    length = TRAINING.sequence_length
     stage = Stage(0, 1, tuple(f"w{rank}" for rank in range(size)))
     return Plan("m", batch, batch, length, (Pipeline((stage,), 1, batch),))
 
@@ -112,7 +114,9 @@ def train(
     """For each plan: losses, norms, and the largest difference of this rank's weights from one
     process's, over the largest weight.
     """
-    expected, found, cpu = one_process(name, steps)[2], [], torch.device("cpu")
+    expected = one_process(name, steps)[2]
+    found = []
+    cpu = torch.device("cpu")
     for number, seed in enumerate(seeds, 1):
         model, batch = spmd_case(name, torch.float32)
         captured = capture(model, batch)

@@ -99,7 +99,8 @@ def placements(draw: Any, num_layers: int, num_nodes: int = 3, max_pipelines: in
     """Asymmetric plans: unequal depth, unequal cuts, TP 1, 2 or 4; workers spread over nodes at
     random.
     """
-    number, pipelines = 0, []
+    number = 0
+    pipelines = []
     for _ in range(draw(st.integers(1, max_pipelines))):
         inner = draw(st.sets(st.integers(1, num_layers - 1), max_size=2))
         stages = []
@@ -136,7 +137,8 @@ class Member:
     """One worker's end of a post office."""
 
     def __init__(self, office: PostOffice, worker: str) -> None:
-        self._office, self._worker = office, worker
+        self._office = office
+        self._worker = worker
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Any:
         taken = threading.Event()

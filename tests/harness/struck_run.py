@@ -13,26 +13,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from autohet.control.job_state import Training
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.planning import Planning, make_planning
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
+from planner.search.problem import limits
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.storage.open import open_storage
 from tests.harness import toy_model  # noqa: F401
 from tests.harness.exact_job import NODES, node_type
 from tests.harness.fault_points import FILES, PHASES, RECONFIGURING, UPDATING, FaultPoint
 from tests.harness.process_fleet import ProcessFleet
+from tests.harness.waits import HANG_S
 
+FEW_TRIES = 120
+"""Steps of the planner's search, a tenth: tests/planner tests how good a plan is."""
 NOTICE_S = 6.0
 LEASE_S = 4.0
 STEP_PHASES = tuple(phase for phase in PHASES if phase not in ("gather", "evaluate"))
@@ -115,7 +120,8 @@ class StruckRun:
         records: bool = False,
     ) -> None:
         config = load_config(job.model)
-        self.job, self.strike = job, strike
+        self.job = job
+        self.strike = strike
         self.durable = Durable(
             open_storage(job.checkpoint_storage),
             RunFacts(job.name, config.to_dict(), {"seed": job.training.seed}),
@@ -197,7 +203,8 @@ class StruckRun:
         self.struck_at_step = self.controller.memory.ledger.committed_steps
         if self.strike.mode == "fail":  # the worker does that by itself
             return
-        scope, mode = self.strike.scope, self.strike.mode
+        scope = self.strike.scope
+        mode = self.strike.mode
         if scope == "driver":
             os.kill(
                 os.getpid(),
@@ -210,7 +217,8 @@ class StruckRun:
         """Let `mode` happen to a node, or to a worker (named node/gpu); a notice is always a
         node's.
         """
-        fleet, node = self.fleet, victim.split("/")[0]
+        fleet = self.fleet
+        node = victim.split("/")[0]
         if mode == "notice":
             fleet.warn(node, NOTICE_S)
         elif "/" in victim:
@@ -259,11 +267,17 @@ class StruckRun:
         return seen
 
     def run(
-        self, timeout_s: float, interfere: Callable[[StruckRun, Observation], None] | None = None
+        self,
+        interfere: Callable[[StruckRun, Observation], None] | None = None,
+        timeout_s: float = HANG_S,
     ) -> Result:
-        """To the end, which must come within `timeout_s`; everything that was started is ended
-        afterwards.
-        """
+        """To the end; everything that was started is ended afterwards."""
+        with patch.object(limits, "MOST_TRIES", FEW_TRIES):
+            return self._run(interfere, timeout_s)
+
+    def _run(
+        self, interfere: Callable[[StruckRun, Observation], None] | None, timeout_s: float
+    ) -> Result:
         began = time.monotonic()
         resources: dict[str, tuple[int, int]] = {}
         try:

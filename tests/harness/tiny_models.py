@@ -323,7 +323,8 @@ def batch(config: PreTrainedConfig, sequences: int = 2, length: int = 12) -> tup
     tokens = torch.randint(0, config.vocab_size, (sequences, length + 1), generator=generator)
     if config.pad_token_id is not None:
         tokens[0, 2] = tokens[1, 5] = config.pad_token_id
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].clone()
     targets[0, 3] = targets[1, 0] = -100
     return inputs, targets
 
@@ -368,7 +369,8 @@ def stage_chain(
     """Loaded stages of `cut` layers each."""
     specs = family_of(config).parameter_specs(config)
     share = WHOLE if tp is None else tp.share
-    stages, first = [], 0
+    stages = []
+    first = 0
     for num_layers in cut:
         layers = range(first, first + num_layers)
         stage = build_stage(
@@ -388,7 +390,8 @@ def run_chain(
     tensor).
     """
     inputs, targets = batch(config)
-    borders, hidden = [], inputs
+    borders = []
+    hidden = inputs
     for stage in stages:
         given = hidden if stage.spec.is_first else hidden.detach().requires_grad_()
         hidden = stage(given)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout
 from tests.harness import toy_model  # noqa: F401
 from tests.harness.deferred_group import DeferredGroup
+from tests.harness.waits import GROUP_TIMEOUT, GROUP_TIMEOUT_S, wait_until
 
 CPU = torch.device("cpu")
 BACK_ENDS: dict[str, type[Group]] = {"gloo": GlooGroup, "deferred": DeferredGroup}
@@ -111,7 +111,8 @@ def rows_of(case: Case) -> Any:
     if case.dataset:
         return batches_of(case)
     vocabulary = int(case.model["vocab_size"])
-    batch, length = case.training["global_batch_sequences"], case.training["sequence_length"]
+    batch = case.training["global_batch_sequences"]
+    length = case.training["sequence_length"]
 
     def rows(step: int, sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * case.seed + step)
@@ -157,19 +158,15 @@ def build(
     me: str,
     port: int,
     generation: int,
-    timeout_s: float = 20.0,
     state: Any = None,
     step: int = 0,
 ) -> int:
     """Take a seat in a generation: groups, state, trainer. Returns when all are seated."""
     plan = Plan.from_document(case.plan)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    SEAT.me, SEAT.groups = (
-        me,
-        GenerationGroups(
-            store, generation, me, CPU, GroupTimeouts(timeout_s, 20.0), BACK_ENDS[case.back_end]
-        ),
-    )
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+    limits = GroupTimeouts(GROUP_TIMEOUT_S, GROUP_TIMEOUT_S)
+    SEAT.me = me
+    SEAT.groups = GenerationGroups(store, generation, me, CPU, limits, BACK_ENDS[case.back_end])
     SEAT.groups.meet(plan.workers)
     config = case.config()
     held = local_state(case, layout_of_plan(plan, config), me) if state is None else state
@@ -190,7 +187,8 @@ def build(
         loss_scale=case.loss_scale,
     )
     SEAT.trainer = StageTrainer(setup, generation_part, TrainerHooks(_hook, _check_borrowed_state))
-    SEAT.losses, SEAT.borrowed = [], None
+    SEAT.losses = []
+    SEAT.borrowed = None
     return generation
 
 
@@ -349,7 +347,8 @@ def leave() -> None:
     """Drop the generation."""
     if SEAT.groups is not None:
         SEAT.groups.close()
-    SEAT.groups, SEAT.trainer = None, None
+    SEAT.groups = None
+    SEAT.trainer = None
 
 
 def show_state() -> dict[str, np.ndarray]:
@@ -364,20 +363,13 @@ _HOLD: dict[str, Any] = {"phase": None, "step": -1, "reached": False}
 
 
 def hold_at(phase: str, step: int) -> None:
-    """From now on this worker stops when it enters `phase` of `step`, until `release` or for 30
-    s.
-    """
+    """From now on this worker stops when it enters `phase` of `step`, until `release`."""
     _HOLD.update(phase=phase, step=step, reached=False)
 
 
-def wait_held(timeout_s: float = 20.0) -> None:
+def wait_held() -> None:
     """Return when the worker stands where `hold_at` said."""
-    deadline = time.monotonic() + timeout_s
-    while not _HOLD["reached"]:
-        assert time.monotonic() < deadline, (
-            f"never came to {_HOLD['phase']} of step {_HOLD['step']}"
-        )
-        time.sleep(0.005)
+    wait_until(lambda: _HOLD["reached"], f"{_HOLD['phase']} of step {_HOLD['step']}")
 
 
 def release() -> None:
@@ -387,9 +379,7 @@ def release() -> None:
 def _hook(phase: str, step: int) -> None:
     if _HOLD["phase"] == phase and _HOLD["step"] == step:
         _HOLD["reached"] = True
-        deadline = time.monotonic() + 30
-        while _HOLD["phase"] == phase and time.monotonic() < deadline:
-            time.sleep(0.002)
+        wait_until(lambda: _HOLD["phase"] != phase, f"the release from {phase}")
 
 
 def interrupt() -> float:
@@ -429,7 +419,8 @@ def take_over_state() -> dict[str, torch.Tensor]:
 def rebuild(case: Case, me: str, port: int, generation: int) -> int:
     """A new generation in this process, on the state that it has."""
     assert SEAT.trainer is not None
-    state, step = SEAT.trainer.state, SEAT.trainer.step
+    state = SEAT.trainer.state
+    step = SEAT.trainer.step
     leave()
     return build(case, me, port, generation, state=state, step=step)
 

@@ -72,7 +72,8 @@ class TrueCopies:
 
         Whether all of them found a place.
         """
-        step, there = len(history) - 1, set(nodes)
+        step = len(history) - 1
+        there = set(nodes)
         if step <= order.start_step:
             return False
         placed = True

@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from tests.harness.waits import HANG_S
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("autohet", "planner", "recovery", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
@@ -24,7 +26,7 @@ def install_wheel(directory: Path) -> Path:
         else:
             shutil.copy(path, source / name)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(directory)]
-    subprocess.run([*build, str(source)], check=True, timeout=240)
+    subprocess.run([*build, str(source)], check=True, timeout=HANG_S)
     (wheel,) = directory.glob("autohet-*.whl")
     packages = directory / "packages"
     with zipfile.ZipFile(wheel) as archive:

@@ -12,11 +12,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.harness.fork_server import forking_context
+from tests.harness.waits import GROUP_TIMEOUT, HANG_S
 
 
 class TaskFailed(AssertionError):
@@ -27,6 +27,10 @@ class TaskFailed(AssertionError):
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
         self.name = name
+
+
+class NoAnswer(AssertionError):
+    """A process has not answered for `HANG_S`."""
 
 
 class PoolProcess:
@@ -64,17 +68,18 @@ class PoolProcess:
             ) from None
         return number
 
-    def result(self, number: int, timeout_s: float = 60.0) -> Any:
-        """Wait for a task; raises TaskFailed if it raised, or if the process died or did not answer
-        in time.
+    def result(self, number: int) -> Any:
+        """Wait for a task.
+
+        Raises:
+            TaskFailed: it raised, or the process died.
+            NoAnswer: it hangs.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANG_S
         while number not in self._answers:
             try:
                 if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise TaskFailed(
-                        "Timeout", f"no answer from process {self.pid} within {timeout_s} s"
-                    )
+                    raise NoAnswer(f"no answer from process {self.pid} within {HANG_S:.0f} s")
                 answered, good, answer = self._connection.recv()
             except (EOFError, ConnectionResetError):
                 raise TaskFailed("Died", f"process {self.pid} died") from None
@@ -84,8 +89,8 @@ class PoolProcess:
             raise TaskFailed(*answer)
         return answer
 
-    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> Any:
-        return self.result(self.start(function, *arguments), timeout_s)
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self.result(self.start(function, *arguments))
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -114,12 +119,7 @@ class WorkerPool:
         self.processes[index].close()
         self.processes[index] = PoolProcess(self._context)
 
-    def map(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[tuple[Any, ...]],
-        timeout_s: float = 60.0,
-    ) -> list[Any]:
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run `function(*arguments[i])` in process i, all at once; results in order. Where one
         fails, these processes are replaced: a task that still runs in one of them, or a process
         that has died, would fail the next case too.
@@ -130,10 +130,10 @@ class WorkerPool:
                 for process, each in zip(self.processes, arguments, strict=False)
             ]
             return [
-                process.result(number, timeout_s)
+                process.result(number)
                 for process, number in zip(self.processes, numbers, strict=False)
             ]
-        except TaskFailed:
+        except (TaskFailed, NoAnswer):
             for index in range(len(arguments)):
                 self.replace(index)
             raise
@@ -149,7 +149,11 @@ def pool_and_store(size: int) -> Iterator[tuple[WorkerPool, int]]:
     from torch.distributed import TCPStore  # imported late: a process that is forked needs no store
 
     store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=GROUP_TIMEOUT,
     )
     pool = WorkerPool(size)
     try:

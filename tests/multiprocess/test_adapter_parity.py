@@ -42,7 +42,7 @@ from tests.multiprocess.test_chat_parity import (
     whole_state,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.multiprocess
 SETTINGS = {**TRAINING, "steps": STEPS, "clip_norm": 0.05}
 ALL = AdapterSection(rank=4, alpha=16.0)
 SOME = AdapterSection(rank=3, alpha=6.0, targets=("k_proj", "v_proj", "down_proj"), rslora=True)
@@ -99,7 +99,8 @@ def reference(case: Case) -> tuple[list[float], dict[str, np.ndarray]]:
 def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
     processes, port = pool
     case = case_of(*CASES[name])
-    plan, generation = Plan.from_document(case.plan), next(GENERATIONS)
+    plan = Plan.from_document(case.plan)
+    generation = next(GENERATIONS)
     orders = [(case, worker, port, generation) for worker in plan.workers]
     answers = processes.map(training_case.run_case, orders, 100.0)
     losses, adapters = reference(case)

@@ -37,7 +37,7 @@ from tests.multiprocess.test_chat_parity import (
 )
 from tests.multiprocess.test_experts_parity import BIAS
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 STEPS = DEATH + 3
 """An odd number: biases that move up and down alike are not back where they began."""
 MODELS = {

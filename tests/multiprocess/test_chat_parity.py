@@ -35,8 +35,9 @@ from tests.harness.trl_reference import TrlRun, run_trl
 from tests.harness.worker_pool import PoolProcess, TaskFailed, WorkerPool
 from tests.runtime.data.test_chat import conversations, write_chat
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
-STEPS, DEATH = 8, 4
+pytestmark = pytest.mark.multiprocess
+STEPS = 8
+DEATH = 4
 LENGTH = 127
 MODEL = {**LLAMA, "vocab_size": 400}
 TRAINING = {
@@ -117,7 +118,8 @@ def whole_state(case: Case, states: list[dict[str, np.ndarray]]) -> dict[str, to
     """Tensors of state from the slices that workers of the plan hold."""
     plan = Plan.from_document(case.plan)
     config = case.config()
-    layout, specs = layout_of_plan(plan, config), tensor_specs(config)
+    layout = layout_of_plan(plan, config)
+    specs = tensor_specs(config)
     whole: dict[str, torch.Tensor] = {}
     for worker, state in zip(plan.workers, states, strict=True):
         units = layout.units_of(worker)
@@ -153,10 +155,11 @@ def train_until_death(
     workers = Plan.from_document(case.plan).workers
     processes = pool.processes[: len(workers)]
     generation = next(GENERATIONS)
-    pool.map(training_case.build, [(case, worker, port, generation, 60.0) for worker in workers])
+    pool.map(training_case.build, [(case, worker, port, generation) for worker in workers])
     answers = pool.map(training_case.train, [(case, DEATH)] * len(workers))
     states = [process.call(training_case.show_state) for process in processes]
-    victim, others = processes[0], processes[1:]
+    victim = processes[0]
+    others = processes[1:]
     victim.call(training_case.hold_at, "backward", DEATH)
     victim.start(training_case.train, case, 1)
     tasks = [process.start(training_case.train, case, 1) for process in others]
@@ -166,7 +169,7 @@ def train_until_death(
         process.call(training_case.interrupt)
     for process, task in zip(others, tasks, strict=True):
         with pytest.raises(TaskFailed):
-            process.result(task, 30)
+            process.result(task)
         assert process.call(training_case.progress)[0] == DEATH
         process.call(training_case.leave)
     return [loss for loss, _ in answers[0]], whole_state(case, states)
@@ -193,16 +196,15 @@ def train_from(
             worker,
             port,
             generation,
-            60.0,
             slices_for(case, worker, state),
             first,
         )
         for process, worker in zip(processes, workers, strict=True)
     ]
     for process, task in zip(processes, tasks, strict=True):
-        process.result(task, 60)
+        process.result(task)
     tasks = [process.start(training_case.train, case, steps) for process in processes]
-    results = [process.result(task, 100) for process, task in zip(processes, tasks, strict=True)]
+    results = [process.result(task) for process, task in zip(processes, tasks, strict=True)]
     return results[0], [process.call(training_case.show_state) for process in processes]
 
 
@@ -212,7 +214,8 @@ def train_from(
 )
 def test_chat_on_any_plan_equals_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
     processes, port = pool
-    before, after = with_plan(case, PLANS[name]), with_plan(case, AFTER)
+    before = with_plan(case, PLANS[name])
+    after = with_plan(case, AFTER)
     try:
         losses, state = train_until_death(processes, port, before)
         num_workers = len(Plan.from_document(after.plan).workers)

@@ -36,7 +36,7 @@ from tests.multiprocess.test_formats_parity import in_formats
 from tests.multiprocess.test_formats_parity import run as run_in_formats
 from tests.multiprocess.test_preference_parity import SETTINGS, write_preferences
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 STEPS = 3
 GENERATIONS = itertools.count(11000)
 DEEPSEEK = MIXTURES["deepseek_v3"]

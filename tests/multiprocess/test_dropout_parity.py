@@ -37,7 +37,7 @@ from tests.harness.training_case import (
 from tests.multiprocess.test_adapter_parity import UNEVEN
 from tests.multiprocess.test_shares_parity import SEQUENCE_CUT
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 STEPS = 5
 ADAPTER = AdapterSection(rank=4, alpha=16.0, dropout=0.3)
 CASES = {
@@ -121,9 +121,7 @@ def test_the_models_own_dropout_is_the_same_on_any_plan(
     check_weights(case, Plan.from_document(case.plan), states, weights)
 
 
-def test_a_run_that_begins_a_generation_anew_drops_what_an_undisturbed_one_drops(
-    pool: Any, model_alone: Any
-) -> None:
+def test_a_new_generation_drops_what_an_undisturbed_run_drops(pool: Any, model_alone: Any) -> None:
     processes, port = pool
     case = Case(DROPPING, grid(1, 1, 1), TRAINING, STEPS)
     (worker,) = Plan.from_document(case.plan).workers

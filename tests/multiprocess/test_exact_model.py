@@ -35,9 +35,11 @@ def plan(*pipelines: tuple[int, list[tuple[int, int]]], sharded: bool = False) -
     """Pipelines of (microbatches of one sequence, [(layers, TP degree)]); `sharded`: the optimizer
     state of all layers.
     """
-    number, documents = 0, []
+    number = 0
+    documents = []
     for microbatches, shape in pipelines:
-        first, stages = 0, []
+        first = 0
+        stages = []
         for layers, degree in shape:
             workers = [f"w/{number + rank}" for rank in range(degree)]
             number += degree

@@ -166,7 +166,8 @@ def test_counted_tokens_and_biases_of_any_plan_equal_plain_transformers(
     pool: Any, plan: str, back_end: str
 ) -> None:
     """The counts of the global batch move the biases, so that later steps route by them."""
-    model, document = MIXTURES["deepseek_v3"], DEEPSEEK_PLANS[plan]
+    model = MIXTURES["deepseek_v3"]
+    document = DEEPSEEK_PLANS[plan]
     case = Case(model, document, BALANCED, BALANCED_STEPS, back_end=back_end)
     found = check(pool, case)
     expected = counts_of_last_step()

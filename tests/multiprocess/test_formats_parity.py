@@ -36,7 +36,7 @@ from tests.harness.parity import (
 )
 from tests.harness.training_case import Case, rows_of, run_scaled
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 LONG = {**TRAINING, "steps": 50, "precision": "fp16", "learning_rate": 1e-3, "warmup_steps": 5}
 BF16 = {**TRAINING, "precision": "bf16"}
@@ -53,7 +53,7 @@ def run(pool: Any, case: Case) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
     generation = next(GENERATIONS)
     plan = Plan.from_document(case.plan)
     calls = [(case, me, port, generation) for me in plan.workers]
-    answers = processes.map(run_scaled, calls, timeout_s=60.0 + 2 * case.steps)
+    answers = processes.map(run_scaled, calls)
     assert all(results == answers[0][0] for results, _ in answers), "workers disagree"
     states = [state for _, state in answers]
     check_holders(case, plan, states)
@@ -220,9 +220,7 @@ def with_adapters(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
-def test_adapters_in_fp16_over_weights_in_bf16_train_as_peft_under_torch_amp(
-    pool: Any, steps: int
-) -> None:
+def test_fp16_adapters_over_bf16_weights_train_as_peft(pool: Any, steps: int) -> None:
     """Wrong: frozen weights are stored in fp16 for good, or adapters' gradients stay scaled."""
     schedule = {**LONG, "precision": "bf16", "steps": steps}
     case = with_adapters(Case(QWEN3, in_formats(CUTS_ACROSS, "fp16"), schedule, steps))

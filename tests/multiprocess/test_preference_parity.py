@@ -39,7 +39,7 @@ from tests.multiprocess.test_chat_parity import (
     train_until_death,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 SETTINGS = {
     **TRAINING,
     "objective": "dpo",
@@ -113,7 +113,8 @@ def with_plan(case: Case, plan: dict[str, Any]) -> Case:
 )
 def test_preferences_on_any_plan_equal_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
     processes, port = pool
-    before, after = with_plan(case, PLANS[name]), with_plan(case, AFTER)
+    before = with_plan(case, PLANS[name])
+    after = with_plan(case, AFTER)
     try:
         losses, state = train_until_death(processes, port, before)
         workers = Plan.from_document(after.plan).workers

@@ -31,7 +31,6 @@ CASES = [
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("name", "count", "size"), CASES)
 def test_random_programs_give_the_loss_and_gradients_of_one_device(
     name: str, count: int, size: int

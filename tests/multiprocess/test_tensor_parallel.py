@@ -69,7 +69,7 @@ def _errors(
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_loss_and_gradients_equal_one_process(degree):
-    for rank, errors in enumerate(run_distributed(_every_case, degree, timeout_s=100)):
+    for rank, errors in enumerate(run_distributed(_every_case, degree)):
         for case, (loss_error, gradient_error) in errors.items():
             assert loss_error < TOLERANCE, (rank, case)
             assert gradient_error < TOLERANCE, (rank, case)
@@ -109,4 +109,4 @@ def _misbehave(rank: int, size: int, store: Store, how: str) -> None:
 @pytest.mark.parametrize(("how", "says"), [("raise", "the cause"), ("die", "exit code 7")])
 def test_the_harness_brings_failures_home_and_leaves_nobody(how, says):
     with pytest.raises(ChildFailed, match=says):
-        run_distributed(_misbehave, 2, how, timeout_s=60)
+        run_distributed(_misbehave, 2, how)

@@ -50,7 +50,7 @@ def test_a_process_that_died_between_two_cases_is_named_and_replaced() -> None:
         pool.close()
 
 
-def test_a_forked_process_does_not_look_through_its_servers_imports_for_garbage() -> None:
+def test_a_forked_process_collects_no_garbage_of_its_server() -> None:
     pool = WorkerPool(1)
     try:
         assert pool.map(gc.get_freeze_count, [()])[0] > 100_000

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from planner.plans.plan import Plan
 from planner.search.problem.cost_tables import tables_of
-from planner.search.walk.alike import Likeness
-from planner.search.walk.improve import Improver, Judge
+from planner.search.walk.improve import Improver, Judge, Likeness
 from planner.search.walk.moves import Moves
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, request, slowed

@@ -401,13 +401,13 @@ def test_the_same_model_on_another_fleet_predicts_as_a_new_one_and_an_unknown_ty
     whole = cases.fleet(("A100", 2, 1), ("T4", 2, 1))
     part = Fleet(0, (whole.nodes[-1], whole.nodes[0]))
     request = cases.request(whole, 8)
-    shared, anew = request.cost.on(part), cases.request(part, 8).cost
+    shared, anew = request.cost.with_fleet(part), cases.request(part, 8).cost
     stages = tuple(Stage(4 * i, 4, (f"{node.name}/0",)) for i, node in enumerate(part.nodes))
     plan = Plan("tiny", 8, 1, 128, (Pipeline(stages, 8, 1),))
     assert shared.predict(plan) == anew.predict(plan)
     assert shared.predict(plan).step_time_s > 0
     with pytest.raises(ConfigError, match="node type 'other'"):
-        shared.on(Fleet(0, (Node("other-0", node_type("other")),)))
+        shared.with_fleet(Fleet(0, (Node("other-0", node_type("other")),)))
 
 
 def test_layer_times_do_not_depend_on_the_fleet_that_asks_first():
@@ -419,7 +419,7 @@ def test_layer_times_do_not_depend_on_the_fleet_that_asks_first():
 
     whole = cases.fleet(("A100", 1, 4), ("A10G", 1, 4))
     asked_first = cost_of(whole)
-    part = asked_first.on(Fleet(0, whole.nodes[1:]))
+    part = asked_first.with_fleet(Fleet(0, whole.nodes[1:]))
     part.layer_times.times("A10G", "fp32", 2, 1, "none")
     found, alone = (
         each.layer_times.model_in("fp32").even.block_communication_s("A100", 2, 1)

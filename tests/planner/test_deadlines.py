@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from planner.plans.plan import check_plan
+from planner.plans.plan_checks import check_plan
 from planner.search.problem.request import Request
 from planner.strategies import STRATEGIES, Answer, plan_with
 from tests.planner.cases import fleet, model, request

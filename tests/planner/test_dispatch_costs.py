@@ -173,11 +173,11 @@ def test_memory_has_the_rows_that_are_sent_and_received() -> None:
     assert more[0] - more[1] == pytest.approx(4 * hidden, rel=0.01), "all tokens, four times"
 
 
-def of_memory(num_bytes: int) -> Fleet:
+def of_memory(num_bytes: int, of: Fleet = APART) -> Fleet:
     """The fleet with so much memory on each GPU."""
     nodes = (
         replace(node, node_type=replace(node.node_type, gpu_memory_bytes=num_bytes))
-        for node in APART.nodes
+        for node in of.nodes
     )
     return Fleet(0, tuple(nodes))
 
@@ -204,10 +204,15 @@ def test_the_job_may_name_the_way() -> None:
 
 
 def test_a_search_chooses_and_says_why() -> None:
+    stage = Stage(0, 4, SLOW_NODE.workers, expert_dispatch="all_to_all")
+    on_all = Plan("tiny", 4, 1, LENGTH, (Pipeline((stage,), 4, 1),))
+    needed = max(cost_of(FEW, of=SLOW_NODE).memory_of.by_worker(on_all).values())
+    # fewer GPUs do not hold the model in one stage
+    tight = of_memory(int(1.15 * needed), SLOW_NODE)
     answers = {}
     for way in ("auto", "sum"):
-        cost = cost_of(FEW, way, SLOW_NODE)
-        request = Request(SLOW_NODE, cost.spec, cost, 4, LENGTH, min_tp_degree=4)
+        cost = cost_of(FEW, way, tight)
+        request = Request(tight, cost.spec, cost, 4, LENGTH, max_stages=1)
         answers[way] = plan_with("autohet", request)
     assert ways(answers["auto"].plan) == {"all_to_all"}
     assert ways(answers["sum"].plan) == {None}

@@ -30,7 +30,7 @@ class Prediction:
 
 
 class Cost:
-    def on(self, fleet: Fleet) -> Cost:
+    def with_fleet(self, fleet: Fleet) -> Cost:
         return self
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from planner.errors import ConfigError
 from planner.inputs.catalogue import find_gpu_type
-from planner.inputs.formats import check_formats, check_named_formats, common_formats
+from planner.plans.formats import check_formats, check_named_formats, common_formats
 from planner.plans.plan import Pipeline, Plan, Stage
 from tests.planner.cases import fleet
 

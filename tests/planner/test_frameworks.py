@@ -1,9 +1,10 @@
 """What frameworks do differently: whom a transfer occupies, the width of gradients."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.cost.basis import Measurements, Workload
-from planner.cost.memory.full_shard import share_out_all
 from planner.cost.model import CostModel
 from planner.cost.parameters import (
     FRAMEWORKS,
@@ -104,7 +105,10 @@ def test_deepspeeds_fp16_gradients_have_no_fp32_buffers() -> None:
 def test_plans_without_stages_are_not_deepspeeds() -> None:
     one_each = _data_parallel(2)
     assert usual_framework([one_each]) == "pytorch"
-    assert usual_framework([share_out_all(one_each)]) == "fsdp"
+    assert (
+        usual_framework([one_each.map_stages(lambda stage: replace(stage, shard_optimizer=True))])
+        == "fsdp"
+    )
     stages = (Stage(0, 2, ("a100-0/0",)), Stage(2, 2, ("a100-0/1",)))
     staged = Plan("tiny", 16, 2, 128, (Pipeline(stages, 8, 2),))
     assert usual_framework([one_each, staged]) == "deepspeed"

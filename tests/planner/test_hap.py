@@ -16,7 +16,8 @@ from planner.cost.basis import Measurements, Workload
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
 from planner.plans.model_spec import LayerSpec, ModelSpec
-from planner.plans.plan import Plan, check_plan
+from planner.plans.plan import Plan
+from planner.plans.plan_checks import check_plan
 from planner.strategies import Request, plan_with
 from tests.planner.cases import fleet, profile, with_nics
 

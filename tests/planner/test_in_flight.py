@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.errors import ConfigError
 from planner.plans.in_flight import MOST_AHEAD, one_each, period_s, working_ahead
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.search.walk.judge import fewest_in_flight
 from tests.planner.cases import fleet, model, request, with_nics
 

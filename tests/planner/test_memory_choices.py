@@ -16,7 +16,8 @@ from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet
 from planner.plans.model_spec import KeptValues, ModelSpec
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import redundancy
 from planner.search.memory import fewest_shared, search_with_memory
 from planner.search.problem.request import Request

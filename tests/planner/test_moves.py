@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.inputs.fleet import node_of
-from planner.plans.plan import check_plan
+from planner.plans.plan_checks import check_plan
 from planner.search.autohet import placements
 from planner.search.drafts.closed_form import families
 from planner.search.drafts.draft import Estimator, Shape, assign_microbatches
@@ -93,7 +93,7 @@ def test_the_last_of_unlike_pipelines_has_no_microbatches_that_its_memory_does_n
         model(8, 1024),
     )
     tables = tables_of(asked)
-    drafter = Drafter(tables, families(tables, mixed_tp=True), SideBySide(asked, tables, 1))
+    drafter = Drafter(tables, families(tables), SideBySide(asked, tables, 1))
     row = {(tables.kind(r).resource, of.microbatch): r for r, of in enumerate(tables.rows)}
     assert (1, 3) not in row
     large, small = Shape((row[0, 4],), (10,)), Shape((row[1, 1],), (10,))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.plans.plan import COMPUTE_FORMATS, RECOMPUTE_CHOICES, Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import COMPUTE_FORMATS, RECOMPUTE_CHOICES, Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import sharded_layers
 
 

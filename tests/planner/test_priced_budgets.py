@@ -14,10 +14,10 @@ from planner.errors import InfeasibleError
 from planner.inputs.cluster import cluster_from_yaml
 from planner.inputs.fleet import Fleet
 from planner.search.problem import limits
-from planner.search.problem.request import Answer, Request, narrowed
+from planner.search.problem.request import Answer, Request, narrow_to
 from planner.strategies import plan_with
 from planner.strategies.fleets import FleetSpace, TypeCounts
-from planner.strategies.pareto import pareto_front, undominated, usd_per_token
+from planner.strategies.pareto import drop_dominated, pareto_front, usd_per_token
 
 pytestmark = pytest.mark.thorough
 
@@ -47,7 +47,7 @@ def unlimited() -> dict[TypeCounts, Answer]:
     for counts in space.all(1000) or ():
         if sum(counts) < request.min_node_disjoint_holders:
             continue
-        part = narrowed(request, space.fleet(counts))
+        part = narrow_to(request, space.fleet(counts))
         try:
             found[counts] = plan_with("autohet", replace(part, prove=False))
         except InfeasibleError:
@@ -94,7 +94,7 @@ def test_a_front_asks_for_no_fleet_twice() -> None:
 def test_a_front_is_that_of_every_fleet_in_full() -> None:
     """Each plan that no other fleet's beats is met, within what a walk's luck decides."""
     front = plan_with("autohet", request_of(objective="pareto")).front
-    for wanted in undominated(list(unlimited().values())):
+    for wanted in drop_dominated(list(unlimited().values())):
         step_s, usd = wanted.prediction.step_time_s, wanted.prediction.usd_per_hour
         assert usd is not None
         met = [a for a in front if (a.prediction.usd_per_hour or 0.0) <= usd + 1e-9]

@@ -2,8 +2,6 @@
 columns are weak too.
 """
 
-import itertools
-
 import pytest
 
 from autohet.driver.loop.planning import make_planning
@@ -12,8 +10,6 @@ from planner.errors import InfeasibleError
 from planner.inputs.cluster import cluster_from_yaml
 from planner.search.problem import limits
 from planner.strategies import STRATEGIES, plan_with
-from planner.strategies.fasop import node_orders
-from tests.planner.cases import fleet
 
 pytestmark = pytest.mark.thorough
 
@@ -43,18 +39,3 @@ def test_no_other_strategy_of_pipelines_is_faster(job, cluster):
             assert ours <= theirs * limits.PLAIN, strategy
         except InfeasibleError:
             continue
-
-
-@pytest.mark.parametrize("most", [1, 3, 5, 100])
-def test_node_orders_may_be_thinned_evenly(most):
-    """Some of all orders, the first of them included, that begin far apart."""
-    asked = fleet(("A100", 5, 1), ("T4", 6, 1))
-    orders, some = list(node_orders(asked)), list(node_orders(asked, most))
-    assert len(orders) == 11
-    assert len(some) <= min(most, 11)
-    assert some[0] == orders[0]
-    assert set(some) <= set(orders)
-    turns = [orders.index(order) for order in some]
-    assert all(
-        later - earlier >= 11 // max(most, 1) for earlier, later in itertools.pairwise(turns)
-    )

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.bench.planner.searches import small_case
 from planner.inputs.fleet import Fleet, Node
-from planner.plans.plan import check_plan
+from planner.plans.plan_checks import check_plan
 from planner.search.problem import limits
 from planner.strategies import plan_with
+from scripts.benchmarks.planner.exhaustive import small_case
 from tests.planner.cases import fleet, model, request
 
 pytestmark = pytest.mark.thorough
@@ -40,23 +40,6 @@ def test_no_pipeline_is_deeper_than_asked_in_a_fleet_of_hundreds():
     plan = plan_with("autohet", asked).plan
     check_plan(plan, 24)
     assert max(len(pipeline.stages) for pipeline in plan.pipelines) <= 4
-
-
-@pytest.mark.parametrize(
-    ("types", "batch", "layers", "width"),
-    [((("A10G", 2, 4), ("A100", 2, 2)), 12, 12, 512), (MIXED, 17, 24, 1024)],
-)
-def test_one_tp_degree_and_one_microbatch_size_where_asked(types, batch, layers, width):
-    asked = request(
-        fleet(*types, memory_gib=SMALL),
-        batch,
-        model(layers, width),
-        mixed_tp=False,
-        mixed_microbatch=False,
-    )
-    plan = plan_with("autohet", asked).plan
-    assert len({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}) == 1
-    assert len({pipeline.microbatch_sequences for pipeline in plan.pipelines}) == 1
 
 
 def test_nodes_that_no_equal_parts_use_make_nothing_slower():

@@ -28,7 +28,7 @@ def request(mib: float, parameters: CostParameters = OWN) -> Request:
     spec = replace(plain, blocks=(replace(plain.blocks[0], autograd=kept),) * LAYERS)
     of = fleet(("A100", 1, 2), memory_gib={"A100": mib / 1024})
     cost = CostModel(of, Workload(spec, LENGTH, "fp32"), Measurements(profile()), parameters)
-    wishes: dict[str, Any] = {"max_stages": 1, "min_tp_degree": 2, "max_tp_degree": 2}
+    wishes: dict[str, Any] = {"max_stages": 1, "max_tp_degree": 2}
     return Request(of, spec, cost, 8, LENGTH, microbatch_sequences=8, **wishes)
 
 

@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 
 import planner.search.autohet as autohet
 from planner.search.bounds.bound import best_mix
-from planner.search.drafts.closed_form import families, ranked, roughly_s
+from planner.search.drafts.closed_form import families, rank_families, roughly_s
 from planner.search.drafts.cut import Balancer
 from planner.search.drafts.side_by_side import SideBySide
 from planner.search.problem import limits
@@ -64,11 +64,11 @@ def test_families_come_as_if_all_were_costed(
     monkeypatch: pytest.MonkeyPatch, chunk: int, batch: int
 ) -> None:
     asked, tables = case(batch)
-    every, sync = families(tables, mixed_tp=True), SideBySide(asked, tables, 1)
+    every, sync = families(tables), SideBySide(asked, tables, 1)
     if chunk == 1:
         every = every.take(np.arange(0, len(every.number), 29))
     monkeypatch.setattr(limits, "CUTS_AT_ONCE", chunk)
-    found = list(ranked(tables, batch, every, sync))
+    found = list(rank_families(tables, batch, every, sync))
     assert sorted(family for family, _ in found) == list(range(len(every.number)))
     seconds = [seconds for _, seconds in found]
     assert seconds == sorted(seconds)
@@ -105,7 +105,7 @@ def test_drafts_are_made_with_less_memory_where_one_near_the_best_was_refused(
     answer = plan_with("megatron", asked)
     best = Costed(answer.plan, answer.prediction)
     asks = list[Tables]()
-    monkeypatch.setattr(autohet, "_placed", lambda _, mine: asks.append(mine) or [])
+    monkeypatch.setattr(autohet, "_place_drafts", lambda _, mine: asks.append(mine) or [])
     monkeypatch.setattr(
         autohet, "rank", lambda *_: ([best], [Rejected("", "", times * best.step_time_s)])
     )

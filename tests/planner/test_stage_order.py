@@ -12,7 +12,8 @@ import pytest
 from autohet.runtime.parallel.schedule import one_forward_one_backward
 from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.plans.in_flight import MOST_AHEAD
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.plans.stage_order import stage_order
 
 MOST_STAGES = 4

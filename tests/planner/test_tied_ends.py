@@ -8,21 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from autohet.bench.planner.synthetic import tied
+from autohet.bench.planner.synthetic import tie_embeddings
 from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.cost.basis import Workload
 from planner.cost.model import CostModel
 from planner.inputs.cluster import cluster_from_yaml
 from planner.inputs.fleet import Fleet, node_of
-from planner.plans.plan import Plan, check_plan
+from planner.plans.plan import Plan
+from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import fewest_holders, redundancy
-from planner.search.autohet import drafted, placements
+from planner.search.autohet import draft, placements
 from planner.search.drafts.draft import Draft, Shape
 from planner.search.drafts.families import proposals_for
 from planner.search.drafts.place import place, place_ends_first
 from planner.search.problem.cost_tables import tables_of
-from planner.search.problem.request import Request, narrowed
+from planner.search.problem.request import Request, narrow_to
 from planner.search.walk.moves import Moves
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request, with_nics
@@ -42,13 +43,13 @@ def of_readme(kind: str) -> Request:
     whole = cluster.fleet()
     asked = replace(planning.request(whole, planning.make_cost(whole)), objective="time")
     nodes = tuple(node for node in whole.nodes if node.node_type.name == kind)
-    return replace(narrowed(asked, Fleet(0, nodes)), prove=False)
+    return replace(narrow_to(asked, Fleet(0, nodes)), prove=False)
 
 
 def tied_request(nodes: int, gpus: int, **wishes: object) -> Request:
     """A tied model whose embedding is most of it, over slow network cards."""
     of = with_nics(fleet(("A100", nodes, gpus)), {"A100": 2e8})
-    return request(of, 4, tied(model(4)), **wishes)
+    return request(of, 4, tie_embeddings(model(4)), **wishes)
 
 
 def end_nodes(plan: Plan) -> set[str]:
@@ -59,7 +60,7 @@ def end_nodes(plan: Plan) -> set[str]:
 def moved_plans(asked: Request, count: int) -> list[Plan]:
     """Plans of a random walk that keeps each move."""
     moves = Moves(tables_of(asked), random.Random(3))
-    now, found = drafted(asked).ranked[0].plan, []
+    now, found = draft(asked).ranked[0].plan, []
     for _ in range(count):
         drawn = moves.draw(now)
         if drawn is not None:
@@ -133,10 +134,10 @@ def test_the_fewest_holders_are_those_of_the_report() -> None:
 
 def test_predictions_on_part_of_a_fleet_are_those_of_a_cost_model_of_its_own() -> None:
     """What is cached of one fleet is used on its parts, whose nodes have other numbers."""
-    asked = request(fleet(("A100", 3, 2), ("T4", 3, 1)), 16, tied(model()))
+    asked = request(fleet(("A100", 3, 2), ("T4", 3, 1)), 16, tie_embeddings(model()))
     moved_plans(asked, 60)
     nodes = tuple(reversed(asked.fleet.nodes[1:]))
-    part = narrowed(asked, Fleet(0, nodes))
+    part = narrow_to(asked, Fleet(0, nodes))
     cost = asked.cost
     own = CostModel(
         part.fleet,

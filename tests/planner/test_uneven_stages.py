@@ -20,7 +20,8 @@ from planner.inputs.cluster import GIB
 from planner.inputs.fleet import Fleet
 from planner.inputs.profile import ProfileTable
 from planner.plans.model_spec import ModelSpec
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 from planner.search.bounds.bound import Bound
 from planner.search.memory import search_with_memory
 from planner.search.problem import limits
@@ -138,7 +139,7 @@ def test_other_fleets_are_searched_once_and_as_ever(
         "planner.strategies.autohet_uneven.search_with_memory",
         lambda *given: calls.append(given) or search_with_memory(*given),
     )
-    monkeypatch.setattr("planner.strategies.autohet_uneven.drafted", None)
+    monkeypatch.setattr("planner.strategies.autohet_uneven.draft", None)
     found = search_with_uneven(wanted)
     assert len(calls) == 1
     assert (found.plan, found.search, found.choice, found.rejected) == (
@@ -361,7 +362,7 @@ def test_the_bound_holds_where_a_layer_gains_nothing_from_more_gpus() -> None:
 def test_no_bound_is_shown_where_unlike_nodes_may_share_a_stage() -> None:
     answer = plan_with("autohet", asked(FAST_AND_SLOW, 16, joined=True))
     assert (answer.search.lower_bound_s, answer.search.gap) == (None, None)
-    assert "uneven stages, for which the bound does not hold" in answer.search.proof
+    assert "none holds for the uneven stages" in answer.search.proof
 
 
 def test_a_known_plan_with_uneven_stages_is_not_held_against_the_bound() -> None:

@@ -10,6 +10,7 @@ from recovery.checkpoint.commit import find_newest, list_checkpoints
 from recovery.checkpoint.copy import copy_checkpoint
 from recovery.checkpoint.errors import CheckpointConflict, CheckpointCorrupt
 from recovery.checkpoint.journal import encode_entry, entry_name, read_ancestry
+from recovery.checkpoint.lease import DriverLease
 from recovery.checkpoint.read import verify
 from recovery.state.ancestry import Descent
 from recovery.storage.errors import StorageThrottled
@@ -55,6 +56,61 @@ def test_a_generation_of_the_target_alone_is_forgotten(source: Storage, target: 
     copy_checkpoint(source, target)
     assert read_ancestry(target).newest == 2
     assert find_newest(target).info is not None
+
+
+def put_entries(storage: Storage, driver: str, *generations: int) -> None:
+    for number in generations:
+        entry = Descent(
+            generation=number, parent=number - 1 or None, first_step=10 * number, driver=driver
+        )
+        storage.put(entry_name(number), encode_entry(entry))
+
+
+@pytest.mark.parametrize(
+    ("held", "copied", "entries"),
+    [(30, 20, (2,)), (10, 20, (2,)), (20, 20, (2,)), (30, 20, (2, 3))],
+    ids=["newer", "older", "the same", "a later generation"],
+)
+def test_a_target_that_went_on_by_itself_is_refused_with_both_steps(
+    source: Storage, target: Storage, held: int, copied: int, entries: tuple[int, ...]
+) -> None:
+    """Wrong: the next driver resumes from the target's own step, or reads one of both histories."""
+    put_entries(source, "here", 2)
+    put_entries(target, "there", *entries)
+    make_checkpoint(target, held, seed=9)
+    before = {info.name: target.get(info.name) for info in target.list()}
+    with pytest.raises(CheckpointConflict, match=f"step {held} .* step {copied} "):
+        copy_checkpoint(source, target, copied)
+    assert {info.name: target.get(info.name) for info in target.list()} == before
+
+
+def test_an_older_step_is_not_copied_below_a_newer_one(source: Storage, target: Storage) -> None:
+    """Wrong: `--step 10` succeeds, and the next driver resumes from 20."""
+    copy_checkpoint(source, target)
+    with pytest.raises(CheckpointConflict, match=r"step 20 .* step 10 "):
+        copy_checkpoint(source, target, 10)
+    copy_checkpoint(source, target, 20)
+
+
+def test_an_abandoned_step_of_the_target_is_no_hindrance(source: Storage, target: Storage) -> None:
+    put_entries(source, "here", 2, 3)
+    put_entries(target, "here", 2)
+    make_checkpoint(target, 40, seed=9)
+    assert find_newest(target).manifest is not None
+    copy_checkpoint(source, target, 20)
+    newest = find_newest(target)
+    assert newest.info is not None
+    assert (newest.info.step, newest.unknown) == (20, "")
+
+
+def test_a_target_with_a_living_driver_is_refused(source: Storage, target: Storage) -> None:
+    lease = DriverLease(target)
+    lease.renew()
+    with pytest.raises(CheckpointConflict, match="a driver uses"):
+        copy_checkpoint(source, target)
+    assert list_checkpoints(target) == []
+    lease.release()
+    copy_checkpoint(source, target)
 
 
 def test_objects_beside_a_checkpoint_come_along(source: Storage, target: Storage) -> None:

@@ -227,7 +227,6 @@ PLANTED: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", sorted(PLANTED))
 def test_a_planted_file_is_skipped_and_named(tmp_path: Path, name: str) -> None:
     write_snapshot(tmp_path / "good.snapshot")
@@ -264,7 +263,6 @@ def write_snapshot_into(path: Path) -> None:
     shutil.rmtree(own)
 
 
-@pytest.mark.timeout(60)
 def test_pipes_in_the_place_of_notes_hold_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "copies.limit")
     assert read_copies_limit(tmp_path, 3) == 3

@@ -13,12 +13,20 @@ from pathlib import Path
 import pytest
 
 from recovery.checkpoint import retention
-from recovery.checkpoint.commit import find_newest, list_checkpoints, open_checkpoint
+from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    commit_checkpoint,
+    find_newest,
+    list_checkpoints,
+    open_checkpoint,
+)
 from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
+from recovery.checkpoint.journal import Journal, read_ancestry
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.checkpoint.read import verify
 from recovery.checkpoint.retention import apply_retention, reading_checkpoint, remove_orphans
 from recovery.checkpoint.write import step_prefix
+from recovery.state.ancestry import Descent
 from recovery.storage.errors import StoragePermissionDenied, StorageUnreachable
 from recovery.storage.own_names import is_own_name, own_name
 from recovery.storage.protocol import Storage
@@ -230,15 +238,15 @@ def test_a_checkpoint_that_comes_while_steps_are_listed_stays(
     that was left.
     """
     make_checkpoint(directory, 1)
-    looked = retention.newest_checkpoint
+    looked = retention.list_checkpoints
 
-    def newest(storage: Storage) -> object:
+    def listed(storage: Storage) -> object:
         found = looked(storage)
         if not list(storage.list(step_prefix(2))):
             make_checkpoint(storage, 2)
         return found
 
-    monkeypatch.setattr(retention, "newest_checkpoint", newest)
+    monkeypatch.setattr(retention, "list_checkpoints", listed)
     assert apply_retention(directory, keep=1).removed_steps == ()
     assert _steps(directory) == [1, 2]
 
@@ -314,3 +322,49 @@ def test_a_step_whose_manifest_is_damaged_can_be_committed_again(directory: Stor
     assert verify(directory, 2).ok
     (kept,) = path.parent.glob(f"{MANIFEST_NAME}.damaged-*")
     assert kept.read_bytes() == damaged
+
+
+def _commit_as(storage: Storage, generation: int, steps: tuple[int, ...]) -> None:
+    layout = two_worker_layout(state_specs())
+    for step in steps:
+        receipts = write_all(storage, step, layout, full_state(layout.tensors))
+        facts = CheckpointFacts({}, {}, generation=generation)
+        commit_checkpoint(storage, step, layout, receipts, facts, ancestry=read_ancestry(storage))
+
+
+def _two_generations(storage: Storage, first_step: int, steps: tuple[int, ...]) -> None:
+    """Generation 1 committed 10, 20 and 30; generation 2 went back to `first_step`."""
+    journal = Journal(storage, "driver")
+    journal.claim(Descent(generation=1, parent=None, first_step=0, driver="driver"))
+    _commit_as(storage, 1, (10, 20, 30))
+    parent = 1 if first_step else None
+    journal.claim(Descent(generation=2, parent=parent, first_step=first_step, driver="driver"))
+    _commit_as(storage, 2, steps)
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [25]), (2, [15, 25]), (3, [10, 15, 25]), (None, [10, 15, 25])]
+)
+def test_abandoned_checkpoints_are_not_counted(
+    directory: Storage, keep: int | None, left: list[int]
+) -> None:
+    """Wrong: step 20 lies below the newest step, and is kept instead of step 15."""
+    _two_generations(directory, 10, (15, 25))
+    apply_retention(directory, keep=keep)
+    assert _steps(directory) == left
+
+
+def test_an_abandoned_checkpoint_is_gone_on_from_with_a_word_and_not_removed(
+    directory: Storage,
+) -> None:
+    """Generation 2 began anew at step 0 and has committed nothing yet."""
+    _two_generations(directory, 0, ())
+    newest = find_newest(directory)
+    assert newest.info is not None
+    assert newest.info.step == 30
+    assert "no checkpoint is of generation 2" in newest.unknown
+    removal = apply_retention(directory, keep=1)
+    assert (removal.removed_steps, removal.unknown) == ((), newest.unknown)
+    _commit_as(directory, 2, (5,))
+    assert find_newest(directory).unknown == ""
+    assert apply_retention(directory, keep=1).removed_steps == (10, 20, 30)

@@ -8,11 +8,17 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recovery.checkpoint.journal import Journal
+from recovery.checkpoint.lease import DriverLease
+from recovery.checkpoint.read import read_shards, verify
+from recovery.checkpoint.retention import apply_retention, reading_checkpoint, remove_orphans
+from recovery.state.ancestry import Descent
 from recovery.storage.conformance import ConformanceReport, check_conformance
 from recovery.storage.errors import (
     ObjectExists,
@@ -20,8 +26,9 @@ from recovery.storage.errors import (
     StoragePermissionDenied,
 )
 from recovery.storage.open import open_storage
-from recovery.storage.protocol import StorageOptions
+from recovery.storage.protocol import Storage, StorageOptions
 from tests.harness import refusing_proxy as refuse
+from tests.harness.checkpoint_cases import make_checkpoint
 from tests.harness.refusing_proxy import Refusal, RefusingProxy, Request, Rule, refusing_proxy
 from tests.harness.s3_server import S3Server
 
@@ -60,8 +67,9 @@ def _check(uri: str) -> ConformanceReport:
         (refuse.ignored_conditions,),
         (refuse.no_checksums, refuse.content_md5),
         (refuse.no_multi_delete,),
+        (refuse.directory_bucket,),
     ],
-    ids=["v2", "region", "region-v2", "md5", "501", "ignored", "checksums", "multi-delete"],
+    ids=["v2", "region", "region-v2", "md5", "501", "ignored", "checksums", "multi", "directory"],
 )
 def test_path_is_green(before: Any, s3_uri: str, rules: tuple[Rule, ...]) -> None:
     with before(*rules):
@@ -139,10 +147,39 @@ def test_missing_permission_is_named(
     assert report.ok == uploads_alone
 
 
+REQUESTS: dict[str, Callable[[Storage], Any]] = {
+    "size": lambda storage: storage.size("a"),
+    "size of nothing": lambda storage: storage.size("nothing"),
+    "get": lambda storage: storage.get("a", 3, 5),
+    "list": lambda storage: list(storage.list()),
+    "now": lambda storage: storage.now(),
+    "delete": lambda storage: storage.delete(["nothing"]),
+    "abort": lambda storage: storage.abort_uploads("a", 1e6),
+    "conditional put": lambda storage: storage.put("once", b"1", if_none_match=True),
+}
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
+def test_a_head_whose_keys_are_refused_has_the_reason_of_a_get(
+    before: Any, s3_uri: str, code: str
+) -> None:
+    """Wrong: "allow s3:GetObject". The answer to a HEAD has a status and no code."""
+    status = 400 if code == "ExpiredToken" else 403
+    with (
+        before(lambda _: Refusal(status, code, "As said.")),
+        closing(open_storage(s3_uri, OPTIONS)) as storage,
+        pytest.raises(StoragePermissionDenied, match=code),
+    ):
+        storage.size("a")
+
+
 def test_rotated_keys_are_read_anew_once(
     before: Any, s3_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A process holds the keys of its start; the file has new ones when the old have expired."""
+    """A process holds the keys of its start; the file has new ones when the old have expired.
+
+    Wrong: a HEAD fails, since its answer has no code, and no later upload of the worker works.
+    """
     file = tmp_path / "credentials"
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -165,6 +202,10 @@ def test_rotated_keys_are_read_anew_once(
         memory = bytearray(100)
         storage.get_into("a", 5, memoryview(memory))
         storage.put("b", content)
+        for request in REQUESTS.values():
+            valid += "'"
+            write(valid)
+            request(storage)
         valid = "third"
         write("third")
         with ThreadPoolExecutor(4) as pool:
@@ -198,6 +239,56 @@ def test_without_conditional_puts_one_of_many_writers_wins(
         with closing(open_storage(s3_uri, OPTIONS)) as storage:
             assert storage.get("generations/1") == bytes(won)
             assert [info.name for info in storage.list("claims/generations/")] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "refusal", "reason", "remedy"),
+    [
+        ("PUT", Refusal(403, "QuotaExceeded", "Quota exceeded."), "no space left", "quota"),
+        (
+            "POST",
+            Refusal(403, "AccessDenied", "Access Denied because object protected by object lock."),
+            "the object is locked",
+            "without Object Lock",
+        ),
+    ],
+    ids=["quota", "lock"],
+)
+def test_a_403_that_is_no_missing_permission(
+    before: Any,
+    s3_uri: str,
+    method: str,
+    refusal: Refusal,
+    reason: str,
+    remedy: str,
+) -> None:
+    """Wrong: "allow s3:PutObject" to a role that has it."""
+
+    def rule(request: Request) -> Refusal | None:
+        return refusal if request.method == method else None
+
+    with before(rule), closing(open_storage(s3_uri, OPTIONS)) as storage:
+        ask = {"PUT": lambda: storage.put("a", b"1"), "POST": lambda: storage.delete(["a"])}[method]
+        with pytest.raises(StorageError, match=reason) as said:
+            ask()
+    assert remedy in said.value.remedy
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_certificate_for_another_host_is_named(
+    before: Any, s3_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str
+) -> None:
+    """Wrong: "check the network"."""
+    context, pem = refuse.private_authority(tmp_path, "other.test")
+    with before(tls=context) as proxy:
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(pem))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://{host}:{proxy.port}")
+        with (
+            closing(open_storage(s3_uri, OPTIONS)) as storage,
+            pytest.raises(StorageError, match="for another host name") as said,
+        ):
+            storage.size("a")
+    assert "AWS_ENDPOINT_URL" in said.value.remedy
 
 
 def test_a_list_is_sorted_whatever_the_stores_order(before: Any, s3_uri: str) -> None:
@@ -280,3 +371,67 @@ def test_unknown_profile_and_sso_login_have_their_sentences(
     monkeypatch.setenv("AWS_PROFILE", "lab")
     with pytest.raises(StoragePermissionDenied, match=r"SSO login .*'lab'.*aws sso login"):
         open_storage(s3_uri, OPTIONS).put("a", b"1")
+
+
+def test_checkpoints_live_in_a_directory_bucket(before: Any, s3_uri: str) -> None:
+    """Wrong: the check passes, and the job's first list is refused."""
+    with before(refuse.directory_bucket), closing(open_storage(s3_uri, OPTIONS)) as storage:
+        storage.put("stepping/other", b"1")
+        walk_a_run(storage)
+        assert [info.name for info in storage.list("steppi")] == ["stepping/other"]
+
+
+def walk_a_run(storage: Storage) -> None:
+    """Make every request that a run, its workers, its successor and `autohet checkpoint` make."""
+    lease = DriverLease(storage)
+    lease.take()
+    journal = Journal(storage, lease.driver)
+    journal.mark()
+    journal.claim(Descent(generation=2, parent=None, first_step=0, driver=lease.driver))
+    for step in (1, 2):
+        make_checkpoint(storage, step)
+        # A worker that is started again finds its files.
+        make_checkpoint(storage, step)
+    storage.put("large", bytes(6 << 20))
+    with reading_checkpoint(storage, 2) as manifest:
+        assert dict(read_shards(storage, manifest)).keys() == manifest.shards
+    assert verify(storage).ok
+    with pytest.raises(ZeroDivisionError):
+        storage.put("broken", BrokenPayload())
+    apply_retention(storage, keep=1)
+    remove_orphans(storage)
+    journal.unmark()
+    lease.release()
+
+
+class BrokenPayload:
+    """A payload of two parts that ends early."""
+
+    size = 6 << 20
+
+    def read(self, offset: int, length: int) -> bytes:
+        raise ZeroDivisionError
+
+
+def shape_of(request: Request) -> tuple[object, ...]:
+    """What a store may refuse: the operation, its prefix, its conditions and headers."""
+    query = request.query
+    words = {"list-type", "uploads", "uploadId", "partNumber", "delete", "max-keys"} & query.keys()
+    prefix = query.get("prefix", [""])[0]
+    headers = {"range", "if-none-match", "x-amz-checksum-mode"} & request.headers.keys()
+    in_bucket = request.key.strip("/").count("/") > 0
+    ends = prefix != "" and not prefix.endswith("/")
+    return request.method, in_bucket, tuple(sorted(words)), ends, tuple(sorted(headers))
+
+
+def test_the_check_walks_every_request_that_a_run_makes(before: Any, s3_uri: str) -> None:
+    small = replace(OPTIONS, part_bytes=5 << 20)
+    with before() as proxy:
+        with closing(open_storage(s3_uri, small)) as storage:
+            walk_a_run(storage)
+        product = {shape_of(request) for request in proxy.requests}
+        proxy.requests.clear()
+        assert _check(s3_uri).ok
+        walked = {shape_of(request) for request in proxy.requests}
+    assert len(product) > 12
+    assert product - walked == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import socket
 import threading
@@ -572,3 +573,28 @@ def test_pushes_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
     kinds = {(holding.source.step, holding.source.kind) for holding in store.inventory()}
     assert kinds == {(5, "memory"), (7, "disk"), (8, "disk")}
     store.close()
+
+
+@pytest.mark.parametrize("field", ["step", "generation", "checksums"])
+def test_a_push_with_a_number_that_is_none_ends_its_connection(
+    server: ShardServer, client: ShardClient, capfd: pytest.CaptureFixture[str], field: str
+) -> None:
+    """Wrong: a traceback of the server's thread."""
+    infinite = [math.inf] if field == "checksums" else math.inf
+    request = {
+        "op": "push",
+        "worker": "n0/0",
+        "step": 1,
+        "generation": 1,
+        "tensors": [],
+        "shards": [],
+        "checksums": [],
+        "superseded": None,
+        "to": None,
+    }
+    with (
+        pytest.raises(PeerUnreachable),
+        client._ask(request | {field: infinite}, "pushing", None),
+    ):
+        pass
+    assert "Traceback" not in capfd.readouterr().err

@@ -96,7 +96,7 @@ def test_state_of_an_adapter_is_its_own_and_the_rest_takes_two_bytes() -> None:
     terms = memory_terms(spec, on_rank, "none", framework_parameters(OURS, inputs.parameters))
     assert terms.state_bytes.sum() == 2 * full.parameters + 18 * spec.parameters
     assert terms.optimizer_bytes.sum() == 12 * spec.parameters
-    offloaded = terms.offloaded()
+    offloaded = terms.offload()
     assert offloaded.state_bytes.sum() == 2 * full.parameters + 6 * spec.parameters
     assert offloaded.host_bytes.sum() == 12 * spec.parameters
 

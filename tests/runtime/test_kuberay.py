@@ -416,7 +416,6 @@ print(json.dumps({"seconds": list(drains.values()), "right": right, "ended_befor
     subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode != 0,
     reason="a process namespace needs root",
 )
-@pytest.mark.timeout(300)
 def test_the_hooks_sigterm_is_a_notice_with_a_deadline_and_ends_early() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         environment = os.environ | {

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job import supervise
 from autohet.driver.job.run_record import RunCopies
-from autohet.driver.loop.events import EventLog
 from autohet.runtime.job import Job
 from autohet.runtime.process import stored_copies
 from autohet.runtime.process.log import MOST_BYTES, ProcessLog, RunRecord

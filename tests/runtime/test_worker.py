@@ -142,11 +142,15 @@ def test_a_generation_trains_to_its_end_and_leaves_a_durable_step(worker, job, s
     assert receipts[0][2].shards == order(job, store, 1, 0).checkpoint_shards
 
 
-@pytest.mark.parametrize(("known", "steps"), [(False, [0, 2, 3]), (True, [2, 3])])
-def test_a_worker_evaluates_when_it_is_due(job, store, tmp_path, known, steps):
+@pytest.mark.parametrize(
+    ("known", "steps", "split"),
+    [(False, [0, 2, 3], None), (True, [2, 3], None), (True, [2, 3], 0.3)],
+)
+def test_a_worker_evaluates_when_it_is_due(job, store, tmp_path, known, steps, split):
     """Before the first step, unless the driver knows its loss, every second step and at the end."""
+    source = job.data.source if split is None else None
     section = EvaluationSection(
-        source=job.data.source, every_steps=2, at_start=True, max_sequences=6
+        source=source, split=split, every_steps=2, at_start=True, max_sequences=6
     )
     job = replace(job, evaluation=section)
     place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))

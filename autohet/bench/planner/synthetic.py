@@ -16,7 +16,7 @@ from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.inputs.profile import Measurement, ProfileTable
 from planner.plans.model_spec import Experts, LayerSpec, ModelSpec
-from planner.spmd.decoder import Decoder
+from planner.spmd.graph import Decoder
 from planner.strategies import Request
 
 GIB = 2**30
@@ -129,7 +129,7 @@ def llama_decoder(
     return found if sum(sizes) == spec.parameters else None
 
 
-def tied(spec: ModelSpec) -> ModelSpec:
+def tie_embeddings(spec: ModelSpec) -> ModelSpec:
     """Return the same model with the embedding's matrix as its head's."""
     return replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
 

@@ -16,7 +16,8 @@ from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from planner.inputs.fleet import node_of
-from planner.plans.plan import Plan, check_plan
+from planner.plans.plan import Plan
+from planner.plans.plan_checks import check_plan
 from recovery.state.holdings import Holding, Source, require_restorable_step
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import LinkRates

@@ -31,7 +31,6 @@ def show(document: dict[str, Any]) -> None:
         for scenario in found:
             console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
 
-    console.print(_sweep(document["s3_sweep"]))
     console.print(
         f"S3: {document['durable_storage']}. Other parts:"
         f" {document['method']['detect, replan, rebuild, first_step']}"
@@ -73,23 +72,6 @@ def _measured_parts(scenarios: list[dict[str, Any]]) -> list[str]:
         for result in scenario["policies"].values():
             measured |= {part for part in PARTS if result["seconds"][part] is not None}
     return [part for part in PARTS if part in measured]
-
-
-def _sweep(found: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of the bounds' ratios: a row for each speed of S3."""
-    names = list(dict.fromkeys(entry["scenario"] for entry in found))
-    table = Table(
-        title="NOT measured: bound of s3_only over ours, by S3's speed a node",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for heading in ("S3 GB/s", *names):
-        table.add_column(heading, justify="right")
-    for speed in dict.fromkeys(entry["s3_bytes_per_s"] for entry in found):
-        ratios = [entry["bound_ratio"] for entry in found if entry["s3_bytes_per_s"] == speed]
-        cells = [_number(ratio) for ratio in ratios]
-        table.add_row(f"{speed / 1e9:g}", *cells)
-    return table
 
 
 def _row(

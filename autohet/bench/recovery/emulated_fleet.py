@@ -26,7 +26,7 @@ CAUSES = ("notice", "death", "arrival")
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 
 
-def measured_changes() -> dict[str, dict[str, Any]]:
+def measure_changes() -> dict[str, dict[str, Any]]:
     """Map each cause to its entry of `reconfigurations` in the run's summary.
 
     A cause is absent if it did not happen before the end.

@@ -16,10 +16,10 @@ from typing import Any
 
 from autohet.bench.recovery.bare import BareSender
 from autohet.bench.recovery.object_server import ObjectServer
-from autohet.bench.recovery.storage import BUCKET, pointed_at
+from autohet.bench.recovery.storage import BUCKET, point_s3_clients_at
 from autohet.bench.recovery.surroundings import TIMEOUT_S, Task, Wiring
 from autohet.bench.recovery.workers import CLOSE, leave_interrupts_to_the_parent, serve_agent
-from autohet.driver.loop.stop_signals import undisturbed
+from autohet.driver.loop.stop_signals import ignore_signals
 from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace, namespace_network
 from recovery.transfer.links import LinkRates
 
@@ -94,7 +94,7 @@ class NativeNetwork:
         return connection.recv()
 
     @contextmanager
-    def wired(self, task: Task) -> Iterator[Wiring]:
+    def wire(self, task: Task) -> Iterator[Wiring]:
         """Start agents that serve the task's directories while the block runs."""
         nodes = list(dict.fromkeys(task.node_by_worker[worker] for worker in task.participants))
         used = list(zip(nodes, self._rows, self._agents, strict=False))
@@ -140,8 +140,8 @@ def native_network(num_nodes: int, links: LinkRates) -> Iterator[tuple[NativeNet
         Path(durable, "job").mkdir()
         network = stack.enter_context(namespace_network())
         native = NativeNetwork(network, num_nodes, links, durable, stack)
-        stack.enter_context(pointed_at(native.endpoint))
+        stack.enter_context(point_s3_clients_at(native.endpoint))
         yield native, f"s3://{BUCKET}/job"
     finally:
-        with undisturbed():
+        with ignore_signals():
             stack.close()

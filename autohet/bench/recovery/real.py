@@ -5,11 +5,12 @@ Restores run over the links of this machine or over throttled ones.
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,113 +18,65 @@ from typing import Any
 import torch
 
 from autohet.bench.recovery.cases import (
-    CHECKPOINT_STEP,
     POLICIES,
     SCENARIOS,
     config_of_size,
-    policy_schedule,
 )
-from autohet.bench.recovery.native import NativeNetwork, native_network
-from autohet.bench.recovery.storage import committed_checkpoint, object_storage
-from autohet.bench.recovery.trial import DCP_CACHE, Trial, TrialPlaces
+from autohet.bench.recovery.native import native_network
+from autohet.bench.recovery.options import Options, speeds_document
+from autohet.bench.recovery.storage import commit_known_checkpoint, object_storage
+from autohet.bench.recovery.trial import Trial
 from autohet.bench.recovery.workers import WorkerProcesses
-from recovery.transfer.links import LinkRates
 
 NUM_PROCESSES = 4
 PROBE_BYTES = 256 << 20
 
 Parts = Mapping[str, dict[str, float | None]]
+Facts = dict[str, Any]
 
 
-def throttled_scenarios(
-    scenarios: tuple[str, ...], state_bytes: float, links: LinkRates, parts: Parts, step_s: float
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure the scenarios over software-throttled `links`.
+STORAGE = "an S3 protocol server of this benchmark on this machine (sendfile from host memory)"
+NATIVE_STORAGE = f"{STORAGE}, in its own namespace, each node's share of it by tc (HTB)"
 
-    Returns entries of `scenarios`, and facts about the run.
+
+def measure_scenarios(options: Options, parts: Parts) -> tuple[list[dict[str, Any]], Facts]:
+    """Measure the scenarios between network namespaces (scale 1), or over throttled links.
+
+    parts: seconds of the parts of a recovery that are not measured here, by cause. Returns entries
+    of `scenarios`, and facts about the run.
     """
-    config = config_of_size(state_bytes)
+    config = config_of_size(options.state_bytes)
+    links = options.links
     found = []
-    with (
-        tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory,
-        object_storage(directory) as (uri, kind),
-    ):
-        processes = WorkerProcesses(NUM_PROCESSES, uri)
-        try:
-            committed_checkpoint(uri, config)
-            for name in scenarios:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="autohet-bench-"))
+        facts: Facts = {}
+        network = None
+        host = "127.0.0.1"
+        if options.scale == 1.0:
+            disk, memory = local_speeds(Path(directory))
+            links = replace(links, disk_bytes_per_s=disk, memory_bytes_per_s=memory)
+            facts = {"durable_storage": NATIVE_STORAGE, "links_used": speeds_document(links)}
+            network, uri = stack.enter_context(native_network(NUM_PROCESSES, links))
+            host = network.head
+            durable = network.durable
+        else:
+            facts = {"durable_storage": STORAGE}
+            durable = f"{directory}/durable"
+            os.mkdir(durable)
+            uri = stack.enter_context(object_storage(durable))
 
-                def run(policy: str, name: str = name) -> Trial:
-                    trial = Trial(
-                        SCENARIOS[name],
-                        policy,
-                        config,
-                        links,
-                        TrialPlaces(uri, f"{directory}/nodes"),
-                    )
-                    return trial.run(processes, parts[SCENARIOS[name].cause])
-
-                found.append(_scenario(name, POLICIES, run, step_s))
-            facts = {"durable_storage": kind, "process_start_s": processes.start_s}
-        finally:
-            processes.close()
-    return found, facts
-
-
-def native_scenarios(
-    scenarios: tuple[str, ...], state_bytes: float, links: LinkRates, parts: Parts, step_s: float
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure the scenarios between network namespaces, at the links' own speed.
-
-    PyTorch's DCP with a cache on disk is measured, too.
-    """
-    config = config_of_size(state_bytes)
-    found = []
-    with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory:
-        disk, memory = local_speeds(Path(directory))
-        links = replace(links, disk_bytes_per_s=disk, memory_bytes_per_s=memory)
-        with native_network(NUM_PROCESSES, links) as (network, uri):
-            processes = WorkerProcesses(NUM_PROCESSES, uri, network.head)
-            try:
-                committed_checkpoint(f"{network.durable}/job", config, max_file_bytes=64 << 20)
-                for name in scenarios:
-                    dcp_source = _dcp_checkpoint(network, name, config, links)
-
-                    def run(policy: str, name: str = name, dcp_source: str = dcp_source) -> Trial:
-                        trial = Trial(
-                            SCENARIOS[name],
-                            policy,
-                            config,
-                            links,
-                            TrialPlaces(uri, f"{directory}/nodes", dcp_source),
-                        )
-                        return trial.run(processes, parts[SCENARIOS[name].cause], network)
-
-                    found.append(_scenario(name, (*POLICIES, DCP_CACHE), run, step_s))
-                    shutil.rmtree(dcp_source)
-            finally:
-                processes.close()
-        facts = {
-            "durable_storage": STORAGE,
-            "process_start_s": processes.start_s,
-            "links_used": _speeds(links),
-        }
-    return found, facts
-
-
-STORAGE = (
-    "an S3 protocol server of this benchmark in its own namespace (sendfile from host memory), each"
-    " node's share of it by tc (HTB)"
-)
-
-
-def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: LinkRates) -> str:
-    from autohet.bench.recovery.dcp_cache import write_known_shards
-
-    before, _, _ = policy_schedule("s3_only", SCENARIOS[name], config, links)
-    directory = Path(network.durable, f"dcp-{name}")
-    write_known_shards(before, CHECKPOINT_STEP, directory)
-    return str(directory)
+        processes = stack.enter_context(closing(WorkerProcesses(NUM_PROCESSES, uri, host)))
+        commit_known_checkpoint(f"{durable}/job", config)
+        for name in options.scenarios:
+            scenario = SCENARIOS[name]
+            trials = {}
+            for policy in POLICIES:
+                print(f"bench recovery: scenario {name}, {policy}", file=sys.stderr, flush=True)
+                trial = Trial(scenario, policy, config, links, uri, f"{directory}/nodes")
+                trials[policy] = trial.run(processes, parts[scenario.cause], network)
+            found.append(_document(name, trials, options.step_s))
+    return found, {**facts, "process_start_s": processes.start_s}
 
 
 def local_speeds(directory: Path) -> tuple[float, float]:
@@ -154,25 +107,6 @@ def _speed(action: Callable[[], Any]) -> float:
         action()
         seconds.append(time.perf_counter() - began)
     return PROBE_BYTES / min(seconds)
-
-
-def _speeds(links: LinkRates) -> dict[str, float]:
-    return {
-        "network": links.network_bytes_per_s,
-        "disk": links.disk_bytes_per_s,
-        "s3": links.s3_bytes_per_s,
-        "memory": links.memory_bytes_per_s,
-    }
-
-
-def _scenario(
-    name: str, policies: tuple[str, ...], run: Callable[[str], Trial], step_s: float
-) -> dict[str, Any]:
-    trials = {}
-    for policy in policies:
-        print(f"bench recovery: scenario {name}, {policy}", file=sys.stderr, flush=True)
-        trials[policy] = run(policy)
-    return _document(name, trials, step_s)
 
 
 def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str, Any]:

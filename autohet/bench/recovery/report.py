@@ -12,11 +12,10 @@ import json
 import os
 import platform
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autohet.cli.outputs import check_output
+from autohet.bench.recovery.options import Options, speeds_document
 from planner.errors import ConfigError
 from recovery.transfer.links import LinkRates
 
@@ -39,11 +38,6 @@ METHOD = {
         " checks; the mean of one run before and one after. `restore_over_bound` is over the slower"
         " of this and the links"
     ),
-    "dcp_cache": (
-        "scale 1: torch.distributed.checkpoint, a file a tensor; each node's disk keeps the files"
-        " of what it held, the others are downloaded from S3 with boto3 into the same directory,"
-        " then dcp.load"
-    ),
     "lost_work_s": "steps lost, at --step-s seconds each (stated, not measured)",
     "detect, replan, rebuild, first_step": (
         "measured in a run of autohet train on an EMULATED fleet on this machine (another model): "
@@ -63,14 +57,6 @@ METHOD = {
         " model, data parallel; the time without a step is measured, its parts are not; `_tuned`:"
         " elastic_resize_monitor_interval_s 0 and a start timeout of 10 s"
     ),
-    "s3_sweep": (
-        "NOT measured: the bound of s3_only over that of local_first, by the speed of S3 a node; a"
-        " ratio of links, so it ends where S3 is as fast as the network (or faster than a disk that"
-        " holds the copies)"
-    ),
-    "s3_sweep_predicted": (
-        "NOT measured: seconds and ratio of the restores by the fitted model, by size of the state"
-    ),
     "how": (
         "run: all of it was run; restore run: restore and rebuild were run, detect, replan and"
         " first_step are derived (as ours); derived: nothing was run"
@@ -87,32 +73,12 @@ METHOD = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the benchmark.
-
-    `state_bytes`: bytes of one copy of the state. `cloud` and `scale`: a cloud node's links and
-    their divisor (1: the links of this machine). `step_s`: the seconds that a lost step is charged
-    with.
-    """
-
-    state_bytes: float
-    cloud: LinkRates
-    scale: float
-    step_s: float
-    scenarios: tuple[str, ...]
-    quick: bool
-    simulate: bool
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; return exit code 1 if a restore failed or its tensors were wrong."""
     from autohet.bench.recovery.display import draw, show
-    from autohet.driver.loop.stop_signals import ending_on_sigterm
+    from autohet.driver.loop.stop_signals import unwind_on_sigterm
 
-    check_output("--out", args.out)
-    check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
-    with ending_on_sigterm():
+    with unwind_on_sigterm():
         document = benchmark(_options(args))
     if args.out:
         Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
@@ -134,7 +100,7 @@ def _options(args: argparse.Namespace) -> Options:
     chosen = tuple(args.scenarios.split(",")) if args.scenarios else tuple(SCENARIOS)
     unknown = [name for name in chosen if name not in SCENARIOS]
     if unknown:
-        raise ConfigError(f"--scenarios names '{unknown[0]}'; there are {', '.join(SCENARIOS)}")
+        raise ConfigError(f"Unknown scenario '{unknown[0]}'; choose from {', '.join(SCENARIOS)}.")
     for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s", "step_s"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ConfigError(
@@ -173,16 +139,11 @@ def benchmark(options: Options) -> dict[str, Any]:
 
     The module and METHOD say what is measured where.
     """
-    from autohet.bench.recovery.real import native_scenarios, throttled_scenarios
-    from autohet.bench.recovery.sweep import predicted_sweep, s3_sweep
+    from autohet.bench.recovery.real import measure_scenarios
 
     load_before = os.getloadavg()[0]
     fleet, other_parts = _fleet(options)
-    measure = native_scenarios if options.scale == 1.0 else throttled_scenarios
-    links = scaled_links(options.cloud, options.scale)
-    scenarios, facts = measure(
-        options.scenarios, options.state_bytes, links, other_parts, options.step_s
-    )
+    scenarios, facts = measure_scenarios(options, other_parts)
     scenarios += fleet
     if options.simulate:
         from autohet.bench.recovery.simulated import simulated_scenarios
@@ -190,12 +151,8 @@ def benchmark(options: Options) -> dict[str, Any]:
         scenarios += simulated_scenarios()
     return {
         "scenarios": scenarios,
-        "s3_sweep": s3_sweep(options.cloud, options.scenarios),
-        "s3_sweep_predicted": (
-            predicted_sweep(options.cloud, options.scenarios) if options.simulate else []
-        ),
         "method": METHOD,
-        "links_bytes_per_s": _speeds(scaled_links(options.cloud, options.scale)),
+        "links_bytes_per_s": speeds_document(options.links),
         "links_scale": _describe(options.cloud, options.scale),
         "scale": options.scale,
         "step_s": options.step_s,
@@ -225,38 +182,19 @@ def _describe(links: LinkRates, scale: float) -> str:
     )
 
 
-def scaled_links(cloud: LinkRates, scale: float) -> LinkRates:
-    """Return a cloud node's links, all divided by `scale`: their ratios stay."""
-    return LinkRates(
-        cloud.memory_bytes_per_s / scale,
-        cloud.disk_bytes_per_s / scale,
-        cloud.network_bytes_per_s / scale,
-        cloud.s3_bytes_per_s / scale,
-    )
-
-
-def _speeds(links: LinkRates) -> dict[str, float]:
-    return {
-        "network": links.network_bytes_per_s,
-        "disk": links.disk_bytes_per_s,
-        "s3": links.s3_bytes_per_s,
-        "memory": links.memory_bytes_per_s,
-    }
-
-
 def _fleet(options: Options) -> tuple[list[dict[str, Any]], dict[str, dict[str, float | None]]]:
     """Return whole recoveries as scenarios, and the seconds of other parts by cause.
 
     The other parts are detect, replan, rebuild and first step.
     """
-    from autohet.bench.recovery.emulated_fleet import fleet_scenarios, measured_changes, parts_of
+    from autohet.bench.recovery.emulated_fleet import fleet_scenarios, measure_changes, parts_of
 
     changes: dict[str, dict[str, Any]] = {}
     scenarios: list[dict[str, Any]] = []
     if not options.quick:
         try:
             _say("a run on an emulated fleet, with a notice, a death and an arrival")
-            changes = measured_changes()
+            changes = measure_changes()
             _say("Ray Train's elastic trainer, the same model, a death and a notice")
             scenarios = fleet_scenarios(changes)
         except (ConfigError, RuntimeError, OSError) as error:

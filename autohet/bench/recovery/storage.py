@@ -1,19 +1,16 @@
-"""Durable storage of the recovery benchmark, and the checkpoint in it.
-
-It is an S3 protocol server on this machine if moto is installed, else a directory.
-"""
+"""Durable storage of the recovery benchmark, an S3 protocol server, and the checkpoint in it."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from transformers import PreTrainedConfig
 
 from autohet.bench.recovery.cases import CHECKPOINT_STEP, NUM_LAYERS
 from autohet.bench.recovery.content import known_state
+from autohet.bench.recovery.object_server import ObjectServer
 from autohet.runtime.facts.layout import tensor_specs
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
@@ -21,41 +18,24 @@ from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
 
 BUCKET = "bench-recovery"
-# Moto's server reads a whole object for each ranged GET: files of one request's size.
-MAX_FILE_BYTES = 16 << 20
+MAX_FILE_BYTES = 64 << 20
 
 
 @contextmanager
-def object_storage(directory: str) -> Iterator[tuple[str, str]]:
-    """Yield the storage's URI and a description of it.
+def object_storage(directory: str) -> Iterator[str]:
+    """Serve a directory as S3; yield the storage's URI.
 
     The environment points S3 clients of this process and its children at it meanwhile.
     """
-    try:
-        from moto.server import ThreadedMotoServer
-    except ImportError:
-        yield (
-            f"{directory}/durable",
-            "a directory of this machine (moto, for an S3 server, is not installed)",
-        )
-        return
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    try:
-        with pointed_at(f"http://{host}:{port}"):
-            _create_bucket()
-            yield (
-                f"s3://{BUCKET}/job",
-                "an S3 protocol server on this machine (moto), read over HTTP by boto3",
-            )
-    finally:
-        server.stop()
+    with (
+        closing(ObjectServer(directory, "127.0.0.1")) as server,
+        point_s3_clients_at(server.endpoint),
+    ):
+        yield f"s3://{BUCKET}/job"
 
 
 @contextmanager
-def pointed_at(endpoint: str) -> Iterator[None]:
+def point_s3_clients_at(endpoint: str) -> Iterator[None]:
     """Point S3 clients of this process and its children to `endpoint`, by the environment."""
     environment = {
         "AWS_ACCESS_KEY_ID": "bench",
@@ -73,17 +53,7 @@ def pointed_at(endpoint: str) -> Iterator[None]:
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
 
 
-def _create_bucket() -> None:
-    import boto3
-
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
-    client.close()
-
-
-def committed_checkpoint(
-    uri: str, config: PreTrainedConfig, max_file_bytes: int = MAX_FILE_BYTES
-) -> None:
+def commit_known_checkpoint(uri: str, config: PreTrainedConfig) -> None:
     """Write and commit the checkpoint of CHECKPOINT_STEP, layer by layer to use little memory."""
     tensors = tensor_specs(config)
     storage = open_storage(uri)
@@ -97,7 +67,7 @@ def committed_checkpoint(
             state = known_state(layout, writer, CHECKPOINT_STEP)
             receipts.append(
                 write_shards(
-                    CheckpointPart(storage, CHECKPOINT_STEP, writer, max_file_bytes),
+                    CheckpointPart(storage, CHECKPOINT_STEP, writer, MAX_FILE_BYTES),
                     state,
                     layout,
                     shards,

@@ -59,8 +59,7 @@ class Task:
     """Task of all workers: one policy of one scenario.
 
     `disk_step` is the step of the givers' disk snapshots; `wiring` None: links are throttled in
-    software; `dcp_source`: the directory of the checkpoint that PyTorch's DCP has written (its
-    baseline).
+    software.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Task:
     directory: str
     storage: str
     wiring: Wiring | None = None
-    dcp_source: str | None = None
 
     def node_directory(self, node: str, kind: str) -> Path:
         return Path(self.directory, node, kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -25,8 +25,6 @@ from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import TransferSchedule
 
 _NUMBERS = itertools.count()
-DCP_CACHE = "dcp_cache"
-"""The policy of `autohet.bench.recovery.dcp_cache`; it moves what `restart_local` moves."""
 
 
 def requests_of(transfers: TransferSchedule) -> int:
@@ -35,15 +33,6 @@ def requests_of(transfers: TransferSchedule) -> int:
     for part in transfers.parts.values():
         most = max(most, len(part.fetches) + len(part.messages))
     return most
-
-
-@dataclass(frozen=True)
-class TrialPlaces:
-    """Storage and directory of a trial, and the directory of DCP's checkpoint for its baseline."""
-
-    storage: str
-    directory: str
-    dcp_source: str | None = None
 
 
 class Trial:
@@ -58,17 +47,17 @@ class Trial:
         policy: str,
         config: PreTrainedConfig,
         links: LinkRates,
-        places: TrialPlaces,
+        storage: str,
+        directory: str,
     ) -> None:
         self.policy = policy
         self._links = links
-        as_policy = "restart_local" if policy == DCP_CACHE else policy
-        before, after, transfers = policy_schedule(as_policy, scenario, config, links)
+        before, after, transfers = policy_schedule(policy, scenario, config, links)
         # the other policies restart: nobody gives from memory
         participants = scenario.plan_after.workers
         if policy == "local_first":
             participants = scenario.participants
-        reads_disk = policy not in ("s3_only", DCP_CACHE) and transfers.step != STEP
+        reads_disk = policy != "s3_only" and transfers.step != STEP
         workers = (*before.workers, *after.workers)
         self.task = Task(
             name=f"{scenario.name}-{policy}-{next(_NUMBERS)}",
@@ -80,9 +69,8 @@ class Trial:
             live_step=STEP,
             givers=tuple(worker for worker in scenario.givers if worker in participants),
             disk_step=CHECKPOINT_STEP if reads_disk else None,
-            directory=places.directory,
-            storage=places.storage,
-            dcp_source=places.dcp_source if policy == DCP_CACHE else None,
+            directory=directory,
+            storage=storage,
         )
         self.state_bytes = before.num_bytes
         self.limit_s = transfers.lower_bound_s
@@ -122,7 +110,7 @@ class Trial:
         if network is None:
             results = processes.run(self.task, self._links)
         else:
-            with network.wired(self.task) as wiring:
+            with network.wire(self.task) as wiring:
                 results = processes.run(replace(self.task, wiring=wiring), self._links)
         self._take(results, processes.start_s, other_parts)
         return self

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,20 +86,14 @@ class _Work:
             self._senders[S3] = task.wiring.bare_storage
 
     def run(self) -> Result:
-        task = self._task
         self._measure_bare("before")
-        result = (
-            self._restore() if task.dcp_source is None else self._load_with_dcp(task.dcp_source)
-        )
+        result = self._restore()
         self._measure_bare("after")
         return replace(result, bare_s=self._bare)
 
     def _measure_bare(self, when: str) -> None:
-        """Measure the bare transfer, at all workers at the same time.
-
-        No-op for the DCP baseline, which is measured against the links alone.
-        """
-        if not self._senders or self._task.dcp_source is not None:
+        """Measure the bare transfer, at all workers at the same time."""
+        if not self._senders:
             return
         flows = flows_of(self._worker, self._task.transfers, self._task.before, self._task.after)
         scratch = next(
@@ -143,24 +136,6 @@ class _Work:
         return Result(
             worker, restore_s, group_s, restored.bytes_by_tier, verified, shards, cpu_s=cpu_s
         )
-
-    def _load_with_dcp(self, source: str) -> Result:
-        from autohet.bench.recovery.dcp_cache import fill_cache, load, prefix_of
-
-        task = self._task
-        worker = self._worker
-        cache = task.node_directory(task.node_by_worker[worker], "dcp")
-        kept = task.before.shards_by_worker[worker] if worker in task.givers else frozenset()
-        fill_cache(Path(source), cache, kept)
-        self._meet("start")
-        started = time.monotonic()
-        cpu = time.process_time()
-        state, by_tier = load(task.storage, prefix_of(source), cache, task.after, worker)
-        restore_s = time.monotonic() - started
-        cpu_s = time.process_time() - cpu
-        self._meet("done")
-        verified = matches(task.after, worker, state, task.transfers.step)
-        return Result(worker, restore_s, 0.0, by_tier, verified, cpu_s=cpu_s)
 
     def _meet(self, name: str) -> None:
         """Wait for all participants, by polling little: the moment decides when clocks start."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
-from autohet.driver.callbacks.living_nodes import LivingNodes
-from autohet.driver.loop.zone_bill import ZoneBill
+from autohet.driver.events.living_nodes import LivingNodes
+from autohet.driver.events.zone_bill import ZoneBill
 from planner.inputs.zones import GB
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -47,13 +47,6 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "autohet_zone_usd": ("Price of these gigabytes", ("zones", "use")),
 }
-
-
-def exported_names() -> set[str]:
-    """Return the metrics' names as Prometheus exports them."""
-    gauges = {f"ray_{name}" for name in GAUGES}
-    counters = {f"ray_{name}_total" for name in COUNTERS}
-    return gauges | counters
 
 
 class RayMetrics:

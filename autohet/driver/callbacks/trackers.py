@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.callbacks.protocol import Callback
+from autohet.driver.events.living_nodes import LivingNodes
 from autohet.runtime.job import Job, TrackerEntry
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import list_checkpoints
@@ -265,7 +265,7 @@ def make_callbacks(
     for entry in job.tracker_entries:
         if entry.kind not in TRACKERS:
             kinds = ", ".join(sorted(TRACKERS))
-            raise ConfigError(f"trackers names '{entry.kind}'; there are {kinds}")
+            raise ConfigError(f"Unknown tracker '{entry.kind}'; choose from {kinds}.")
 
     for entry in job.tracker_entries:
         known_id = known_ids.get(entry.kind)

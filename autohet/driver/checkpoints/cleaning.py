@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from autohet.driver.checkpoints.evaluation_losses import best_steps, losses_of
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
-from recovery.checkpoint.manifest import Scalar
+from recovery.checkpoint.errors import ManifestMisplaced
+from recovery.checkpoint.manifest import Manifest, Scalar
 from recovery.checkpoint.retention import Removal, apply_retention, remove_orphans
+from recovery.checkpoint.stock_metadata import correct_metadata
 from recovery.errors import RecoveryError
 from recovery.storage.protocol import Storage
 
@@ -65,8 +68,9 @@ class CheckpointCleaner:
 
         generations = []
         for info in list_checkpoints(self._storage):
-            checkpoint = open_checkpoint(self._storage, info.step)
-            generations.append(checkpoint.generation)
+            with suppress(ManifestMisplaced):
+                checkpoint = open_checkpoint(self._storage, info.step)
+                generations.append(checkpoint.generation)
         return generations
 
     def _best_steps(self, scalars: Mapping[str, Scalar]) -> frozenset[int]:
@@ -90,12 +94,15 @@ class CheckpointCleaner:
             logger.warning("%s removed from %s: %s", what, self._storage.uri, reason)
         self._logged |= reasons
 
-    def remove_unfinished(self) -> None:
-        """Remove objects that belong to no checkpoint and were last touched hours ago.
+    def tidy(self, newest: Manifest | None) -> None:
+        """Finish what an earlier driver left half-done; `newest` is the newest checkpoint.
 
-        What another job writes now is younger, or leased.
+        Its `.metadata` is corrected. Objects that belong to no checkpoint and were last touched
+        hours ago are removed: what another job writes now is younger, or leased.
         """
         try:
+            if newest is not None:
+                correct_metadata(self._storage, newest)
             removal = remove_orphans(self._storage)
             self._log_kept(removal)
             if removal.num_objects:

@@ -200,10 +200,12 @@ class Durable:
                 self._state = replace(self._state, ancestry=ancestry)
         newest = self._newest_intact()
         if newest.info is not None and newest.manifest is not None:
+            with self._journal_lock:
+                self._journal.adopt_run(newest.manifest.run)
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
-            self.work_pool.submit(self._cleaner.remove_unfinished)
+            self.work_pool.submit(self._cleaner.tidy, newest.manifest)
         return self.state()
 
     def _newest_intact(self) -> NewestCheckpoint:

@@ -17,11 +17,13 @@ from transformers import PreTrainedConfig
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_summary
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
-from autohet.driver.loop.events import EventLog
+from autohet.driver.events.event_log import EventLog
 from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
     ADAPTER,
+    DATA_DIGEST,
+    DATA_SOURCE,
     KeyChange,
     changes,
     check_changes,
@@ -35,6 +37,7 @@ from autohet.runtime.step.learning_rate import follows_steps, learning_rate
 from autohet.runtime.step.loss_scale import LOSS_SCALE
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo, NewestCheckpoint, find_newest
+from recovery.checkpoint.errors import LaterRelease
 from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import TensorSpec
 from recovery.storage.protocol import Storage
@@ -51,12 +54,15 @@ def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> Ch
         ConfigError: all are damaged, or it is of another job or model: this one would overwrite
         it, or could not be restored. StorageError: the storage does not answer.
     """
-    newest = find_newest(storage, whole=True)
+    try:
+        newest = find_newest(storage, whole=True)
+    except LaterRelease as error:
+        raise ConfigError(f"{error}, or name another checkpoint.storage") from error
     if newest.info is None or newest.manifest is None:
         require_some_intact(newest, storage)
         return None
-    for error in newest.damaged:
-        logger.warning("%s: going on from step %d", error, newest.info.step)
+    for damage in newest.damaged:
+        logger.warning("%s: going on from step %d", damage, newest.info.step)
     if newest.unknown:
         logger.warning("%s: no checkpoint is removed", newest.unknown)
     _check_same(job, config, newest.info, newest.manifest)
@@ -211,12 +217,13 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         ConfigError: something differs that changes the mathematics, and is not allowed to.
     """
     model = job.model
-    then = with_implied(manifest.scalars)
-    then.setdefault("training.seed", then.get("seed", job.training.seed))
-    then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
     weights = None
     if model.pretrained is not None:
         weights = weights_identity(model.pretrained, model.revision)
+    now = job.identity(weights)
+    then = with_implied(manifest.scalars, now)
+    then.setdefault("training.seed", then.get("seed", job.training.seed))
+    then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
 
     document = saved_document(model)
     kind = str(document["model_type"])
@@ -228,8 +235,12 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         keys -= dropouts  # they had no effect
 
     found = config_changes(manifest.model_config, document, keys)
-    found += changes(then, job.identity(weights))
-    return check_changes(found, job.checkpoint.allow_changes, uri)
+    found += changes(then, now)
+    allowed = set(job.checkpoint.allow_changes)
+    if manifest.scalars.get(DATA_DIGEST):
+        # Nodes whose data has other tokens are refused before the first step.
+        allowed.add(DATA_SOURCE)
+    return check_changes(found, allowed, uri)
 
 
 def _dropout_keys(model_type: str) -> frozenset[str]:

@@ -24,8 +24,8 @@ from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as LocalCluster
 
 from autohet.driver.ray.cluster import NAME_LABEL
+from autohet.driver.ray.cluster_file import first_nodes
 from planner.errors import ConfigError
-from planner.inputs.cluster_documents import read_cluster_yaml
 
 logger = logging.getLogger("autohet")
 
@@ -173,28 +173,6 @@ class EmulatedFleet:
         for name in self.nodes:
             self._erase(name)
         self.nodes.clear()
-
-
-def is_emulated(document: Mapping[str, Any]) -> bool:
-    """Return true if a cluster file describes an emulated fleet on one machine."""
-    return (document.get("provider") or {}).get("type") == "fake_multinode"
-
-
-def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of nodes of each type that an emulated fleet starts with."""
-    types = document["available_node_types"].items()
-    head = document["head_node_type"]
-    return {name: entry.get("min_workers", 0) for name, entry in types if name != head}
-
-
-def read_document(path: str | Path) -> dict[str, Any]:
-    """Read a cluster file as it is; `planner.inputs.cluster` checks its contents."""
-    document = read_cluster_yaml(path)
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"cluster '{path}' is no mapping; it should be a Ray cluster-launcher document"
-        )
-    return document
 
 
 @contextmanager

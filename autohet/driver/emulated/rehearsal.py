@@ -105,7 +105,7 @@ class ExpectedFleet:
         elif event.node is None:
             self._suffer_unnamed(event, where)
         elif event.node not in self.nodes:
-            why = f"; there are {self._said()} then"
+            why = f"; there are {self._names()} then"
             if event.node in self.gone:
                 why = f", which dies at step {self.gone[event.node]}"
             raise ConfigError(f"{where} names node '{event.node}'{why}")
@@ -118,7 +118,7 @@ class ExpectedFleet:
         num_named = sum(kind == event.node_type for kind in self.nodes.values())
         if num_named <= self.unnamed[event.node_type]:
             raise ConfigError(
-                f"{where} finds no node of type '{event.node_type}'; there are {self._said()} then"
+                f"{where} finds no node of type '{event.node_type}'; there are {self._names()} then"
             )
         # A freeze stops a worker's process: its node stays.
         if event.event != "freeze":
@@ -134,7 +134,7 @@ class ExpectedFleet:
         self.counts[event.node_type] += 1
         self.nodes[name] = event.node_type
 
-    def _said(self) -> str:
+    def _names(self) -> str:
         return ", ".join(sorted(self.nodes)) or "none"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.driver.emulated.fleet import is_emulated
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.data_watch import TELL_EVERY_S, describe_preparation
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.data.build import survey

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from autohet.driver.emulated.fleet import read_document
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.requests.scaling import launched_from
+from autohet.driver.ray.cluster_file import read_document
+from autohet.driver.ray.requests.scaling import read_launch_file
 from autohet.driver.ray.this_machine import announcement, local_document
 from autohet.runtime.job import Job
 
@@ -22,7 +22,7 @@ def find_document(job: Job, cluster_path: str | None, address: str | None) -> di
     """
     if cluster_path:
         return read_document(cluster_path)
-    document = launched_from()
+    document = read_launch_file()
     if document is not None:
         return document
     if ray_cluster.is_named(address) or ray_cluster.runs_here():

@@ -70,7 +70,7 @@ class ElasticTrainer:
         cluster: str | os.PathLike[str] | None = None,
         address: str | None = None,
     ) -> None:
-        self.job = configured(as_job(job), run_config)
+        self.job = apply_run_config(as_job(job), run_config)
         logging_config = None if run_config is None else run_config.logging_config
         self._log_level = None if logging_config is None else logging_config.log_level
         self._callbacks = tuple(callbacks)
@@ -173,7 +173,7 @@ def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
     return Job.from_yaml(job)
 
 
-def configured(job: Job, config: RunConfig | None) -> Job:
+def apply_run_config(job: Job, config: RunConfig | None) -> Job:
     """Return the job with the settings of `config`.
 
     Raises:

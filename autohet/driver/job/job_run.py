@@ -4,51 +4,42 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from autohet.control.ledger.ledger import NOTHING_TOLD
-from autohet.control.ledger.skipped_steps import SKIPPED_FROM
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import Market
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.replanning import drop_search
 from autohet.control.values.observation import Observation
-from autohet.driver.checkpoints.cleaning import Retention
-from autohet.driver.checkpoints.durable import Durable, RunFacts
-from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
-from autohet.driver.checkpoints.resumption import loss_scales, skipped_from
+from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.resumption import loss_scales
 from autohet.driver.emulated.fleet import EmulatedFleet
-from autohet.driver.emulated.pacing import paces_of
 from autohet.driver.emulated.rehearsal import Rehearsal
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_data
 from autohet.driver.job.run_record import steps_told
+from autohet.driver.job.run_storage import CheckpointScalars, make_durable
 from autohet.driver.job.supervise import is_restart
 from autohet.driver.loop.background_search import BackgroundPlanning
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import EventLog
+from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.driver.loop.run_directories import run_id
 from autohet.driver.ray.requests.scaling import FleetRequest
-from autohet.driver.ray.this_machine import CORES_A_WORKER, is_this_machine
+from autohet.driver.ray.this_machine import threads_of_a_worker
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
-from autohet.runtime.job.identity import DATA_DIGEST
-from autohet.runtime.models.config import load_config, saved_document
-from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.config import load_config
 from autohet.runtime.models.proof import require_proof
 from autohet.runtime.process.log import RunRecord
-from autohet.runtime.state.model_files import model_files
-from autohet.runtime.step.loss_scale import LOSS_SCALE
 from planner.inputs.cluster import Cluster
-from recovery.checkpoint.manifest import Manifest
-from recovery.storage.open import open_storage
 
 logger = logging.getLogger("autohet")
 STATUS_PERIOD_S = 2.0
@@ -110,7 +101,9 @@ class JobRun:
 
         zones = None if cluster is None else cluster.zones
         self.planning = BackgroundPlanning(planning_inputs(job, zones=zones))
-        settings = WorkerSettings(threads_of_a_worker(job, fleet), record)
+        settings = WorkerSettings(
+            threads_of_a_worker(job, None if fleet is None else fleet.document), record
+        )
         self.workforce = RayWorkforce(job, run_id(job), self.durable, cluster, settings)
         pace = paces_of if job.emulation is not None else None
         self.orders = OrderBuilder(
@@ -131,9 +124,7 @@ class JobRun:
         self.workforce.rehearsal = rehearsal.happen
 
         self.market: Market | None = None
-        self._losses: dict[int, float] = {}
-        """Evaluation losses by step, also of earlier parts of the run."""
-        self._num_recorded = 0
+        self._facts = CheckpointScalars(job, self.durable)
         self._published_at = -math.inf
         self._clock = time.monotonic
 
@@ -153,7 +144,9 @@ class JobRun:
         step = 0
         scales = ""
         if found.manifest is not None:
-            self._go_on_from(found.manifest)
+            self._facts.go_on_from(found.manifest, memory)
+            # Nodes whose data has other tokens are refused.
+            self.workforce.observer.expect_data(self._facts.expected_data(found.manifest))
             step = found.manifest.step
             scales = loss_scales(found.manifest)
             logger.info("Going on from step %d of %s", found.step, found.uri)
@@ -168,21 +161,6 @@ class JobRun:
             checkpoint=found.uri,
             restart=is_restart(),
         )
-
-    def _go_on_from(self, manifest: Manifest) -> None:
-        """Take over from a checkpoint what its run has to know of the part before it."""
-        memory = self.controller.memory
-        memory.generation = max(memory.generation, manifest.generation)
-        memory.ledger.skipped.go_on_from(skipped_from(manifest))
-        self._losses = losses_of(manifest.scalars)
-        if self._losses:
-            self.durable.record(EVALUATION_LOSSES, str(manifest.scalars[EVALUATION_LOSSES]))
-
-        # Nodes whose data has other tokens are refused, unless the job says that it may change.
-        may_change = any(key.startswith("data.") for key in self.job.checkpoint.allow_changes)
-        if not may_change:
-            digest = manifest.scalars.get(DATA_DIGEST)
-            self.workforce.observer.expect_data(None if digest is None else str(digest))
 
     def _begin_recording(self, scales: str) -> None:
         """Record what a replay needs beside the observations; no-op without a recorder."""
@@ -211,11 +189,7 @@ class JobRun:
 
     def tick(self) -> Observation:
         # Before the controller's tick, which may commit a checkpoint with these facts.
-        ledger = self.controller.memory.ledger
-        self.durable.record(SKIPPED_FROM, ledger.skipped.first)
-        self.durable.record(LOSS_SCALE, ledger.loss_scales.text or None)
-        self._record_losses()
-
+        self._facts.record(self.controller.memory)
         seen = self.controller.tick()
         if self.fleet is not None:
             self.fleet.reap(self._clock())
@@ -223,18 +197,6 @@ class JobRun:
             self._published_at = self._clock()
             self.workforce.publish(self.controller.status())
         return seen
-
-    def _record_losses(self) -> None:
-        """Record in checkpoints the losses by which the best of them are kept."""
-        section = self.job.checkpoint
-        evaluations = self.controller.memory.ledger.evaluations
-        if section.keep_best is None or len(evaluations) == self._num_recorded:
-            return
-        self._num_recorded = len(evaluations)
-        for step, record in evaluations.items():
-            self._losses[step] = record.loss
-        text = losses_text(self._losses, section.every_steps, section.keep_best)
-        self.durable.record(EVALUATION_LOSSES, text)
 
     def outcome(self) -> Outcome:
         ended = self.controller.ended
@@ -255,32 +217,3 @@ class JobRun:
             stack.callback(self.workforce.close, forget_snapshots=is_done, at_once=at_once)
             if not at_once:
                 self.workforce.publish(self.controller.status())
-
-
-def make_durable(job: Job) -> Durable:
-    """Create the driver's side of the job's checkpoint storage."""
-    document = saved_document(job.model)
-    identity = {"seed": job.training.seed, **job.identity(_weights(job))}
-    facts = RunFacts(job.name, document, identity, model_files(job, document))
-    retention = Retention(job.checkpoint.num_kept, job.checkpoint.keep_best)
-    return Durable(open_storage(job.checkpoint_storage), facts, retention)
-
-
-def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
-    """Return the CPU threads of one worker.
-
-    It is one if many workers share this machine's cores and speeds are emulated.
-    """
-    if job.emulation is not None:
-        return 1
-    if fleet is not None and is_this_machine(fleet.document):
-        return min(CORES_A_WORKER, os.cpu_count() or 1)
-    return 4
-
-
-def _weights(job: Job) -> str | None:
-    """Return the identity of the job's pretrained weights; None if it has none."""
-    model = job.model
-    if model.pretrained is None:
-        return None
-    return weights_identity(model.pretrained, model.revision)

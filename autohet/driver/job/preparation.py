@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from autohet.control.ledger.ledger import ToldSteps
 from autohet.control.planning.buying import best_counts
 from autohet.driver.checkpoints.resumption import found_checkpoint
-from autohet.driver.emulated.fleet import first_nodes, is_emulated
 from autohet.driver.emulated.rehearsal import check_script
 from autohet.driver.job.checks import (
     check_data,
@@ -30,6 +29,7 @@ from autohet.driver.job.cluster_choice import find_document
 from autohet.driver.job.run_record import steps_told
 from autohet.driver.job.supervise import is_restart
 from autohet.driver.loop.planning import make_planning
+from autohet.driver.ray.cluster_file import first_nodes, is_emulated
 from autohet.driver.ray.requests.scaling import check_wish, standing_nodes
 from autohet.driver.ray.this_machine import for_this_machine, is_this_machine
 from autohet.driver.sources.instance_types import with_described_types

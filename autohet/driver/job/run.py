@@ -16,20 +16,22 @@ from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
 from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.checkpoints.resumption import summary_of_finished
-from autohet.driver.emulated.fleet import EmulatedFleet, is_emulated
+from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_gpus, check_shared_storage
-from autohet.driver.job.job_run import JobRun, Machines, Outcome, make_durable
+from autohet.driver.job.job_run import JobRun, Machines, Outcome
 from autohet.driver.job.patience import with_patience
 from autohet.driver.job.preparation import is_finished, prepare
 from autohet.driver.job.run_record import RunCopies
+from autohet.driver.job.run_storage import make_durable
 from autohet.driver.job.submission import is_submitted, warn_of_no_restart
 from autohet.driver.job.supervise import is_restart, is_supervised, note_begun
 from autohet.driver.loop.controller import Controller, Guard
-from autohet.driver.loop.events import EventLog
 from autohet.driver.loop.recorder import Recorder, recorder_beside
 from autohet.driver.loop.run_directories import node_directories
-from autohet.driver.loop.stop_signals import ending_on_sigterm, signals, undisturbed
+from autohet.driver.loop.stop_signals import ignore_signals, stop_on_signals, unwind_on_sigterm
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.requests.scaling import fleet_request
 from autohet.driver.report.write import leave_report
 from autohet.runtime.job import Job
@@ -78,8 +80,8 @@ def train(
         return Outcome(True, *summary_of_finished(job, prepared.found, events_path))
     logger.info("Time limits until a step's time is predicted: %s", job.elastic.timeouts())
     with (
-        ending_on_sigterm(),
-        _taken_over(job) as durable,
+        unwind_on_sigterm(),
+        _take_over(job) as durable,
         connection(job, document, address) as fleet,
     ):
         if fleet is None:
@@ -98,7 +100,7 @@ def train(
 
 
 @contextmanager
-def _taken_over(job: Job) -> Iterator[Durable]:
+def _take_over(job: Job) -> Iterator[Durable]:
     """Yield the durable storage of a job, owned by this driver alone.
 
     A second driver is refused before it touches anything of the first one's run.
@@ -132,7 +134,7 @@ def train_on(
     durable: storage of a job that this driver has taken over; None: take it over here.
     """
     if durable is None:
-        with _taken_over(job) as taken:
+        with _take_over(job) as taken:
             return train_on(job, machines, events_path, show, callbacks, taken)
 
     directory = Path(".") if events_path is None else events_path.parent
@@ -186,7 +188,7 @@ def train_with(
     except (StorageError, LeaseHeld) as error:
         raise ConfigError(str(error)) from error
     try:
-        with signals(run.workforce.observer):
+        with stop_on_signals(run.workforce.observer):
             guard = Guard(run.controller, run.tick)
             while run.controller.ended is None:
                 seen = guard.tick()
@@ -222,7 +224,7 @@ def connection(
             ray.init(address=fleet.start(), **options)
             yield fleet
         finally:
-            with undisturbed():
+            with ignore_signals():
                 fleet.close()
         return
     if ray.is_initialized() and address is None:

@@ -69,7 +69,7 @@ def note_begun() -> None:
     _has_begun = True
 
 
-def supervised(restarts: int, work: Callable[[], int]) -> int:
+def supervise_child(restarts: int, work: Callable[[], int]) -> int:
     """Run `work` in a child process, with restarts, and return its exit code.
 
     The child is restarted, up to `restarts` times in a row, if it is killed by a signal that was
@@ -90,7 +90,7 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
             _end(work)
         code = _follow(child, asked, unblocked)
         if asked or (code >= 0 and code != MAY_PASS):
-            return _shown(code)
+            return _exit_code_of(code)
         restart_count += 1
         if time.monotonic() - _began_at > WELL_S:
             _left = restarts
@@ -106,7 +106,7 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
         )
 
 
-def _shown(code: int) -> int:
+def _exit_code_of(code: int) -> int:
     """Return the exit code that the caller of `autohet train` sees."""
     if code == MAY_PASS:
         return 1

@@ -20,8 +20,8 @@ from rich.text import Text
 from autohet.control.planning.proposals import PlanProposal
 from autohet.control.values.change import Change
 from autohet.control.values.observation import Observation
+from autohet.driver.events.event_log import failing_note
 from autohet.driver.loop.controller import Controller
-from autohet.driver.loop.events import failing_note
 from autohet.runtime.process.terminal import PlainConsole, visible
 
 LINE_PERIOD_S = 5.0

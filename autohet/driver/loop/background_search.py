@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Generic
+from typing import Generic, TypeVar
 
 from autohet.control.planning.proposals import Pending, PendingSearch, Planner, PlanProposal, Q, T
 from autohet.driver.loop.planning import Planning, replanned
 from autohet.runtime.process.background import run_in_background
 from planner.inputs.fleet import Fleet
+
+A = TypeVar("A")
 
 
 class BackgroundPlanning(Planning):
@@ -19,50 +21,40 @@ class BackgroundPlanning(Planning):
         is_fixed = self.job.parallelism.plan is not None
         if current is None or is_fixed or not self.can_repair:
             return super().search(fleet, current)
-        return _BackgroundSearch(self, fleet, current)
+        cost = self.make_cost(fleet)
+        question = self.question(current, self.request(fleet, cost), thorough=True)
+        # A search here also says why there is no plan.
+        here = partial(self.propose, fleet, current, thorough=True)
+        return _InBackground(replanned, question, partial(self.concluded, cost=cost), here)
 
     def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
-        return _BackgroundAnswer(work, self, question)
+        call = partial(work, self)
+        return _InBackground(call, question, lambda answer: answer, partial(call, question))
 
 
-class _BackgroundAnswer(Generic[Q, T]):
-    """Answer of `work` to a question, started in another process."""
+class _InBackground(Generic[Q, A, T]):
+    """Answer of `work` to a question, started in another process.
 
-    def __init__(self, work: Callable[[Planner, Q], T], planning: Planning, question: Q) -> None:
-        self._call = partial(work, planning)
-        self._question = question
-        self.background_call = run_in_background(self._call, question)
+    conclude: turns it into the result. here: computes the result where the other process failed,
+    so that its error is raised here.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Q], A],
+        question: Q,
+        conclude: Callable[[A], T],
+        here: Callable[[], T],
+    ) -> None:
+        self.background_call = run_in_background(work, question)
+        self._conclude = conclude
+        self._here = here
 
     def result(self) -> T | None:
         if not self.background_call.ended:
             return None
-        # The errand has no answer where the other process failed; here the error is raised.
-        return self.background_call() or self._call(self._question)
-
-    def drop(self) -> None:
-        self.background_call.drop()
-
-
-class _BackgroundSearch:
-    """Thorough `propose`, started in another process."""
-
-    def __init__(self, planning: Planning, fleet: Fleet, current: PlanProposal) -> None:
-        self._planning = planning
-        self._fleet = fleet
-        self._current = current
-        self._cost = planning.make_cost(fleet)
-        request = planning.request(fleet, self._cost)
-        question = planning.question(current, request, thorough=True)
-        self.background_call = run_in_background(replanned, question)
-
-    def result(self) -> PlanProposal | None:
-        if not self.background_call.ended:
-            return None
-        decision = self.background_call()
-        if decision is not None:
-            return self._planning.concluded(decision, self._cost)
-        # This search also says why there is no plan.
-        return self._planning.propose(self._fleet, self._current, thorough=True)
+        answer = self.background_call()
+        return self._here() if answer is None else self._conclude(answer)
 
     def drop(self) -> None:
         self.background_call.drop()

@@ -45,7 +45,7 @@ from autohet.control.values.actions import (
 )
 from autohet.control.values.effects import Decision, Remark, Round, Supersede
 from autohet.control.values.observation import Failures, Observation, Prune, Workforce
-from autohet.driver.loop.events import EventLog
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.recorder import Recorder
 from autohet.runtime.job import Job

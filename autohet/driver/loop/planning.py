@@ -28,9 +28,9 @@ from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.fleet import Fleet, NodeBound
 from planner.inputs.zones import ZoneTable
-from planner.plans.plan import Plan, check_plan
+from planner.plans.plan import Plan
+from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import require_disjoint_holders
-from planner.spmd.fleet import work_by_worker
 from planner.strategies import Answer, Request, plan_with
 from planner.strategies.autohet_uneven import check_like_gpus
 
@@ -318,7 +318,7 @@ class Planning:
         check_like_gpus(plan, fleet, self.inputs.spec)
         check_plan_formats(self.job, plan, fleet)
         if self.job.training.offload == "optimizer" and plan.spmd is None:
-            plan = plan.offloading()
+            plan = plan.with_offloading()
 
         cost = self.make_cost(fleet, one_format=True)
         return PlanProposal(plan, cost.predict(plan), cost)
@@ -328,7 +328,7 @@ def _spmd_compute_s(proposal: PlanProposal, factors: Mapping[str, float]) -> dic
     """Return `Planning.compute_s` of a plan of one program; factors: slowdown by worker."""
     found = {}
     passes = proposal.plan.pipelines[0].num_microbatches
-    work = work_by_worker(proposal.cost, proposal.plan)
+    work = proposal.cost.programs.work_by_worker(proposal.plan)
     for worker, (forward_s, backward_s) in work.items():
         found[worker] = passes * (forward_s + backward_s) * factors[worker]
     return found

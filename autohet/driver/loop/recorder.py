@@ -89,7 +89,7 @@ class Recorder:
         has_lines = self._file.tell() > 0
         self._write({"version": VERSION, **encoded}, before="\n" if has_lines else "")
 
-    def answered(self, answer: RecordedAnswer | RecordedResult) -> None:
+    def record_answer(self, answer: RecordedAnswer | RecordedResult) -> None:
         """Keep an answer of the planner for the line of this tick."""
         if isinstance(answer, RecordedAnswer) and answer.proposal is not None:
             # A replay makes the cost model anew from the job: it need not be recorded.
@@ -185,13 +185,13 @@ def decided_document(decided: Round, state: State) -> dict[str, Any]:
     return {
         # JSON turns tuples into lists and keys into strings.
         "decided": json.loads(json.dumps(documents)),
-        "actions": [shown(action) for action in decided.actions],
+        "actions": [action_document(action) for action in decided.actions],
         "state": type(state).__name__,
         "error": error,
     }
 
 
-def shown(action: Action) -> dict[str, Any]:
+def action_document(action: Action) -> dict[str, Any]:
     """Return an action's kind, whom it is for, and a digest of all that it says."""
     document: dict[str, Any] = {"do": type(action).__name__}
     for name in ("workers", "step", "generation", "node", "counts"):
@@ -227,7 +227,7 @@ class RecordedPlanning(Planning):
         recorded = RecordedAnswer(
             fleet=fleet, proposal=answer.proposal, why_not=answer.why_not, seconds=answer.seconds
         )
-        self._recorder.answered(recorded)
+        self._recorder.record_answer(recorded)
         return answer
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
@@ -252,7 +252,7 @@ class _RecordedPending(Generic[T]):
         found = self._inner.result()
         if found is not None:
             recorded = RecordedResult(self._question, found, self._number)
-            self._recorder.answered(recorded)
+            self._recorder.record_answer(recorded)
         return found
 
     def drop(self) -> None:
@@ -271,11 +271,11 @@ class _RecordedSearch:
             found = self._inner.result()
         except ConfigError as error:
             recorded = RecordedAnswer(self._fleet, None, str(error), number=self._number)
-            self._recorder.answered(recorded)
+            self._recorder.record_answer(recorded)
             raise
         if found is not None:
             recorded = RecordedAnswer(self._fleet, found, "", number=self._number)
-            self._recorder.answered(recorded)
+            self._recorder.record_answer(recorded)
         return found
 
     def drop(self) -> None:

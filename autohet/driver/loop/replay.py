@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from autohet.control.decide import decide
 from autohet.control.job_memory import JobMemory
@@ -28,7 +29,7 @@ from autohet.control.planning.proposals import (
 )
 from autohet.control.values.effects import Round
 from autohet.control.values.observation import Observation
-from autohet.driver.emulated.pacing import paces_of
+from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.planning import Planning, make_planning
 from autohet.driver.loop.recorder import (
     MAPPINGS,
@@ -97,11 +98,11 @@ class AnsweredPlanning(Planning):
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         self._searches += 1
-        return _AnsweredSearch(self, fleet, self._searches)
+        return _Answered(partial(self.found, fleet, self._searches))
 
     def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         self._searches += 1
-        return _AnsweredPending(self, question, self._searches)
+        return _Answered(partial(self.result, question, self._searches))
 
     def result(self, question: Any, number: int) -> Any:
         """Return the recorded result of that question, or None if it has none at this tick."""
@@ -145,30 +146,14 @@ class AnsweredPlanning(Planning):
         return replace(answer.proposal, cost=cost)
 
 
-class _AnsweredPending:
-    def __init__(self, planning: AnsweredPlanning, question: Any, number: int) -> None:
-        self._planning = planning
-        self._question = question
-        self._number = number
+class _Answered(Generic[T]):
+    """Recorded answer, looked up at each tick."""
 
-    def result(self) -> Any:
-        return self._planning.result(self._question, self._number)
+    def __init__(self, look_up: Callable[[], T | None]) -> None:
+        self.result = look_up
 
     def drop(self) -> None:
         """No-op: a recorded answer has nothing to stop."""
-
-
-class _AnsweredSearch:
-    def __init__(self, planning: AnsweredPlanning, fleet: Fleet, number: int) -> None:
-        self._planning = planning
-        self._fleet = fleet
-        self._number = number
-
-    def result(self) -> PlanProposal | None:
-        return self._planning.found(self._fleet, self._number)
-
-    def drop(self) -> None:
-        """No-op: a recorded search has nothing to stop."""
 
 
 def no_record(path: Path) -> ConfigError:

@@ -10,16 +10,19 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from autohet.driver.ray.observer import RayObserver
+from typing import Protocol
 
 logger = logging.getLogger("autohet")
 
 
+class Stoppable(Protocol):
+    """Owner of a run's reason to stop, which a signal's handler may set."""
+
+    stop_reason: str | None
+
+
 @contextmanager
-def ending_on_sigterm() -> Iterator[None]:
+def unwind_on_sigterm() -> Iterator[None]:
     """Unwind at the first SIGTERM as at Ctrl-C, so that all that was started is ended.
 
     Before training there is nothing to commit. Further SIGTERMs do not interrupt the unwinding
@@ -42,7 +45,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Keep signals from interrupting the cleanup, whose work is bounded."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -58,19 +61,19 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def signals(observer: RayObserver) -> Iterator[None]:
+def stop_on_signals(run: Stoppable) -> Iterator[None]:
     """Stop with a committed checkpoint at Ctrl-C or SIGTERM; end at once at a second Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def on_signal(number: int, _: object) -> None:
-        if observer.stop_reason is not None and number == signal.SIGINT:
+        if run.stop_reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        observer.stop_reason = signal.Signals(number).name
+        run.stop_reason = signal.Signals(number).name
         logger.info(
             "%s: stopping once the newest step is committed; Ctrl-C again ends at once",
-            observer.stop_reason,
+            run.stop_reason,
         )
 
     before = {

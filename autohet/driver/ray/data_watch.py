@@ -56,9 +56,9 @@ class DataWatch:
             if not state.ready and state.error is None:
                 preparing[name] = state
         self._tell(preparing, now)
-        self.states = {name: self._compared(state) for name, state in states.items()}
+        self.states = {name: self._compare(state) for name, state in states.items()}
 
-    def _compared(self, state: DataState) -> DataState:
+    def _compare(self, state: DataState) -> DataState:
         if self.expected is not None and state.digest not in (None, self.expected):
             return replace(state, error=self._other_data(str(state.digest)))
         if self._reference is None or state.digest is None:

@@ -82,6 +82,18 @@ def is_this_machine(document: Mapping[str, Any]) -> bool:
     return bool(document.get("cluster_name") == NODE_TYPE)
 
 
+def threads_of_a_worker(job: Job, emulated: Mapping[str, Any] | None) -> int:
+    """Return the CPU threads of one worker; emulated: document of the fleet emulated here, if any.
+
+    It is one if many workers share this machine's cores and speeds are emulated.
+    """
+    if job.emulation is not None:
+        return 1
+    if emulated is not None and is_this_machine(emulated):
+        return min(CORES_A_WORKER, os.cpu_count() or 1)
+    return CORES_A_WORKER
+
+
 def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
     """Return the job as it runs on the cluster of this machine.
 

@@ -10,7 +10,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray.environment import forwarded_environment
-from autohet.driver.ray.observer import RayObserver, TrackedNode
+from autohet.driver.ray.observer import RayObserver
+from autohet.driver.ray.tracked_nodes import TrackedNode
 from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.process.log import RunRecord

@@ -81,7 +81,7 @@ def chart(
             parts += _mark(scale.left(x), word)
     for index, (name, curve) in enumerate(curves.items()):
         color = COLORS[index % len(COLORS)]
-        parts.append(_polyline(scale, _stepped(curve) if stepped else curve, color))
+        parts.append(_polyline(scale, _as_steps(curve) if stepped else curve, color))
         if len(curves) > 1:
             left = LEFT + 8 + 110 * index
             parts.append(
@@ -97,7 +97,7 @@ def _finite_curves(series: Mapping[str, Points]) -> dict[str, Points]:
     for name, points in series.items():
         finite = [(x, y) for x, y in points if math.isfinite(y)]
         if finite:
-            found[name] = _thinned(finite)
+            found[name] = _thin(finite)
     return found
 
 
@@ -157,7 +157,7 @@ def _number(value: float) -> str:
     return f"{value:,.10g}" if abs(value) >= 1 else f"{value:.4g}"
 
 
-def _stepped(points: Points) -> Points:
+def _as_steps(points: Points) -> Points:
     """Return the points of a curve that keeps each value until the next one."""
     found = points[:1]
     for (_, before), (x, y) in pairwise(points):
@@ -166,7 +166,7 @@ def _stepped(points: Points) -> Points:
     return found
 
 
-def _thinned(points: Points) -> Points:
+def _thin(points: Points) -> Points:
     """Return at most about MOST_POINTS points, evenly chosen, and the last point."""
     stride = math.ceil(len(points) / MOST_POINTS)
     if stride == 1:

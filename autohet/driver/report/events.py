@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.callbacks.living_nodes import LivingNodes
+from autohet.driver.events.living_nodes import LivingNodes
 from planner.errors import ConfigError
 
 Event = dict[str, Any]

@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from textwrap import shorten
 
-from autohet.driver.loop.zone_bill import ZoneBill
+from autohet.driver.events.zone_bill import ZoneBill
 from autohet.driver.report.chart import chart
 from autohet.driver.report.events import Event, Points, fleet_over_time, kept_steps, of_kind
 from autohet.driver.report.timeline import PARTS

@@ -53,7 +53,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
     transfers: list[tuple[str, Span]] = []
     for event in events:
         transfers += _transfers(event, event["time"] - begin)
-    found = _laid_out(transfers)
+    found = _lay_out(transfers)
 
     for event in events:
         at = event["time"] - begin
@@ -145,7 +145,7 @@ def _transfers(event: Event, at: float) -> Iterator[tuple[str, Span]]:
             yield part["source"], _span(name, since, seconds, process, 0, facts)
 
 
-def _laid_out(transfers: Sequence[tuple[str, Span]]) -> list[Span]:
+def _lay_out(transfers: Sequence[tuple[str, Span]]) -> list[Span]:
     """Return the trace events of these spans, with each process's rows sorted by name.
 
     The names of all rows come first. Spans of one row must not overlap, so a source whose spans do

@@ -75,6 +75,6 @@ def _refusal(job: Job, kind: NodeType, num_nodes: int) -> str:
 
 def require_links(cluster: Cluster, regions: Iterable[str]) -> None:
     """Raise ConfigError if two regions have no link: a copy between them would have no price."""
-    apart = cluster.zones.unconnected(regions)
+    apart = cluster.zones.first_unconnected(regions)
     if apart is not None:
         raise ConfigError(refusal_of(apart))

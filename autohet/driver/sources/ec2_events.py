@@ -85,7 +85,7 @@ def parse_events(
         ValueError: the message is another account's, or from the future.
     """
     try:
-        document = _unwrapped(json.loads(body))
+        document = _unwrap(json.loads(body))
         if document.get("Event") == "autoscaling:TEST_NOTIFICATION":
             return ()
         kind = document.get("detail-type", document.get("detail_type"))
@@ -95,7 +95,7 @@ def parse_events(
         known = isinstance(event_id, str) and isinstance(kind, str) and isinstance(detail, dict)
         if document.get("source") not in SOURCES or not known:
             raise ValueError(f"source {str(document.get('source'))[:40]!r}")
-        drafts = list(_announced(kind, detail, made_unix_s))
+        drafts = list(_announcements(kind, detail, made_unix_s))
         if not all(isinstance(each.instance_id, str) for each in drafts):
             raise ValueError("no instance id")
         moment = now + made_unix_s - date_unix_s
@@ -142,7 +142,7 @@ class _Announced:
         )
 
 
-def _unwrapped(document: Json) -> Json:
+def _unwrap(document: Json) -> Json:
     """Return the event in SNS's envelope, or the document itself.
 
     Source: Amazon SNS Developer Guide, "HTTP/HTTPS notification JSON format". In an SQS
@@ -153,7 +153,7 @@ def _unwrapped(document: Json) -> Json:
     return document
 
 
-def _announced(kind: str, detail: Json, made_unix_s: float) -> Iterator[_Announced]:
+def _announcements(kind: str, detail: Json, made_unix_s: float) -> Iterator[_Announced]:
     if kind == RISK:
         yield _Announced(detail["instance-id"], "rebalance recommendation", None, risk=True)
     elif kind in WARNINGS:

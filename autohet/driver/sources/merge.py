@@ -34,7 +34,7 @@ class AgentSigns:
         """Close the source: no-op, since the workforce ends the agents."""
 
 
-def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
+def merge_notices(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
     """Merge a node's standing notice with the notices that its sources give now.
 
     The earliest deadline counts, later news updates earlier, and a notice keeps the time at which
@@ -74,8 +74,8 @@ class NoticeMerger:
     """Ray's id by name: a notice ends with its node, not with the name."""
     _broken: set[str] = field(default_factory=set)
 
-    def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        """Poll all sources once; return the departures that are new or changed."""
+    def look(self, nodes: Sequence[WatchedNode], now: float) -> None:
+        """Poll all sources once, and update `departures` and `risks`."""
         ids = {node.name: node.ray_id for node in nodes}
         same = {name for name, ray_id in ids.items() if self._ids.get(name, ray_id) == ray_id}
         self._ids = ids
@@ -96,17 +96,11 @@ class NoticeMerger:
 
         departures = {}
         for name, heard in departures_by_node.items():
-            departure = merged(before.get(name), heard)
+            departure = merge_notices(before.get(name), heard)
             if departure is not None:
                 departures[name] = departure
         self.departures = departures
         self.risks = self._standing_risks(risks)
-
-        changed = []
-        for name, departure in sorted(departures.items()):
-            if departure != before.get(name):
-                changed.append(departure)
-        return changed
 
     def _standing_risks(self, heard: Sequence[Notice]) -> dict[str, Notice]:
         found: dict[str, Notice] = {}

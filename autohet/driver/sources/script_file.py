@@ -37,6 +37,8 @@ logger = logging.getLogger("autohet.sources")
 COMMAND_TIMEOUT_S = 10.0
 MAX_BYTES = 1 << 20
 MOST_SAID = 10_000
+MOST_LOGGED = 10
+"""Lines that cannot be read and are logged, each once; a command may print the same for ever."""
 UNKNOWN_S = 60.0
 """Seconds for which a line may name a node that is not there yet.
 
@@ -151,16 +153,6 @@ class LineMemory(Protocol):
         ...
 
 
-class NoMemory:
-    """Implements `LineMemory` without storage: lines live as long as the driver."""
-
-    def load(self) -> dict[str, Any]:
-        return {}
-
-    def save(self, document: dict[str, Any]) -> None:
-        """Save the document: no-op."""
-
-
 @dataclass
 class Line:
     """Line that was read.
@@ -187,14 +179,14 @@ class ScriptNotices:
     ) -> None:
         self._file = file
         self._command = tuple(command or ())
-        self._memory = memory or NoMemory()
+        self._memory = memory
         self._lock = threading.Lock()
         self._lines: dict[str, Line] = {}
         """Lines by their number among equal ones and their text, in the order of reading."""
         self._refused: set[str] = set()
         self._living: frozenset[str] = frozenset()
         self._recall()
-        self._saved = self._shown()
+        self._saved = self._document()
         self.watch = Watch("the script of notices", self._read, poll_s)
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
@@ -237,18 +229,26 @@ class ScriptNotices:
                 continue
             count[line] += 1
             key = f"{count[line]} {line}"
-            if key in self._refused or key in self._lines or len(self._lines) >= MOST_SAID:
+            is_known = line in self._refused or key in self._lines
+            if is_known or len(self._lines) >= MOST_SAID:
                 continue
             try:
                 said = parse_line(line, now)
             except ValueError as error:
-                self._refused.add(key)
-                logger.warning("The script of notices says %s", error)
+                self._refuse(line, error)
                 continue
             with self._lock:
                 if not self._is_repeated(line, count[line]):
                     self._lines[key] = Line(said, time.time())
         return len(self._lines)
+
+    def _refuse(self, line: str, error: ValueError) -> None:
+        if len(self._refused) < MOST_SAID:
+            self._refused.add(line)
+        if len(self._refused) <= MOST_LOGGED:
+            logger.warning("The script of notices says %s", error)
+        if len(self._refused) == MOST_LOGGED:
+            logger.warning("Further lines of the script of notices are not logged")
 
     def _is_repeated(self, text: str, number: int) -> bool:
         """Return true if the equal line before it still stands.
@@ -258,18 +258,21 @@ class ScriptNotices:
         before = self._lines.get(f"{number - 1} {text}")
         return before is not None and (not before.node or before.node in self._living)
 
-    def _shown(self) -> dict[str, Any]:
+    def _document(self) -> dict[str, Any]:
         return {key: [line.read_at, line.node, line.lapsed] for key, line in self._lines.items()}
 
     def _remember(self) -> None:
         with self._lock:
-            shown = self._shown()
+            shown = self._document()
         if shown != self._saved:
             self._saved = shown
-            self._memory.save(shown)
+            if self._memory is not None:
+                self._memory.save(shown)
 
     def _recall(self) -> None:
         """Load the lines of an earlier driver, with the moments at which it read them."""
+        if self._memory is None:
+            return
         ahead = time.time() - time.monotonic()
         for key, (read_at, node, lapsed) in self._memory.load().items():
             said = parse_line(key.partition(" ")[2], float(read_at) - ahead)

@@ -26,7 +26,6 @@ from autohet.runtime.data.dataset import (
     TokenDataset,
     write_facts,
 )
-from autohet.runtime.data.examples import example_kind
 from autohet.runtime.data.marks import IDS
 from autohet.runtime.data.marks_file import MarksWriter
 from autohet.runtime.data.parts import (
@@ -35,10 +34,11 @@ from autohet.runtime.data.parts import (
     PartCorrupt,
     PartsStore,
 )
-from autohet.runtime.data.recipe import Recipe, tokenizer_of
+from autohet.runtime.data.recipe import Recipe, example_kind, tokenizer_of
 from autohet.runtime.data.row_writer import RowWriter, token_dtype
 from autohet.runtime.data.selection import Selection, describe_left_out
 from autohet.runtime.data.sources import select_sources
+from autohet.runtime.data.tokenization import BYTES_IDENTITY
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
@@ -73,6 +73,8 @@ def prepare_dataset(
     recipe = Recipe.of(data, sequence_length)
     target = _target(recipe)
     dataset = _open_complete(target) or _build_once(target, recipe, progress, shared)
+    if data.held_out:
+        dataset = TokenDataset(target, data.held_out, data.reads_held_out)
     dataset.summary = describe_dataset(recipe.selection, dataset)
     logger.info("Data: %s", dataset.summary)
     return dataset
@@ -115,7 +117,8 @@ def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
     if selection.left_out:
         left_out.append(describe_left_out(selection.left_out))
     if facts.num_broken:
-        left_out.append(f"{facts.num_broken} broken lines")
+        size = f" ({facts.num_broken_bytes} bytes)" if facts.num_broken_bytes else ""
+        left_out.append(f"{facts.num_broken} broken lines{size}")
     if facts.num_untargeted:
         left_out.append(f"{facts.num_untargeted} documents without a target")
     if facts.num_dropped_rows:
@@ -131,6 +134,11 @@ def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
         num_predicted = facts.num_rows * (facts.row_tokens - 1)
         targets = 100 * facts.num_targets / max(1, num_predicted)
         marked = f" ({targets:.0f}% of them targets, {facts.num_padding_tokens} padding)"
+    if dataset.held_out_share:
+        part = "held out for evaluation" if dataset.reads_held_out else "without those held out"
+        marked += f", {part} ({dataset.held_out_share:.1%})"
+    if facts.tokenizer == BYTES_IDENTITY:
+        marked += ", each a UTF-8 byte (data.tokenizer: bytes)"
     return (
         f"{len(selection.files)} files ({', '.join(formats)}; {size_mb:.1f} MB) of"
         f" {', '.join(facts.sources)}: {facts.num_documents} documents, {facts.num_rows} rows of"
@@ -354,6 +362,7 @@ class _Build:
             yield from store.read(found)
             writer.num_documents += found.num_documents
             writer.num_broken += found.num_broken
+            writer.num_broken_bytes += found.num_broken_bytes
             writer.num_untargeted += found.num_untargeted
 
     def _commit(self, building: Path) -> TokenDataset:

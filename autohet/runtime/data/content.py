@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from autohet.runtime.data.records import split_header
+
 RAW_SAMPLE_BYTES = 1 << 16
 SAMPLE_BYTES = 1 << 16
 """Upper limit on the decompressed bytes that are inspected."""
@@ -19,6 +21,8 @@ COMPRESSION_BY_MAGIC = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
 }
+SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+"""Magic of a frame without data, in zstd and lz4 files (RFC 8878, section 3.1.2)."""
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 FORMAT_BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
@@ -56,8 +60,9 @@ _ARRAY = re.compile(r'\[\s*([\[{"\]]|-?\d)')
 class Content(NamedTuple):
     """Detected content of a file.
 
-    `format` is text, jsonl, json, parquet or arrow. It is empty if no reader can read the file;
-    `problem` then names the content. `record` is the first JSON object that the sample holds whole.
+    `format` is text, jsonl, json, csv, parquet or arrow. It is empty if no reader can read the
+    file; `problem` then names the content. `record` is the first JSON object that the sample holds
+    whole; of a table of separated values, its columns with null.
     """
 
     format: str
@@ -68,10 +73,14 @@ class Content(NamedTuple):
 
 def compression_by_magic(raw: bytes) -> str | None:
     """Return the compression that a file's first bytes indicate; None if they indicate none."""
+    place = 0
+    while SKIPPABLE.match(raw, place):
+        place += 8 + int.from_bytes(raw[place + 4 : place + 8], "little")
     for magic, compression in COMPRESSION_BY_MAGIC.items():
-        if raw.startswith(magic):
+        if raw.startswith(magic, place):
             return compression
-    return None
+    # Of the formats with skippable frames, zstd's tools write them first.
+    return "zstd" if place else None
 
 
 def suffix_of(name: str) -> str:
@@ -140,7 +149,11 @@ def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
     if structured is not None:
         return structured
     if suffix_of(name) in TABLE_SUFFIXES:
-        return Content("", problem=TABLE)
+        columns = split_header(text.split("\n", 1)[0], [text_field])[1]
+        record = dict.fromkeys(columns)
+        if text_field in columns:
+            return Content("csv", record=record)
+        return Content("", problem=TABLE, record=record)
     return Content(known or "text")
 
 

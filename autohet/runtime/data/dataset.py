@@ -7,7 +7,7 @@ uint16 or uint32, every record batch but the last of equal size) and `dataset.js
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from autohet.runtime.data.marks import row_bytes, unpack_marks
-from autohet.runtime.data.sample_order import mixed_rows, sample_rows
+from autohet.runtime.data.sample_order import RowShare, mixed_rows, sample_rows
 from planner.errors import ConfigError
 from recovery.local.descriptor import Descriptor
 
@@ -53,6 +53,8 @@ class DatasetFacts:
     sources: tuple[str, ...]
     num_broken: int = 0
     """Number of skipped broken lines."""
+    num_broken_bytes: int = 0
+    """Bytes of these lines; rows of tables have none."""
     num_left_tokens: int = 0
     """Number of dropped tokens at the end, which do not fill a row."""
     num_untargeted: int = 0
@@ -85,14 +87,22 @@ class TokenDataset:
     as its path. Not thread-safe.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """Open the dataset in `path`.
+    def __init__(self, path: str | Path, share: float = 0.0, held_out: bool = False) -> None:
+        """Open the dataset in `path`: its rows without the share held out, or these alone.
 
         Raises:
-            ConfigError: `path` holds no complete dataset of this version.
+            ConfigError: `path` holds no complete dataset of this version, or too few rows to hold
+            any out.
         """
         self.path = Path(path)
-        self.facts = _read_facts(self.path)
+        self.held_out_share = share
+        self.reads_held_out = held_out
+        self._stored_facts = _read_facts(self.path)
+        self.facts = self._stored_facts
+        self._rows: RowShare | None = None
+        if share:
+            self._rows = _row_share(self.facts, share, held_out)
+            self.facts = _facts_of_share(self.facts, self._rows)
         self.summary = ""
         """Description of the sources and of the data left out, set by `prepare_dataset`."""
         self._file = pa.memory_map(str(self.path / TOKENS_FILE))
@@ -105,7 +115,7 @@ class TokenDataset:
             self._marks = _open(self.path / MARKS_FILE)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenDataset, (self.path,)
+        return TokenDataset, (self.path, self.held_out_share, self.reads_held_out)
 
     def __len__(self) -> int:
         return self.facts.num_rows
@@ -142,6 +152,7 @@ class TokenDataset:
         if outside.size:
             raise IndexError(f"row {outside[0]} of a dataset of {self.facts.num_rows} rows")
         rows = np.empty((len(wanted), self.facts.row_tokens), self._dtype)
+        wanted = self._stored(wanted)
         batches, places = np.divmod(wanted, self.facts.rows_per_batch)
         try:
             for row, batch, place in zip(rows, batches, places, strict=True):
@@ -152,6 +163,9 @@ class TokenDataset:
                 f"the token file of {self.path} has been cut off since it was opened"
             ) from error
         return rows.astype(np.int64)
+
+    def _stored(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return rows if self._rows is None else self._rows.stored(rows)
 
     @property
     def is_marked(self) -> bool:
@@ -167,7 +181,7 @@ class TokenDataset:
         token begins a piece.
         """
         assert self._marks is not None
-        wanted = np.asarray(indices, np.int64)
+        wanted = self._stored(np.asarray(indices, np.int64))
         width = row_bytes(self.facts.row_tokens)
         packed: NDArray[Any] = np.empty((len(wanted), width), np.uint8)
         try:
@@ -209,9 +223,10 @@ class TokenDataset:
         marks = hashlib.sha256()
         if self.is_marked:
             marks.update((self.path / MARKS_FILE).read_bytes())
-        mix = (self.facts.rows_by_source, self.facts.weights)
+        stored = self._stored_facts
+        mix = (stored.rows_by_source, stored.weights)
         found = content_digest(digest, marks if self.is_marked else None, mix)
-        if found != self.facts.content_sha256:
+        if found != stored.content_sha256:
             raise ConfigError(
                 f"the token dataset {self.path} is corrupt (checksum differs); delete it to"
                 " rebuild it"
@@ -235,6 +250,26 @@ class TokenDataset:
                 f" {global_batch_sequences} of one global batch; add data, or lower sequence_length"
                 " or global_batch_sequences"
             )
+
+
+def _row_share(facts: DatasetFacts, share: float, held_out: bool) -> RowShare:
+    rows = RowShare(facts.rows_by_source or (facts.num_rows,), share, held_out)
+    if min(rows.counts) < 1:
+        raise ConfigError(
+            f"evaluation.split is {share}, which leaves no row of a source with"
+            f" {min(rows.rows_by_source)}; add data, or give evaluation.source"
+        )
+    return rows
+
+
+def _facts_of_share(facts: DatasetFacts, rows: RowShare) -> DatasetFacts:
+    digest = hashlib.sha256(f"{facts.content_sha256} {rows}".encode())
+    return replace(
+        facts,
+        num_rows=sum(rows.counts),
+        rows_by_source=rows.counts if facts.rows_by_source else (),
+        content_sha256=digest.hexdigest(),
+    )
 
 
 def _open(path: Path) -> Descriptor:

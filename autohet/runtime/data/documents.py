@@ -1,8 +1,8 @@
 """Read source files as pieces of text, in one fixed order and in bounded memory.
 
-A text file is one document; so is a JSON record, and so is a row of Parquet or Arrow. Files with
-the magic bytes of gzip, bz2, zstd or lz4 are decompressed. A long text is split into pieces at line
-ends.
+A text file is one document; so is a JSON record, and so is a row of CSV, Parquet or
+Arrow. Files with the magic bytes of gzip, bz2, zstd or lz4 are decompressed. A long text is split
+into pieces at line ends.
 """
 
 import codecs
@@ -13,13 +13,18 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from autohet.runtime.data.content import COMPRESSION_BY_SUFFIX, compression_by_magic
+from autohet.runtime.data.content import (
+    COMPRESSION_BY_SUFFIX,
+    RAW_SAMPLE_BYTES,
+    compression_by_magic,
+)
 from autohet.runtime.data.records import (
     BrokenLines,
     Extract,
     Readable,
     T,
     read_arrow,
+    read_csv,
     read_json,
     read_lines,
     read_parquet,
@@ -105,6 +110,9 @@ def read_documents(
         if file_format == "json":
             yield from read_json(stream, name, extract, broken)
             return
+        if file_format == "csv":
+            yield from read_csv(stream, name, columns, extract, broken)
+            return
         lines = stream if file.is_whole else _LineRange(stream, start, stop)
         yield from read_lines(lines, name, extract, broken, lambda: _lines_before(path, start))
 
@@ -170,7 +178,7 @@ def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
     """
     try:
         with path.open("rb") as file:
-            compression = compression_by_magic(file.read(4))
+            compression = compression_by_magic(file.read(RAW_SAMPLE_BYTES))
         if compression:
             opened = pa.input_stream(str(path), compression=compression)
         else:

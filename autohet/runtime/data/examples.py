@@ -17,7 +17,7 @@ from autohet.runtime.data.chat.template import ChatTemplate, RenderedText
 from autohet.runtime.data.conversations import RECORD_FIELDS, conversation_of, messages_of
 from autohet.runtime.data.marks import MAX_TOKEN
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of
-from autohet.runtime.data.tokenization import Tokenizer
+from autohet.runtime.data.tokenization import Tokenizer, Tokens
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
@@ -25,6 +25,7 @@ PROMPT = "prompt"
 COMPLETION = "completion"
 CHOSEN = "chosen"
 REJECTED = "rejected"
+USERS = ("user", "human")
 
 
 class Example(NamedTuple):
@@ -61,15 +62,15 @@ class ExampleKind(Protocol):
         """Return the examples of each extracted content, in order."""
 
 
-def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
+def kind_of_examples(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
     """Return the way to convert records of `data` into examples; None: the records hold text.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
-    if data.kind == "chat":
+    if data.kind in ("chat", "sharegpt"):
         template = ChatTemplate.load(data.tokenizer, data.chat_template)
-        return ChatExamples(template, tokenizer, data.messages_field, data.targets)
+        return ChatExamples(template, tokenizer, str(data.field_of("messages")), data.targets)
     if data.kind == "prompt_completion":
         return CompletionExamples(data, tokenizer)
     if data.kind == "preference":
@@ -184,6 +185,8 @@ class _Completions:
         The model sees a prompt encoded separately, too.
         """
         prompts = self._tokenizer.encode([prompt for prompt, _ in texts])
+        if self._data.begin_of_document is None:
+            prompts = [begun(prompt, self._tokenizer.begin_tokens) for prompt in prompts]
         completions = self._tokenizer.encode([completion for _, completion in texts])
         examples = []
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -201,7 +204,7 @@ class CompletionExamples(_Completions):
     columns = (PROMPT, COMPLETION, *RECORD_FIELDS)
 
     def extract(self, record: Any) -> Completion:
-        return self._of(_object(record), COMPLETION)
+        return self._of(with_messages(_object(record)), COMPLETION)
 
     def encode(self, extracted: Sequence[Completion]) -> list[Example]:
         return self._encoded(extracted)
@@ -226,29 +229,55 @@ class PreferenceExamples(_Completions):
 
 
 def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a preference with its prompt: without one, the messages that both answers share.
+    """Return a preference with its prompt: the messages that both answers share, if they do.
+
+    A prompt that is a text repeats the user's message among them, or is that message.
 
     Raises:
-        BrokenRecord: the answers share no message, or one is a beginning of the other.
+        BrokenRecord: without a prompt the answers share no message, or one is a beginning of the
+        other.
     """
     chosen = record.get(CHOSEN)
     rejected = record.get(REJECTED)
+    prompt = record.get(PROMPT)
     are_conversations = isinstance(chosen, list) and isinstance(rejected, list)
-    if record.get(PROMPT) is not None or not are_conversations:
-        return record
+    if isinstance(prompt, list) or not are_conversations:
+        return with_messages(record)
     chosen = cast(list[Any], chosen)
     rejected = cast(list[Any], rejected)
     shortest = min(len(chosen), len(rejected))
     shared = 0
     while shared < shortest and chosen[shared] == rejected[shared]:
         shared += 1
+    if isinstance(prompt, str) and not shared:
+        return with_messages(record)
     if not 0 < shared < shortest:
         raise BrokenRecord(
             f"no prompt, and fields {CHOSEN!r} and {REJECTED!r} share {shared} messages of"
             f" {len(chosen)} and {len(rejected)}; give a prompt, or {SKIP_REMEDY}"
         )
-    parts = {PROMPT: chosen[:shared], CHOSEN: chosen[shared:], REJECTED: rejected[shared:]}
+    begins = chosen[:shared]
+    if isinstance(prompt, str) and not any(_is_of_user(each) for each in begins):
+        begins = [*begins, {"role": "user", "content": prompt}]
+    parts = {PROMPT: begins, CHOSEN: chosen[shared:], REJECTED: rejected[shared:]}
     return {**record, **parts}
+
+
+def with_messages(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record whose texts beside messages are messages, of the user or the assistant."""
+    given = {name: record.get(name) for name in (PROMPT, COMPLETION, CHOSEN, REJECTED)}
+    if not any(isinstance(value, list) for value in given.values()):
+        return record
+    found = dict(record)
+    for name, value in given.items():
+        if isinstance(value, str):
+            role = "user" if name == PROMPT else "assistant"
+            found[name] = [{"role": role, "content": value}]
+    return found
+
+
+def _is_of_user(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role", message.get("from")) in USERS
 
 
 def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -308,18 +337,31 @@ def _object(record: Any) -> dict[str, Any]:
     return record
 
 
-def begin_token(data: DataSection, tokenizer: Tokenizer) -> int | None:
-    """Return the token id of `data.begin_of_document`; None if the job sets none.
+def begin_tokens(data: DataSection, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the token ids before each document.
+
+    They are that of `data.begin_of_document` or, for text, those that the tokenizer itself adds.
+    Prompts that are texts get the latter where they are encoded, and chat templates have their own.
 
     Raises:
         ConfigError: the tokenizer does not have the token.
     """
     if data.begin_of_document is None:
-        return None
+        is_text = data.kind == "text" and data.tokens_field is None
+        return tokenizer.begin_tokens if is_text else ()
+    if not data.begin_of_document:
+        return ()
     token = tokenizer.token_id(data.begin_of_document)
     if token is None:
         raise ConfigError(
             f"data.begin_of_document is {data.begin_of_document!r}, which data.tokenizer"
             f" {data.tokenizer} does not have; name one of its special tokens"
         )
-    return token
+    return (token,)
+
+
+def begun(tokens: Tokens, begin: tuple[int, ...]) -> Tokens:
+    """Prepend the tokens that begin a document, unless they are there already."""
+    if not begin or tuple(tokens[: len(begin)].tolist()) == begin:
+        return tokens
+    return np.concatenate([np.array(begin, np.int64), tokens])

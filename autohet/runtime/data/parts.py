@@ -6,7 +6,7 @@ parts in its own order, so two builders seldom do the same part. If they do, the
 bytes under the same name.
 
 A part's file holds its tokens in the dataset's dtype; the end token follows each document. Its name
-holds the number of tokens and of documents, their xxh3-64, and the number of skipped lines.
+holds the number of tokens and of documents, their xxh3-64, and what was skipped.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from autohet.runtime.data.documents import (
     read_documents,
     read_pieces,
 )
-from autohet.runtime.data.examples import Example, ExampleKind
+from autohet.runtime.data.examples import Example, ExampleKind, begun
 from autohet.runtime.data.marks import mark
 from autohet.runtime.data.records import BrokenLines
 from autohet.runtime.data.selection import SourceFile
 from autohet.runtime.data.sources import S3_SCHEME, local_copy
-from autohet.runtime.data.tokenization import Tokenizer, Tokens
+from autohet.runtime.data.tokenization import Tokenizer
 from recovery.storage.errors import ObjectExists, StorageError
 from recovery.storage.payload import BytesPayload
 from recovery.storage.protocol import Storage
@@ -57,10 +57,12 @@ TOKENS_PER_READ = 1 << 22
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 20
 EXAMPLES_PER_CALL = 256
+READING_VERSION = 2
+"""Version of the way records are read; it changes whenever equal files could give other tokens."""
 KEYS_FILE = "keys.json"
 FAILED_FILE = "failed"
 """Marker file in the parts directory of a build that failed because a source was wrong."""
-_NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})(?:-(\d+)-(\d+))?\.tokens")
+_NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})(?:-(\d+)-(\d+)(?:-(\d+))?)?\.tokens")
 
 
 class DatasetSlice(NamedTuple):
@@ -89,8 +91,8 @@ class Reading:
     skip_broken: bool = False
     examples: ExampleKind | None = None
     """Conversion of records into examples; None: the records hold text."""
-    begin_token: int | None = None
-    """Token to insert before each document that does not begin with it; None: insert none."""
+    begin_tokens: tuple[int, ...] = ()
+    """Tokens to insert before each document that does not begin with them."""
     marked: bool = False
     """True if tokens carry their marks (`marks.py`)."""
 
@@ -102,8 +104,8 @@ class Reading:
             found.append("skip_broken_lines")
         if self.examples is not None:
             found.append(self.examples.identity)
-        if self.begin_token is not None:
-            found.append(f"begin {self.begin_token}")
+        if self.begin_tokens:
+            found.append(f"begin {self.begin_tokens}")
         if self.marked:
             found.append("marked")
         return found
@@ -115,7 +117,12 @@ class Reading:
         keys.
         """
         slices = [[each.file[:4], each.start, each.stop] for each in part.slices]
-        reading = [self.tokenizer.identity, self.text_field, *self.additions]
+        reading = [
+            READING_VERSION,
+            self.tokenizer.identity,
+            self.text_field,
+            *self.additions,
+        ]
         document = json.dumps([slices, reading])
         return hashlib.sha256(document.encode()).hexdigest()
 
@@ -132,28 +139,24 @@ class Finished:
     """Number of skipped broken lines."""
     num_untargeted: int = 0
     """Number of dropped documents, which have no target."""
+    num_broken_bytes: int = 0
+    """Bytes of the skipped lines."""
 
     @classmethod
     def from_name(cls, name: str) -> Finished | None:
         match = _NAME.fullmatch(name)
         if match is None:
             return None
-        index, num_tokens, num_documents, digest, num_broken, num_untargeted = match.groups()
-        return cls(
-            int(index),
-            int(num_tokens),
-            int(num_documents),
-            digest,
-            int(num_broken or 0),
-            int(num_untargeted or 0),
-        )
+        index, num_tokens, num_documents, digest, *left_out = match.groups()
+        counts = [int(each or 0) for each in left_out]
+        return cls(int(index), int(num_tokens), int(num_documents), digest, *counts)
 
     @property
     def name(self) -> str:
         counts = f"{self.num_tokens}-{self.num_documents}"
         left_out = ""
         if self.num_broken or self.num_untargeted:
-            left_out = f"-{self.num_broken}-{self.num_untargeted}"
+            left_out = f"-{self.num_broken}-{self.num_untargeted}-{self.num_broken_bytes}"
         return f"{self.index:06d}-{counts}-{self.digest}{left_out}.tokens"
 
 
@@ -312,14 +315,16 @@ class PartsStore:
                 digest.hexdigest(),
                 broken.num_skipped,
                 broken.num_untargeted,
+                broken.num_bytes,
             )
             os.rename(temporary, self.directory / finished.name)
         finally:
             temporary.unlink(missing_ok=True)
         if broken.num_skipped:
             logger.warning(
-                "data: %d broken lines are skipped; the first: %s",
+                "data: %d broken lines are skipped (%d bytes of lines); the first: %s",
                 broken.num_skipped,
+                broken.num_bytes,
                 broken.first,
             )
         self._publish(finished)
@@ -410,21 +415,13 @@ def _text_tokens(
         encoded = tokenizer.encode([piece.text for piece in group])
         for piece, tokens in zip(group, encoded, strict=True):
             if begins:
-                tokens = _begun(tokens, reading.begin_token)
+                tokens = begun(tokens, reading.begin_tokens)
             yield mark(tokens, True, begins=begins) if reading.marked else tokens, False
             # An empty document begins with its end.
             begins = begins and not len(tokens)
             if piece.ends_document:
                 yield mark(end, True, begins=begins) if reading.marked else end, True
                 begins = True
-
-
-def _begun(tokens: Tokens, begin_token: int | None) -> Tokens:
-    """Prepend the token that begins a document, unless it is there already."""
-    if begin_token is None or (len(tokens) and tokens[0] == begin_token):
-        return tokens
-    begin = np.array([begin_token], np.int64)
-    return np.concatenate([begin, tokens])
 
 
 def _example_tokens(
@@ -445,9 +442,9 @@ def _example_tokens(
             return
         check()
         for example in kind.encode(group):
-            pieces = [_begun_example(example, reading.begin_token)]
+            pieces = [_begun_example(example, reading.begin_tokens)]
             if example.rejected is not None:
-                pieces.append(_begun_example(example.rejected, reading.begin_token))
+                pieces.append(_begun_example(example.rejected, reading.begin_tokens))
             if not reading.marked:
                 yield pieces[0].ids, True
             elif all(piece.counts[1:].any() for piece in pieces):
@@ -457,15 +454,11 @@ def _example_tokens(
                 broken.num_untargeted += 1
 
 
-def _begun_example(example: Example, begin_token: int | None) -> Example:
-    """Prepend the token that begins a document, which is no target, unless it is there already."""
-    ids = example.ids
-    counts = example.counts
-    if begin_token is None or ids[:1].tolist() == [begin_token]:
-        return example
-    begun_ids = np.concatenate([[begin_token], ids])
-    begun_counts = np.concatenate([[False], counts])
-    return Example(begun_ids, begun_counts)
+def _begun_example(example: Example, begin_tokens: tuple[int, ...]) -> Example:
+    """Prepend the tokens that begin a document, which are no targets."""
+    ids = begun(example.ids, begin_tokens).astype(np.int64)
+    added = np.zeros(len(ids) - len(example.ids), np.bool_)
+    return Example(ids, np.concatenate([added, example.counts]))
 
 
 def _grouped(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autohet.runtime.data.dataset import FORMAT_VERSION
-from autohet.runtime.data.examples import begin_token, example_kind
+from autohet.runtime.data.examples import ExampleKind, begin_tokens, kind_of_examples
+from autohet.runtime.data.fields import PlainExamples
 from autohet.runtime.data.packing import BestFit, Concat, Packer, Pairs
-from autohet.runtime.data.parts import PART_BYTES, Part, Reading, divide
+from autohet.runtime.data.parts import PART_BYTES, READING_VERSION, Part, Reading, divide
 from autohet.runtime.data.selection import Selection
 from autohet.runtime.data.sources import joined, select_by_source
 from autohet.runtime.data.tokenization import NoTokenizer, Tokenizer, load_tokenizer
@@ -22,9 +23,19 @@ def tokenizer_of(data: DataSection) -> Tokenizer:
 
     A stand-in if rows hold token ids and `data.tokenizer` is left at its default.
     """
-    if data.tokens_field is not None and data.tokenizer == "bytes":
+    if data.tokens_field is not None and data.tokenizer in ("", "bytes"):
         return NoTokenizer()
     return load_tokenizer(data.tokenizer, data.end_of_document, data.trust_remote_code)
+
+
+def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
+    """Return the way to convert records of `data` into examples; None: the records hold text.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    kind = kind_of_examples(data, tokenizer)
+    return kind if kind is None or data.tokens_field else PlainExamples(kind, data)
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,10 @@ class Recipe:
         tokenizer = tokenizer_of(data)
         reading = Reading(
             tokenizer,
-            data.text_field,
+            str(data.field_of("text")),
             data.skip_broken_lines,
             example_kind(data, tokenizer),
-            begin_token(data, tokenizer),
+            begin_tokens(data, tokenizer),
             data.marks_rows,
         )
         return cls(data, selections, reading, sequence_length)
@@ -87,6 +98,7 @@ class Recipe:
         files = [file[:4] for file in self.selection.files]
         parts: list[object] = [
             FORMAT_VERSION,
+            READING_VERSION,
             PART_BYTES,
             files,
             self.reading.text_field,

@@ -1,12 +1,15 @@
-"""Readers of records in JSON, Parquet and Arrow files, and the handling of broken records."""
+"""Readers of records in JSON, CSV, Parquet and Arrow files, and the handling of broken records."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +22,28 @@ MAX_JSON_BYTES = 1 << 29
 """Upper limit on a file that is one JSON value, which is parsed whole."""
 SKIP_REMEDY = "set data.skip_broken_lines: true to leave such lines out and count them"
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+COMMON_FIELDS = {
+    frozenset({"question", "answer"}): "prompt: question, completion: answer",
+    frozenset({"instruction", "output"}): "prompt: [instruction, input], completion: output",
+}
+"""Values of `data.fields` for columns that many data sets have."""
+TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+TEXT_MEMBERS = ("content", "value", "text")
+"""Members of a message that are text where a table of mixed types stores `4` for them."""
+LIST_TYPES = (
+    pa.ListType,
+    pa.LargeListType,
+    pa.FixedSizeListType,
+    pa.ListViewType,
+    pa.LargeListViewType,
+)
+SEPARATORS = (",", "\t", ";", "|")
+MAX_CELL_CHARACTERS = 1 << 30
+MAX_SHARE_GARBLED = 0.5
+"""Largest share of a file's bytes in lines that are not JSON, if broken records are skipped."""
+MIN_SHARE_READ = 0.1
+"""Smallest share of a file's records that give a document, in files of MIN_RECORDS_JUDGED."""
+MIN_RECORDS_JUDGED = 10
 
 T = TypeVar("T")
 Extract = Callable[[Any], T]
@@ -41,12 +66,14 @@ class BrokenLines:
 
     skip: bool = False
     num_skipped: int = 0
+    num_bytes: int = 0
+    """Bytes of the skipped lines; skipped rows of tables have none."""
     num_untargeted: int = 0
     """Number of dropped documents, which have no target."""
     first: str = ""
     """Place and reason of the first skipped record."""
 
-    def report(self, place: str, reason: str) -> None:
+    def report(self, place: str, reason: str, num_bytes: int = 0) -> None:
         """Count a broken record, if broken records are skipped.
 
         Raises:
@@ -55,7 +82,30 @@ class BrokenLines:
         if not self.skip:
             raise ConfigError(f"{place}: {reason}")
         self.num_skipped += 1
+        self.num_bytes += num_bytes
         self.first = self.first or f"{place}: {reason}"
+
+    def add_file(
+        self, name: str, found: BrokenLines, num_documents: int, share_garbled: float = 0.0
+    ) -> None:
+        """Add the counts of one file, or of a slice of it.
+
+        share_garbled: share of its bytes in lines that are not JSON.
+
+        Raises:
+            ConfigError: little of the file could be read.
+        """
+        num_records = num_documents + found.num_skipped
+        is_little = num_documents < MIN_SHARE_READ * num_records
+        if share_garbled > MAX_SHARE_GARBLED or (is_little and num_records >= MIN_RECORDS_JUDGED):
+            raise ConfigError(
+                f"{name}: {found.num_skipped} of {num_records} lines or rows are broken, too many"
+                f" to leave out (the first: {found.first}); fix the file, or leave it out of"
+                " data.source"
+            )
+        self.num_skipped += found.num_skipped
+        self.num_bytes += found.num_bytes
+        self.first = self.first or found.first
 
 
 def text_of(record: Any, field: str) -> str:
@@ -80,7 +130,11 @@ def _no_text(record: Any, field: str) -> str:
     names = ", ".join(sorted(record)[:8])
     if field not in record:
         hint = _conversation_hint(record)
-        return f"no text in field {field!r} (found: {names}); set data.text_field{hint}"
+        for columns, fields in COMMON_FIELDS.items():
+            if field == "prompt" and columns <= record.keys():
+                hint = f", as {{{fields}}}"
+        key = "data.text_field or data.fields"
+        return f"no text in field {field!r} (found: {names}); set {key}{hint}"
     value = record[field]
     if value is None:
         return f"field {field!r} is null, no text; remove the line, or {SKIP_REMEDY}"
@@ -117,14 +171,29 @@ def read_lines(
     """Yield the result of `extract` for each JSON line, skipping empty lines.
 
     `lines_before` counts the lines of the file before the stream's first line, for error messages.
+
+    Raises:
+        ConfigError: a line is broken, or too many are.
     """
+    found = BrokenLines(broken.skip)
+    num_documents = 0
+    num_bytes = 0
+    num_garbled = 0
     for number, line in enumerate(_lines(stream), start=1):
         if not line.strip():
             continue
+        num_bytes += len(line)
+        record = None
         try:
-            yield extract(_parsed(line))
+            record = _parsed(line)
+            document = extract(record)
         except BrokenRecord as error:
-            broken.report(f"{name}, line {lines_before() + number}", str(error))
+            found.report(f"{name}, line {lines_before() + number}", str(error), len(line))
+            num_garbled += len(line) if record is None else 0
+            continue
+        num_documents += 1
+        yield document
+    broken.add_file(name, found, num_documents, num_garbled / max(1, num_bytes))
 
 
 def _parsed(line: bytes) -> Any:
@@ -169,11 +238,24 @@ def read_json(stream: Readable, name: str, extract: Extract[T], broken: BrokenLi
             f"{name} is neither JSON lines nor one JSON value ({error}); fix it, or set data.format"
         ) from error
     records = value if isinstance(value, list) else [value]
+    yield from _extracted(records, name, "record", extract, broken)
+
+
+def _extracted(
+    records: Iterable[Any], name: str, what: str, extract: Extract[T], broken: BrokenLines
+) -> Iterator[T]:
+    """Yield the result of `extract` for each record; `what` names one in messages."""
+    found = BrokenLines(broken.skip)
+    num_documents = 0
     for number, record in enumerate(records, start=1):
         try:
-            yield extract(record)
+            document = extract(record)
         except BrokenRecord as error:
-            broken.report(f"{name}, record {number}", str(error))
+            found.report(f"{name}, {what} {number}", str(error))
+            continue
+        num_documents += 1
+        yield document
+    broken.add_file(name, found, num_documents)
 
 
 def _read_whole(stream: Readable, name: str) -> bytes:
@@ -204,9 +286,9 @@ def read_parquet(
     """
     try:
         with pq.ParquetFile(path) as table:
-            chosen = _columns(table.schema_arrow, columns, name)
-            batches = table.iter_batches(BATCH_ROWS, columns=chosen)
-            yield from _rows(batches, name, extract, broken)
+            chosen = _columns(table.schema_arrow.names, columns, name)
+            rows = _rows(table.iter_batches(BATCH_ROWS, columns=chosen))
+            yield from _extracted(rows, name, "row", extract, broken)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"cannot read {name} as Parquet: {error}") from error
 
@@ -221,8 +303,10 @@ def read_arrow(
     try:
         with pa.memory_map(str(path)) as file:
             batches = _arrow_batches(file)
-            chosen = (batch.select(_columns(batch.schema, columns, name)) for batch in batches)
-            yield from _rows(chosen, name, extract, broken)
+            chosen = (
+                batch.select(_columns(batch.schema.names, columns, name)) for batch in batches
+            )
+            yield from _extracted(_rows(chosen), name, "row", extract, broken)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"cannot read {name} as Arrow: {error}") from error
 
@@ -238,28 +322,111 @@ def _arrow_batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
         yield reader.get_batch(index)
 
 
-def _columns(schema: pa.Schema, columns: tuple[str, ...], name: str) -> list[str]:
-    """Return those of the wanted columns that the schema has.
+def _columns(names: Sequence[str], columns: tuple[str, ...], name: str) -> list[str]:
+    """Return those of the wanted columns that the table has.
 
     Raises:
-        ConfigError: the schema has none of them.
+        ConfigError: the table has none of them.
     """
-    found = [column for column in columns if column in schema.names]
+    found = [column for column in columns if column in names]
     if not found:
         wanted = " or ".join(repr(column) for column in columns)
-        known = ", ".join(schema.names[:8])
-        raise ConfigError(f"{name} has no column {wanted} (found: {known}); set data.text_field")
+        known = ", ".join(names[:8])
+        raise ConfigError(
+            f"{name} has no column {wanted} (found: {known}); set data.text_field or data.fields"
+        )
     return found
 
 
-def _rows(
-    batches: Iterator[pa.RecordBatch], name: str, extract: Extract[T], broken: BrokenLines
-) -> Iterator[T]:
-    number = 0
+def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table as plain values, with those of Arrow's JSON type parsed."""
     for batch in batches:
+        columns = batch.schema
+        parse = _members_parser({c.name: _parser(c.type, c.name in TEXT_COLUMNS) for c in columns})
         for record in batch.to_pylist():
-            number += 1
+            yield record if parse is None else parse(record)
+
+
+Parser = Callable[[Any], Any]
+
+
+def _parser(kind: pa.DataType, is_text: bool = False) -> Parser | None:
+    """Return a function that parses the JSON in values of an Arrow type; None if they hold none.
+
+    The `datasets` library stores values of mixed types as JSON text (`datasets.Json`). `is_text`: a
+    number among them is a text. A text that is JSON by itself, such as 3.10, is stored as it is.
+    """
+    if isinstance(kind, pa.JsonType):
+
+        def parse(value: str | None) -> Any:
             try:
-                yield extract(record)
-            except BrokenRecord as error:
-                broken.report(f"{name}, row {number}", str(error))
+                found = None if value is None else json.loads(value)
+            except ValueError:
+                return value
+            return value if is_text and not isinstance(found, str | list | dict) else found
+
+        return parse
+    if pa.types.is_struct(kind):
+        members = kind.fields
+        return _members_parser({m.name: _parser(m.type, m.name in TEXT_MEMBERS) for m in members})
+    if isinstance(kind, LIST_TYPES):
+        parse_one = _parser(kind.value_type, is_text)
+        if parse_one is not None:
+            return lambda values: None if values is None else [parse_one(each) for each in values]
+    return None
+
+
+def _members_parser(given: dict[str, Parser | None]) -> Parser | None:
+    """Return a function that parses the members of an object that have a parser."""
+    parsers = {name: parse for name, parse in given.items() if parse is not None}
+
+    def parse(value: dict[str, Any] | None) -> Any:
+        if value is None:
+            return None
+        return value | {name: parse_one(value[name]) for name, parse_one in parsers.items()}
+
+    return parse if parsers else None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the null members of its objects, at any depth.
+
+    A table has null where a row lacks a member that another row has, so a null says nothing.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
+
+
+def read_csv(
+    stream: IO[bytes], name: str, columns: tuple[str, ...], extract: Extract[T], broken: BrokenLines
+) -> Iterator[T]:
+    """Yield the result of `extract` for each row of a CSV file, whose first line names the columns.
+
+    Cells are texts; an empty one is null. The separator is the one that gives the wanted columns.
+
+    Raises:
+        ConfigError: the file has none of the columns, or is no CSV in UTF-8.
+    """
+    lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    csv.field_size_limit(MAX_CELL_CHARACTERS)
+    try:
+        header = lines.readline()
+        separator, names = split_header(header, columns)
+        _columns(names, columns, name)
+        rows = csv.DictReader(chain([header], lines), delimiter=separator)
+        records = ({key: cell or None for key, cell in row.items()} for row in rows)
+        yield from _extracted(records, name, "row", extract, broken)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {name} as CSV in UTF-8: {error}") from error
+
+
+def split_header(header: str, columns: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the separator that finds most of `columns` in a table's header, and its columns."""
+    found: dict[str, list[str]] = {}
+    for separator in SEPARATORS:
+        found[separator] = next(csv.reader([header], delimiter=separator), [])
+    best = max(SEPARATORS, key=lambda each: len({*columns} & {*found[each]}))
+    return best, found[best]

@@ -45,6 +45,7 @@ class RowWriter:
         self.num_tokens = 0
         self.num_documents = 0
         self.num_broken = 0
+        self.num_broken_bytes = 0
         self.num_untargeted = 0
         self.marks: MarksWriter | None = None
         self.packed = PackedCounts()
@@ -122,6 +123,7 @@ class RowWriter:
             tokenizer=tokenizer.identity,
             sources=recipe.data.sources,
             num_broken=self.num_broken,
+            num_broken_bytes=self.num_broken_bytes,
             num_left_tokens=left + packed.num_left_tokens,
             num_untargeted=self.num_untargeted + packed.num_untargeted,
             num_cut=packed.num_cut,

@@ -10,6 +10,7 @@ run needs no state, and a fleet of any shape reads the same samples in the same 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ NUM_ROUNDS = 6
 MIN_HALF_BITS = 3
 MIX_PERIOD = 1 << 14
 MIX_SEED = 0x6D69787475726521
+SHARE_SEED = 0x68656C646F757421
 
 _Words = NDArray[np.uint64]
 
@@ -75,6 +77,44 @@ def mixed_rows(
         own_rows = _rows_at(seed + source, rows_by_source[source], before + in_period)
         rows[mine] = first_rows[source] + own_rows
     return rows
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Rows of a dataset that are held out, or the others; a source's come in a fixed random order.
+
+    rows_by_source: rows stored of each source, one source after the other.
+    """
+
+    rows_by_source: tuple[int, ...]
+    share: float
+    held_out: bool
+
+    def _range(self, source: int) -> tuple[int, int]:
+        """Return the wanted range of a source's order."""
+        num_rows = self.rows_by_source[source]
+        num_held_out = max(1, round(self.share * num_rows))
+        return (0, num_held_out) if self.held_out else (num_held_out, num_rows)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of wanted rows of each source."""
+        ranges = [self._range(source) for source in range(len(self.rows_by_source))]
+        return tuple(end - begin for begin, end in ranges)
+
+    def stored(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the stored rows of wanted rows, which are numbered source by source."""
+        ends = np.cumsum(self.counts)
+        sources = np.searchsorted(ends, rows, side="right")
+        first_rows = np.cumsum([0, *self.rows_by_source[:-1]])
+        found = np.empty(len(rows), np.int64)
+        for source in np.unique(sources).tolist():
+            mine = sources == source
+            first = self._range(source)[0] + self.counts[source] - ends[source]
+            places = (rows[mine] + first).astype(np.uint64)
+            num_rows = self.rows_by_source[source]
+            found[mine] = first_rows[source] + _rows_at(SHARE_SEED, num_rows, places)
+        return found
 
 
 def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:

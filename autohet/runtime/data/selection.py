@@ -22,9 +22,10 @@ KIND_BY_FORMAT = {
     "arrow": "Arrow",
     "jsonl": "JSON",
     "json": "JSON",
+    "csv": "CSV",
     "text": "text",
 }
-STRUCTURED = ("Parquet", "Arrow", "JSON")
+STRUCTURED = ("Parquet", "Arrow", "JSON", "CSV")
 NAMES_SHOWN = 3
 ABOUT_DATA = "describes data"
 UNKNOWN = "unknown ending"
@@ -124,8 +125,9 @@ def select_single(candidate: Candidate, file_format: str) -> Selection:
         return Selection([candidate.source_file(file_format)], [])
     if problem == TABLE:
         raise ConfigError(
-            f"data.source {name} is {problem}; convert it to JSON lines or Parquet, or set"
-            " data.format: text to train on its lines as they are"
+            f"data.source {name} is {problem} with the columns {candidate.fields}; name one of them"
+            " in data.text_field or data.fields, or set data.format: text to train on its lines as"
+            " they are"
         )
     if problem == POINTER:
         raise ConfigError(f"data.source {name} is {problem}; {PULL}")
@@ -231,13 +233,16 @@ def _remedy(left_out: Sequence[LeftOut]) -> str:
     """Return what to do where every file of a source was left out."""
     reasons = [each.reason for each in left_out]
     if any(reason.startswith(WITHOUT_FIELD) for reason in reasons):
-        return "name its field of text in data.text_field, or set data.kind for chats and prompts"
+        return (
+            "name its field of text in data.text_field, or set data.kind for chats and prompts, and"
+            " data.fields for other names"
+        )
     if UNKNOWN in reasons:
         return "name a file itself, or set data.format: text to take files of any ending as text"
     if TABLE in reasons:
         return (
-            "convert tables to JSON lines or Parquet, or set data.format: text to train on their"
-            " lines as they are"
+            "name a column of the tables in data.text_field or data.fields, or set data.format:"
+            " text to train on their lines as they are"
         )
     return "name text, JSON lines, Parquet or Arrow files"
 
@@ -267,7 +272,8 @@ def _by_ending(
     others: list[Candidate] = []
     for candidate in usable:
         if has_known_suffix:
-            is_known = text_format_of(candidate.label) is not None
+            is_csv = candidate.content.format == "csv"
+            is_known = is_csv or text_format_of(candidate.label) is not None
         else:
             is_known = candidate.kind in STRUCTURED
         if is_known:

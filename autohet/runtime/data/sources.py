@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from xxhash import xxh3_64_hexdigest
 
 from autohet.runtime.data.content import (
     RAW_SAMPLE_BYTES,
@@ -199,7 +200,9 @@ def _local_candidate(path: Path, root: Path | None, text_field: str) -> Candidat
             raw = stream.read(RAW_SAMPLE_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read the data file {path}: {error}") from error
-    file = SourceFile(str(path), "", stat.st_size, f"{stat.st_size}:{stat.st_mtime_ns}")
+    # Copies of other content may have the same size and time, as `cp -p` and `tar` keep it.
+    mark = f"{stat.st_size}:{stat.st_mtime_ns}:{xxh3_64_hexdigest(raw)}"
+    file = SourceFile(str(path), "", stat.st_size, mark)
     label = path.name if root is None else os.path.relpath(path, root)
     whole = len(raw) == stat.st_size
     content = inspect_content(path.name, raw, text_field=text_field, whole=whole)

@@ -14,6 +14,7 @@ from planner.errors import ConfigError
 
 BYTES_VOCAB_SIZE = 256
 BYTES_END_TOKEN = 0
+BYTES_IDENTITY = "bytes-1"
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -26,6 +27,8 @@ class Tokenizer(Protocol):
     identity: str
     vocab_size: int
     end_token: int
+    begin_tokens: tuple[int, ...]
+    """Token ids that the tokenizer itself puts before a text; `encode` does not."""
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text, shape [any], without adding special tokens."""
@@ -45,9 +48,10 @@ class ByteTokenizer:
     Token 0, which text does not contain, ends a document.
     """
 
-    identity = "bytes-1"
+    identity = BYTES_IDENTITY
     vocab_size = BYTES_VOCAB_SIZE
     end_token = BYTES_END_TOKEN
+    begin_tokens: tuple[int, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(_bytes_of(text), np.uint8) for text in texts]
@@ -88,6 +92,7 @@ class LibraryTokenizer:
         largest = max(tokenizer.get_vocab().values(), default=0)
         self.vocab_size = max(tokenizer.get_vocab_size(), largest + 1)
         self.end_token = end_token
+        self.begin_tokens = _begin_tokens(tokenizer)
         digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
         self.identity = f"{name}-{digest}-{end_token}"
 
@@ -122,6 +127,7 @@ class NoTokenizer:
     vocab_size = MAX_TOKEN
     end_token = 0
     """Token id that is used as padding only."""
+    begin_tokens: tuple[int, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         raise ConfigError("data.tokenizer is missing: rows of text need one")
@@ -135,8 +141,28 @@ class NoTokenizer:
         return None
 
 
+def _begin_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Return the token ids that the post-processor of a library tokenizer puts before a text."""
+    added = tokenizer.encode("").ids
+    words = [(token, word) for word, token in tokenizer.get_vocab().items() if token not in added]
+    if not added or not words:
+        return ()
+
+    # A word of the vocabulary, since a tokenizer may refuse all others.
+    encoding = tokenizer.encode(min(words)[1])
+    is_added = encoding.special_tokens_mask
+    if all(is_added):
+        return ()
+    return tuple(encoding.ids[: is_added.index(0)])
+
+
 def _in_spans(encoding: Any, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return a mask of the tokens in the characters of `spans`, counted as in transformers."""
+    """Return a mask of the tokens in the characters of `spans`.
+
+    As in transformers, but for a span whose first or last character belongs to no token, such as a
+    space that the tokenizer drops: transformers then counts none of its tokens, and this all that
+    it has.
+    """
     counts = np.zeros(len(encoding.ids), np.bool_)
     for begin, end in spans:
         first = _first_token(encoding, range(begin, end))
@@ -163,20 +189,39 @@ def load_tokenizer(
     Raises:
         ConfigError: it is missing, cannot be loaded, or has no end token.
     """
-    if name == "bytes":
+    path = Path(name)
+    if name in ("", "bytes") or _is_model_of_bytes(path):
         if end_of_document is not None:
             raise ConfigError(
                 "data.end_of_document is not for the bytes tokenizer (token 0 ends a document);"
                 " drop it"
             )
         return ByteTokenizer()
-    path = Path(name)
     if path.is_file():
         tokenizer, own_end = _from_file(path)
     else:
         tokenizer, own_end = _from_directory_or_hub(name, trust_remote_code)
     end = _end_token(tokenizer, end_of_document or own_end, name)
     return LibraryTokenizer(tokenizer, end, path.name)
+
+
+def split_revision(name: str) -> tuple[str, str]:
+    """Return a tokenizer's directory or hub id, and its revision: that after an `@`, or `main`."""
+    source, at, revision = name.rpartition("@")
+    if not at or Path(name).exists():
+        return name, "main"
+    return source, revision
+
+
+def _is_model_of_bytes(directory: Path) -> bool:
+    """Return True for a model's directory without tokenizer files and with 256 token ids."""
+    if any(directory.glob("*token*")) or any(directory.glob("vocab*")):
+        return False
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("vocab_size") == BYTES_VOCAB_SIZE
 
 
 def _from_file(path: Path) -> tuple[Any, str | None]:
@@ -204,8 +249,11 @@ def _configured_end_token(config: Path) -> str | None:
 def _from_directory_or_hub(name: str, trust_remote_code: bool) -> tuple[Any, str | None]:
     from transformers import AutoTokenizer
 
+    source, revision = split_revision(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
@@ -216,6 +264,12 @@ def _from_directory_or_hub(name: str, trust_remote_code: bool) -> tuple[Any, str
             f"data.tokenizer: cannot load {name!r}: {error}. Give bytes, a tokenizers JSON file, a"
             " directory with a Hugging Face tokenizer, or a hub id that this machine can reach"
         ) from error
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+        # The library makes an empty one of a model's config alone.
+        raise ConfigError(
+            f"data.tokenizer: {name!r} holds no tokenizer; name in data.tokenizer the one that its"
+            " model was trained with"
+        )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(

@@ -14,8 +14,7 @@ from autohet.runtime.facts.fact_store import recall
 from autohet.runtime.job import Job
 from planner.errors import ConfigError, InfeasibleError
 from planner.plans.model_spec import ModelSpec
-from planner.spmd.decoder import Decoder
-from planner.spmd.graph import Graph, GraphNode
+from planner.spmd.graph import Decoder, Graph, GraphNode
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from autohet.runtime.job.requirements import require
 from autohet.runtime.job.strict_document import read_yaml, to_dataclass
 from autohet.runtime.job.trackers import TrackerEntry
 from autohet.runtime.job.training import TrainingSection
-from planner.inputs.formats import check_named_formats
+from planner.plans.formats import check_named_formats
 
 __all__ = [
     "AdapterSection",
@@ -80,6 +80,8 @@ class Job:
     """Emulated GPU speeds, for rehearsals on machines without GPUs; null: run at full speed."""
 
     def __post_init__(self) -> None:
+        if self.data is not None:
+            object.__setattr__(self, "data", self._complete_data(self.data))
         require(
             "/" not in self.name,
             f"name is {self.name!r}, but it names a directory; leave the slash out",
@@ -112,8 +114,21 @@ class Job:
             "parallelism.spmd is true, but its programs train no adapters; leave spmd or"
             " model.adapter out",
         )
-        if self.model.trust_remote_code and self.data is not None:
-            object.__setattr__(self, "data", replace(self.data, trust_remote_code=True))
+
+    def _complete_data(self, data: DataSection) -> DataSection:
+        """Return the data section with what other sections set in it."""
+        model = self.model
+        tokenizer = data.tokenizer
+        if not tokenizer and model.pretrained is not None and data.tokens_field is None:
+            revision = f"@{model.revision}" if model.revision else ""
+            tokenizer = f"{model.pretrained}{revision}"
+        split = None if self.evaluation is None else self.evaluation.split
+        return replace(
+            data,
+            tokenizer=tokenizer,
+            trust_remote_code=data.trust_remote_code or model.trust_remote_code,
+            held_out=data.held_out if split is None else split,
+        )
 
     def _check_preference(self) -> None:
         is_preference = self.training.objective == "dpo"
@@ -162,8 +177,8 @@ class Job:
         if evaluation is None:
             require(
                 best is None,
-                f"checkpoint.keep_best is {best}, but nothing is evaluated; give evaluation.source,"
-                " or leave keep_best out",
+                f"checkpoint.keep_best is {best}, but nothing is evaluated; give evaluation.source"
+                " or evaluation.split, or leave keep_best out",
             )
             return
         require(
@@ -171,9 +186,10 @@ class Job:
             "evaluation is given, but the programs of parallelism.spmd do not evaluate; leave one"
             " out",
         )
-        weights = () if self.evaluation_data is None else self.evaluation_data.weights
+        held_out = self.evaluation_data
+        weights = () if held_out is None else held_out.weights
         require(
-            not weights,
+            not weights or evaluation.split is not None,
             f"evaluation.source has weights, {weights}, but its rows are read in their order;"
             " leave weights out",
         )
@@ -190,7 +206,9 @@ class Job:
         """Return the data section of the evaluation rows; None if nothing is evaluated."""
         if self.data is None or self.evaluation is None:
             return None
-        return replace(self.data, source=self.evaluation.source)
+        if self.evaluation.source is None:
+            return replace(self.data, reads_held_out=True)
+        return replace(self.data, source=self.evaluation.source, held_out=0.0)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Job":
@@ -233,6 +251,10 @@ class Job:
         """Return the run's identity for a checkpoint's scalars; see `identity.identity_of`."""
         sections = {"training": self.training, "data": self.data, "checkpoint": self.checkpoint}
         found = identity_of(sections, weights if self.model.pretrained else FROM_SEED)
+        if self.data is not None:
+            found["data.tokenizer"] = self.data.tokenizer or "bytes"
+            # As in runs of versions that began no document by themselves.
+            found["data.begin_of_document"] = self.data.begin_of_document or None
         found[FAMILY] = self.model.family or BUILT_IN_FAMILY
         found["model.dropout"] = self.model.dropout
         return found | adapter_identity(self.model.adapter)

@@ -16,6 +16,18 @@ from autohet.runtime.job.requirements import (
     require_positive,
 )
 
+FIELDS_BY_KIND = {
+    "text": ("text",),
+    "chat": ("messages", "tools"),
+    "sharegpt": ("messages", "tools", "system"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+    "preference": ("chosen", "prompt", "rejected", "tools"),
+}
+"""Names in `data.fields` by kind; each record of the kind has the first."""
+JOINED_FIELDS = ("prompt", "completion")
+"""Names whose text may come from several fields."""
+NAMED_BY = {"text": "text_field", "messages": "messages_field"}
+"""Keys of `data` that name a field, too."""
 TrainOn = Literal["assistant", "completion", "turns", "all"]
 
 
@@ -54,19 +66,27 @@ class DataSection:
     A source is a file, directory, glob, `s3://bucket/prefix`, `hf://org/name` or
     `builtin:python-stdlib`, or a mapping of `path`, `weight`, `split` and `subset`.
     """
-    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
+    format: Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow"] = "auto"
     """File format; auto: by each file's content.
 
     Of a directory, glob or prefix the files of one kind are taken, never a README, a licence or a
     data card. A text file is one document; `json` is a file that is one JSON value, an array of
-    objects.
+    objects; `csv` has a first line with the columns' names.
     """
-    kind: Literal["text", "chat", "prompt_completion", "preference"] = "text"
+    kind: Literal["text", "chat", "sharegpt", "prompt_completion", "preference"] = "text"
     """Content of a record: text, a conversation, a `prompt` and its `completion`, or a preference.
 
-    A preference is a `prompt` with a `chosen` and a `rejected` answer. All fields of a record are
-    texts, or all are lists of messages; without a `prompt`, the messages that both answers begin
-    with are the prompt. A row holds one preference, each answer with its prompt in half of it.
+    `sharegpt` is a conversation as ShareGPT has it: turns with `from` and `value` in the field
+    `conversations`, and a field `system`. A preference is a `prompt` with a `chosen` and a
+    `rejected` answer. Each field is a text or a list of messages; beside messages, a text is the
+    user's prompt or the assistant's answer. Messages that both answers begin with are the prompt. A
+    row holds one preference, each answer with its prompt in half of it.
+    """
+    fields: dict[str, str | tuple[str, ...]] | None = None
+    """Fields of the records that hold what `kind` needs: `{prompt: question, completion: answer}`.
+
+    A list of fields is joined line by line, without the empty ones: `{prompt: [instruction, input],
+    completion: output}`. null: the fields have the names that `kind` gives them.
     """
     text_field: str = "text"
     """Field of a JSON object, or column of a Parquet file, that holds a document."""
@@ -108,19 +128,20 @@ class DataSection:
     preference is never packed.
     """
     begin_of_document: str | None = None
-    """Token before each document, unless it is there already; null: none.
+    """Token before each document, unless it is there already; an empty text: none.
 
-    Give the BOS token if the model was trained with one.
+    null: what the tokenizer's own post-processor adds to a text; a chat template adds its own.
     """
     skip_broken_lines: bool = False
     """Leave out and count lines and rows without a document (broken JSON, null, no text).
 
-    false: the first such line ends the preparation.
+    A file of which little can be read is an error. false: the first such line ends the preparation.
     """
-    tokenizer: str = "bytes"
-    """Tokenizer: `bytes`, a tokenizers JSON file, or a Hugging Face directory or id.
+    tokenizer: str = ""
+    """Tokenizer: `bytes`, a tokenizers JSON file, a Hugging Face directory, `id` or `id@revision`.
 
-    bytes: UTF-8 bytes 0-255, end of document = 0.
+    bytes: UTF-8 bytes 0-255, end of document = 0. Empty: that of `model.pretrained`, or bytes for a
+    model made from `model.config`.
     """
     trust_remote_code: bool = False
     """Let the tokenizer's own code run; `model.trust_remote_code` sets this key too."""
@@ -133,18 +154,45 @@ class DataSection:
     """
     build_timeout_s: float = 3600.0
     """Seconds that a worker waits while another process of its node builds the same dataset."""
+    held_out: float = 0.0
+    """Share of each source's rows that is not trained on; `evaluation.split` sets this key too."""
+    reads_held_out: bool = False
+    """Read the rows that are held out instead of the others, as an evaluation does."""
 
     def __post_init__(self) -> None:
         require(
             bool(self.source),
             "data.source is empty; name a file, directory, glob, s3:// prefix or builtin",
         )
-        require(
-            bool(self.tokenizer),
-            "data.tokenizer is empty; give bytes, a file, a directory or a hub id",
-        )
         require_positive("data.build_timeout_s", self.build_timeout_s)
+        require(
+            0 <= self.held_out < 1 and (self.held_out > 0 or not self.reads_held_out),
+            f"data.held_out is {self.held_out}, but must be in [0, 1), and above 0 to be read",
+        )
+        self._check_fields()
         self._check_kind()
+
+    def _check_fields(self) -> None:
+        known = FIELDS_BY_KIND[self.kind]
+        for name, given in (self.fields or {}).items():
+            require(
+                name in known,
+                f"data.fields names {name!r}, which data.kind {self.kind} does not read; known"
+                f" here: {', '.join(known)}",
+            )
+            require(
+                bool(given) and (name in JOINED_FIELDS or isinstance(given, str)),
+                f"data.fields.{name} is {given!r}; give one field, or a list for"
+                f" {' or '.join(JOINED_FIELDS)}",
+            )
+            require(
+                name not in NAMED_BY or getattr(self, NAMED_BY[name]) == name,
+                f"data.fields names {name!r}, and data.{NAMED_BY.get(name)} too; leave one out",
+            )
+        require(
+            "text" not in (self.fields or {}) or self.tokens_field is None,
+            "data.fields names 'text', but data.tokens_field is given; leave one out",
+        )
 
     def _check_kind(self) -> None:
         require(
@@ -201,6 +249,7 @@ class DataSection:
             "chat": "assistant",
             "prompt_completion": "completion",
             "preference": "completion",
+            "sharegpt": "assistant",
         }
         return by_kind.get(self.kind, "all")
 
@@ -222,15 +271,22 @@ class DataSection:
         """True if rows carry marks of targets and pieces beside their tokens."""
         return self.kind != "text" or self.isolates or self.packs_best_fit
 
+    def field_of(self, name: str) -> str | tuple[str, ...]:
+        """Return the field of a record, or the fields, for a name of `fields`."""
+        if name in (self.fields or {}):
+            return (self.fields or {})[name]
+        named = str(getattr(self, NAMED_BY[name])) if name in NAMED_BY else name
+        if self.kind == "sharegpt" and named == "messages":
+            return "conversations"
+        return named
+
     @property
     def record_field(self) -> str:
         """Field that a record must have to be data."""
-        by_kind = {
-            "chat": self.messages_field,
-            "prompt_completion": "prompt",
-            "preference": "chosen",
-        }
-        return by_kind.get(self.kind, self.tokens_field or self.text_field)
+        if self.tokens_field is not None:
+            return self.tokens_field
+        field = self.field_of(FIELDS_BY_KIND[self.kind][0])
+        return field if isinstance(field, str) else field[0]
 
     @property
     def entries(self) -> tuple[SourceEntry, ...]:
@@ -264,10 +320,16 @@ class DataSection:
 class EvaluationSection:
     """Loss on rows that are not trained on, by forward passes through the training plan."""
 
-    source: str | tuple[str | SourceEntry, ...]
-    """Source of the evaluation rows, as `data.source`.
+    source: str | tuple[str | SourceEntry, ...] | None = None
+    """Source of the evaluation rows, as `data.source`; null: `split` gives them.
 
     All other keys of `data` hold for it too. Its rows are read in their order, without weights.
+    """
+    split: float | None = None
+    """Share of the rows of `data` to evaluate instead of training on them, such as 0.02.
+
+    They are drawn from each source, in an order that depends on the data alone. Documents of a kind
+    other than text are in one row; a text that is cut at a row's end may be in two.
     """
     every_steps: int = 100
     """Steps between evaluations; one more follows the last step."""
@@ -277,7 +339,14 @@ class EvaluationSection:
     """Limit on the rows that an evaluation reads, from the first on; null: all."""
 
     def __post_init__(self) -> None:
-        require(bool(self.source), "evaluation.source is empty; name a file, as data.source")
+        require(
+            bool(self.source) != (self.split is not None),
+            "evaluation needs one of source (files) and split (a share of data's rows)",
+        )
+        require(
+            self.split is None or 0 < self.split < 1,
+            f"evaluation.split is {self.split}, but must be a share between 0 and 1, such as 0.02",
+        )
         require_at_least("evaluation.every_steps", self.every_steps, 1)
         require_at_least("evaluation.max_sequences", self.max_sequences, 1)
 

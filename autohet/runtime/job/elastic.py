@@ -122,7 +122,7 @@ class ElasticSection:
     """Seconds of silence after which a worker counts as dead; null: step_timeout_s / 6, or 10 s.
 
     A worker whose process was stopped, or whose whole node is silent, is found frozen earlier
-    (autohet/driver/README.md, "Silence").
+    (docs/guides/node_leaves.md, "How silence becomes a death").
     """
     quiesce_timeout_s: float | None = None
     """Seconds until interrupted workers must have reported their state.

@@ -39,6 +39,8 @@ MAY_CHANGE = frozenset(
         "data.cache",
         "data.build_timeout_s",
         "data.trust_remote_code",
+        # It decides how weights are drawn, and a run that goes on has its own.
+        "model.config.initializer_range",
     }
 )
 """Keys of `training` and `data` that may differ between two parts of a run.
@@ -53,6 +55,8 @@ PLACES = frozenset({"storage", "memory_directory", "local_directory", "allow_cha
 """Fields of the free sections that say where a run is, not what it is."""
 DATA_DIGEST = "data.sha256"
 """SHA-256 of all tokens of the run's dataset."""
+DATA_SOURCE = "data.source"
+"""Place of the data: it may change where DATA_DIGEST is recorded, which the nodes compare."""
 PRETRAINED = "model.pretrained"
 FROM_SEED = "none: drawn from training.seed"
 FAMILY = "model.family"
@@ -113,13 +117,38 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[KeyChange]:
     return [KeyChange(key, then[key], now[key]) for key in shared if then[key] != now[key]]
 
 
-def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to a checkpoint's scalars the behaviour of its version for keys that are newer."""
+IMPLIED: Mapping[str, Value] = {
+    "training.no_decay": "none",
+    "training.objective": "cross_entropy",
+    "training.label_smoothing": 0.0,
+    "training.z_loss": 0.0,
+    "training.router_balance": "none",
+    "data.kind": "text",
+    "data.train_on": None,
+    "data.isolate_documents": None,
+    "data.packing": None,
+    "data.begin_of_document": None,
+    "data.skip_broken_lines": False,
+}
+"""Behaviour of releases that lacked these keys: their manifests are of version 2 (autohet 0.1.0).
+
+The first of them recorded no key but the seed.
+"""
+
+
+def with_implied(scalars: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to a checkpoint's scalars what its release did, for the missing keys that `now` changes.
+
+    `now` is the job's identity.
+    """
     found = dict(scalars)
-    if found.get("training.weight_decay"):
-        found.setdefault("training.no_decay", "none")
-    if "training.seed" in found:
-        found.setdefault("training.objective", "cross_entropy")
+    records_keys = any(key.startswith("training.") for key in scalars)
+    decay = scalars if records_keys else now
+    for key, value in IMPLIED.items():
+        has_effect = key != "training.no_decay" or decay.get("training.weight_decay")
+        # None and False are what a release did that lacked the key.
+        if has_effect and now.get(key) not in (None, False):
+            found.setdefault(key, value)
     return found
 
 

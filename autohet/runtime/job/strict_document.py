@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME
 from planner.errors import ConfigError
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def to_dataclass(document: Mapping[str, Any], cls: type[T], what: str) -> T:
         ConfigError: unknown or missing keys, wrong types or values.
     """
     document = plain_values(document)
-    check_document_keys(document, cls, what)
+    check_document_keys(document, cls, what, cls)
     document = _with_off(document, cls)
     try:
         return msgspec.convert(document, cls, strict=True)
@@ -117,30 +118,51 @@ def plain_values(value: Any) -> Any:
     return value
 
 
-def check_document_keys(document: Mapping[str, Any], cls: type, what: str, where: str = "") -> None:
+def check_document_keys(
+    document: Mapping[str, Any],
+    cls: type,
+    what: str,
+    root: type,
+    where: str = "",
+) -> None:
     """Check that `cls` has every key of `document`, at any depth.
 
+    root: dataclass of the whole document.
+
     Raises:
-        ConfigError: for the first unknown key; suggests a near miss.
+        ConfigError: for the first unknown key; suggests one that was probably meant.
     """
     hints = typing.get_type_hints(cls)
     known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     for key, value in document.items():
         if key not in known:
-            raise ConfigError(_unknown_key(key, known, what, where))
-        _check_value_keys(value, known[key], what, f"{where}{key}")
+            raise ConfigError(_unknown_key(key, known, what, root, where))
+        _check_value_keys(value, known[key], what, root, f"{where}{key}")
 
 
-def _check_value_keys(value: Any, hint: Any, what: str, where: str) -> None:
+def _check_value_keys(value: Any, hint: Any, what: str, root: type, where: str) -> None:
     if isinstance(value, Mapping):
         nested = _dataclass_in(hint)
         if nested is not None:
-            check_document_keys(value, nested, what, where + ".")
+            check_document_keys(value, nested, what, root, where + ".")
     elif isinstance(value, list | tuple):
         element = _element_of(hint)
         for index, item in enumerate(value):
             if element is not None:
-                _check_value_keys(item, element, what, f"{where}[{index}]")
+                _check_value_keys(item, element, what, root, f"{where}[{index}]")
+
+
+def _paths_by_key(cls: type, where: str = "") -> dict[str, str]:
+    """Return the path of each key in a document's sections, and of each name that others use."""
+    paths = dict(KEY_BY_OTHER_NAME) if not where else {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        nested = _dataclass_in(hints[field.name])
+        if nested is not None:
+            paths = _paths_by_key(nested, f"{where}{field.name}.") | paths
+        elif where:
+            paths[field.name] = where + field.name
+    return paths
 
 
 def _with_off(document: Mapping[str, Any], cls: type) -> dict[str, Any]:
@@ -190,11 +212,14 @@ def _dataclass_in(hint: Any) -> type | None:
     return None
 
 
-def _unknown_key(key: object, known: Iterable[str], what: str, where: str) -> str:
+def _unknown_key(key: object, known: Iterable[str], what: str, root: type, where: str) -> str:
     names = list(known)
     near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
     hint = f"known here: {', '.join(names)}"
-    if near:
+    paths = _paths_by_key(root)
+    if str(key) in paths:
+        hint = f"did you mean {paths[str(key)]}?"
+    elif near:
         hint = f"did you mean {where}{near[0]}?"
     return f"unknown key {where}{key} in the {what}; {hint}"
 

@@ -142,7 +142,7 @@ def _sources(
         candidates.append(f"{family.head}.weight")
     experts = None
     if family.expert_names is not None:
-        candidates.append(family.expert_names.stored(name))
+        candidates.append(family.expert_names.stored_name(name))
         experts = family.expert_names.matrices(name, num_experts(config) or 0)
     for candidate in candidates:
         if candidate in files:

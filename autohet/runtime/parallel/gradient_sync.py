@@ -190,7 +190,7 @@ class GradientSync:
         """Announce that the next backward pass is the step's last."""
         self._is_last = True
 
-    def _accumulated(self, name: str, parameter: Tensor) -> None:
+    def _take_accumulated(self, name: str, parameter: Tensor) -> None:
         """Add a microbatch's gradient to the pieces, and start the sums that waited for it last."""
         found = parameter.grad
         is_in_buffer = found is self._whole.get(name)
@@ -295,7 +295,7 @@ def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None
     def on_accumulated(parameter: Tensor) -> None:
         alive = sync()
         if alive is not None:
-            alive._accumulated(name, parameter)
+            alive._take_accumulated(name, parameter)
 
     return on_accumulated
 

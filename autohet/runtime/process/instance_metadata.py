@@ -113,19 +113,19 @@ class InstanceMetadata:
 
     def instance_id(self) -> str:
         if self._instance_id is None:
-            self._instance_id = self._required("/latest/meta-data/instance-id")
+            self._instance_id = self._require("/latest/meta-data/instance-id")
         return self._instance_id
 
     def instance_type(self) -> str:
         """Return the instance type, for example g5.xlarge."""
-        return self._required("/latest/meta-data/instance-type")
+        return self._require("/latest/meta-data/instance-type")
 
     def availability_zone(self) -> str:
-        return self._required("/latest/meta-data/placement/availability-zone")
+        return self._require("/latest/meta-data/placement/availability-zone")
 
     def market_type(self) -> str:
         """Return `spot` or `on-demand` (or another life cycle that EC2 adds)."""
-        return self._required("/latest/meta-data/instance-life-cycle")
+        return self._require("/latest/meta-data/instance-life-cycle")
 
     def interruption(self) -> InstanceNotice | None:
         """Return the current interruption notice, or None."""
@@ -147,7 +147,7 @@ class InstanceMetadata:
         moment = _unix_time(found[0].get("noticeTime"), REBALANCE_PATH)
         return InstanceNotice(self.instance_id(), "rebalance", "rebalance", moment)
 
-    def _required(self, path: str) -> str:
+    def _require(self, path: str) -> str:
         answer = self._get(path)
         if answer is None:
             raise MetadataUnavailable(f"the metadata service knows no {path}")

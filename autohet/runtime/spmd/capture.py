@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from planner.errors import ConfigError
 from planner.spmd.graph import MOST_UNITS, Graph, GraphNode, NodeKind
-from planner.spmd.operators import Operation, Ref, numbered, operator_node
+from planner.spmd.operators import Operation, Ref, next_name, operator_node
 
 IGNORED_TARGET = -100
 _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
@@ -163,7 +163,7 @@ class _Reader:
         for name, node in self.nodes.items():
             new[name] = name
             if node.kind == "op":
-                new[name] = numbered(node.op, counts)
+                new[name] = next_name(node.op, counts)
 
         nodes: dict[str, GraphNode] = {}
         for name, node in self.nodes.items():

@@ -152,7 +152,7 @@ def convert(
         parts: Sequence[Tensor] = tensor.split(sizes, target.dim)
         return parts[group.rank]
 
-    def moved(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
+    def move(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
         match conversion_between(source, target):
             case "all_gather":
                 return gather_parts(group, x, source.dim, lengths(source.dim), variant)
@@ -174,8 +174,8 @@ def convert(
     return apply(
         _Dual,
         tensor,
-        lambda x: moved(x, source, target),
-        lambda g: moved(g, target.dual, source.dual),
+        lambda x: move(x, source, target),
+        lambda g: move(g, target.dual, source.dual),
     )
 
 

@@ -20,7 +20,7 @@ from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.spmd.capture import Captured, capture
 from autohet.runtime.spmd.repeated_blocks import ShortModel
 from planner.errors import ConfigError
-from planner.spmd.decoder import WHOLE, Decoder
+from planner.spmd.graph import WHOLE, Decoder
 
 
 class _Loss(nn.Module):

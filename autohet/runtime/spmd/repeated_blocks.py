@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from planner.spmd.graph import Graph, GraphNode
-from planner.spmd.operators import numbered
+from planner.spmd.operators import next_name
 
 
 class _Border(NamedTuple):
@@ -110,6 +110,6 @@ class _Grown:
                     name = new + name.removeprefix(old)
                 self.nodes.setdefault(name, replace(read, name=name))
             inputs.append(names.get(name, name))
-        names[node.name] = numbered(node.op, self.counts)
+        names[node.name] = next_name(node.op, self.counts)
         copied = replace(node, name=names[node.name], inputs=tuple(inputs))
         self.nodes[copied.name] = copied

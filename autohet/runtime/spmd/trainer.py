@@ -51,7 +51,7 @@ def _capture_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProg
     captured = capture_language_model(
         setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype
     )
-    placed = plan.spmd.placed(captured.graph)
+    placed = plan.spmd.place(captured.graph)
     constants: dict[str, Tensor] = {}
     for name, value in captured.constants.items():
         constants[name] = value.to(setup.device)

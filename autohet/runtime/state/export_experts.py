@@ -31,8 +31,8 @@ def split_experts(weights: ExportedWeights, names: ExpertNames) -> ExportedWeigh
     for name, spec in weights.specs.items():
         experts = names.matrices(name, spec.shape[0])
         if experts is None:
-            specs[names.stored(name)] = spec
-            places[names.stored(name)] = _Place(name)
+            specs[names.stored_name(name)] = spec
+            places[names.stored_name(name)] = _Place(name)
             continue
         rows = spec.shape[1] // len(experts[0])
         for expert, parts in enumerate(experts):

@@ -21,11 +21,13 @@ from autohet.runtime.data.tokenization import (
     BYTES_VOCAB_SIZE,
     Tokenizer,
     load_tokenizer,
+    split_revision,
 )
 from autohet.runtime.job import Job
 from autohet.runtime.state.export_config import default_generation_config
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
+from recovery.storage.contents import holds
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -70,14 +72,13 @@ class ModelFiles:
         return f"{PREFIX}{digest.hexdigest()[:16]}/"
 
     def store(self, storage: Storage) -> dict[str, str]:
-        """Store the files that are missing; return the manifest's scalar that names their prefix.
+        """Store what is missing or damaged; return the manifest's scalar that names the prefix.
 
         Raises:
             StorageError: the storage does not accept them.
         """
-        sizes = {info.name: info.size for info in storage.list(self.prefix)}
         for name, content in self.contents.items():
-            if sizes.get(self.prefix + name) != len(content):
+            if not holds(storage, self.prefix + name, content):
                 storage.put(self.prefix + name, content)
         return {SCALAR: self.prefix}
 
@@ -127,7 +128,7 @@ def _tokenizer_files(job: Job) -> dict[str, bytes]:
     if job.data is None:
         return {}
     name = job.data.tokenizer
-    if name == "bytes":
+    if name in ("", "bytes"):
         return _byte_tokenizer()
     contents = _of_file(Path(name), job) if Path(name).is_file() else _of_directory(name)
     if not contents:
@@ -139,9 +140,10 @@ def _tokenizer_files(job: Job) -> dict[str, bytes]:
 
 def _of_directory(name: str) -> dict[str, bytes]:
     """Return the tokenizer files of a directory or hub id."""
+    source, revision = split_revision(name)
     contents = {}
     for file in TOKENIZER_FILES:
-        content = _content(name, file, None)
+        content = _content(source, file, revision)
         if content is not None:
             contents[file] = content
     return contents

@@ -138,7 +138,7 @@ class EvaluationRows:
 
     def batch(self, index: int, sequences: range) -> Batch:
         """Return tokens and targets of these positions, in the shapes of `Batches`."""
-        rows = _read_rows(self.dataset, self._present(index, sequences))
+        rows = _read_rows(self.dataset, self._present_rows(index, sequences))
         tokens, targets = _batch_of(rows.to(self.device))
         is_missing = self._indices(index, sequences) >= self.num_rows
         missing = torch.from_numpy(is_missing).to(self.device)
@@ -151,10 +151,10 @@ class EvaluationRows:
 
     def begins(self, index: int, sequences: range) -> Tensor:
         """Return `Batches.begins` for evaluation rows of a data set that isolates documents."""
-        _, begins = self.dataset.marks(self._present(index, sequences))
+        _, begins = self.dataset.marks(self._present_rows(index, sequences))
         return torch.from_numpy(begins[:, :-1])
 
-    def _present(self, index: int, sequences: range) -> NDArray[np.int64]:
+    def _present_rows(self, index: int, sequences: range) -> NDArray[np.int64]:
         """Return the row to read for each position; one without a row gets the last."""
         return np.minimum(self._indices(index, sequences), self.num_rows - 1)
 

@@ -15,7 +15,7 @@ from planner.errors import ConfigError
 from planner.inputs.catalogue import canonical_gpu_type
 from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import Fleet, NodeType
-from planner.inputs.formats import can_compute, check_formats
+from planner.plans.formats import can_compute, check_formats
 from planner.plans.plan import ComputeFormat, Plan
 
 logger = logging.getLogger("autohet")

@@ -149,10 +149,10 @@ class ReplicaCheck:
         repaired = self._reload_frozen(table)
         found = []
         for index, each in enumerate(self._shared):
-            held = self._held(table, index)
+            held = self._held_checksums(table, index)
             if is_frozen(each.shard):
                 # A holder whose bits changed by reading them again had wrong ones.
-                right = self._held(repaired, index)
+                right = self._held_checksums(repaired, index)
                 wrong = tuple(holder for holder in each.holders if held[holder] != right[holder])
                 if wrong:
                     found.append(self._mismatch(step, each.shard, wrong, ORIGIN))
@@ -163,7 +163,7 @@ class ReplicaCheck:
                 found.append(self._mismatch(step, each.shard, others, owner))
         return tuple(found)
 
-    def _held(self, table: Tensor, index: int) -> dict[str, int]:
+    def _held_checksums(self, table: Tensor, index: int) -> dict[str, int]:
         """Return the checksum of a shared shard by holder, in order of names."""
         found: dict[str, int] = {}
         for holder in self._shared[index].holders:
@@ -185,7 +185,7 @@ class ReplicaCheck:
         differing: set[int] = set()
         for index, each in enumerate(self._shared):
             if is_frozen(each.shard):
-                checksums_of_holders = set(self._held(table, index).values())
+                checksums_of_holders = set(self._held_checksums(table, index).values())
                 if len(checksums_of_holders) > 1:
                     differing.add(index)
         if not differing:

@@ -75,11 +75,11 @@ def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) 
     found = {}
     for kind in cluster.node_types:
         recorded_source = recorded.sources.get(kind.name)
-        found[kind.name] = recorded_source or _constant(kind, _entry(document, kind.name))
+        found[kind.name] = recorded_source or _constant_source(kind, _entry(document, kind.name))
     return found
 
 
-def _constant(kind: NodeType, entry: Mapping[str, Any]) -> str:
+def _constant_source(kind: NodeType, entry: Mapping[str, Any]) -> str:
     if kind.usd_per_hour is None:
         return "no price is known: its hours count as free"
     if PRICE_LABEL in (entry.get("labels") or {}):
@@ -155,7 +155,7 @@ def _from_history(
     rows: list[PriceRow] = []
     sources = {}
     for name, points in found.items():
-        sources[name] = _said(points, begin)
+        sources[name] = _source_of(points, begin)
         for point in points:
             # A point before the beginning has a negative second: its price holds from 0 on.
             time_s = (point.since - begin).total_seconds()
@@ -163,7 +163,7 @@ def _from_history(
     return RecordedPrices(rows, sources)
 
 
-def _said(points: Sequence[PricePoint], begin: datetime) -> str:
+def _source_of(points: Sequence[PricePoint], begin: datetime) -> str:
     return (
         f"over time, EC2's spot price history of {points[0].instance_type} in {points[0].zone}; the"
         f" trace begins at {begin.isoformat()}"

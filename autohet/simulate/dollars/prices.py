@@ -70,7 +70,7 @@ class PriceHistory:
 
     def at(self, kinds: Mapping[str, NodeType], time_s: float) -> dict[str, NodeType]:
         """Return these node types at their prices of `time_s`."""
-        return self._priced(kinds, lambda name: self.usd_per_hour(name, time_s))
+        return self._with_prices(kinds, lambda name: self.usd_per_hour(name, time_s))
 
     def cheapest(self, kinds: Mapping[str, NodeType], end_s: float) -> dict[str, NodeType]:
         """Return these node types at their lowest prices from 0 until `end_s`."""
@@ -78,9 +78,9 @@ class PriceHistory:
         def lowest(name: str) -> float:
             return min(usd for _, usd in self.steps(name, end_s))
 
-        return self._priced(kinds, lowest)
+        return self._with_prices(kinds, lowest)
 
-    def _priced(
+    def _with_prices(
         self, kinds: Mapping[str, NodeType], usd_per_hour: Callable[[str], float]
     ) -> dict[str, NodeType]:
         """Return these node types, with new prices for those that have rows.

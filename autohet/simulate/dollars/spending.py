@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.driver.loop.zone_bill import ZoneBill
+from autohet.driver.events.zone_bill import ZoneBill
 from autohet.runtime.messages import GenerationOrder
 from autohet.simulate.costs import Costs
 from autohet.simulate.fleet.order_bytes import checkpoint_bytes

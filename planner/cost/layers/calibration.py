@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
@@ -22,7 +22,6 @@ from planner.plans.plan import Plan
 
 ModelOf = Callable[[Plan, CostParameters], CostModel]
 """Makes the cost model of a plan (its length, its precision) with some parameters."""
-Floats = NDArray[np.float64]
 MEASURED_SPREAD = 0.04
 SPREADS = {
     "launch_exposure": 0.1,
@@ -125,7 +124,7 @@ def _mean_error(
     return float(np.abs(predicted / measured - 1).mean())
 
 
-def moved(defaults: CostParameters, spreads: dict[str, float], steps: Floats) -> CostParameters:
+def move(defaults: CostParameters, spreads: dict[str, float], steps: Floats) -> CostParameters:
     """Multiply each named parameter of `defaults` by exp(step * spread).
 
     A last step beyond them moves stage_overhead_s.
@@ -151,13 +150,13 @@ def _fit_times(
     log_measured = np.log([run.measured_s for run in runs])
 
     def residuals(steps: Floats) -> Floats:
-        parameters = moved(defaults, SPREADS, steps)
+        parameters = move(defaults, SPREADS, steps)
         predicted = _predict_s(runs, model_of, parameters)
         errors = (np.log(predicted) - log_measured) / MEASURED_SPREAD
         return np.concatenate([_soften(errors), steps])
 
     steps = _least_squares(residuals, len(SPREADS) + 1)
-    return moved(defaults, SPREADS, steps)
+    return move(defaults, SPREADS, steps)
 
 
 def _fit_memory(
@@ -171,7 +170,7 @@ def _fit_memory(
     log_measured = np.log([float(run.measured_memory_bytes or 1.0) for run in known])
 
     def residuals(steps: Floats) -> Floats:
-        parameters = moved(defaults, MEMORY_SPREADS, steps)
+        parameters = move(defaults, MEMORY_SPREADS, steps)
         peaks = []
         for run in known:
             memory = model_of(run.plan, parameters).memory_of
@@ -180,7 +179,7 @@ def _fit_memory(
         return np.concatenate([_soften(errors), steps])
 
     steps = _least_squares(residuals, len(MEMORY_SPREADS))
-    return moved(defaults, MEMORY_SPREADS, steps)
+    return move(defaults, MEMORY_SPREADS, steps)
 
 
 def _soften(residuals: Floats) -> Floats:
@@ -202,9 +201,7 @@ def _least_squares(residuals: Callable[[Floats], Floats], size: int) -> Floats:
     damping = 1.0
     current = residuals(steps)
     for _ in range(30):
-        columns = []
-        for unit in np.eye(size):
-            columns.append((residuals(steps + 1e-3 * unit) - current) / 1e-3)
+        columns = [(residuals(steps + 1e-3 * unit) - current) / 1e-3 for unit in np.eye(size)]
         jacobian = np.stack(columns, axis=1)
         gradient = jacobian.T @ current
         curvature = jacobian.T @ jacobian

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.cost.parameters import CostParameters
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ from planner.cost.layers.roofline import (
 from planner.cost.memory.training_bytes import VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
-from planner.inputs.catalogue import GpuType, canonical_gpu_type, find_gpu_type
+from planner.inputs.catalogue import GpuType, canonical_gpu_type, find_gpu_type, read_rows
 from planner.inputs.profile import ProfileTable
 from planner.plans.model_spec import LayerSpec, ModelSpec
-from planner.plans.profile_models import measured_model
 
 # One large matrix product runs at a higher rate than a whole block (1.75 times in Sailor's GH200
 # profile of OPT-350M).
@@ -235,6 +234,20 @@ def _references_on(
     return ()
 
 
+@cache
+def _measured_models() -> dict[str, LayerSpec]:
+    """Return one block of each model of the bundled measurements."""
+    models = {}
+    for row in read_rows("profile_models.csv"):
+        num_parameters = int(row["parameters_per_layer"])
+        models[row["model"]] = LayerSpec(
+            parameters=num_parameters,
+            matmul_parameters=num_parameters,
+            attention_width=int(row["hidden_size"]),
+        )
+    return models
+
+
 def references(tables: tuple[ProfileTable, ...]) -> list[Reference]:
     """Every measured tp-1 block of a known model as a line in FLOPs."""
     found = list[Reference]()
@@ -247,7 +260,7 @@ def references(tables: tuple[ProfileTable, ...]) -> list[Reference]:
 def _table_references(table: ProfileTable) -> tuple[Reference, ...]:
     found = []
     for key in table.keys:
-        layer = measured_model(key.model)
+        layer = _measured_models().get(key.model)
         if layer is None or key.tp_degree != 1 or find_gpu_type(key.gpu_type) is None:
             continue
 

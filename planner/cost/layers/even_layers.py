@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.cost.layers.curves import Curve, PointSplit, make_curve
 from planner.cost.layers.estimate import (
     Estimate,
@@ -34,7 +34,6 @@ from planner.inputs.catalogue import canonical_gpu_type, find_gpu_type
 from planner.inputs.profile import Measurement, ProfileKey, default_profile
 from planner.plans.model_spec import LayerSpec
 
-Floats = NDArray[np.float64]
 LEAST_OWN = 0.2
 """Least share of a layer's time that is not communication, whatever links predict for that."""
 MOST_COMMUNICATION = 0.6
@@ -171,9 +170,9 @@ class EvenLayerTimes:
     ) -> tuple[float, float, float]:
         """Return forward, backward and update seconds; add what is estimated to `notes`."""
         if points:
-            forward, backward = self._measured(asked, points)
+            forward, backward = self._from_measurements(asked, points)
         else:
-            forward, backward = self._unmeasured(asked, notes)
+            forward, backward = self._estimate_or_borrow(asked, notes)
         update = _first_update_s(points)
         if update is None:
             update = self._update_at_other_degree_s(asked)
@@ -197,7 +196,7 @@ class EvenLayerTimes:
         there = asked.layer.parameters_per_worker(degree)
         return update_s * (here / max(there, 1))
 
-    def _measured(
+    def _from_measurements(
         self, asked: LayerOnGroup, points: Mapping[int, Measurement]
     ) -> tuple[float, float]:
         """Return forward and backward seconds from this layer's measurements at this TP degree."""
@@ -261,7 +260,7 @@ class EvenLayerTimes:
             return 0.0
         return self.tp_communication_s(asked.gpu_type, asked.tp_degree, asked.microbatch)
 
-    def _unmeasured(self, asked: LayerOnGroup, notes: list[str]) -> tuple[float, float]:
+    def _estimate_or_borrow(self, asked: LayerOnGroup, notes: list[str]) -> tuple[float, float]:
         measured = self.measured
         if measured.dtype == "fp8" and not measured.keys_of(asked.gpu_type):
             return self._from_bf16(asked, notes)
@@ -271,7 +270,7 @@ class EvenLayerTimes:
         if self.borrow:
             source = measured.nearest_key(asked.gpu_type, asked.name)
             if source is not None:
-                return self._borrowed(source, asked, notes)
+                return self._borrow(source, asked, notes)
 
         found = self._estimate(asked)
         notes.append(
@@ -293,7 +292,7 @@ class EvenLayerTimes:
         points: those of `degree`.
         """
         there = replace(asked, tp_degree=degree)
-        forward, backward = self._measured(there, points)
+        forward, backward = self._from_measurements(there, points)
         had_s = self._communication_s(there)
         added_s = self._communication_s(asked)
         ratio = degree / asked.tp_degree
@@ -317,7 +316,7 @@ class EvenLayerTimes:
         length = self.measured.sequence_length
         return LayerWork(asked.kind, asked.layer, dtype, length, asked.microbatch, asked.tp_degree)
 
-    def _borrowed(
+    def _borrow(
         self, source: ProfileKey, asked: LayerOnGroup, notes: list[str]
     ) -> tuple[float, float]:
         """Scale this model's own times at `source` by the ratio of the estimates here and there."""

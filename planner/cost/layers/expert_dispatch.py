@@ -18,8 +18,8 @@ from math import comb
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.cost.basis import CostBasis
 from planner.cost.layers.even_layers import LEAST_OWN, LayerTimes
 from planner.cost.layers.experts import USUAL_LOAD_SPREAD, imbalance
@@ -28,8 +28,6 @@ from planner.errors import ConfigError
 from planner.inputs.fleet import Member, NodeType
 from planner.plans.model_spec import Experts, LayerSpec
 from planner.plans.plan import Plan, Stage, TensorShare
-
-Floats = NDArray[np.float64]
 
 ROUTING_BYTES = 8
 """Index and weight of a token's expert, in fp32."""

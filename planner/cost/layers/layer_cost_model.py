@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.cost.basis import CostBasis
 from planner.cost.layers.even_layers import LayerTimes
 from planner.cost.layers.expert_dispatch import DispatchCosts
@@ -12,12 +12,11 @@ from planner.cost.layers.layer_costs import Assumed, LayerCosts
 from planner.cost.layers.layer_times import LayerTimesByFormat
 from planner.cost.memory.offload import offloaded_update_s
 from planner.cost.memory.training_bytes import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms
-from planner.cost.memory.worker_memory import WorkerMemory
+from planner.cost.memory.worker_memory import MemoryUse, WorkerMemory
 from planner.inputs.fleet import NodeType
 from planner.plans.communicators import LEAST_OF_A_GROUP, MOSTLY
 from planner.plans.plan import TensorShare
 
-Floats = NDArray[np.float64]
 CostsByUse = dict[tuple[NodeType, int, int, TensorShare | None], LayerCosts]
 """Costs of layers by node type, TP degree, microbatch size and share."""
 
@@ -125,11 +124,11 @@ class LayerCostModel:
         self, compute: str, tp_degree: int, microbatch: int, share: TensorShare | None
     ) -> MemoryTerms:
         assumed = self._assumed
-        whole = self._memory.terms(compute, tp_degree, microbatch, assumed.recompute, share)
-        memory = whole.shared(assumed.holders)
+        use = MemoryUse(compute, tp_degree, microbatch, assumed.recompute, share)
+        memory = self._memory.terms(use).share_out(assumed.holders)
         if assumed.at_least is None:
             return memory
-        least = self._memory.terms(compute, tp_degree, microbatch, assumed.at_least, share)
+        least = self._memory.terms(use._replace(recompute=assumed.at_least))
         activations = np.minimum(memory.activation_bytes, least.activation_bytes)
         return replace(memory, activation_bytes=activations)
 

@@ -3,12 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from planner.arrays import Floats
 from planner.plans.plan import Recompute
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

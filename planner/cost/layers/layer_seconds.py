@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.cost.layers.even_layers import LEAST_OWN, EvenLayerTimes, LayerTimes
 from planner.cost.layers.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.layers.measured_layers import MeasuredLayers
@@ -18,10 +19,27 @@ from planner.inputs.catalogue import canonical_gpu_type, find_gpu_type
 from planner.plans.model_spec import Experts, LayerSpec
 from planner.plans.plan import Recompute, TensorShare
 
-Floats = NDArray[np.float64]
 # of a block's forward, where the device's memory bandwidth is not known: what `selective` computes
 # again
 SELECTIVE_FORWARD = 0.2
+
+
+class _Rank(NamedTuple):
+    """One rank of a group of one GPU type. share: its own; None: 1 / TP degree."""
+
+    gpu_type: str
+    tp_degree: int
+    microbatch: int
+    share: TensorShare | None
+
+    @property
+    def group(self) -> tuple[str, int, int]:
+        return self.gpu_type, self.tp_degree, self.microbatch
+
+    @property
+    def fraction(self) -> float:
+        """Part that it has of what its group cuts."""
+        return 1 / self.tp_degree if self.share is None else self.share.fraction
 
 
 class LayerTimeModel:
@@ -58,68 +76,42 @@ class LayerTimeModel:
         backward of blocks what it recomputes. share: the worker's share in a group of `tp_degree`
         workers that share the layers unevenly; None: 1 / TP degree.
         """
-        found = self._single_pass(gpu_type, tp_degree, microbatch, recompute, share)
+        rank = _Rank(canonical_gpu_type(gpu_type), tp_degree, microbatch, share)
+        found = self._single_pass(rank, recompute)
         passes = self._spec.forward_passes
         return found if passes == 1 else replace(found, forward_s=passes * found.forward_s)
 
-    def _single_pass(
-        self,
-        gpu_type: str,
-        tp_degree: int,
-        microbatch: int,
-        recompute: Recompute = "none",
-        share: TensorShare | None = None,
-    ) -> LayerTimes:
+    def _single_pass(self, rank: _Rank, recompute: Recompute) -> LayerTimes:
         """Return `times` for a step with one forward pass."""
-        gpu_type = canonical_gpu_type(gpu_type)
-        held = self._experts.of_share(share) if self._experts and share else None
-        key = (gpu_type, tp_degree, microbatch, recompute, _fraction(tp_degree, share), held)
+        held = self._experts.of_share(rank.share) if self._experts and rank.share else None
+        key = (*rank.group, recompute, rank.fraction, held)
         known = self._cache.get(key)
         if known is None:
             if recompute == "none":
-                known = self._keeping(gpu_type, tp_degree, microbatch, share)
+                known = self._without_recomputation(rank)
             else:
-                known = self._recomputing(gpu_type, tp_degree, microbatch, recompute, share)
+                known = self._with_recomputation(rank, recompute)
             self._cache[key] = known
         return known
 
-    def _keeping(
-        self, gpu_type: str, tp_degree: int, microbatch: int, share: TensorShare | None
-    ) -> LayerTimes:
+    def _without_recomputation(self, rank: _Rank) -> LayerTimes:
         """Return the times of a worker that recomputes nothing."""
-        if share is None:
-            times = self.even.times(gpu_type, tp_degree, microbatch)
+        if rank.share is None:
+            times = self.even.times(*rank.group)
         else:
-            times = self._between(gpu_type, tp_degree, microbatch, share.fraction)
-        return self._unbalanced(times, gpu_type, tp_degree, microbatch, share)
+            times = self._interpolate(rank)
+        return self._with_largest_load(times, rank)
 
-    def _recomputing(
-        self,
-        gpu_type: str,
-        tp_degree: int,
-        microbatch: int,
-        recompute: Recompute,
-        share: TensorShare | None,
-    ) -> LayerTimes:
+    def _with_recomputation(self, rank: _Rank, recompute: Recompute) -> LayerTimes:
         """Return the times of a worker whose backward includes what it recomputes."""
         # the runtime does not compile blocks that recompute selectively
         model = self._eager if recompute == "selective" else self
-        whole = model._single_pass(gpu_type, tp_degree, microbatch, share=share)
-        cut = 1 / _fraction(tp_degree, share)
-        blocks_s = whole.forward_s[1:-1]
-        again_s = self._again_s(gpu_type, cut, microbatch, blocks_s, recompute)
+        whole = model._single_pass(rank, "none")
         backward_s = whole.backward_s.copy()
-        backward_s[1:-1] += again_s
+        backward_s[1:-1] += self._again_s(rank, whole.forward_s[1:-1], recompute)
         return replace(whole, backward_s=backward_s)
 
-    def _again_s(
-        self,
-        gpu_type: str,
-        tp_degree: float,
-        microbatch: int,
-        forward_s: Floats,
-        recompute: Recompute,
-    ) -> Floats:
+    def _again_s(self, rank: _Rank, forward_s: Floats, recompute: Recompute) -> Floats:
         """Return seconds that each block takes to recompute.
 
         `full`: its forward pass. `selective`, which keeps products: the memory traffic of the rest,
@@ -128,32 +120,33 @@ class LayerTimeModel:
         """
         if recompute == "full":
             return forward_s
-        device = find_gpu_type(gpu_type)
+        device = find_gpu_type(rank.gpu_type)
         if device is None:
             return SELECTIVE_FORWARD * forward_s
 
-        tokens = microbatch * self.measured.sequence_length
-        values = np.array([recomputed_values(block, tp_degree) for block in self._spec.blocks])
+        tokens = rank.microbatch * self.measured.sequence_length
+        cut = 1 / rank.fraction
+        values = np.array([recomputed_values(block, cut) for block in self._spec.blocks])
         moved_bytes = 3 * values * tokens * VALUE_BYTES[self.measured.dtype]
         bytes_per_s = device.memory_bytes_per_s * self._parameters.memory_efficiency
         return np.minimum(forward_s, moved_bytes / bytes_per_s)
 
-    def _between(
-        self, gpu_type: str, tp_degree: int, microbatch: int, fraction: float
-    ) -> LayerTimes:
-        """Return the times of a worker that has `fraction` of what a group of `tp_degree` cuts.
+    def _interpolate(self, rank: _Rank) -> LayerTimes:
+        """Return the times of a worker that has a share of its own of what its group cuts.
 
-        A layer's own time is linear in the fraction between the two nearest TP degrees that are
-        powers of two. The group's communication is added.
+        A layer's own time is linear in the share between the two nearest TP degrees that are powers
+        of two. The group's communication is added.
         """
+        gpu_type, tp_degree, _, _ = rank
+        fraction = rank.fraction
         # the TP degrees whose parts are just larger and just smaller than the fraction
         wide = 2 ** int(math.log2(1 / fraction))
         weight = 2 * wide * fraction - 1
         narrow = 2 * wide if weight < 1 else wide
-        wide_s, wide_notes = self._eager._alone(gpu_type, wide, microbatch)
-        narrow_s, narrow_notes = self._eager._alone(gpu_type, narrow, microbatch)
+        wide_s, wide_notes = self._eager._without_communication(rank, wide)
+        narrow_s, narrow_notes = self._eager._without_communication(rank, narrow)
         forward_s, backward_s, update_s = weight * wide_s + (1 - weight) * narrow_s
-        communication_s = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
+        communication_s = self.even.block_communication_s(*rank.group)
         note = (
             f"{fraction:.1%} of a layer on {gpu_type}, TP {tp_degree}: from TP {wide} and TP"
             f" {narrow}, in proportion"
@@ -165,15 +158,14 @@ class LayerTimeModel:
             estimated=tuple(dict.fromkeys((*wide_notes, *narrow_notes, note))),
         )
 
-    def _alone(
-        self, gpu_type: str, tp_degree: int, microbatch: int
-    ) -> tuple[Floats, tuple[str, ...]]:
-        """Return the seconds of every layer without communication, and what is estimated.
+    def _without_communication(self, rank: _Rank, tp_degree: int) -> tuple[Floats, tuple[str, ...]]:
+        """Return the seconds of every layer at a TP degree without communication, and notes.
 
-        Seconds: forward, backward and update, [3, num_layers + 2].
+        Seconds: forward, backward and update, [3, num_layers + 2]. Notes: what is estimated.
         """
-        times = self.even.times(gpu_type, tp_degree, microbatch)
-        had = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
+        group = rank.gpu_type, tp_degree, rank.microbatch
+        times = self.even.times(*group)
+        had = self.even.block_communication_s(*group)
         forward_s = _own_s(times.forward_s, had)
         backward_s = _own_s(times.backward_s, had)
         return np.array([forward_s, backward_s, times.update_s]), times.estimated
@@ -191,36 +183,33 @@ class LayerTimeModel:
         """Routed experts of the model, looked up once; None: all blocks are dense."""
         return self._spec.experts
 
-    def _unbalanced(
+    def _with_largest_load(
         self,
         times: LayerTimes,
-        gpu_type: str,
-        tp_degree: int,
-        microbatch: int,
-        share: TensorShare | None = None,
+        rank: _Rank,
     ) -> LayerTimes:
         """Return the times of a rank whose experts have the load of the group's largest.
 
         The experts' part of a block's own time, by FLOPs, grows with the load. A measurement of a
         whole group already has what more experts on one rank take.
         """
-        if self._experts is None or tp_degree == 1:
+        if self._experts is None or rank.tp_degree == 1:
             return times
         measured = self.measured.load_spread
         spread = USUAL_LOAD_SPREAD if measured is None else measured
-        key = self.measured.key(gpu_type, tp_degree)
+        key = self.measured.key(rank.gpu_type, rank.tp_degree)
 
         # blocks of one kind share a result: a model has hundreds of blocks of one or two kinds
         added: dict[tuple[LayerSpec, bool], float] = {}
         growth = np.zeros(self._spec.num_layers + 2)
         for index, block in enumerate(self._spec.blocks):
-            is_measured = share is None and bool(self.measured.points(key, f"block:{index}"))
+            is_measured = rank.share is None and bool(self.measured.points(key, f"block:{index}"))
             kind = block, is_measured
             if kind not in added:
-                added[kind] = self._added_by_load(block, tp_degree, share, spread, is_measured)
+                added[kind] = self._added_by_load(block, rank, spread, is_measured)
             growth[index + 1] = added[kind]
 
-        had = self.even.block_communication_s(gpu_type, tp_degree, microbatch)
+        had = self.even.block_communication_s(*rank.group)
         forward_s = times.forward_s + growth * _own_s(times.forward_s, had)
         backward_s = times.backward_s + growth * _own_s(times.backward_s, had)
         notes = times.estimated
@@ -231,8 +220,7 @@ class LayerTimeModel:
     def _added_by_load(
         self,
         block: LayerSpec,
-        tp_degree: int,
-        share: TensorShare | None,
+        rank: _Rank,
         spread: float,
         is_measured: bool,
     ) -> float:
@@ -240,21 +228,16 @@ class LayerTimeModel:
         experts = block.experts
         if experts is None:
             return 0.0
-        held = experts.on_rank(tp_degree)
-        fraction = 1.0 / tp_degree
-        if share is not None:
-            held = experts.of_share(share)
-            fraction = share.fraction
+        held = experts.on_rank(rank.tp_degree)
+        fraction = rank.fraction
+        if rank.share is not None:
+            held = experts.of_share(rank.share)
         elif is_measured:
             fraction = held / experts.number
         routed = experts.parameters * experts.per_token / experts.number
         flops = 2.0 * routed * self.measured.sequence_length
-        load = imbalance(experts, held, fraction, tp_degree, spread)
+        load = imbalance(experts, held, fraction, rank.tp_degree, spread)
         return (load - 1.0) * flops / block.forward_flops(self.measured.sequence_length)
-
-
-def _fraction(tp_degree: int, share: TensorShare | None) -> float:
-    return 1 / tp_degree if share is None else share.fraction
 
 
 def _own_s(seconds: Floats, communication_s: Floats) -> Floats:

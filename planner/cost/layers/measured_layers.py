@@ -61,11 +61,7 @@ class MeasuredLayers:
 
     def keys_of(self, gpu_type: str) -> list[ProfileKey]:
         """Return keys of this model on this GPU at this dtype and length, of any TP degree."""
-        found = []
-        for key in self.own_keys:
-            if key == self.key(gpu_type, key.tp_degree):
-                found.append(key)
-        return found
+        return [key for key in self.own_keys if key == self.key(gpu_type, key.tp_degree)]
 
     @cached_property
     def own_keys(self) -> tuple[ProfileKey, ...]:

@@ -11,17 +11,14 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.cost.eviction import evict_oldest
 from planner.cost.links.traffic import Links, transfers_between
 from planner.cost.memory.stage_terms import traits_of
 from planner.cost.stage_formats import StageFormats
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _PARTS = 64  # of a flow: plans that differ little share what was computed of others
 _REMEMBERED = 8192  # pipelines, hops
@@ -53,7 +50,7 @@ class _Uses:
     busy: Floats
     stage_busy: Floats
 
-    def shared(self, nodes: int) -> Floats:
+    def flows_sharing(self, nodes: int) -> Floats:
         """Hidden states that share the card while each transfer uses it, its own among them."""
         key = self.node + nodes * self.boundary
         all_flows = np.bincount(self.node, self.flows, nodes)
@@ -116,7 +113,7 @@ class _Way:
     entry: Ints
     least_s: Floats
 
-    def on(self, numbers: Sequence[int]) -> "_Way":
+    def with_nodes(self, numbers: Sequence[int]) -> "_Way":
         """Return the way where each node of the uses has the number that `numbers` gives it."""
         number_of = np.array(numbers, dtype=np.int64)
         leaving = replace(self.leaving, node=number_of[self.leaving.node])
@@ -252,10 +249,10 @@ class BoundaryCosts:
         """Return the seconds of each pipeline by the identity of its stages."""
         ways = [self._way(pipeline) for pipeline in plan.pipelines]
         nodes = len(self._number)
-        leaving = _joined([way.leaving for way in ways])
-        arriving = _joined([way.arriving for way in ways])
-        hops = _joined(_numbered(ways))
-        seconds = hops.seconds(leaving.shared(nodes), arriving.shared(nodes))
+        leaving = _join([way.leaving for way in ways])
+        arriving = _join([way.arriving for way in ways])
+        hops = _join(_renumber_hops(ways))
+        seconds = hops.seconds(leaving.flows_sharing(nodes), arriving.flows_sharing(nodes))
 
         found: _SecondsByStages = {}
         begin = 0
@@ -301,7 +298,7 @@ class BoundaryCosts:
         if way is None:
             way = self._alike[key] = self._way_on(pipeline, nodes)
             evict_oldest(self._alike, _REMEMBERED)
-        return way.on(list(numbers))
+        return way.with_nodes(list(numbers))
 
     def _way_on(self, pipeline: Pipeline, nodes: Sequence[Node]) -> _Way:
         """Return the boundaries of a pipeline on these nodes, numbered in this order."""
@@ -415,7 +412,7 @@ def _uses(
     return uses, np.asarray(use, dtype=np.int64)
 
 
-def _numbered(ways: Sequence[_Way]) -> list[_Hops]:
+def _renumber_hops(ways: Sequence[_Way]) -> list[_Hops]:
     """Return the hops of each way, with their uses renumbered among those of all ways."""
     found = list[_Hops]()
     leaving = 0
@@ -433,7 +430,7 @@ def _numbered(ways: Sequence[_Way]) -> list[_Hops]:
 _Arrays = TypeVar("_Arrays", _Uses, _Hops)
 
 
-def _joined(parts: Sequence[_Arrays]) -> _Arrays:
+def _join(parts: Sequence[_Arrays]) -> _Arrays:
     """Concatenate the parts field by field."""
     kind = type(parts[0])
     arrays = []

@@ -2,6 +2,12 @@
 
 Gradients are summed over holders layer by layer, over pipelines that are cut differently and may
 have unequal TP degrees. Then all-reduces run side by side on shared links, and the updates follow.
+
+What overlaps: an all-reduce starts when the last of its members has finished its own last backward,
+whatever else its members take part in, so sums of late stages run while early stages still drain.
+What does not: a worker's own last backward and its sums (over gloo, on CPUs, the runtime starts a
+bucket inside the last backward; there the sync is over-predicted by one backward at most). No
+worker updates before all sums have ended: the vote that commits a step needs every gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -269,9 +275,7 @@ def side_by_side(
             carried[link] = until
             spans[link] = begin, until
             end = max(end, until)
-        span_of = {}
-        for worker, link in ring.link_of.items():
-            span_of[worker] = spans[link]
+        span_of = {worker: spans[link] for worker, link in ring.link_of.items()}
         events.append(SyncEvent(jobs[i], start, end, span_of))
 
     # not before: no start waits for the other all-reduces

@@ -4,7 +4,10 @@ Several flows may share a NIC.
 
 Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring
 all-reduce of n bytes over p members sends 2 (p - 1) / p n bytes over every link of the ring
-(Patarasu and Yuan, 2009); laid out node by node it crosses each node's NIC once.
+(Patarasu and Yuan, 2009); laid out node by node it crosses each node's NIC once. Where NCCL takes
+its tree instead (many ranks, few bytes) it waits less: on HAP's 64 GPUs bandwidth is predicted 21%
+too low. Flows that leave a node at one time share its NIC, and so do those that reach one:
+min(measured one flow, sender's NIC * efficiency / leaving, receiver's NIC * efficiency / arriving).
 
 Hidden states are whole on every rank of a stage. Inside a node, rank j of t2 takes them whole from
 rank j * t1 // t2 of t1. From node to node that would be t2 times the same bytes through one NIC.
@@ -27,9 +30,10 @@ import numpy as np
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.inputs.catalogue import canonical_gpu_type
+from planner.inputs.documents import parse_number
 from planner.inputs.fleet import Member, NodeType, node_of
 from planner.inputs.profile import read_table
-from planner.inputs.zones import EC2_ZONES, ZoneLink, ZoneTable
+from planner.inputs.zones import EC2_ZONES, NO_LINK, ZoneLink, ZoneTable
 from planner.plans.plan import Stage
 
 _Pair = tuple[str, str, str]  # scope, GPU type, GPU type of the peer
@@ -91,10 +95,7 @@ def read_links(path: str | Path) -> LinkTable:
 
 
 def _positive(row: Mapping[str, Any], column: str, what: str) -> float:
-    try:
-        value = float(row[column])
-    except (TypeError, ValueError):
-        value = 0.0
+    value = parse_number(row[column])
     if not 0.0 < value < float("inf"):
         raise ConfigError(f"'{column}' of {what} must be a positive number, not {row[column]!r}")
     return value
@@ -108,7 +109,7 @@ class Links:
     table: LinkTable | None = None
     zones: ZoneTable = EC2_ZONES
 
-    def varied(self, kinds: Mapping[NodeType, NodeType]) -> "Links":
+    def with_node_types(self, kinds: Mapping[NodeType, NodeType]) -> "Links":
         """Return these links with some node types replaced.
 
         A measured bandwidth scales with the link of the type that comes first in its pair.
@@ -144,7 +145,7 @@ class Links:
         NIC, at the same time. Flows inside a node share nothing.
         """
         if same_node:
-            measured = self.measured(sender, receiver, same_node, message_bytes)
+            measured = self.measured_rate(sender, receiver, same_node, message_bytes)
             if measured is not None:
                 return measured
             nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
@@ -162,7 +163,7 @@ class Links:
 
         The link table and the link between zones limit it; None if neither does.
         """
-        measured = self.measured(sender, receiver, False, message_bytes)
+        measured = self.measured_rate(sender, receiver, False, message_bytes)
         between = self.zone_link(sender, receiver)
         if between is None:
             return measured
@@ -175,7 +176,9 @@ class Links:
         if one.zone == other.zone:
             return None
         link = self.zones.link(one.zone, other.zone)
-        return link or self.zones.absent(one.zone, other.zone)
+        if link is None and not self.zones.connects(one.zone, other.zone):
+            return NO_LINK
+        return link
 
     def hop_latency(self, one: NodeType, other: NodeType) -> float:
         """Seconds before the first byte of a message between two nodes."""
@@ -184,7 +187,7 @@ class Links:
             return self.parameters.latency_inter_s
         return self.parameters.latency_inter_s + between.latency_s
 
-    def measured(
+    def measured_rate(
         self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float
     ) -> float | None:
         """Return bytes per second of one flow by the link table; None if it lacks the pair."""
@@ -244,7 +247,7 @@ class Links:
             slowest = max(self.ring_link_s(kind, True, count, num_bytes) for kind in kinds)
         if len(nodes) > 1:
             rate = self._slowest_pair(nodes, chunk, flows)
-            slowest = max(slowest, volume / (self._reached(count) * rate))
+            slowest = max(slowest, volume / (self._ring_efficiency(count) * rate))
 
         rounds = 2 * (count - 1)
         between_s = self._between_zones_s(list(nodes.values())) * rounds / count
@@ -291,7 +294,7 @@ class Links:
                     continue
                 leaving = on_node[other] * (count - on_node[other])
                 rate = self.bandwidth(sender, kind, False, num_bytes, leaving, arriving)
-                slowest = max(slowest, num_bytes / (self._reached(count) * rate))
+                slowest = max(slowest, num_bytes / (self._ring_efficiency(count) * rate))
 
         between_s = self._between_zones_s([kind for _, kind in members]) / count
         latency_s = (count - 1) * self.latency(len(on_node) == 1)
@@ -320,9 +323,9 @@ class Links:
         if same_node:
             return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
         nic = node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter
-        return volume / (nic * self._reached(count))
+        return volume / (nic * self._ring_efficiency(count))
 
-    def _reached(self, count: int) -> float:
+    def _ring_efficiency(self, count: int) -> float:
         """Return the share of a message's bandwidth that a ring of `count` members reaches.
 
         The ring runs between nodes. An all-to-all is taken to reach as much.

@@ -6,10 +6,8 @@ the work on its neighbours.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from planner.plans.model_spec import LayerSpec
-from planner.plans.plan import Plan
 
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at one time: the one that computes and the next, prefetched."""
@@ -18,15 +16,6 @@ HIDDEN_SHARE = 0.5
 
 Collectives take processors and memory bandwidth from the work.
 """
-
-
-def share_out_all(plan: Plan) -> Plan:
-    """Return the plan in which every stage shares its optimizer state out."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        stages = [replace(stage, shard_optimizer=True) for stage in pipeline.stages]
-        pipelines.append(replace(pipeline, stages=tuple(stages)))
-    return replace(plan, pipelines=tuple(pipelines))
 
 
 def gathered_scalars(layers: Sequence[LayerSpec], tp_degree: int) -> float:

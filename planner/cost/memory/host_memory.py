@@ -1,6 +1,10 @@
 """Training state that the runtime keeps in a node's host memory, and the room for it.
 
-README.md has the formulas.
+With S the masters and moments of a node's workers (12 bytes a parameter) and M its host memory:
+state that leaves devices in a change of plans is S of the workers whose device has no room for 2 S
+and the messages in flight, and must fit in 0.9 M. Snapshots take 2 S, copies of what other nodes
+alone hold three rounds of it. Both lie in a memory file system of half of M; recovery keeps what
+fits there. Not counted: processes (the 0.1), the page cache, reads, pinned memory.
 
 `recovery.local.memory_budget` divides a node's host memory when a generation begins. This module
 applies the same rules to a plan before anything is started; a test compares the two

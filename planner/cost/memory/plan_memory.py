@@ -5,7 +5,7 @@ flight.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from planner.cost.eviction import evict_oldest
@@ -112,16 +112,7 @@ class PlanMemory:
 
         None also if the size of the memory is unknown.
         """
-        offloaded = self.offloaded_by_node(plan)
-        if not offloaded:
-            return None
-
-        kinds = self._node_types(plan)
-        for node, num_bytes in offloaded.items():
-            why = why_not_offloaded(kinds[node], node, num_bytes)
-            if why is not None:
-                return why
-        return None
+        return self._first_reason(plan, self.offloaded_by_node(plan), why_not_offloaded)
 
     def not_staged(self, plan: Plan) -> str | None:
         """Explain why some node's host memory does not hold the staged state.
@@ -133,16 +124,21 @@ class PlanMemory:
         if not self.may_lack_host_memory and not keeps_state:
             return None
 
-        kinds = self._node_types(plan)
-        for node, num_bytes in self.staged_by_node(plan).items():
-            why = why_not_staged(kinds[node], node, num_bytes, kept.get(node, 0.0))
-            if why is not None:
-                return why
-        return None
+        def why(kind: NodeType, node: str, num_bytes: float) -> str | None:
+            return why_not_staged(kind, node, num_bytes, kept.get(node, 0.0))
 
-    def _node_types(self, plan: Plan) -> dict[str, NodeType]:
-        """Return the node types of the nodes in use by name."""
-        return dict(self._stages.fleet.members_of(plan.workers))
+        return self._first_reason(plan, self.staged_by_node(plan), why)
+
+    def _first_reason(
+        self,
+        plan: Plan,
+        bytes_by_node: Mapping[str, float],
+        why: Callable[[NodeType, str, float], str | None],
+    ) -> str | None:
+        """Return the first node's reason against its bytes; None if no node has one."""
+        kinds = dict(self._stages.fleet.members_of(plan.workers)) if bytes_by_node else {}
+        reasons = (why(kinds[node], node, size) for node, size in bytes_by_node.items())
+        return next((reason for reason in reasons if reason is not None), None)
 
     def host_memory(self, plan: Plan, kept: Kept) -> tuple[HostMemory, ...]:
         """Return host memory of the nodes in use for which its size is known.
@@ -183,15 +179,16 @@ class PlanMemory:
             return plan
         sharing = sharing_of(plan)
         taken = self._communicator_bytes(plan)
-        pipelines = []
-        for pipeline in plan.pipelines:
+
+        def choose(pipeline: Pipeline) -> Pipeline:
             first = replace(pipeline, most_in_flight=())
             stages = []
             for i, stage in enumerate(pipeline.stages):
                 tp_shares = self._shares(first, i, sharing, taken)
                 stages.append(replace(stage, tp_shares=tp_shares))
-            pipelines.append(replace(pipeline, stages=tuple(stages)))
-        return replace(plan, pipelines=tuple(pipelines))
+            return replace(pipeline, stages=tuple(stages))
+
+        return plan.map_pipelines(choose)
 
     def _shares(
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]
@@ -253,36 +250,25 @@ class PlanMemory:
         """
         sharing = sharing_of(plan)
         taken = self._communicator_bytes(plan)
-        pipelines = []
-        for pipeline in plan.pipelines:
-            numbers = self._most_in_flight(plan, pipeline, sharing, taken, most)
-            pipelines.append(replace(pipeline, most_in_flight=numbers))
-        return replace(plan, pipelines=tuple(pipelines))
 
-    def _most_in_flight(
-        self,
-        plan: Plan,
-        pipeline: Pipeline,
-        sharing: Sharing,
-        taken: Mapping[str, float],
-        most: int,
-    ) -> tuple[int, ...]:
-        depth = len(pipeline.stages)
-        there_s, back_s = self._boundaries.of(plan, pipeline)
-        both_s = [there + back for there, back in zip(there_s, back_s, strict=True)]
+        def choose(pipeline: Pipeline) -> Pipeline:
+            depth = len(pipeline.stages)
+            there_s, back_s = self._boundaries.of(plan, pipeline)
+            both_s = [there + back for there, back in zip(there_s, back_s, strict=True)]
+            rooms = []
+            every_terms = self._stages.every_terms(pipeline, sharing)
+            for stage, terms in zip(pipeline.stages, every_terms, strict=True):
+                room = terms.room(_most_of(taken, stage))
+                # a stage that holds all microbatches has room for any number
+                if room >= pipeline.num_microbatches:
+                    room = most * depth
+                rooms.append(room)
+            numbers = working_ahead(both_s, rooms, most)
+            # plans leave 1F1B's own numbers out
+            most_in_flight = () if numbers == one_each(depth) else numbers
+            return replace(pipeline, most_in_flight=most_in_flight)
 
-        rooms = []
-        every_terms = self._stages.every_terms(pipeline, sharing)
-        for stage, terms in zip(pipeline.stages, every_terms, strict=True):
-            room = terms.room(_most_of(taken, stage))
-            # a stage that holds all microbatches has room for any number
-            if room >= pipeline.num_microbatches:
-                room = most * depth
-            rooms.append(room)
-
-        numbers = working_ahead(both_s, rooms, most)
-        # plans leave 1F1B's own numbers out
-        return () if numbers == one_each(depth) else numbers
+        return plan.map_pipelines(choose)
 
     def _communicator_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Return communicator bytes of each worker; empty if communicators are not counted."""
@@ -328,10 +314,7 @@ def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
 
 def _with_choice(plan: Plan, recompute: Recompute, shard: bool) -> Plan:
     """Return the plan with one choice for all stages and 1F1B's microbatches in flight."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        stages = []
-        for stage in pipeline.stages:
-            stages.append(replace(stage, recompute=recompute, shard_optimizer=shard))
-        pipelines.append(replace(pipeline, stages=tuple(stages), most_in_flight=()))
-    return replace(plan, pipelines=tuple(pipelines))
+    by_1f1b = plan.map_pipelines(lambda pipeline: replace(pipeline, most_in_flight=()))
+    return by_1f1b.map_stages(
+        lambda stage: replace(stage, recompute=recompute, shard_optimizer=shard)
+    )

@@ -1,5 +1,8 @@
 """Bytes of one worker: what it may use, what it always needs, and what each layer needs."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from planner.cost.basis import CostBasis
 from planner.cost.memory.training_bytes import (
     MemoryTerms,
@@ -10,74 +13,73 @@ from planner.cost.memory.training_bytes import (
 from planner.inputs.fleet import NodeType
 from planner.plans.plan import Recompute, TensorShare
 
-TermsByUse = dict[tuple[str, int, int, Recompute, TensorShare | None], MemoryTerms]
-"""Bytes of layers by format, TP degree, microbatch size, recomputation and share."""
+
+class MemoryUse(NamedTuple):
+    """Way in which a worker holds its layers.
+
+    share: its own share, if the TP degree does not define it. cuts_sequence, offloads: its stage is
+    sequence parallel, or has masters and moments in host memory, whatever the parameters say.
+    """
+
+    compute: str
+    tp_degree: int
+    microbatch: int
+    recompute: Recompute
+    share: TensorShare | None = None
+    cuts_sequence: bool = False
+    offloads: bool = False
 
 
+TermsByUse = dict[MemoryUse, MemoryTerms]
+"""Bytes of layers by use."""
+
+
+@dataclass(frozen=True)
 class WorkerMemory:
     """Memory of single workers.
 
     known: cache of layers' bytes, which may be shared by fleets.
     """
 
-    def __init__(self, basis: CostBasis, known: TermsByUse) -> None:
-        self._spec = basis.workload.spec
-        self._sequence_length = basis.workload.sequence_length
-        self._parameters = basis.parameters
-        self._formats = basis.formats
-        self._known = known
+    basis: CostBasis
+    known: TermsByUse
 
     def fixed_bytes(self, node_type: NodeType) -> float:
         """Return bytes that any worker needs, independent of its layers."""
-        context_share = self._parameters.context_share
-        return self._parameters.context_bytes + context_share * node_type.gpu_memory_bytes
+        context_share = self.basis.parameters.context_share
+        return self.basis.parameters.context_bytes + context_share * node_type.gpu_memory_bytes
 
     def limit_bytes(self, node_type: NodeType) -> float:
         """Return bytes of a GPU that a plan may use: its memory less the margin."""
-        return (1.0 - self._parameters.memory_margin) * node_type.gpu_memory_bytes
+        return (1.0 - self.basis.parameters.memory_margin) * node_type.gpu_memory_bytes
 
-    def terms(
-        self,
-        compute: str,
-        tp_degree: int,
-        microbatch: int,
-        recompute: Recompute,
-        share: TensorShare | None = None,
-    ) -> MemoryTerms:
-        """Return the bytes of every layer where it computes in one format.
-
-        share: the worker's own share, if the TP degree does not define it.
-        """
-        key = (compute, tp_degree, microbatch, recompute, share)
-        known = self._known.get(key)
+    def terms(self, use: MemoryUse) -> MemoryTerms:
+        """Return the bytes of every layer."""
+        known = self.known.get(use)
         if known is None:
-            known = self._known[key] = self._terms(*key)
+            known = self.known[use] = self._terms(use)
         return known
 
-    def _terms(
-        self,
-        compute: str,
-        tp_degree: int,
-        microbatch: int,
-        recompute: Recompute,
-        share: TensorShare | None,
-    ) -> MemoryTerms:
-        parameters = self._parameters
-        spec = self._spec
-        cut: float = tp_degree
-        if share is not None:
-            spec = spec.with_share(share)
+    def _terms(self, use: MemoryUse) -> MemoryTerms:
+        parameters = self.basis.parameters
+        spec = self.basis.workload.spec
+        cut: float = use.tp_degree
+        if use.share is not None:
+            spec = spec.with_share(use.share)
             # the TP degree at which even parts would be as large
-            cut = 1 / share.fraction
-        length = self._sequence_length
-        on_rank = TokensOnRank(microbatch * length, length, compute, cut)
-        memory = memory_terms(spec, on_rank, recompute, parameters)
+            cut = 1 / use.share.fraction
+        length = self.basis.workload.sequence_length
+        on_rank = TokensOnRank(use.microbatch * length, length, use.compute, cut)
+        memory = memory_terms(spec, on_rank, use.recompute, parameters)
 
         # selective recomputation is not combined with it
-        cuts_sequence = parameters.sequence_parallel and recompute != "selective"
-        if cuts_sequence and tp_degree > 1:
-            inside = self._formats.inside_bytes(microbatch, compute)
-            value_bytes = inside / self._spec.hidden_size
+        may_cut = use.tp_degree > 1 and use.recompute != "selective"
+        if use.cuts_sequence or (parameters.sequence_parallel and may_cut):
+            inside = self.basis.formats.inside_bytes(use.microbatch, use.compute)
+            value_bytes = inside / self.basis.workload.spec.hidden_size
             by_modules = parameters.autograd_activations
-            memory = with_cut_sequence(memory, spec, value_bytes, tp_degree, recompute, by_modules)
-        return memory.offloaded() if parameters.offload_optimizer else memory
+            memory = with_cut_sequence(
+                memory, spec, value_bytes, use.tp_degree, use.recompute, by_modules
+            )
+        offloads = use.offloads or parameters.offload_optimizer
+        return memory.offload() if offloads else memory

@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.arrays import Floats
 from planner.search.bounds.paths import PricedStages
 from planner.search.problem import limits
-from planner.search.problem.stage_sums import Floats
 from planner.search.problem.tables import Tables
 
 FAMILY = "of the searched family, under this cost model,"
@@ -172,10 +172,6 @@ class Bound:
             return _proved_s(interval, 0.0)
         return _proved_s(interval, falls * interval.path_s)
 
-    def _least_of_all(self) -> float:
-        """Return the bound of all intervals at the present prices."""
-        return min(map(self._seconds, self.intervals))
-
     def _price(self, prices: Floats) -> float:
         """Return the bound that these prices give.
 
@@ -197,7 +193,7 @@ class Bound:
             if not halves:
                 break
             self._look_at(halves)
-            least = self._least_of_all()
+            least = min(map(self._seconds, self.intervals))
         return least
 
     def _look(self) -> float:
@@ -412,8 +408,8 @@ class Proof:
     says: str
 
 
-NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
-OUT_OF_TIME = Proof(None, None, "nothing was proved: the time limit was over")
+NO_PROOF = Proof(None, None, "no lower bound (not computed for this objective)")
+OUT_OF_TIME = Proof(None, None, "no lower bound (the time limit was over)")
 
 
 def prove(tables: Tables, step_s: float, is_late: Callable[[], bool] = lambda: False) -> Proof:
@@ -443,9 +439,6 @@ def proof_of(bound_s: float, step_s: float) -> Proof:
 
     gap = step_s / bound_s - 1 if bound_s > 0 else math.inf
     if gap > limits.WIDEST_GAP:
-        says = (
-            f"nothing is proved: the lower bound is more than {limits.WIDEST_GAP:.0%} below this"
-            " plan"
-        )
+        says = f"no lower bound within {limits.WIDEST_GAP:.0%} of this plan"
         return Proof(None, None, says)
     return Proof(bound_s, gap, f"no plan {FAMILY} is more than {gap:.1%} faster")

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.search.problem import limits
-from planner.search.problem.stage_sums import Floats, Ints
 from planner.search.problem.tables import Tables
 
 
@@ -65,9 +65,7 @@ class PricedStages:
         self.held_busy = np.where(self.room[0], self.busy, np.inf)
         self._limits()
 
-    def _room_of(
-        self, first: Ints, last: Ints, allowed: NDArray[np.bool_]
-    ) -> list[NDArray[np.bool_]]:
+    def _room_of(self, first: Ints, last: Ints, allowed: Bools) -> list[Bools]:
         """Return for each band whether memory holds layers [first, last) on each row."""
         fits = self.tables.sums.last_layer_that_fits[self.rows]
         deepest = fits.shape[1] - 1
@@ -78,7 +76,7 @@ class PricedStages:
             found.append((most[:, first] >= last) & allowed)
         return found
 
-    def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_]) -> None:
+    def _time(self, first: Ints, last: Ints, inner: Floats, allowed: Bools) -> None:
         """Set the seconds of layers [first, last) with `inner` boundaries.
 
         busy: includes the time for which transfers occupy the stage. fill: includes the transfer
@@ -241,7 +239,7 @@ def _of_layers(sums: Floats, first: Ints, last: Ints) -> Floats:
     return np.asarray(sums[:, last] - sums[:, first])
 
 
-def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Floats:
+def _by_place(values: Floats, possible: Bools, absent: float) -> Floats:
     """Reduce (rows, starts, sizes) to (rows, 3, sizes): the least over the starts of each place."""
     starts, sizes = values.shape[1:]
     start = np.arange(starts)[:, None]
@@ -255,7 +253,7 @@ def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Flo
     return np.stack([np.where(place, known, absent).min(axis=1) for place in places], axis=1)
 
 
-def _any_by_place(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _any_by_place(possible: Bools) -> Bools:
     """Return (rows, 3, sizes) whether any start of each place is possible."""
     values = np.where(possible, 0.0, np.inf)
     return np.asarray(_by_place(values, possible, np.inf) == 0.0)
@@ -349,7 +347,7 @@ class Paths:
             out[i] = np.minimum(np.maximum(by_forwards, by_way), self.most)
         return out
 
-    def _room(self, depth: int) -> NDArray[np.bool_]:
+    def _room(self, depth: int) -> Bools:
         """Return (rows, place, size) whether memory allows a stage with `depth` stages after it."""
         return np.asarray(self.relaxed.room[self._band(depth)][:, :, : self.wide])
 

@@ -7,14 +7,13 @@ The groups are all groups, or those of one node of each type, which no slow link
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.search.drafts.side_by_side import Sync
 from planner.search.problem import limits
-from planner.search.problem.stage_sums import Floats, Ints
 from planner.search.problem.tables import Tables
 
 
@@ -40,27 +39,17 @@ class Families:
     alone_s: Floats
 
     def take(self, index: Ints) -> "Families":
-        return Families(
-            number=self.number[index],
-            rows=self.rows[index],
-            groups=self.groups[index],
-            counts=self.counts[index],
-            block_s=self.block_s[index],
-            hop_s=self.hop_s[index],
-            most=self.most[index],
-            by_all_s=self.by_all_s[index],
-            alone_s=self.alone_s[index],
-        )
+        return Families(*(getattr(self, each.name)[index] for each in fields(self)))
 
     @property
-    def used(self) -> NDArray[np.bool_]:
+    def used(self) -> Bools:
         """Node types that a family uses, (n, R)."""
         return self.rows >= 0
 
 
-def families(tables: Tables, mixed_tp: bool) -> Families:
+def families(tables: Tables) -> Families:
     """Return the families whose stages hold the model."""
-    degrees, counts, of_a_node = _groups_by_row(tables)
+    counts, of_a_node = _groups_by_row(tables)
     gpus_by_type = [resource.num_gpus for resource in tables.resources]
     node_gpus = max(resource.node_type.num_gpus for resource in tables.resources)
     numbers = _numbers(gpus_by_type, node_gpus)
@@ -68,8 +57,7 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
     found = []
     for size in tables.sizes:
         rows = _rows_of_each_type(tables, size)
-        used_degrees = np.where(rows >= 0, degrees[rows], 0)
-        rows = rows[_is_allowed(used_degrees, mixed_tp)]
+        rows = rows[rows.max(axis=1) >= 0]
         total_of_all = counts[rows].sum(axis=1)
         total_of_nodes = of_a_node[rows].sum(axis=1)
         supplies = ((counts, total_of_all), (of_a_node, total_of_nodes))
@@ -100,8 +88,8 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
     )
 
 
-def _groups_by_row(tables: Tables) -> tuple[Ints, Ints, Ints]:
-    """Return each row's TP degree, groups in the fleet, and groups on one node.
+def _groups_by_row(tables: Tables) -> tuple[Ints, Ints]:
+    """Return each row's groups in the fleet, and those on one node.
 
     Shapes (rows + 1,): the last entry, which -1 names, stands for a node type that is not used.
     """
@@ -115,7 +103,7 @@ def _groups_by_row(tables: Tables) -> tuple[Ints, Ints, Ints]:
     count_of = np.array([*counts, 0])
     gpus_of = np.array([*node_gpus, 0])
     of_a_node = np.minimum(count_of, gpus_of // np.maximum(degree_of, 1))
-    return degree_of, count_of, of_a_node
+    return count_of, of_a_node
 
 
 def _rows_of_each_type(tables: Tables, size: int) -> Ints:
@@ -126,17 +114,6 @@ def _rows_of_each_type(tables: Tables, size: int) -> Ints:
         if row.microbatch == size and kind.count:
             options[kind.resource].append(r)
     return np.array(list(itertools.product(*options)), dtype=np.int64)
-
-
-def _is_allowed(degrees: Ints, mixed_tp: bool) -> NDArray[np.bool_]:
-    """Return (n,) True if a choice uses some type, and one TP degree unless they may be mixed.
-
-    degrees: (n, R), 0 if a type is not used.
-    """
-    largest = degrees.max(axis=1, keepdims=True)
-    is_used = largest[:, 0] > 0
-    is_largest_or_none = (degrees == largest) | (degrees == 0)
-    return np.asarray(is_used & (is_largest_or_none.all(axis=1) | mixed_tp))
 
 
 def _alive(tables: Tables, number: Ints, rows: Ints, groups: Ints) -> Families:
@@ -190,7 +167,7 @@ def _numbers(supply: list[int], node: int) -> list[int]:
     return sorted(found)
 
 
-def ranked(
+def rank_families(
     tables: Tables, sequences: float, some: Families, sync: Sync
 ) -> Iterator[tuple[int, float]]:
     """Yield families with `roughly_s` of each, fastest first.

@@ -9,14 +9,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from planner.search.drafts.closed_form import Families, ranked
+from planner.arrays import Floats
+from planner.search.drafts.closed_form import Families, rank_families
 from planner.search.drafts.cut_ranking import CutRanking
 from planner.search.drafts.draft import Shape
 from planner.search.drafts.orders import StageRows
 from planner.search.drafts.regroup import regroup
 from planner.search.drafts.uncut import CutPipelines, UncutPipelines, size_class, uncut_family
 from planner.search.problem import limits
-from planner.search.problem.stage_sums import Floats
 from planner.search.problem.tables import Tables
 
 
@@ -73,7 +73,7 @@ def _fastest_of_each_size(ranking: CutRanking, some: Families, sequences: float)
     wanted = min(len(classes), limits.SHORTLIST)
 
     best: dict[int, int] = {}
-    fastest_first = ranked(ranking.tables, sequences, some, ranking.sync)
+    fastest_first = rank_families(ranking.tables, sequences, some, ranking.sync)
     for family, _ in fastest_first:
         best.setdefault(size_class(numbers[family]), family)
         if len(best) == wanted:

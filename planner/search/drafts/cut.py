@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.search.drafts.draft import Shape
 from planner.search.problem import limits
-from planner.search.problem.stage_sums import Floats, Ints
 from planner.search.problem.tables import Tables
 
 
@@ -135,7 +134,7 @@ class Balancer:
         out[:, 1:] += half
         return out
 
-    def _crosses(self, rows: Ints) -> NDArray[np.bool_]:
+    def _crosses(self, rows: Ints) -> Bools:
         """Return (n, P - 1) a mask of boundaries between equal groups on two nodes.
 
         Equal groups fill one node after the other, as `place` does.
@@ -288,7 +287,7 @@ def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
     return np.asarray(1.0 / (1.0 - share * hidden))
 
 
-def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -> NDArray[np.bool_]:
+def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -> Bools:
     """Return (n,) True if each stage's memory holds the microbatches that it keeps in flight."""
     room = np.array([row.room_bytes for row in tables.rows])
     state = _of_stages(tables.sums.state_sums, rows, ends)

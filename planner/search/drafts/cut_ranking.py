@@ -1,17 +1,66 @@
 """Estimates by which cuts of pipelines are ranked: steady state, shared NICs and gradient sync."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from planner.arrays import Floats
 from planner.search.drafts.cut import Balancer, Cut
 from planner.search.drafts.draft import Estimator, Shape, steady_s
-from planner.search.drafts.shared_nodes import SharedNodes
 from planner.search.drafts.side_by_side import Sync
-from planner.search.drafts.uncut import CutPipelines, UncutPipelines
+from planner.search.drafts.uncut import CutPipelines, UncutPipelines, uncut_neighbours
 from planner.search.problem import limits
-from planner.search.problem.stage_sums import Floats
+
+
+class SharedNodes:
+    """Seconds of a stage's transfers if pipelines share nodes, cached.
+
+    parts: parts whose pipelines lie side by side, stage by stage; None if each pipeline is on nodes
+    of its own as far as there are enough.
+    """
+
+    def __init__(self, estimator: Estimator, parts: int | None):
+        self._estimator = estimator
+        self._parts = parts
+        self._sent: dict[tuple[int, tuple[int, ...]], float] = {}
+
+    def sent_s(self, number: int, rows: tuple[int, ...]) -> float:
+        """Return the most seconds that a stage of `number` pipelines sends for a microbatch.
+
+        All pipelines on a node send at once. 0 if no node has stages of several pipelines.
+        """
+        key = number, rows
+        if key not in self._sent:
+            self._sent[key] = self._new_sent_s(number, rows)
+        return self._sent[key]
+
+    def _new_sent_s(self, number: int, rows: tuple[int, ...]) -> float:
+        sharing = [self._on_one_node(number, row) for row in rows]
+        if max(sharing) == 1:
+            return 0.0
+
+        on_nodes_of_many = () if self._parts is None else sharing
+        alone = self._estimator.transfers(rows, on_nodes_of_many)
+        most_s = 0.0
+        before_s = 0.0
+        for at, both_s in enumerate(alone):
+            after_s = both_s * max(sharing[at], sharing[at + 1])
+            most_s = max(most_s, before_s + after_s)
+            before_s = after_s
+        most_s = max(most_s, before_s)  # the last stage has one boundary
+        # over each boundary a stage sends one way only: half of the seconds of both ways
+        return most_s / 2
+
+    def _on_one_node(self, number: int, row: int) -> int:
+        """Return the pipelines whose stages of a row share a node."""
+        tables = self._estimator.tables
+        places = self._parts
+        if places is None:
+            resource = tables.resources[tables.kind(row).resource]
+            places = len(resource.node_names)
+        several = -(-number // places)
+        return min(several, int(tables.groups_a_node[row]))
 
 
 class CutRanking:
@@ -135,3 +184,46 @@ class CutRanking:
             end = begin + len(uncut.pipelines)
             cuts_of_each.append(cuts[begin:end])
         return slowest_s, cuts_of_each
+
+
+def climb(
+    ranking: CutRanking, starts: Sequence[CutPipelines], usable: Collection[int]
+) -> list[CutPipelines]:
+    """Return cuts of equal pipelines that are faster than the start from which they were reached.
+
+    The best start of each number of pipelines and depth is changed by one stage, and its best
+    change again, until no change is faster. usable: resources that a stage may use.
+    """
+    found = list[CutPipelines]()
+    now = _best_of_each_number(starts)
+    seen = {cut.uncut.pipelines for cut in now}
+    num_stages = 0
+    while now and num_stages < limits.CLIMBED_STAGES:
+        faster = list[CutPipelines]()
+        for cut in now:
+            changed = list[UncutPipelines]()
+            for uncut in uncut_neighbours(ranking.tables, cut.uncut, usable):
+                # several ways lead to the same pipelines
+                if uncut.pipelines in seen:
+                    continue
+                seen.add(uncut.pipelines)
+                num_stages += uncut.depth
+                changed.append(uncut)
+
+            best = ranking.fastest([changed], limits.CLIMBED)
+            for each in best:
+                if each.seconds < cut.seconds:
+                    faster.append(each)
+        found += faster
+        now = faster
+    return found
+
+
+def _best_of_each_number(cuts: Sequence[CutPipelines]) -> list[CutPipelines]:
+    """Return the cuts with the least seconds, one of each number of pipelines and depth."""
+    best = dict[tuple[int, int], CutPipelines]()
+    for cut in sorted(cuts, key=lambda cut: cut.seconds):
+        uncut = cut.uncut
+        best.setdefault((uncut.number, uncut.depth), cut)
+    fastest_first = list(best.values())
+    return fastest_first[: limits.CLIMBS]

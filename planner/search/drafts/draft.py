@@ -90,9 +90,9 @@ class Estimator:
 
         sharing: groups of as many pipelines lie side by side on a stage's node (empty: of one).
         """
-        return self._alone(rows, self._nodes(rows, sharing))
+        return self._unshared_s(rows, self._nodes(rows, sharing))
 
-    def _alone(self, rows: tuple[int, ...], nodes: Sequence[_NodeIndex]) -> list[float]:
+    def _unshared_s(self, rows: tuple[int, ...], nodes: Sequence[_NodeIndex]) -> list[float]:
         """Return seconds of each boundary of `transfers`, by the node of each stage."""
         seconds = []
         for at, row in enumerate(rows[:-1]):
@@ -132,7 +132,7 @@ class Estimator:
         at once. Transfers of one stage follow each other.
         """
         nodes = self._nodes(rows)
-        alone = self._alone(rows, nodes)
+        alone = self._unshared_s(rows, nodes)
 
         of_node: dict[_NodeIndex, float] = dict.fromkeys(nodes, 0.0)
         of_stage = [0.0] * len(rows)
@@ -143,9 +143,7 @@ class Estimator:
                 of_node[nodes[stage]] += both_s / 2
                 of_stage[stage] += both_s / 2
 
-        of_others = []
-        for node, mine_s in zip(nodes, of_stage, strict=True):
-            of_others.append(of_node[node] - mine_s)
+        of_others = [of_node[node] - mine_s for node, mine_s in zip(nodes, of_stage, strict=True)]
         if max(of_others) <= 0:
             return alone
 

@@ -13,18 +13,17 @@ microbatches of its own.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.search.drafts.climb import climb
-from planner.search.drafts.closed_form import Families, families, ranked
+from planner.arrays import Bools
+from planner.search.drafts.closed_form import Families, families, rank_families
 from planner.search.drafts.combined_families import cut_combined_families
 from planner.search.drafts.cut import Balancer
-from planner.search.drafts.cut_ranking import CutRanking
+from planner.search.drafts.cut_ranking import CutRanking, SharedNodes, climb
 from planner.search.drafts.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
 from planner.search.drafts.regroup import regroup
-from planner.search.drafts.shared_nodes import SharedNodes
 from planner.search.drafts.side_by_side import SideBySide, Sync
 from planner.search.drafts.uncut import (
     CutPipelines,
@@ -55,7 +54,7 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     Drafts that probably hold some layer on too few nodes come last, and only if the request is not
     brief.
     """
-    every = families(tables, request.mixed_tp)
+    every = families(tables)
     known = (Estimator(tables), Balancer(tables))
     if request.min_node_disjoint_holders < 2:
         return _proposals_of(request, tables, every, every, known)
@@ -106,16 +105,17 @@ def _proposals_of(
         fewest = max(holders, 2 if side_by_side else 1)
         enough = np.flatnonzero(near_equal.number >= fewest)
         parts = holders if side_by_side else max(1, most_pipelines)
-        options = DraftOptions(
+        drafter = Drafter(
+            tables,
+            near_equal.take(enough),
+            SideBySide(request, tables, parts),
+            known,
             side_by_side,
-            parts=parts,
-            mixed_sizes=request.mixed_microbatch,
-            keep=keep,
+            parts,
+            keep,
             beside=every,
             orders=orders,
         )
-        sync = SideBySide(request, tables, parts)
-        drafter = Drafter(tables, near_equal.take(enough), sync, known, options)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
@@ -126,7 +126,7 @@ def _resources_in(tables: Tables, some: Families) -> frozenset[int]:
     return frozenset(tables.kind(row).resource for row in used)
 
 
-def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
+def _on_one_node(tables: Tables, some: Families) -> Bools:
     """Return (n,) True for families that use a node type of which the fleet has one node.
 
     Their near-equal pipelines have the same layers on that node: it alone holds some of them.
@@ -137,62 +137,40 @@ def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
 
 
 @dataclass(frozen=True)
-class DraftOptions:
-    """Options of a drafter.
-
-    side_by_side: the same stages of all pipelines lie side by side; else each pipeline is on nodes
-    of its own, and only then may different families train beside each other. parts: of pipelines
-    that lie side by side on nodes of their own. mixed_sizes: pipelines may differ in their
-    microbatch. keep: maximum number of drafts. beside: families that may train beside each other
-    (None: the drafter's). orders: equal pipelines whose stages follow each other in any order.
-    """
-
-    side_by_side: bool = False
-    parts: int = 1
-    mixed_sizes: bool = True
-    keep: int = limits.DRAFTS
-    beside: Families | None = None
-    orders: tuple[UncutPipelines, ...] = ()
-
-
 class Drafter:
     """Proposes drafts of one placement over one set of tables.
 
     sync: what follows the pipelines in this placement. known: estimator and balancer shared by both
-    placements.
+    placements. side_by_side: the same stages of all pipelines lie side by side; else each pipeline
+    is on nodes of its own, and only then may different families train beside each other. parts: of
+    pipelines that lie side by side on nodes of their own. keep: maximum number of drafts. beside:
+    families that may train beside each other (None: the drafter's). orders: equal pipelines whose
+    stages follow each other in any order.
     """
 
-    def __init__(
-        self,
-        tables: Tables,
-        every: Families,
-        sync: Sync,
-        known: tuple[Estimator, Balancer] | None = None,
-        options: DraftOptions | None = None,
-    ):
-        options = options or DraftOptions()
-        self.tables = tables
-        self.families = every
-        self.beside = options.beside or every
-        self.together = options.side_by_side
-        self.mixed_sizes = options.mixed_sizes
-        self.keep = options.keep
-        self._orders = options.orders
-        self._usable = _resources_in(tables, every)
+    tables: Tables
+    families: Families
+    sync: Sync
+    known: tuple[Estimator, Balancer] | None = None
+    side_by_side: bool = False
+    parts: int = 1
+    keep: int = limits.DRAFTS
+    beside: Families | None = None
+    orders: tuple[UncutPipelines, ...] = ()
 
-        if known is None:
-            known = (Estimator(tables), Balancer(tables))
-        self.estimator, balancer = known
-        parts = options.parts if self.together else None
-        self._shared = SharedNodes(self.estimator, parts)
-        self._ranking = CutRanking(self.estimator, balancer, sync, self._shared)
+    @cached_property
+    def ranking(self) -> CutRanking:
+        """Ranking of cuts in this placement."""
+        estimator, balancer = self.known or (Estimator(self.tables), Balancer(self.tables))
+        parts = self.parts if self.side_by_side else None
+        return CutRanking(estimator, balancer, self.sync, SharedNodes(estimator, parts))
 
     def proposals(self, is_late: Callable[[], bool] = lambda: False) -> list[Proposal]:
         """Return the best proposals, fastest first; `is_late` ends the search for more."""
         found = list[Proposal]()
         in_pattern = list[CutPipelines]()
         batch = self.tables.batch
-        quickest = ranked(self.tables, batch, self.families, self._ranking.sync)
+        quickest = rank_families(self.tables, batch, self.families, self.ranking.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
             if found and is_late():
                 break
@@ -212,8 +190,10 @@ class Drafter:
 
         if not (found and is_late()):
             found += self._propose(self._cuts_in_any_order(in_pattern))
-        if not self.together and not (found and is_late()):
-            found += self._propose(cut_combined_families(self._ranking, self.beside))
+        if not self.side_by_side and not (found and is_late()):
+            found += self._propose(
+                cut_combined_families(self.ranking, self.beside or self.families)
+            )
 
         best_of = dict[Draft, Proposal]()
         for proposal in sorted(found, key=lambda proposal: -proposal.seconds):
@@ -224,7 +204,7 @@ class Drafter:
     def _cuts_of_families(self, chosen: Sequence[int]) -> list[CutPipelines]:
         """Return the best cut of each family, and of its regroupings, once and twice regrouped."""
         alternatives = [self._uncut(family) for family in chosen]
-        best = self._ranking.fastest(alternatives)
+        best = self.ranking.fastest(alternatives)
         once = self._best_regrouped(best)
         twice = self._best_regrouped(once)
         return [*best, *once, *twice]
@@ -236,7 +216,7 @@ class Drafter:
             self.families,
             family,
             self.tables.batch,
-            share_all=not self.together,  # side by side, all pipelines have the same stages
+            share_all=not self.side_by_side,  # side by side, all pipelines have the same stages
         )
         return list(orders)
 
@@ -245,7 +225,7 @@ class Drafter:
         alternatives = list[list[UncutPipelines]]()
         for cut in cuts[: limits.SHORTLIST]:
             alternatives += regroup(self.tables, cut.uncut)
-        return self._ranking.fastest(alternatives)
+        return self.ranking.fastest(alternatives)
 
     def _cuts_in_any_order(self, in_pattern: Sequence[CutPipelines]) -> list[CutPipelines]:
         """Return the best cuts of equal pipelines whose stages follow each other in any order.
@@ -253,17 +233,14 @@ class Drafter:
         They are climbed to from the best orders and from `in_pattern`, by one stage at a time.
         """
         numbers = set(self.families.number.tolist())
-        ordered = []
-        for uncut in self._orders:
-            if uncut.number in numbers:
-                ordered.append([uncut])
-        orders = self._ranking.fastest(ordered)
+        ordered = [[uncut] for uncut in self.orders if uncut.number in numbers]
+        orders = self.ranking.fastest(ordered)
 
         starts = list(orders)
         for cut in in_pattern:
             if len(cut.uncut.pipelines) == 1:
                 starts.append(cut)
-        climbed = climb(self._ranking, starts, self._usable)
+        climbed = climb(self.ranking, starts, _resources_in(self.tables, self.families))
         return sorted([*orders, *climbed], key=lambda cut: cut.seconds)
 
     def _propose(self, cuts: Sequence[CutPipelines]) -> list[Proposal]:
@@ -280,17 +257,17 @@ class Drafter:
         shapes = self.with_odd_one(shapes)
         if not shapes:
             return None
-        draft = assign_microbatches(self.estimator, shapes, self.tables.batch)
-        if draft is None or not draft_fits(self.estimator, draft):
+        draft = assign_microbatches(self.ranking.estimator, shapes, self.tables.batch)
+        if draft is None or not draft_fits(self.ranking.estimator, draft):
             return None
 
         number = len(shapes)
-        seconds = self.estimator.draft_s(draft)
+        seconds = self.ranking.estimator.draft_s(draft)
         for shape, microbatches in set(draft.pipelines):
-            sent_s = microbatches * self._shared.sent_s(number, shape.rows)
+            sent_s = microbatches * self.ranking.shared.sent_s(number, shape.rows)
             seconds = max(seconds, sent_s)
-        after_s = self._ranking.after_s(number, set(shapes))
-        return Proposal(seconds + after_s, draft, self.together)
+        after_s = self.ranking.after_s(number, set(shapes))
+        return Proposal(seconds + after_s, draft, self.side_by_side)
 
     def with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
         """Return shapes whose microbatches meet the batch; empty if they cannot.
@@ -300,7 +277,7 @@ class Drafter:
         tables have no row of its kinds at the smaller size.
         """
         tables = self.tables
-        size = self.estimator.microbatch(shapes[0])
+        size = self.ranking.estimator.microbatch(shapes[0])
         if tables.batch % size == 0:
             return shapes
 
@@ -308,12 +285,10 @@ class Drafter:
         for possible in tables.sizes:
             if possible < size and tables.batch % possible == 0:
                 smaller.append(possible)
-        if not smaller or not self.mixed_sizes or len(shapes) == 1:
+        if not smaller or len(shapes) == 1:
             return []
 
-        row_of = {}
-        for index, row in enumerate(tables.rows):
-            row_of[row.kind, row.microbatch] = index
+        row_of = {(row.kind, row.microbatch): index for index, row in enumerate(tables.rows)}
         *others, last = shapes
         rows = list[int]()
         for row_index in last.rows:

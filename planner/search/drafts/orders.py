@@ -13,10 +13,9 @@ levels some percent apart, since the cut that follows is exact.
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.search.problem import limits
-from planner.search.problem.stage_sums import Floats, Ints
 from planner.search.problem.tables import Tables
 
 StageRows = tuple[int, ...]
@@ -218,10 +217,7 @@ class Orders:
         chosen = [no_rows]
 
         best_level = dict.fromkeys(self._resource, len(self.levels))
-        rows = []
-        for row, resource in enumerate(self._resource):
-            if resource == last:
-                rows.append(row)
+        rows = [row for row, resource in enumerate(self._resource) if resource == last]
         for after in range(self._deepest):
             start, row_of, whole = self._with_stage(rows, after, start, chosen[-1])
             chosen.append(row_of)
@@ -236,7 +232,7 @@ class Orders:
 
     def _with_stage(
         self, rows: Sequence[int], after: int, start: Ints, following: Ints
-    ) -> tuple[Ints, Ints, dict[int, NDArray[np.bool_]]]:
+    ) -> tuple[Ints, Ints, dict[int, Bools]]:
         """Return the best states after one more stage before the `after` stages of each state.
 
         rows: possible rows of the stage. start, following: earliest layer and row of the first
@@ -251,9 +247,9 @@ class Orders:
         none = 4 * (layers + 1)
         best = np.full(self._shape, none, dtype=np.int64)
         row_of = np.full(self._shape, -1, dtype=np.int64)
-        whole: dict[int, NDArray[np.bool_]] = {}
+        whole: dict[int, Bools] = {}
         for row in rows:
-            source, target = self._moved(row)
+            source, target = self._shift_states(row)
             starts = self._starts(row, after)
             reached = starts[self._level_index, start[source]]
             next_row = following[source]
@@ -272,7 +268,7 @@ class Orders:
         row_of = np.where(new_start <= layers, row_of, -1)
         return new_start, row_of, whole
 
-    def _moved(self, row: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    def _shift_states(self, row: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return the states before and after a stage of this row is added."""
         axis = 1 + self._resource[row]
         degree = self._degree[row]
@@ -282,9 +278,7 @@ class Orders:
         target[axis] = slice(degree, None)
         return tuple(source), tuple(target)
 
-    def _order(
-        self, level: int, whole: NDArray[np.bool_], row: int, chosen: Sequence[Ints]
-    ) -> StageRows:
+    def _order(self, level: int, whole: Bools, row: int, chosen: Sequence[Ints]) -> StageRows:
         """Return the order that begins with `row` and is whole at a level of bottlenecks.
 
         Of several it has the fewest GPUs. whole: True for the states of whole pipelines. chosen:
@@ -303,7 +297,7 @@ class Orders:
         return tuple(self.rows[each] for each in rows)
 
 
-def _first_true(several: NDArray[np.bool_]) -> int | None:
+def _first_true(several: Bools) -> int | None:
     """Return the first index at which an array of (n, ...) has a True; None if it has none."""
     axes = tuple(range(1, several.ndim))
     found = np.flatnonzero(several.any(axis=axes))

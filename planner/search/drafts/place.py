@@ -56,10 +56,7 @@ class Nodes:
 
     def _next(self, degree: int, wanted: int) -> int | None:
         """Return the node on which a pipeline continues; None if none has `degree` free GPUs."""
-        sizes = []
-        for size, nodes in sorted(self._by_free.items()):
-            if nodes and size >= degree:
-                sizes.append(size)
+        sizes = [size for size, nodes in sorted(self._by_free.items()) if nodes and size >= degree]
         if not sizes:
             return None
 
@@ -112,7 +109,7 @@ def place_ends_first(tables: Tables, draft: Draft, parts: int, *, by_stage: bool
     shapes = draft.shapes
     orders = []
     together: set[_StageIndex] = set()
-    for part in parted(len(shapes), parts):
+    for part in split_pipelines(len(shapes), parts):
         first_stages = list[_StageIndex]()
         last_stages = list[_StageIndex]()
         inner = list[_StageIndex]()
@@ -159,7 +156,7 @@ def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
     shapes = draft.shapes
     orders = []
     together: set[_StageIndex] = set()
-    for part in parted(len(shapes), parts):
+    for part in split_pipelines(len(shapes), parts):
         depth = len(shapes[part[0]].rows)
         order = []
         for stage in range(depth):
@@ -246,7 +243,7 @@ def _gpus_wanted(tables: Tables, shapes: Sequence[Shape]) -> Counter[tuple[int, 
     return wanted
 
 
-def parted(number: int, parts: int) -> list[range]:
+def split_pipelines(number: int, parts: int) -> list[range]:
     """Divide `number` pipelines into parts as equal as possible."""
     found = []
     begin = 0

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
+from planner.arrays import Floats, Ints
 from planner.inputs.fleet import NodeType
 from planner.search.drafts.draft import Estimator, Shape
-from planner.search.drafts.place import parted
+from planner.search.drafts.place import split_pipelines
 from planner.search.problem.cost_tables import ring_rate
 from planner.search.problem.request import Request
-from planner.search.problem.stage_sums import Floats, Ints
 from planner.search.problem.tables import Tables
 
 _Rate = tuple[float, float, int]
@@ -192,7 +192,7 @@ class SideBySide:
     def _new_tied_rate(self, number: int, first: int, last: int) -> _TiedRate:
         members: list[tuple[str, NodeType]] = []
         num_parts = min(number, self._holders)
-        for part, pipelines in enumerate(parted(number, num_parts)):
+        for part, pipelines in enumerate(split_pipelines(number, num_parts)):
             filled: dict[int, float] = {}
             for row in (first, last):
                 resource = self._tables.kind(row).resource
@@ -229,7 +229,7 @@ class SideBySide:
         held = int(self._tables.groups_a_node[row])
 
         members: list[tuple[str, NodeType]] = []
-        pipelines = parted(number, min(number, self._parts))
+        pipelines = split_pipelines(number, min(number, self._parts))
         for part, mine in enumerate(pipelines):
             for index in range(len(mine)):
                 members.append((f"{part}-{index // held}", node_type))

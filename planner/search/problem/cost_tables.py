@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from planner.arrays import Floats
 from planner.cost.layers.layer_costs import LayerCosts
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
 from planner.inputs.cluster import GIB
 from planner.inputs.fleet import NodeType
 from planner.search.problem.request import Request
-from planner.search.problem.stage_sums import Floats, Row
+from planner.search.problem.stage_sums import Row
 from planner.search.problem.tables import Kind, Resource, Tables
 from planner.search.uneven_groups import group_costs
 
@@ -28,8 +29,6 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
     cost = request.cost
     resources = _resources(request)
     kinds = (*_even_kinds(request, resources), *_uneven_kinds(request, resources))
-    if not kinds:
-        raise InfeasibleError(_no_kind(request))
 
     rows = []
     for index, kind in enumerate(kinds):
@@ -91,9 +90,8 @@ def _even_kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[K
         node_gpus = resource.node_type.num_gpus
         degree = 1
         while degree <= min(request.highest_tp_degree, node_gpus):
-            if degree >= request.min_tp_degree:
-                groups_a_node = node_gpus // degree
-                yield Kind(index, degree, resource.num_nodes * groups_a_node)
+            groups_a_node = node_gpus // degree
+            yield Kind(index, degree, resource.num_nodes * groups_a_node)
             degree *= 2
 
 
@@ -114,15 +112,6 @@ def _costs(cost: CostModel, kind: Kind, node_type: NodeType, size: int) -> Layer
     if kind.group is not None:
         return group_costs(cost, kind.group, size)
     return cost.layers.costs(node_type, kind.tp_degree, size)
-
-
-def _no_kind(request: Request) -> str:
-    most = max(node.node_type.num_gpus for node in request.fleet.nodes)
-    return (
-        f"min_tp_degree is {request.min_tp_degree}, but the largest node has {most} GPUs and"
-        f" the model's {request.spec.limit_of_parts} allow TP {request.spec.max_tp_degree}"
-        f" (max_tp_degree {request.max_tp_degree}); lower min_tp_degree"
-    )
 
 
 def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: int) -> Row:

@@ -4,8 +4,10 @@ A budget depends on a fleet's size by one formula, so that the same mechanisms r
 on a thousand. All are counts, since a result must not depend on the machine's speed.
 """
 
-# ---- what there is to choose from ---- pipelines: up to so many every number is tried, beyond
-# numbers a sixteenth apart: nearer ones make nearly equal plans
+# ---- what there is to choose from ----
+
+# pipelines: up to so many every number is tried, beyond numbers a sixteenth apart: nearer ones make
+# nearly equal plans
 EVERY_NUMBER = 16
 # of a ranked list (orders, families, cuts, drafts) that are looked at more closely; all orders of
 # three node types
@@ -14,12 +16,13 @@ FINE = 1e-3  # of the step time: less is not searched for, a hundredth of the mo
 # times faster: what recomputes, shards (shared moments have no twin), has uneven stages or is one
 # program must be so
 MIN_SPEEDUP = 1.02
-UNEVEN_GPUS = (
-    4  # of unlike nodes in one stage at most: of eight parts each must have one, and some several
-)
+# of unlike nodes in one stage at most: of eight parts each must have one, and some several
+UNEVEN_GPUS = 4
 
-# ---- drafts: families of near-equal pipelines ---- whose cuts are computed together, best first by
-# a closed form; the next only while it lets hope for better ones
+# ---- drafts ----
+
+# families of near-equal pipelines whose cuts are computed together, best first by a closed form;
+# the next only while it lets hope for better ones
 FAMILIES = 60
 MOST_FAMILIES = 240  # in all
 # drafts that are placed and predicted: the estimate is within 3% of the prediction in nine cases of
@@ -47,44 +50,32 @@ HOT = 1e-3  # share of the step time that a change may cost at first
 PLAIN = 1.005
 
 # ---- replanning ----
-WHOLE_SEARCH_GPUS = (
-    64  # up to so many a whole search takes about a second, for which workers can wait
-)
+# up to so many a whole search takes about a second, for which workers can wait
+WHOLE_SEARCH_GPUS = 64
 
-# ---- the bound: all of these change how near it comes and how long it takes, none whether it holds
-# ----
+# ---- the bound: these change how near it comes and how long it takes, never whether it holds ----
+
 WIDEST_GAP = 0.15  # of a plan over its bound, above which the two say nothing of each other
 COARSE = 1.35  # ratio of the ends of the first intervals of bottlenecks
-BANDS = (
-    0,
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-)  # stages after one, for which its memory is looked at; from 8 on also ends of the first intervals
+# stages after one, for which its memory is looked at; from 8 on also ends of the first intervals
+BANDS = (0, 1, 2, 4, 8, 16, 32, 64)
 BOUND_ROUNDS = 40  # of prices; few need more than ten
 # of a fixed point, of halving at the same prices, of prices without a better bound: most need two
 REPEATS = 3
 HOPE = 1.3  # by how much halving raises what the cuts allow, at most as seen
-OUTWARD = (
-    0.9  # share of the way to new prices; a price that fell to less has its paths looked at again
-)
+# share of the way to new prices; a price that fell to less has its paths looked at again
+OUTWARD = 0.9
 TOGETHER = 64  # intervals solved in one array: beyond, arrays leave the cache
 
 # ---- strategies of others ----
 MOST_PASSES = 256  # microbatches of an SPMD program
-TRIED_PASSES = (
-    3  # numbers of microbatches from the least that may fit memory on, each twice the one before
-)
+# numbers of microbatches from the least that may fit memory on, each twice the one before
+TRIED_PASSES = 3
 MAX_PERMUTE = 4  # groups of stages that are permuted (Metis's max_permute_len)
 REPAIRS = 3  # of over-full stages, as in Metis
 MOST_ARRANGEMENTS = 400  # of each number of stages, so that 64 GPUs take a second
-OTHER_KIND = (
-    0.2  # share by which a block's seconds differ where an encoder ends and a decoder begins
-)
+# share by which a block's seconds differ where an encoder ends and a decoder begins
+OTHER_KIND = 0.2
 MIN_SEARCH_S = 0.2  # seconds of one fleet's search at least
 EXPLAINED_FLEETS = 24  # looked at to say by how much a price limit is too low
 EXHAUSTIVE = (5, 6, 16)  # GPUs, blocks and sequences at most: some ten thousand plans
@@ -108,10 +99,9 @@ ZONE_SETS = 4  # sets of several zones that are searched
 FINAL_BEHIND = 1.1  # times the best draft: a walk improves drafts by less
 
 # ---- memory ----
-SHARED_BY = (
-    2,
-    8,
-)  # holders for which stages are cut: the fewest there can be, and where most of what can be saved is  # noqa: E501
+# holders for which stages are cut: the fewest there can be, and where most of what can be saved
+# is
+SHARED_BY = (2, 8)
 
 # ---- what is told of a plan ----
 DRAWS = 6  # each predicts ten plans anew: a tenth of a second at 64 GPUs, one and a half at 1,024

@@ -3,17 +3,15 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from planner.cost.model import CostModel
+from planner.cost.prediction import Prediction
 from planner.errors import ConfigError
 from planner.inputs.fleet import Fleet, NodeBound, node_of
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import Plan
 from planner.plans.shares import UnevenGroup
-
-if TYPE_CHECKING:
-    from planner.cost.model import CostModel
-    from planner.cost.prediction import Prediction
 
 Objective = Literal["time", "cost", "pareto"]
 NOT_LOOKED_AT = "not looked at"
@@ -34,10 +32,9 @@ class Request:
     """Planning problem: the fleet, the model, and the limits on plans.
 
     cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every
-    pipeline's microbatch (None: choose). max_tp_degree, min_tp_degree bound the TP degree;
-    mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False for one
-    microbatch size. max_usd_per_hour limits the price of the nodes in use; bound limits their
-    number, if the fleet has more than can exist at one time.
+    pipeline's microbatch (None: choose). max_tp_degree limits the TP degree. max_usd_per_hour
+    limits the price of the nodes in use; bound limits their number, if the fleet has more than can
+    exist at one time.
 
     max_zones limits the zones that a plan lies in. max_transfer_share limits the price of data
     between zones, as a share of the price of the plan's nodes; it holds if anything cheaper fits.
@@ -63,15 +60,12 @@ class Request:
 
     fleet: Fleet
     spec: ModelSpec
-    cost: "CostModel"
+    cost: CostModel
     global_batch_sequences: int
     sequence_length: int
     microbatch_sequences: int | None = None
     max_microbatch_sequences: int = 64
     max_tp_degree: int | None = None
-    min_tp_degree: int = 1
-    mixed_tp: bool = True
-    mixed_microbatch: bool = True
     max_stages: int | None = None
     objective: Objective = "time"
     max_usd_per_hour: float | None = None
@@ -124,7 +118,7 @@ class SearchReport:
     plans_evaluated: int
     lower_bound_s: float | None
     gap: float | None
-    proof: str = "nothing is proved by this strategy"
+    proof: str = "no lower bound (this strategy computes none)"
     fleets_searched: int = 1
     fleets: int = 1
     cut: str = ""
@@ -164,14 +158,14 @@ class Answer:
 
     strategy: str
     plan: Plan
-    prediction: "Prediction"
+    prediction: Prediction
     search: SearchReport
     rejected: tuple[Rejected, ...] = ()
     idle: tuple[Idle, ...] = ()
     front: Sequence["Answer"] = field(default=())
     candidates: tuple[Plan, ...] = ()
     choice: str = ""
-    without_formats: "Prediction | None" = None
+    without_formats: Prediction | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -199,9 +193,16 @@ class Answer:
         """Return the answer with one more reason in `choice`."""
         return replace(self, choice=f"{self.choice}; {why}" if self.choice else why)
 
+    def add_idle(self, workers: tuple[str, ...], why: str) -> "Answer":
+        """Return the answer with further idle workers, if there are any."""
+        return replace(self, idle=(*self.idle, Idle(workers, why))) if workers else self
+
     def add_rejected(self, *rejected: Rejected) -> "Answer":
         """Return the answer with further alternatives that were left."""
         return replace(self, rejected=(*self.rejected, *rejected))
+
+
+Search = Callable[[Request], Answer]
 
 
 def with_cut(request: Request, answer: Answer) -> Answer:
@@ -239,6 +240,6 @@ def check_request(request: Request) -> None:
         )
 
 
-def narrowed(request: Request, fleet: Fleet) -> Request:
+def narrow_to(request: Request, fleet: Fleet) -> Request:
     """Return the request on a part of its fleet; layer times and predictions are shared."""
-    return replace(request, fleet=fleet, cost=request.cost.on(fleet))
+    return replace(request, fleet=fleet, cost=request.cost.with_fleet(fleet))

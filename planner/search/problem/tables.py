@@ -12,11 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.arrays import Floats, Ints
 from planner.cost.schedule import Transfers
 from planner.inputs.fleet import NodeType, node_of
 from planner.plans.in_flight import MOST_AHEAD
 from planner.plans.shares import UnevenGroup
-from planner.search.problem.stage_sums import Floats, Ints, Row, StageSums
+from planner.search.problem.stage_sums import Row, StageSums
 
 
 @dataclass(frozen=True, slots=True)

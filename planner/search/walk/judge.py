@@ -14,7 +14,8 @@ from planner.errors import InfeasibleError
 from planner.inputs.cluster import GIB
 from planner.inputs.fleet import Fleet, node_of
 from planner.inputs.zones import known_zones, refusal_of
-from planner.plans.plan import Pipeline, Plan, check_plan
+from planner.plans.plan import Pipeline, Plan
+from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import fewest_holders
 from planner.search.problem import limits
 from planner.search.problem.request import (
@@ -136,8 +137,8 @@ def simplest_near_fastest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Pl
     many = kinds_in(fleet, fastest)
     if few == many:
         why = (
-            f"the fastest plan found: no other within {limits.PLAIN - 1:.1%} has fewer than its"
-            f" {_pipelines(many)}"
+            f"the fastest plan ({_pipelines(many)}; no simpler plan is within"
+            f" {limits.PLAIN - 1:.1%})"
         )
         return fastest, why
     slower_by = timed[plain] / timed[fastest] - 1
@@ -212,24 +213,10 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
         why = _crosses_zones(request, plan, prediction)
         if why is not None:
             return why
-    why = _unlike_request(request, plan)
-    if why is not None:
-        return why
-    return _too_few_holders(request, plan)
-
-
-def _unlike_request(request: Request, plan: Plan) -> str | None:
-    """Return which wish for the plan's form it does not meet, or None."""
     deepest = plan.depths[-1]
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
-    degrees = plan.tp_degrees
-    if not request.mixed_tp and len(degrees) > 1:
-        return f"TP {_either(degrees)}, one degree is asked for"
-    sizes = plan.microbatch_sizes
-    if not request.mixed_microbatch and len(sizes) > 1:
-        return f"microbatches of {_either(sizes)} sequences, one size is asked for"
-    return None
+    return _too_few_holders(request, plan)
 
 
 def zones_of(fleet: Fleet, plan: Plan) -> tuple[str, ...]:
@@ -243,7 +230,7 @@ def _crosses_zones(request: Request, plan: Plan, prediction: Prediction) -> str 
     zones = zones_of(request.fleet, plan)
     if len(zones) < 2:
         return None
-    apart = request.cost.links.zones.unconnected(zones)
+    apart = request.cost.links.zones.first_unconnected(zones)
     if apart is not None:
         return refusal_of(apart)
     if request.max_zones is not None and len(zones) > request.max_zones:

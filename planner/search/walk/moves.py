@@ -25,21 +25,15 @@ _Move = Callable[[Pipelines, list[int]], Pipelines | None]
 
 
 class Moves:
-    """Draws moves of plans over one set of tables.
+    """Draws moves of plans over one set of tables."""
 
-    mixed_sizes: pipelines may differ in the size of their microbatches.
-    """
-
-    def __init__(self, tables: Tables, rng: random.Random, mixed_sizes: bool = True):
+    def __init__(self, tables: Tables, rng: random.Random):
         self.tables = tables
         self.rng = rng
-        self.mixed_sizes = mixed_sizes
         self.estimator = Estimator(tables)
         self.balancer = Balancer(tables)
         self.degrees = tp_degrees_of(tables)
-        nodes = []
-        for name, node_type in tables.node_types.items():
-            nodes.append(Node(name, node_type))
+        nodes = [Node(name, node_type) for name, node_type in tables.node_types.items()]
         self._fleet = Fleet(0, tuple(nodes))
         self._uneven = any(kind.group for kind in tables.kinds)
         self._share = 0.0  # sequences of a pipeline, on average
@@ -68,9 +62,9 @@ class Moves:
             chosen = [self.rng.choice(alike)]
 
         changed = move(pipelines, chosen)
-        return self.shared(plan, changed) if changed else None
+        return self.share_batch(plan, changed) if changed else None
 
-    def shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
+    def share_batch(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
         """Return the plan with microbatches shared so that the slowest pipeline ends earliest.
 
         The tables give the times. None if sizes cannot meet the batch.
@@ -142,9 +136,7 @@ class Moves:
 
     def _alike(self, pipelines: Pipelines, among: Collection[int]) -> list[int]:
         """Draw one of these pipelines, and return all of them with its cut and node types."""
-        kinds = {}
-        for i in among or range(len(pipelines)):
-            kinds[i] = kind_of(self._fleet, pipelines[i])
+        kinds = {i: kind_of(self._fleet, pipelines[i]) for i in among or range(len(pipelines))}
         distinct = list(dict.fromkeys(kinds.values()))
         wanted = self.rng.choice(distinct)
         return [i for i, kind in kinds.items() if kind == wanted]
@@ -169,15 +161,10 @@ class Moves:
             stages.append(replace(stage, workers=group, compute=None))
         return replace(pipeline, stages=tuple(stages))
 
-    def _regrouped(
-        self, pipelines: Pipelines, groups: dict[int, list[GpuGroup]]
-    ) -> Pipelines | None:
+    def _regroup(self, pipelines: Pipelines, groups: dict[int, list[GpuGroup]]) -> Pipelines | None:
         """Return the pipelines with these groups; a pipeline without groups is removed."""
         # each pipeline draws random numbers, so none is skipped after another has failed
-        changed = {}
-        for i, mine in groups.items():
-            if mine:
-                changed[i] = self._with_groups(pipelines[i], mine)
+        changed = {i: self._with_groups(pipelines[i], mine) for i, mine in groups.items() if mine}
         if None in changed.values():
             return None
 
@@ -201,7 +188,7 @@ class Moves:
             if groups is None:
                 return None
             changed[i] = groups
-        return self._regrouped(pipelines, changed)
+        return self._regroup(pipelines, changed)
 
     # ---- moves of one pipeline, or of equal ones ----
 
@@ -281,7 +268,7 @@ class Moves:
                     half = len(group) // 2
                     changed += [group[:half], group[half:]]
                 else:
-                    merged = _merged(groups[i : i + 2], any_sizes=self._uneven)
+                    merged = _merge(groups[i : i + 2], any_sizes=self._uneven)
                     if merged is None:
                         return None
                     changed.append(merged)
@@ -297,7 +284,7 @@ class Moves:
         size = self.rng.choice(self.tables.sizes)
         keeps_cut = self.rng.random() < 0.5
         made = list(pipelines)
-        for i in chosen if self.mixed_sizes else range(len(pipelines)):
+        for i in chosen:
             groups = groups_of(pipelines[i])
             if keeps_cut and self.rows(groups, size) is not None:
                 made[i] = replace(pipelines[i], microbatch_sequences=size)
@@ -356,7 +343,7 @@ class Moves:
         mine = groups[p][one]
         groups[p][one] = groups[q][other]
         groups[q][other] = mine
-        return self._regrouped(pipelines, groups)
+        return self._regroup(pipelines, groups)
 
     def _hand_over(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Move a few neighbouring groups to another pipeline."""
@@ -373,7 +360,7 @@ class Moves:
         place = self.rng.randrange(len(taken) + 1)
         left = given[:start] + given[end:]
         joined = [*taken[:place], *given[start:end], *taken[place:]]
-        return self._regrouped(pipelines, {giver: left, taker: joined})
+        return self._regroup(pipelines, {giver: left, taker: joined})
 
 
 def groups_of(pipeline: Pipeline) -> list[GpuGroup]:
@@ -395,7 +382,7 @@ def _idle_workers(fleet: Fleet, pipelines: Pipelines) -> list[GpuGroup]:
     return idle
 
 
-def _merged(neighbors: list[GpuGroup], *, any_sizes: bool) -> GpuGroup | None:
+def _merge(neighbors: list[GpuGroup], *, any_sizes: bool) -> GpuGroup | None:
     """Return two groups as one; None if there is no second, or if it is of another size."""
     if len(neighbors) < 2:
         return None

@@ -49,7 +49,7 @@ def _steps(machine: Machine, job: Job, *, offload: bool) -> tuple[dict[str, Any]
     rows = random_rows(job, machine.device)
     plan = one_worker_plan(job)
     if offload:
-        plan = plan.offloading()
+        plan = plan.with_offloading()
     trainer = our_trainer(job, machine.device, plan=plan)
     seconds = []
     updates = []

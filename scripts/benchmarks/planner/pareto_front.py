@@ -20,7 +20,7 @@ from autohet.driver.loop.planning import make_planning
 from autohet.runtime.job import Job
 from planner.errors import InfeasibleError
 from planner.inputs.cluster import cluster_from_yaml
-from planner.search.problem.request import Answer, Request, narrowed
+from planner.search.problem.request import Answer, Request, narrow_to
 from planner.strategies import plan_with
 from planner.strategies.fleets import FleetSpace, TypeCounts
 from scripts.benchmarks.provenance import provenance
@@ -78,7 +78,7 @@ def search_every(known: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 def searched(request: Request, space: FleetSpace, counts: TypeCounts) -> dict[str, Any] | None:
     try:
-        return row(plan_with("autohet", narrowed(request, space.fleet(counts))))
+        return row(plan_with("autohet", narrow_to(request, space.fleet(counts))))
     except InfeasibleError:
         return None
 

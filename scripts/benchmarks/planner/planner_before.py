@@ -71,7 +71,7 @@ def repaired(cost: CostModel, plan: Plan) -> Plan:
     """With what its stages need to do for memory."""
     ways = cost.choices.recompute
     assumed = Assumed(ways[-1], max(1, len(plan.pipelines)), choices=ways)
-    return cost.assuming(assumed).stage_choices.working_ahead(plan)
+    return cost.with_assumption(assumed).stage_choices.working_ahead(plan)
 
 
 def seconds(request: Request) -> float | None:

@@ -5,8 +5,8 @@ the commit and the machine.
 import json
 from pathlib import Path
 
-from autohet.bench.planner.accuracy import measurements_folder
-from autohet.bench.planner.fasop import fasop_rows
+from scripts.benchmarks.planner.fasop import fasop_rows
+from scripts.benchmarks.planner.measurements import measurements_folder
 from scripts.benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results" / "planner_fasop.json"

@@ -13,12 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from autohet.bench.planner.accuracy import measurements_folder
 from autohet.runtime.job import Job
 from autohet.simulate.simulation import Scenario, TraceSimulation
 from autohet.simulate.spot_trace import TraceEvent, read_trace
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.zones import ZONE_LINKS, region_of
+from scripts.benchmarks.planner.measurements import measurements_folder
 from scripts.benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results" / "simulate_regions.json"

@@ -19,14 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from autohet.bench.planner.accuracy import measurements_folder
 from autohet.runtime.job import Job
 from autohet.simulate.comparison import compare
-from autohet.simulate.simulation import BASELINES, DAY_S, Scenario, TraceSimulation
+from autohet.simulate.simulation import BASELINES, Scenario, TraceSimulation
 from autohet.simulate.spot_trace import read_trace
 from planner.inputs.cluster import cluster_from_document
+from scripts.benchmarks.planner.measurements import measurements_folder
 from scripts.benchmarks.provenance import provenance
 
+DAY_S = 86400.0
 RESULTS = Path(__file__).parents[1] / "results" / "simulate_traces.json"
 ROOT = Path(__file__).parents[3]
 JOBS = ROOT / "cluster_configs" / "jobs"

@@ -65,7 +65,7 @@ def _compared(asked: Request) -> dict[str, Any]:
     return {
         "zones": len(asked.cost.zones),
         "zones_used": len(zones),
-        "connected": asked.cost.links.zones.connects_all(zones),
+        "connected": asked.cost.links.zones.first_unconnected(zones) is None,
         "usd": seen.prediction.usd_per_million_tokens,
         "usd_without_zones": usd_without_zones if math.isfinite(usd_without_zones) else None,
     }

@@ -137,7 +137,7 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
         run = StruckRun(job, directory, nodes=NODES)
         run.fleet.silent_node_s = RAY_NOTICES_S
         with owned_memory():
-            result = run.run(120, events)
+            result = run.run(events)
         (change, *_) = result.summary["reconfigurations"]
         assert change["cause"] == "death"
         reconfigured = next(e for e in result.events if e["kind"] == "reconfigure")

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripts.benchmarks.quality.provenance import provenance
 
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
@@ -37,6 +36,7 @@ from recovery.state.slices import shard_views
 from recovery.transfer.restore import Access, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 from recovery.transfer.tiers import PeerTier
+from scripts.benchmarks.provenance import provenance
 
 TOKEN, STREAMS, TENSORS = "bench", 4, 16
 PIECE = 4 << 20

@@ -29,8 +29,8 @@ import ray
 
 from autohet.control.job_state import Training
 from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.job_run import JobRun, Machines
-from autohet.driver.loop.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workers
 from autohet.runtime.job import Job

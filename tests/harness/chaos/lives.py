@@ -26,13 +26,14 @@ from tests.harness.fork_server import forking_context, server_address, use_serve
 from tests.harness.living import kill, state_of
 from tests.harness.served_objects import STEP_PAUSE_S
 from tests.harness.struck_run import StruckRun
+from tests.harness.waits import HANG_S
 
 EVERY = 8
-JOB_TIMEOUT_S = 240.0
+JOB_TIMEOUT_S = HANG_S
 POLL_S = 0.05
 PAUSE_S = 0.25
 """In each step: a job lasts until its strikes have come."""
-PATIENCE_S = 60.0
+PATIENCE_S = HANG_S
 """For which a restarted driver tries its first checks again."""
 
 
@@ -86,7 +87,8 @@ def chaos_job(places: Places, shared: Path, steps: int, **sections: Mapping[str,
 
 def strike_job(places: Places, shared: Path, steps: int, strikes: Sequence[Strike]) -> StruckJob:
     """Run a job to its end while it is struck; a driver that is killed is started again."""
-    job, struck = chaos_job(places, shared, steps), StruckJob(places)
+    job = chaos_job(places, shared, steps)
+    struck = StruckJob(places)
     began = time.monotonic()
     kept_step = None
     while True:
@@ -150,7 +152,7 @@ def _drive(
     import torch
 
     torch.set_num_threads(1)
-    supervise.restart_count = number  # as in a child of `supervise.supervised`
+    supervise.restart_count = number  # as in a child of `supervise.supervise_child`
     if number:
         told = _told_by_others(directory)
         with_patience(lambda: require_own_storage(job, told), PATIENCE_S)
@@ -158,7 +160,7 @@ def _drive(
     run.fleet.environment[STEP_PAUSE_S] = str(PAUSE_S)
     start = run.start
     run.start = lambda: with_patience(start, PATIENCE_S)  # type: ignore[method-assign]
-    result = run.run(JOB_TIMEOUT_S, Striker(places, strikes))
+    result = run.run(Striker(places, strikes), JOB_TIMEOUT_S)
     document = {"ok": result.ok, "reason": result.reason, "complaints": result.complaints}
     (directory / "result.json").write_text(json.dumps(document))
 

@@ -21,8 +21,8 @@ from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
 from autohet.control.values.observation import Observation
 from autohet.driver.emulated.fleet import EmulatedFleet
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.job_run import JobRun, Machines
-from autohet.driver.loop.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
 from tests.harness.chaos.lives import Life, StruckJob, chaos_job
 from tests.harness.chaos.places import Places
@@ -30,15 +30,14 @@ from tests.harness.chaos.striker import ABSENCE_S, Striker, workers_of
 from tests.harness.chaos.strikes import Strike
 from tests.harness.exact_job import NODES
 from tests.harness.local_fleet import cluster_document, cluster_of, node_type
+from tests.harness.waits import HANG_S
 
 RAYLET_WEIGHTS = {"raylet_kill": 3, "raylet_freeze": 2}
 """Kinds of strikes, and how often each is drawn relative to the other."""
-START_S, JOB_TIMEOUT_S = 240.0, 360.0
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
-    "elastic": {"heartbeat_timeout_s": 4.0, "worker_start_timeout_s": 60, "wait_for_fleet_s": 240},
     "emulation": {"block_forward_s": 0.01},
 }
-"""A Ray worker needs seconds to start; and a job lasts until its strikes have come."""
+"""A job lasts until its strikes have come."""
 
 
 class RayNodes(EmulatedFleet):
@@ -170,7 +169,7 @@ def _start_nodes(fleet: RayNodes) -> None:
     for name in NODES:
         fleet.start_node(name)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + HANG_S
     while sum(node["Alive"] for node in ray.nodes()) <= len(NODES):
         assert time.monotonic() < deadline, "a Ray node did not start"
         time.sleep(0.1)
@@ -180,16 +179,16 @@ def _run(run: JobRun, striker: RayletStriker, began: float) -> dict[str, Any]:
     """Return how the run ended; a machine that is too busy to start it proves nothing of it."""
     try:
         run.start()
-        while run.controller.ended is None and time.monotonic() < began + JOB_TIMEOUT_S:
+        while run.controller.ended is None and time.monotonic() < began + HANG_S:
             striker(run, run.tick())
-            late = time.monotonic() >= began + START_S
+            late = time.monotonic() >= began + HANG_S
             assert run.controller.memory.ledger.committed_steps or not late, (
-                f"no step within {START_S:.0f} s: this machine is too busy"
+                f"no step within {HANG_S:.0f} s: this machine is too busy"
             )
         ended = run.controller.ended
     finally:
         run.close()
         run.events.close()
     if ended is None:
-        return {"ok": False, "reason": f"no end after {JOB_TIMEOUT_S:.0f} s"}
+        return {"ok": False, "reason": f"no end after {HANG_S:.0f} s"}
     return {"ok": ended.ok, "reason": ended.reason}

@@ -24,7 +24,8 @@ from tests.harness.struck_run import StruckRun
 
 PATIENCE_S = 8.0
 ABSENCE_S = 1.0
-NOTICE_S, LONG_NOTICE_S = 5.0, 30.0
+NOTICE_S = 5.0
+LONG_NOTICE_S = 30.0
 
 
 @dataclass

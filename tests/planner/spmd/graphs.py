@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from planner.spmd.graph import Graph, GraphNode, Signature
+from planner.spmd.search import ProgramSearch
 
 ONE = (frozenset({0}),)
 
@@ -263,3 +264,17 @@ def random_graph(rng: random.Random) -> Graph:
                 x = b.linear(b.unary(b.linear(x, 8, False)), 4, False)
     b.loss(x)
     return b.graph()
+
+
+def count_states(search: ProgramSearch) -> list[int]:
+    """Return a list that gets the number of states of each segment that the search solves."""
+    seen: list[int] = []
+    solve = search._solve
+
+    def counting(first, last, costs):
+        solved = solve(first, last, costs)
+        seen.append(sum(map(len, solved.back)))
+        return solved
+
+    search._solve = counting  # type: ignore[method-assign]
+    return seen

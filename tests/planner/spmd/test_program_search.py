@@ -19,7 +19,7 @@ from planner.spmd.plan import synthesize
 from planner.spmd.program import Instruction, Property, conversions_of
 from planner.spmd.rules import leaf_layouts, rules_of
 from planner.spmd.search import ProgramSearch
-from tests.planner.spmd.graphs import Builder, random_graph, transformer
+from tests.planner.spmd.graphs import Builder, count_states, random_graph, transformer
 
 
 def every_instruction(graph: Graph) -> list[Instruction]:
@@ -119,9 +119,7 @@ def test_the_search_is_as_good_as_uniform_cost_search_in_any_order(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_say(
-    seed: int,
-) -> None:
+def test_the_program_costs_what_the_search_says(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng)
     cluster = random_cluster(rng, 3)
@@ -132,7 +130,6 @@ def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_sa
     assert table.program_s(program, shares) - table.seconds(
         table.final_terms(program), shares
     ) == pytest.approx(seconds, rel=1e-9)
-    assert ProgramSearch(table, shares).a_star() == pytest.approx(seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -158,8 +155,9 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
     for layers in (6, 24):
         graph = transformer(layers, 6, 4, 8, 2)
         search = ProgramSearch(CostTable(graph, cluster), Shares(graph, ((0.6, 0.4),)))
+        states = count_states(search)
         search.dynamic_program()
-        seen.append(search.states_seen)
+        seen.append(sum(states))
     assert seen[1] < 2 * seen[0]
 
 
@@ -173,9 +171,10 @@ def test_a_search_that_charges_for_bytes_follows_few_states_and_a_plain_one_all(
         monkeypatch.setattr(program_search, "CHARGED_STATES", most)
         for charge in ((), (1e-9, 1e-9)):
             search = ProgramSearch(CostTable(graph, cluster), shares, byte_s=charge)
+            states = count_states(search)
             seconds, program = search.dynamic_program()
             program.check(graph)
-            found[most, bool(charge)] = seconds, search.states_seen
+            found[most, bool(charge)] = seconds, sum(states)
     assert found[2, False] == found[10**9, False]
     assert found[2, True][1] < found[10**9, True][1]
     assert found[2, True][0] >= found[10**9, True][0]

@@ -122,6 +122,42 @@ def test_what_ends_a_turn_is_a_target(targets: Any, template: str) -> None:
     assert text.endswith(end)
 
 
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (
+            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n"
+            "{% if loop.last and add_generation_prompt %}<|assistant|>\n{% endif %}{% endfor %}",
+            "{}<|endoftext|>\n",
+        ),
+        (
+            "{% for i in range(messages|length) %}{% set m = messages[i] %}"
+            "<|{{ m.role }}|>{{ '<last>' if loop.last else '' }}{{ m.content }}<|im_end|>"
+            "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            "{}<|im_end|>",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+            "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+            " {}<|endoftext|>",
+        ),
+        (
+            "{% macro turn(m) %}<|{{ m.role }}|>{{ m.content | upper }}<|im_end|>{% endmacro %}"
+            "{% for m in messages %}{{ turn(m) }}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+            "{}<|im_end|>",
+        ),
+    ],
+    ids=["prompt in the loop", "loop over indices", "instructions", "macro, open prompt"],
+)
+def test_templates_of_any_form(targets: Any, template: str, form: str) -> None:
+    _, found = targets({"messages": turns("one", "two")}, template)
+    assert [each.replace("<last>", "").lower() for each in found] == [
+        form.format("one"),
+        form.format("two"),
+    ]
+
+
 def test_what_cannot_be_trained_on_is_said(targets: Any, caplog: pytest.LogCaptureFixture) -> None:
     image = [{"type": "text", "text": "See:"}, {"type": "image_url", "image_url": "x"}]
     with pytest.raises(ConfigError, match="line 1: message 2 has a part of type 'image_url'"):

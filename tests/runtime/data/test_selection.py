@@ -272,7 +272,7 @@ def tar_of(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", b"text,label\nhello,1\n" * 50, ["separated values", "data.format: text"]),
+        ("a.csv", b"body,label\nhello,1\n" * 50, ["separated values", "data.format: text"]),
         ("a.bin", bytes(range(256)) * 20, ["binary"]),
         ("a.pdf", b"%PDF-1.4\0\0\0" * 20, ["binary", "PDF", "extract"]),
         ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n'), ["xz", "gzip"]),

@@ -1,11 +1,12 @@
 """The job document: what it takes, what it refuses, and what its refusals say."""
 
+import importlib
 import json
 import pickle
 import re
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from autohet.runtime.job import (
 )
 from autohet.runtime.job.elastic import NOTICE_SOURCES, SOURCE_KEYS
 from autohet.runtime.job.emulated_profile import emulated_profile
+from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME, OTHER_NAMES
 from planner.errors import ConfigError
 from planner.inputs.profile import ProfileKey
 from planner.strategies import STRATEGIES
@@ -449,3 +451,38 @@ def test_a_job_made_by_its_constructors_is_checked_too(tmp_path: Path) -> None:
     assert job.model.pretrained == str(tmp_path)
     with pytest.raises(ConfigError, match="pretrained is 3"):
         as_job(Job(model=ModelSection(pretrained=3), training=training))  # type: ignore[arg-type]
+
+
+OTHERS = ("trl.SFTConfig", "trl.DPOConfig", "peft.LoraConfig")
+
+
+def test_other_libraries_names_lead_to_the_keys_here() -> None:
+    """Wrong: a name that no library has, or a key that no job has."""
+    theirs: set[str] = set()
+    for path in OTHERS:
+        module, _, name = path.partition(".")
+        theirs |= {f.name for f in fields(getattr(importlib.import_module(module), name))}
+    for name, key in KEY_BY_OTHER_NAME.items():
+        section, *rest = key.split(".")
+        cls = get_type_hints(Job)[section]
+        for part in rest:
+            options = [each for each in (cls, *get_args(cls)) if is_dataclass(each)]
+            cls = get_type_hints(options[0])[part]
+        document = trainable()
+        document["training"][name] = 1
+        with pytest.raises(ConfigError, match=rf"training\.{name} .*did you mean {key}\?"):
+            Job.from_document(document)
+    wanted = {"max_steps", "adam_beta1", "save_steps", "max_grad_norm", "max_length", "beta", "r"}
+    assert wanted <= theirs & KEY_BY_OTHER_NAME.keys()
+    assert len(theirs & KEY_BY_OTHER_NAME.keys()) > 40
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "own_data.md").read_text()
+    lines = [
+        f"| {', '.join(f'`{n}`' for n in OTHER_NAMES[key])} | `{key}` |" for key in OTHER_NAMES
+    ]
+    assert [line for line in lines if line not in guide] == []
+
+
+def test_a_key_of_another_section_is_named_by_its_path() -> None:
+    document = {**trainable(), "learning_rate": 1e-5}
+    with pytest.raises(ConfigError, match=r"did you mean training\.learning_rate\?"):
+        Job.from_document(document)

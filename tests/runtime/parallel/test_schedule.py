@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from autohet.runtime.parallel.schedule import CHANNEL_DEPTH, one_forward_one_backward
 from planner.plans.in_flight import MOST_AHEAD
-from planner.plans.plan import Pipeline, Plan, Stage, check_plan
+from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan_checks import check_plan
 
 
 def pipeline_of(

@@ -30,7 +30,7 @@ class Sorted(nn.Module):
             y = torch.roll(y, 1, 0)
         if self.change == "no scalar":
             return y
-        return F.cross_entropy(y, targets)
+        return F.cross_entropy(y, targets, reduction="sum")
 
 
 BATCH = (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))

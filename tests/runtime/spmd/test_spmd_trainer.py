@@ -119,7 +119,7 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(
     layout = layout_of_plan(plan, config)
     captured = capture_language_model(config, 2, 6, torch.float32)  # the exporter is for one thread
     assert plan.spmd is not None
-    placed = plan.spmd.placed(captured.graph)
+    placed = plan.spmd.place(captured.graph)
     states = {me: local_state(case, layout, me) for me in workers}  # as is what draws them
 
     setup = TrainingSetup(config, case.section(), CPU)

@@ -54,7 +54,7 @@ def node_request(
         ConfigError: no request names these types in this file; it says what Ray would launch
         instead, and which labels to add.
     """
-    types = prepared_types(document)
+    types = prepare_types(document)
     limit = max_workers_of(document, types)
     wanted: dict[str, int] = {}
     for name, entry in types.items():
@@ -65,7 +65,7 @@ def node_request(
 
     instead: dict[str, int] = {}
     for request in _candidates(cluster, types, counts, version):
-        found = launched(document, request, version=version)
+        found = schedule_launches(document, request, version=version)
         if found == wanted:
             return request
         if not instead:
@@ -158,12 +158,12 @@ def _words(counts: Counts, prices: Mapping[str, float | None]) -> str:
     return f"{words} ({sum(amounts):.2f} $/h)"
 
 
-def launched(document: Json, request: NodeRequest, *, version: int = 2) -> dict[str, int]:
+def schedule_launches(document: Json, request: NodeRequest, *, version: int = 2) -> dict[str, int]:
     """Return the worker nodes by type that Ray's own scheduler launches for a request.
 
     The cluster of this file starts from its head alone.
     """
-    types = prepared_types(document)
+    types = prepare_types(document)
     limit = max_workers_of(document, types)
     head = str(document.get("head_node_type"))
 
@@ -172,13 +172,13 @@ def launched(document: Json, request: NodeRequest, *, version: int = 2) -> dict[
     level = scheduler_logger.level
     scheduler_logger.setLevel(logging.WARNING)
     try:
-        scheduled = _launched_v2 if version == 2 else _launched_v1
+        scheduled = _schedule_v2 if version == 2 else _schedule_v1
         return scheduled(types, head, limit, request)
     finally:
         scheduler_logger.setLevel(level)
 
 
-def _launched_v2(
+def _schedule_v2(
     types: Mapping[str, Json], head: str, limit: int, request: NodeRequest
 ) -> dict[str, int]:
     from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
@@ -250,7 +250,7 @@ def resource_constraints(request: NodeRequest) -> list[Any]:
     return [demand.ClusterResourceConstraint(resource_requests=grouped)]
 
 
-def _launched_v1(
+def _schedule_v1(
     types: Mapping[str, Json], head: str, limit: int, request: NodeRequest
 ) -> dict[str, int]:
     from functools import partial
@@ -277,7 +277,7 @@ def _launched_v1(
     return {str(name): int(count) for name, count in found.items() if count}
 
 
-def prepared_types(document: Json) -> dict[str, dict[str, Any]]:
+def prepare_types(document: Json) -> dict[str, dict[str, Any]]:
     """Return a document's node types with bounds and resources as Ray fills them in.
 
     `ray up` asks EC2 for the resources of an instance type

@@ -21,7 +21,7 @@ from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import RayError
 
 from autohet.control.planning.buying import Market, completed, may_exist, usd_per_hour
-from autohet.driver.emulated.fleet import is_emulated
+from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.requests.node_requests import NodeRequest, node_request
 from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job
@@ -37,7 +37,7 @@ LAUNCHED_FROM = Path("~/ray_bootstrap_config.yaml")
 """Place where `ray up` leaves its file on the head node."""
 
 
-def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
+def read_launch_file(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
     """Return the cluster-launcher document that this head node was started from.
 
     None if there is none that can be used.
@@ -135,9 +135,9 @@ class FleetRequest:
         self.counts = dict(counts)
         self.hint = hint
         self._document = document
-        self._request = self._named(self.counts)
+        self._request = self._request_for(self.counts)
 
-    def _named(self, counts: Mapping[str, int]) -> NodeRequest:
+    def _request_for(self, counts: Mapping[str, int]) -> NodeRequest:
         """Return a request that names these nodes; ConfigError if none does."""
         if not any(counts.values()):
             return NodeRequest()
@@ -183,7 +183,7 @@ class FleetRequest:
     def change(self, counts: Mapping[str, int]) -> None:
         """Request these counts from now on; keep the old request if no request names them."""
         try:
-            self._request = self._named(counts)
+            self._request = self._request_for(counts)
         except ConfigError as error:
             logger.warning("the autoscaler is asked for the same nodes still: %s", error)
             return

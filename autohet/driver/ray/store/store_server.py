@@ -3,6 +3,11 @@
 It is bounded in bytes and connections. The handshake is that of `runtime.process.store_tunnel`.
 Each generation has keys of its own: a worker that has the secret of one generation neither reads
 nor changes another's. `store_messages` reads the messages, `store_queries` carries them out.
+
+A `torch.distributed.TCPStore` of the driver behind the handshake would be less safe. It listens on
+TCP alone (a Unix socket as `master_listen_fd` is refused with ENOTSUP, torch 2.13) and answers
+everybody who reaches the port: on loopback each process of the head, of any user and container in
+its network. It bounds neither what a generation stores nor the answers that a client leaves unread.
 """
 
 from __future__ import annotations

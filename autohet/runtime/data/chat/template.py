@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from autohet.runtime.data.chat.pieces import MAX_MESSAGES, Rendering, render_pieces
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord
+from autohet.runtime.data.tokenization import split_revision
 from planner.errors import ConfigError
 
 RULES = "turns-1"
@@ -76,8 +77,11 @@ class ChatTemplate:
 
         path = Path(tokenizer)
         name = str(path.parent) if path.is_file() else tokenizer
+        source, revision = split_revision(name)
         try:
-            loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(
+                source, revision=revision, trust_remote_code=False
+            )
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ConfigError(
                 f"data.tokenizer: cannot load {tokenizer!r} for a chat template: {error}. Name a"

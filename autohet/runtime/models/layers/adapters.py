@@ -135,7 +135,7 @@ def target_paths(adapter: Adapter, layers: str, model: nn.Module) -> list[str]:
             linear.append(path)
     for pattern in adapter.patterns:
         if not any(_matches(pattern, path) for path in linear):
-            raise ConfigError(_unmatched(pattern, linear))
+            raise ConfigError(_explain_unmatched(pattern, linear))
 
     found = [path for path in linear if adapter.matches(path)]
     for index, _ in model.get_submodule(layers).named_children():
@@ -148,7 +148,7 @@ def target_paths(adapter: Adapter, layers: str, model: nn.Module) -> list[str]:
     return found
 
 
-def _unmatched(pattern: str, linear: Collection[str]) -> str:
+def _explain_unmatched(pattern: str, linear: Collection[str]) -> str:
     """Return an error message with the nearest linear map, by path or by its last component."""
     names = sorted({_last_component(path) for path in linear})
     near = difflib.get_close_matches(_last_component(pattern), names, n=1, cutoff=0.0)

@@ -61,7 +61,7 @@ class ExpertNames:
     down: str = "down_proj"
     are_stacked: bool = False
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return a parameter's name in the files, which may call the block differently."""
         return name.replace(".mlp.", f".{self.block}.")
 
@@ -74,7 +74,7 @@ class ExpertNames:
         if self.are_stacked or stack not in STACKS or not path.endswith(".experts"):
             return None
         parts = (self.down,) if stack == "down_proj" else (self.gate, self.up)
-        path = self.stored(path)
+        path = self.stored_name(path)
         names = []
         for expert in range(count):
             names.append(tuple(f"{path}.{expert}.{part}.weight" for part in parts))

@@ -214,7 +214,7 @@ def _way_of(weight: Tensor, terms: LossTerms, cut: CutVocabulary | None) -> Loss
     if cut is not None:
         return partial(_over_group, terms=terms, cut=cut)
     if weight.numel() >= MIN_COMPILED_ELEMENTS and can_compile(weight.device.type):
-        return _compiled(terms)
+        return _compile(terms)
     return partial(_eager, terms=terms)
 
 
@@ -308,6 +308,6 @@ def _eager(
 
 
 @cache
-def _compiled(terms: LossTerms) -> LossAndGradient:
+def _compile(terms: LossTerms) -> LossAndGradient:
     """Return `_eager` compiled into few passes over the logits."""
     return torch.compile(partial(_eager, terms=terms))

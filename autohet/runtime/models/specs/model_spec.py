@@ -354,7 +354,7 @@ def _block_spec(block: Any, path: str, config: Any, widths: _Widths, precision: 
     key_value_parameters, key_value_units = _key_values(block, config)
     return LayerSpec(
         parameters=_num_parameters(block),
-        replicated_parameters=_replicated(block, path, config, widths.hidden),
+        replicated_parameters=_count_replicated(block, path, config, widths.hidden),
         matmul_parameters=int(sum(products)),
         attention_width=widths.heads * widths.head_size,
         split_activation_values=float(attention + feed_forward),
@@ -378,7 +378,7 @@ def _experts(block: Any, config: Any) -> Experts | None:
     return Experts(number, min(routed, number), parameters, has_shared=has_shared)
 
 
-def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:
+def _count_replicated(block: Any, path: str, config: Any, hidden: int) -> int:
     """Count the scalars of a block that every tensor-parallel rank holds whole.
 
     The family's split decides. For unknown families, vectors of the hidden size count.

@@ -1,15 +1,14 @@
-"""`autohet bench planner`, first half: predictions of the cost model against measurements.
+"""Predictions of the cost model against what others measured and published.
 
-The published measurements are in the folder named by AUTOHET_MEASUREMENTS (default: `shared` next
-to the checkout); if it is absent, the rows say so. Each row names what was fitted and what was held
-out. "Nothing" fitted means the defaults of `CostParameters`, one set for all rows. They were chosen
-with these sets in view (planner/README.md), so only measurements that are not listed here test them
-blind. Facts of a framework (gradient width, how a tied embedding is summed) are given.
+If their folder is absent (`measurements.py`), the rows say so. Each row names what was fitted and
+what was held out. "Nothing" fitted means the defaults of `CostParameters`, one set for all rows.
+They were chosen with these sets in view (docs/guides/predictions.md), so only measurements that are
+not listed here test them blind. Facts of a framework (gradient width, how a tied embedding is
+summed) are given.
 """
 
 import csv
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,34 +18,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autohet.bench.planner.layer_times import layer_times_row
 from autohet.cli.plan_inputs import read_runs
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.models.specs.model_spec import model_spec_from_config
 from planner.cost.basis import Measurements, Workload
 from planner.cost.layers.calibration import MeasuredRun, calibrate
-from planner.cost.layers.curves import make_curve
 from planner.cost.links.traffic import Links
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters
 from planner.inputs.cluster import cluster_from_yaml
 from planner.inputs.fleet import Fleet, Node, NodeType
-from planner.inputs.profile import Measurement, ProfileTable, default_profile
+from planner.inputs.profile import Measurement, ProfileTable
 from planner.plans.plan import Pipeline, Plan, Stage
+from scripts.benchmarks.planner.measurements import measurements_folder
 
 CALIBRATION_RUNS = 6
 ResultRow = dict[str, Any]
-
-
-def measurements_folder() -> Path | None:
-    """Return the folder of published measurements, or None if there is none."""
-    given = os.environ.get("AUTOHET_MEASUREMENTS")
-    if given:
-        folder = Path(given)
-    else:
-        checkout = Path(__file__).resolve().parents[3]
-        folder = checkout.parent / "shared"
-    return folder if (folder / "data").is_dir() else None
 
 
 def accuracy_rows() -> list[ResultRow]:
@@ -383,56 +372,3 @@ def _hap_rows(folder: Path) -> list[ResultRow]:
             "reach": {},
         }
     ]
-
-
-# ---- layer times held out of the bundled measurements ----
-
-
-def layer_times_row() -> ResultRow:
-    """Return the row of the layer times' interpolation.
-
-    Every third measured microbatch of each curve is left out and read from the curve through the
-    others.
-    """
-    errors = []
-    table = default_profile()
-    for key in table.keys:
-        for points in table.layers(key).values():
-            held_out = sorted(points)[2::3]
-            for backward in (False, True):
-                values = {}
-                for size, point in sorted(points.items()):
-                    seconds = point.backward_s if backward else point.forward_s
-                    if seconds:
-                        values[size] = seconds
-
-                kept = {size: values[size] for size in values if size not in held_out}
-                if len(kept) < 2:
-                    continue
-                curve = make_curve(kept)
-                for size in held_out:
-                    if size in values:
-                        errors.append(abs(curve.at(size) / values[size] - 1))
-    return {
-        "on": "layer times of Cephalo and Zorse (bundled)",
-        "fitted": "two of three points of each curve",
-        "held_out": f"every third point, {len(errors)} of them",
-        "median": statistics.median(errors),
-        "mean": statistics.mean(errors),
-        "reach": {"median": 0.03},
-    }
-
-
-def reached(row: ResultRow) -> bool | None:
-    """Return True if a row reaches all its limits; None if it was skipped or has no limits."""
-    if "skipped" in row or not row["reach"]:
-        return None
-    for name, limit in row["reach"].items():
-        # a rank correlation should be large, all other figures small
-        if name == "spearman":
-            is_reached = row[name] >= limit
-        else:
-            is_reached = row[name] <= limit
-        if not is_reached:
-            return False
-    return True

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from autohet.control.planning.proposals import PlanProposal
 from autohet.runtime.step.pacing import Pace
-from planner.spmd.fleet import work_by_worker
 
 
 def paces_of(proposal: PlanProposal) -> Mapping[str, Pace]:
@@ -18,7 +17,7 @@ def paces_of(proposal: PlanProposal) -> Mapping[str, Pace]:
     plan = proposal.plan
     paces: dict[str, Pace] = {}
     if plan.spmd is not None:
-        for worker, seconds in work_by_worker(proposal.cost, plan).items():
+        for worker, seconds in proposal.cost.programs.work_by_worker(plan).items():
             paces[worker] = Pace(*seconds)
         return paces
 

@@ -83,7 +83,7 @@ class ZoneBill:
         if not number:
             return
         for part in self._plan.get("transfers") or ():
-            yield _carried(part, "training", number * part["bytes_per_step"])
+            yield _make_carried(part, "training", number * part["bytes_per_step"])
 
     def _of_copies(self, sent: float) -> Iterator[Carried]:
         if not sent:
@@ -92,9 +92,9 @@ class ZoneBill:
         for part in replication.get("by_zones") or ():
             # Only bytes in all are known: each pair of zones has the share that it has of a round.
             num_bytes = sent * part["bytes"] / replication["bytes"]
-            yield _carried(part, "copies", num_bytes)
+            yield _make_carried(part, "copies", num_bytes)
 
 
-def _carried(part: Mapping[str, Any], use: Use, num_bytes: float) -> Carried:
+def _make_carried(part: Mapping[str, Any], use: Use, num_bytes: float) -> Carried:
     one, other = part["zones"]
     return Carried((one, other), use, num_bytes, num_bytes / GB * part["usd_per_gb"])

@@ -1,4 +1,6 @@
-"""Baseline of a careful user of stock PyTorch.
+"""Restore of a careful user of stock PyTorch, between network namespaces; needs root.
+
+    python -m scripts.benchmarks.recovery.dcp_cache [SCENARIO] [STATE_MB]   prints one JSON document
 
 It is `torch.distributed.checkpoint` with a cache on each node's disk in front of S3. The checkpoint
 is one of DCP's own, one file per tensor (so that a reader fetches no more than it needs). A node's
@@ -8,8 +10,13 @@ parallel downloads into the same directory, then `dcp.load` reads what each work
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import pickle
 import shutil
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +26,17 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from autohet.bench.recovery.content import known_content
+from autohet.bench.recovery.cases import CHECKPOINT_STEP, SCENARIOS, config_of_size
+from autohet.bench.recovery.content import known_content, matches
+from autohet.bench.recovery.native import native_network
+from autohet.bench.recovery.real import NUM_PROCESSES
+from autohet.bench.recovery.surroundings import TIMEOUT_S, Task
+from autohet.bench.recovery.trial import Trial
+from autohet.driver.loop.stop_signals import unwind_on_sigterm
+from autohet.emulate.namespaces import enter_namespace
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import empty_local, shard_views
+from recovery.transfer.links import LinkRates
 
 METADATA = ".metadata"
 DOWNLOADS = 4  # files at a time; boto3 reads each in up to ten parts at once
@@ -100,3 +115,58 @@ def load(
     targets = {_key(shard): view for shard, view in views.items()}
     dcp.load(targets, storage_reader=dcp.FileSystemReader(cache), no_dist=True)
     return state, {tier: tiers[tier] for tier in ("memory", "disk", "peer", "s3")}
+
+
+def _restore(
+    worker: str, task: Task, namespace: str, source: Path, start: Any, results: Any
+) -> None:
+    """Restore one worker in a process of its own; put its seconds, bytes by tier and verdict."""
+    enter_namespace(namespace)
+    cache = task.node_directory(task.node_by_worker[worker], "dcp")
+    kept = task.before.shards_by_worker[worker] if worker in task.givers else frozenset()
+    fill_cache(source, cache, kept)
+    start.wait(TIMEOUT_S)
+    began = time.monotonic()
+    state, by_tier = load(task.storage, prefix_of(str(source)), cache, task.after, worker)
+    seconds = time.monotonic() - began
+    results.put((seconds, by_tier, matches(task.after, worker, state, CHECKPOINT_STEP)))
+
+
+def main() -> None:
+    scenario = SCENARIOS[sys.argv[1] if len(sys.argv) > 1 else "b"]
+    config = config_of_size(1e6 * float(sys.argv[2] if len(sys.argv) > 2 else 64))
+    links = LinkRates(network_bytes_per_s=25e9 / 8, s3_bytes_per_s=1e9)
+    context = multiprocessing.get_context("spawn")
+    with (
+        unwind_on_sigterm(),
+        tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory,
+        native_network(NUM_PROCESSES, links) as (network, uri),
+    ):
+        # Its schedule is not used: DCP reads what the restarting workers of this policy read.
+        task = Trial(scenario, "restart_local", config, links, uri, directory).task
+        source = Path(network.durable, f"dcp-{scenario.name}")
+        write_known_shards(task.before, CHECKPOINT_STEP, source)
+        workers = task.after.workers
+        start = context.Barrier(len(workers))
+        results = context.Queue()
+        with network.wire(task) as wiring:
+            for worker in workers:
+                namespace = wiring.namespaces[task.node_by_worker[worker]]
+                arguments = (worker, task, namespace, source, start, results)
+                context.Process(target=_restore, args=arguments, daemon=True).start()
+            found = [results.get(timeout=TIMEOUT_S) for _ in workers]
+    tiers = Counter[str]()
+    for _, by_tier, _ in found:
+        tiers.update(by_tier)
+    document = {
+        "scenario": scenario.name,
+        "state_bytes": task.before.num_bytes,
+        "restore_s": max(seconds for seconds, _, _ in found),
+        "bytes_by_tier": dict(tiers),
+        "verified": all(verified for _, _, verified in found),
+    }
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,12 +17,12 @@ from autohet.bench.planner.synthetic import (
     model_spec,
     request_of,
     synthetic_fleet,
-    tied,
+    tie_embeddings,
 )
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet
 from planner.plans.model_spec import ModelSpec
-from planner.search.problem.request import narrowed
+from planner.search.problem.request import narrow_to
 from planner.strategies import Request, plan_with
 
 ResultRow = dict[str, Any]
@@ -100,7 +100,7 @@ def random_case(rng: random.Random) -> Request:
     ]
     spec = rng.choice(specs)
     if rng.random() < 0.3:
-        spec = tied(spec)
+        spec = tie_embeddings(spec)
     batch = max(8, int(sum(counts.values()) * rng.choice([0.5, 1, 2, 4])))
     fleet = synthetic_fleet(counts, per_node)
     return request_of(spec, fleet, batch, rng.choice([1024, 2048, 4096]))
@@ -126,4 +126,4 @@ def _answer(request: Request, strategy: str) -> tuple[float, float] | None:
 def _without_one(request: Request) -> Iterator[Request]:
     for left_out in request.fleet.node_types:
         nodes = tuple(node for node in request.fleet.nodes if node.node_type != left_out)
-        yield narrowed(request, Fleet(request.fleet.generation, nodes))
+        yield narrow_to(request, Fleet(request.fleet.generation, nodes))

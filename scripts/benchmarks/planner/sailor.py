@@ -6,17 +6,31 @@ Its published cost model judges the result.
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from autohet.bench.planner.searches import time_call
+from planner.arrays import Floats, Ints
 from planner.inputs.fleet import NodeType
+from planner.plans.plan import Plan
+from planner.search.autohet import placements
+from planner.search.drafts.closed_form import families
 from planner.search.drafts.draft import Estimator, Shape
-from planner.search.problem.stage_sums import Floats, Ints, Row
+from planner.search.drafts.families import Drafter
+from planner.search.problem import limits
+from planner.search.problem.stage_sums import Row
 from planner.search.problem.tables import Kind, Resource, Tables
+from planner.search.walk.improve import Improver, Judge, tries_for
+from planner.search.walk.moves import Moves
+from scripts.benchmarks.planner.measurements import measurements_folder
+
+ResultRow = dict[str, Any]
 
 GIB = 2**30
 GPUS = ("A100-40", "V100-16")
@@ -203,3 +217,47 @@ def verdict(module: ModuleType, judge: Any, document: dict[str, Any]) -> dict[st
 def ratio(ours: float, theirs: float) -> float:
     """Return our seconds over theirs, rounded down to four places."""
     return math.floor(1e4 * ours / theirs) / 1e4
+
+
+def sailor_rows() -> Iterator[ResultRow]:
+    folder = measurements_folder()
+    if folder is None:
+        yield {
+            "on": "Sailor's fleets",
+            "skipped": "no folder of published measurements; set AUTOHET_MEASUREMENTS",
+        }
+        return
+    module = load_judge(folder)
+    for model, batch in MODELS.items():
+        judge = module.Judge(folder / "data" / "sailor", model)
+        for counts, theirs in SAILOR.items():
+            search = partial(
+                _under_sailors_formulas, module, judge, sailor_tables(judge, model, batch, counts)
+            )
+            best, cost = time_call(search)
+            sailor_s, sailor_cpu_s = theirs[model]
+            yield {
+                "on": f"Sailor {model} {counts[0]} A100 + {counts[1]} V100",
+                "judge": "Sailor's formulas",
+                "step_time_s": best,
+                "sailor_step_time_s": sailor_s,
+                "ratio": None if best is None else round(best / sailor_s, 4),
+                "sailor_search_s": sailor_cpu_s,
+                "reach": 1.0,
+            } | cost
+
+
+def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | None:
+    """Search under Sailor's formulas; return the best plan's step time by them."""
+
+    def seconds(plan: Plan) -> float:
+        found = verdict(module, judge, plan.to_document())
+        return float(found["step_time_s"]) if found["fits"] else math.inf
+
+    proposals = Drafter(tables, families(tables), SailorSync(judge, tables)).proposals()
+    plans = [plan for each in proposals for plan in placements(tables, each, (1,))]
+    starts = sorted(plans, key=seconds)[: limits.WALKS]
+    tries = tries_for(sum(resource.num_gpus for resource in tables.resources))
+    improver = Improver(Moves(tables, random.Random(0)), Judge(seconds))
+    found = seconds(improver.best_of(starts, tries)) if starts else math.inf
+    return found if math.isfinite(found) else None

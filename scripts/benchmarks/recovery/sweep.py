@@ -2,10 +2,14 @@
 
 Bounds of both policies over a range of S3 speeds, and what the fitted model predicts for several
 sizes of state. Nothing is measured here.
+
+    python -m scripts.benchmarks.recovery.sweep [NETWORK_GBPS]      prints one JSON document
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,8 +17,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
-from autohet.bench.recovery.fitted import FITTED
-from autohet.bench.recovery.trial import requests_of
+from autohet.bench.recovery.simulated import restore_seconds
 from recovery.transfer.links import LinkRates
 
 S3_BYTES_PER_S = tuple(speed * 1e9 for speed in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 25.0))
@@ -58,8 +61,8 @@ def predicted_sweep(cloud: LinkRates, scenarios: Sequence[str]) -> list[dict[str
     """Predict restores for each scenario, size of state and S3 speed per node.
 
     Each entry is {"scenario", "state_bytes", "s3_bytes_per_s", "local_first_s", "s3_only_s",
-    "ratio"}, in seconds of a restore by `fitted.FITTED`: the schedule's makespan, plus the cost of
-    each read and message.
+    "ratio"}, in seconds of a restore by `restore_seconds`: the schedule's makespan, plus the cost
+    of each read and message.
 
     The model was fitted to throttled links, on which processors were never the limit: where it
     predicts a few tenths of a second, this machine's copies would take longer.
@@ -88,4 +91,19 @@ def predicted_sweep(cloud: LinkRates, scenarios: Sequence[str]) -> list[dict[str
 
 def _predicted(policy: str, name: str, config: PreTrainedConfig, links: LinkRates) -> float:
     _, _, transfers = policy_schedule(policy, SCENARIOS[name], config, links, checked=False)
-    return FITTED.seconds(transfers.makespan_s, requests_of(transfers))
+    return restore_seconds(transfers)
+
+
+def main() -> None:
+    gbps = float(sys.argv[1]) if len(sys.argv) > 1 else 25.0
+    cloud = LinkRates(network_bytes_per_s=gbps * 1e9 / 8)
+    scenarios = tuple(SCENARIOS)
+    document = {
+        "s3_sweep": s3_sweep(cloud, scenarios),
+        "s3_sweep_predicted": predicted_sweep(cloud, scenarios),
+    }
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

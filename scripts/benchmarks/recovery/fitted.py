@@ -19,8 +19,10 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
-SETUP_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-PER_REQUEST_S = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
+from autohet.bench.recovery.simulated import PER_REQUEST_S, SETUP_S
+
+SETUPS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+PER_REQUESTS_S = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
 WORK = tuple(0.8 + 0.05 * step for step in range(33))
 
 
@@ -61,16 +63,11 @@ class RestoreModel:
         }
 
 
-FITTED = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.0)
+FITTED = RestoreModel(SETUP_S, PER_REQUEST_S, work=1.0)
 """Model fitted to the recorded cases (`scripts/benchmarks/results/restore_cases.json`).
 
 Their links are so slow that `work` shows nowhere. If two cores drive links of 10 Gb/s, the model is
 22% short in the mean (`recovery_native.json`): there `work` is 1.3.
-"""
-FITTED_ERRORS = {"held_out_worst": 0.08, "held_out_mean": 0.02}
-"""Errors in the scenarios b, b_notice, e and f, by the model fitted to a, c and d.
-
-Each scenario was measured under three policies.
 """
 
 
@@ -111,7 +108,7 @@ def fit(cases: Sequence[MeasuredRestore]) -> RestoreModel:
     def mean_error(model: RestoreModel) -> float:
         return mean(abs(model.error(case)) for case in cases)
 
-    models = [RestoreModel(*values) for values in product(SETUP_S, PER_REQUEST_S, WORK)]
+    models = [RestoreModel(*values) for values in product(SETUPS_S, PER_REQUESTS_S, WORK)]
     return min(models, key=mean_error)
 
 

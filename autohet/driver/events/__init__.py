@@ -1,0 +1,1 @@
+"""Events of a run: the log that the driver writes, and facts that follow from its lines."""

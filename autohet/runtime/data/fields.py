@@ -1,0 +1,122 @@
+"""Records in the form that their kind wants, whatever their container and their fields' names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from autohet.runtime.data.examples import Example, ExampleKind
+from autohet.runtime.data.records import (
+    SKIP_REMEDY,
+    BrokenRecord,
+    is_conversation,
+    without_nulls,
+)
+from autohet.runtime.job import DataSection
+
+OPTIONAL_FIELDS = ("tools", "system")
+TOOL_CALLERS = ("function_call", "tool_call")
+TOOL_SPEAKERS = ("observation", "function_response", "tool_response")
+"""ShareGPT's names of the speakers of calls and of their results."""
+
+
+class PlainExamples:
+    """Examples of `kind`, from records as files and tables have them.
+
+    Fields get the names of the kind (`data.fields`) and ShareGPT's turns its messages. Nulls inside
+    a field are left out, and a number is its text.
+    """
+
+    def __init__(self, kind: ExampleKind, data: DataSection) -> None:
+        self._kind = kind
+        self._data = data
+        self._is_sharegpt = data.kind == "sharegpt"
+        begins = data.begin_of_document is None
+        rules = json.dumps([data.fields, self._is_sharegpt, begins])
+        self.identity = f"{kind.identity} of records {rules}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        found: list[str] = []
+        for column in self._kind.columns:
+            found += _listed(self._data.field_of(column))
+        if self._is_sharegpt:
+            found += _listed(self._data.field_of("system"))
+        return tuple(dict.fromkeys(found))
+
+    def extract(self, record: Any) -> Any:
+        if not isinstance(record, dict):
+            return self._kind.extract(record)
+        record = {name: _worded(without_nulls(value)) for name, value in record.items()}
+        renamed = dict(record)
+        for name, field in (self._data.fields or {}).items():
+            if name in OPTIONAL_FIELDS:
+                renamed[name] = record.get(str(field))
+            elif name != "messages":
+                renamed[name] = _joined(record, _listed(field))
+        turns = str(self._data.field_of("messages"))
+        system = renamed.pop("system", None) if self._is_sharegpt else None
+        if turns in renamed:
+            renamed[turns] = _chat_messages(renamed[turns], system)
+        return self._kind.extract(renamed)
+
+    def encode(self, extracted: Sequence[Any]) -> list[Example]:
+        return self._kind.encode(extracted)
+
+
+def _worded(value: Any) -> Any:
+    """Return a number, such as an answer of 72, as its text, and all else as it is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
+def _listed(field: str | tuple[str, ...]) -> list[str]:
+    return [field] if isinstance(field, str) else list(field)
+
+
+def _joined(record: dict[str, Any], fields: list[str]) -> Any:
+    """Return the value of one field, or the texts of several, each on its line."""
+    missing = [field for field in fields if field not in record]
+    if len(missing) == len(fields):
+        found = ", ".join(sorted(record)[:8])
+        raise BrokenRecord(f"no field {missing[0]!r} (found: {found}); set data.fields")
+    if len(fields) == 1:
+        return record[fields[0]]
+    given = [record.get(field) for field in fields]
+    texts = [each for each in given if isinstance(each, str) and each.strip()]
+    if len(texts) < sum(each not in (None, "") for each in given):
+        raise BrokenRecord(
+            f"fields {', '.join(fields)} hold more than text; name one of them in data.fields, or"
+            f" {SKIP_REMEDY}"
+        )
+    return "\n".join(texts) or None
+
+
+def _chat_messages(turns: Any, system: Any) -> Any:
+    """Return turns as messages, after the record's system prompt."""
+    if not is_conversation(turns):
+        return turns
+    messages = [_message(turn) for turn in turns]
+    first = messages[0].get("role", messages[0].get("from"))
+    if isinstance(system, str) and system.strip() and first != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _message(turn: dict[str, Any]) -> dict[str, Any]:
+    speaker = turn.get("from")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if speaker in TOOL_SPEAKERS:
+        return {"role": "tool", "content": turn.get("value"), **rest}
+    if speaker not in TOOL_CALLERS:
+        return turn
+    try:
+        given = json.loads(turn.get("value") or "")
+    except (ValueError, TypeError) as error:
+        raise BrokenRecord(
+            f"a turn of {speaker} is not valid JSON ({error}); fix it, or {SKIP_REMEDY}"
+        ) from error
+    calls = given if isinstance(given, list) else [given]
+    tool_calls = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls, **rest}
