@@ -149,13 +149,17 @@ def train_recorded(
     drawn = dict(initial_parameters(config, names, case.seed))
     base = {name: tensor for name, tensor in drawn.items() if not is_adapter(name)}
     model = reference_model(config, iter(base.items()))
+    adapter = None
+    if case.adapter:
+        adapter = lora_config(config, model)
+        adapter.lora_dropout = case.adapter.dropout
     make: Any = kind
     trainer = make(
         model=model,
         args=arguments,
         train_dataset=rows,
         processing_class=tokenizer,
-        peft_config=lora_config(config, model) if case.adapter else None,
+        peft_config=adapter,
     )
     trained = named_adapters if case.adapter else type(model).named_parameters
     if case.adapter:

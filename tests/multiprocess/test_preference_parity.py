@@ -47,7 +47,8 @@ SETTINGS = {
     "clip_norm": 0.05,
     "learning_rate": 1e-2,
 }
-ADAPTER = AdapterSection(rank=4, alpha=16.0)
+ADAPTER = AdapterSection(rank=4, alpha=16.0, dropout=0.3)
+"""Wrong: its dropout holds, which TRL turns off."""
 PLANS = {
     "DP": grid(8, 1, 1),
     "DP, PP and TP": grid(2, 2, 2),

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from autohet.runtime.job.requirements import require, require_at_least, require_positive
+from autohet.runtime.job.requirements import (
+    require,
+    require_at_least,
+    require_effect,
+    require_positive,
+)
 
 FIELDS_BY_KIND = {
     "text": ("text",),
@@ -46,6 +51,9 @@ class SourceEntry:
     def __post_init__(self) -> None:
         require(bool(self.path), "data.source has an entry without a path; give its path")
         require_positive("data.source's weight", self.weight)
+        for key in ("split", "subset"):
+            is_hub = self.path.startswith("hf://")
+            require_effect(self, f"data.source.{key}", is_hub, "a path hf://org/name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +223,10 @@ class DataSection:
                     f"data.{key} is {str(value).lower()}, but data.kind is preference, whose rows"
                     f" hold one pair of answers each; leave {key} out",
                 )
+        require_effect(self, "data.text_field", is_text, "data.kind: text")
+        is_tokenized = self.tokens_field is not None
+        require_effect(self, "data.text_field", not is_tokenized, "data.tokens_field: null")
+        require_effect(self, "data.messages_field", self.kind == "chat", "data.kind: chat")
         require(
             is_text or self.tokens_field is None,
             f"data.tokens_field is for data.kind text, not {self.kind}; leave one out",

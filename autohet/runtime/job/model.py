@@ -19,15 +19,16 @@ class AdapterSection:
     targets: str | tuple[str, ...] = "all-linear"
     """Linear maps of the blocks that get an adapter.
 
-    `all-linear`: all of them. Else those whose path ends in one of these names or matches it as a
-    pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
+    `all-linear`: all of them, also in a list with other names. Else those whose path ends in one of
+    these names or matches it as a pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
     """
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
     dropout: float = 0.0
     """Probability with which an element of an adapter's input is dropped in training.
 
-    Which ones are dropped depends on `training.seed` and the sample, not on the plan.
+    Which ones are dropped depends on `training.seed` and the sample, not on the plan. Evaluation
+    drops nothing, nor does `training.objective: dpo`.
     """
 
     def __post_init__(self) -> None:

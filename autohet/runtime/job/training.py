@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from autohet.runtime.job.requirements import require, require_at_least, require_positive
+from autohet.runtime.job.requirements import (
+    require,
+    require_at_least,
+    require_effect,
+    require_positive,
+)
 from planner.plans.plan import Recompute
 
 DEFAULT_DPO_BETA = 0.1
@@ -33,6 +38,7 @@ class TrainingSection:
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Number format of compute and activations; masters, moments and sums are always fp32.
 
+    Sums are those of gradients over microbatches, holders and the head's chunks of positions.
     Gradients in fp16 are scaled by a power of two, which an overflow halves (the step is run again)
     and 2,000 steps without one double.
     """
@@ -261,8 +267,18 @@ class TrainingSection:
         require_at_least("training.router_bias_speed", self.router_bias_speed, 0)
         for beta in self.betas:
             require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
+        self._check_effects()
         self._check_objective()
         self._check_schedule()
+
+    def _check_effects(self) -> None:
+        balance = self.router_balance
+        for key, needed in (("router_balance_weight", "sequence"), ("router_bias_speed", "bias")):
+            require_effect(
+                self, f"training.{key}", balance == needed, f"training.router_balance: {needed}"
+            )
+        decays = self.weight_decay > 0 or self.no_decay == "none"
+        require_effect(self, "training.no_decay", decays, "a training.weight_decay above 0")
 
     def _check_objective(self) -> None:
         require_positive("training.dpo_beta", self.dpo_beta)

@@ -24,7 +24,7 @@ from autohet.runtime.models.config_keys import (
     settle_keys,
 )
 from autohet.runtime.models.error_text import first_line
-from autohet.runtime.models.layers.adapters import adapter_of, set_adapter
+from autohet.runtime.models.layers.adapters import ALL_LINEAR, adapter_of, set_adapter
 from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
 from autohet.runtime.models.parameter_spec import pad_vocabulary
@@ -96,10 +96,25 @@ def _warn_of_attention_dropout(rate: float) -> None:
     )
 
 
+@cache
+def _warn_of_frozen_experts(model_type: str) -> None:
+    """Log, once per process, what `all-linear` does not adapt."""
+    logger.warning(
+        "model.adapter.targets is all-linear, but the routed experts of %s are stacks of weights,"
+        " not linear maps: they stay frozen, and attention, dense and shared maps are adapted",
+        model_type,
+    )
+
+
 def _set_adapter(config: PreTrainedConfig, source: ModelSection) -> None:
     """Put the source's adapter into the config; no-op without one."""
     set_adapter(config, source.adapter, source.pretrained, source.revision)
-    if adapter_of(config) is not None and source.pretrained is not None:
+    adapter = adapter_of(config)
+    if adapter is None:
+        return
+    if ALL_LINEAR in adapter.targets and family_of(config).has_experts:
+        _warn_of_frozen_experts(str(config.model_type))
+    if source.pretrained is not None:
         check_plain_weights(source.pretrained, source.revision)
 
 

@@ -33,6 +33,11 @@ from recovery.state.layout import TensorSpec
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
+EXPERT_MAPS = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Names of maps that peft takes for routed experts' in a mixture of experts.
+
+Its `_convert_peft_config_moe` then adapts no other map of such a name, dense or shared.
+"""
 ReadParameter = Callable[[str], Tensor]
 """Function from a parameter's name to its whole tensor in the checkpoint."""
 
@@ -78,6 +83,11 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
     model = skeleton(config)
     paths = target_paths(adapter, family_of(config).layers, model)
     is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
+    parameters = []
+    if family_of(config).expert_names is not None:
+        # peft adapts the weight of a map under this key, whatever the map's name.
+        parameters = [f"{each}.weight" for each in paths if _last_component(each) in EXPERT_MAPS]
+    modules = [each for each in paths if f"{each}.weight" not in parameters]
 
     # peft writes whole numbers without a decimal point.
     alpha = adapter.alpha
@@ -91,9 +101,12 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": alpha,
         "use_rslora": adapter.rslora,
-        "target_modules": _target_modules(paths, model),
+        "target_modules": _target_modules(modules, model),
+        # Older releases of peft do not know the key.
+        **({"target_parameters": parameters} if parameters else {}),
         "fan_in_fan_out": is_transposed,
-        "lora_dropout": adapter.dropout,
+        # With `target_parameters` peft refuses dropout, which inference has not.
+        "lora_dropout": 0.0 if parameters else adapter.dropout,
         "bias": "none",
         "inference_mode": True,
     }

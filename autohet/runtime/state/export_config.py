@@ -21,14 +21,17 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def config_to_export(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the config.json of a model whose config is `document` and whose weights have `dtype`.
 
-    transformers 4.x reads `rope_theta`, `rope_scaling` and `torch_dtype`. transformers 5 reads
-    `rope_parameters` and `dtype`, and accepts the older keys as synonyms.
+    transformers 4.x reads `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `torch_dtype`,
+    and qwen3_moe's `num_experts`.
+    transformers 5 reads `rope_parameters` and `dtype`, and accepts the older keys as synonyms.
     """
     config = {key: value for key, value in document.items() if key not in _LEFT_OUT}
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(document["model_type"]))
     if architecture is not None:
         config["architectures"] = [architecture]
     config.update(_older_rope(config))
+    if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
+        config["num_experts"] = config["num_local_experts"]
     config["dtype"] = dtype
     config["torch_dtype"] = dtype
     config["transformers_version"] = transformers.__version__
@@ -36,17 +39,39 @@ def config_to_export(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of transformers 4.x for a config's `rope_parameters`.
+
+    `rope_scaling` must be complete, since transformers 5 takes it in place of `rope_parameters`.
+    """
     parameters = dict(config.get("rope_parameters") or {})
     if not parameters:
         return {}
 
     older: dict[str, Any] = {}
-    theta = parameters.pop("rope_theta", None)
-    if theta is not None:
-        older["rope_theta"] = theta
+    if parameters.get("full_attention"):
+        # Parameters by kind of layer: 4.x has a base of its own for those with windows (gemma3).
+        windows = parameters.get("sliding_attention") or {}
+        if "rope_theta" in windows:
+            older["rope_local_base_freq"] = windows["rope_theta"]
+        parameters = dict(parameters["full_attention"])
 
-    is_default = parameters.get("rope_type", "default") == "default"
-    older["rope_scaling"] = None if is_default else parameters
+    for key in ("rope_theta", "partial_rotary_factor"):
+        value = parameters.pop(key, None)
+        if value is not None:
+            older[key] = value
+
+    rope_type = parameters.pop("rope_type", "default")
+    original = parameters.get("original_max_position_embeddings")
+    if rope_type == "longrope" and original is not None:
+        older["original_max_position_embeddings"] = original
+    if rope_type == "default":
+        older["rope_scaling"] = None
+    elif config["model_type"] == "phi3":
+        # 4.x takes this spelling of the type, and the two lists of factors, alone.
+        parameters.pop("original_max_position_embeddings", None)
+        older["rope_scaling"] = {"type": rope_type, **parameters}
+    else:
+        older["rope_scaling"] = {"rope_type": rope_type, **parameters}
     return older
 
 

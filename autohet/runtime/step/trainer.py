@@ -18,7 +18,7 @@ from torch import Tensor
 from autohet.runtime.facts.layout import FROZEN, frozen_layout, layout_of_plan, state_name
 from autohet.runtime.groups import Group
 from autohet.runtime.models.family import COMPUTE_DTYPES
-from autohet.runtime.models.layers.dropout import without_dropout
+from autohet.runtime.models.layers.adapters import without_any_dropout
 from autohet.runtime.models.layers.fp8 import check_fp8, use_fp8
 from autohet.runtime.models.layers.loss_terms import LossTerms
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
@@ -305,7 +305,7 @@ def _build_stage(
     recompute = stage.recompute or training.stage_recompute
     if training.objective == "dpo":
         # As in TRL's DPOTrainer: the reference drops nothing either.
-        config = without_dropout(config)
+        config = without_any_dropout(config)
     layers = range(stage.first_layer, stage.end_layer)
     built: StageModel = build(config, layers, tp, setup.device, dtype, recompute)
     if (stage.compute or training.precision) == "fp8":

@@ -161,6 +161,22 @@ def test_round_trip_and_pickle() -> None:
             ],
         ),
         (minimal(data={"source": []}), ["data.source is empty"]),
+        (
+            minimal(data={"source": "a", "kind": "chat", "text_field": "body"}),
+            ["data.text_field is 'body'", "no effect without data.kind: text"],
+        ),
+        (
+            minimal(data={"source": "a", "tokens_field": "ids", "text_field": "body"}),
+            ["data.text_field is 'body'", "no effect without data.tokens_field: null"],
+        ),
+        (
+            minimal(data={"source": "a", "messages_field": "turns"}),
+            ["data.messages_field is 'turns'", "no effect without data.kind: chat"],
+        ),
+        (
+            minimal(data={"source": [{"path": "a.jsonl", "split": "test"}]}),
+            ["data.source.split is 'test'", "no effect without a path hf://"],
+        ),
         (minimal(name="a/b"), ["'a/b'"]),
     ],
 )

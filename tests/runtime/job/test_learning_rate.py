@@ -115,6 +115,20 @@ def test_which_schedules_follow_the_number_of_steps(keys: dict[str, Any], follow
             "min_learning_rate_ratio is 0.1, but.*inverse_sqrt",
         ),
         ({"schedule": "cosine", "stable_steps": 5}, "stable_steps is 5, but.*wsd"),
+        ({"stable_steps": 5}, "stable_steps is 5, but.*wsd"),
+        ({"router_balance_weight": 0.01}, "weight is 0.01, but has no effect.*balance: sequence"),
+        (
+            {"router_balance": "bias", "router_balance_weight": 0.01},
+            "weight is 0.01, but has no effect.*balance: sequence",
+        ),
+        (
+            {"router_balance": "sequence", "router_bias_speed": 0.01},
+            "router_bias_speed is 0.01, but has no effect.*balance: bias",
+        ),
+        (
+            {"weight_decay": 0.0, "no_decay": ("*.norm",)},
+            "no_decay is .*norm.*, but has no effect.*weight_decay above 0",
+        ),
         (
             {"schedule": "wsd", "stable_steps": 8, "warmup_steps": 3},
             "stable_steps is 8.*3 steps of warm-up exceeds the 10 steps",

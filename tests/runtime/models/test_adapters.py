@@ -16,7 +16,11 @@ from autohet.runtime.job import AdapterSection, Job, ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.models.layers.adapters import adapter_of, set_adapter
+from autohet.runtime.models.layers.adapters import (
+    adapter_of,
+    set_adapter,
+    without_any_dropout,
+)
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.specs.adapter_spec import adapt_spec
 from autohet.runtime.models.stages.stage import build_stage
@@ -42,6 +46,7 @@ from tests.runtime.models.test_kept_values import LENGTH, SEQUENCES, kept_bytes
 from tests.runtime.models.test_stage_tensor_parallel import summed_over_holders
 
 TOLERANCE = 1e-5
+PLAIN = AdapterSection()
 PLANNED = AdapterSection(rank=8)
 ADAPTERS: dict[str, AdapterSection] = {
     "llama": AdapterSection(rank=4, alpha=8.0),
@@ -115,7 +120,7 @@ def test_a_stage_computes_no_gradient_of_a_frozen_weight() -> None:
 
 def test_first_adapters_are_drawn_as_peft_draws_them_whatever_else_is_drawn() -> None:
     config = adapted_config("llama", ADAPTERS["llama"])
-    names = trainable(config)
+    names = sorted(trainable(config))
     drawn = dict(initial_parameters(config, names, seed=3))
     (alone,) = initial_parameters(config, names[4:5], seed=3)
     assert torch.equal(alone[1], drawn[alone[0]])
@@ -171,6 +176,25 @@ def specs_with(adapter: AdapterSection) -> object:
 def test_a_target_that_matches_nothing_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'qproj' matches no linear map .* nearest is q_proj"):
         specs_with(AdapterSection(targets=("k_proj", "qproj")))
+
+
+def test_all_linear_among_other_targets_is_all_linear() -> None:
+    """Wrong: the other names alone are adapted."""
+    assert specs_with(AdapterSection(targets=("all-linear", "q_proj"))) == specs_with(PLAIN)
+    with pytest.raises(ConfigError, match="'qproj' matches no linear map"):
+        specs_with(AdapterSection(targets=("all-linear", "qproj")))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_config_without_any_dropout_drops_nothing(name: str) -> None:
+    """Wrong: the adapter's dropout holds in DPO, where TRL turns it off."""
+    config = adapted_config(name, AdapterSection(dropout=0.3))
+    drops = []
+    for each in (config, without_any_dropout(config)):
+        stage = build_stage(each, range(1), None, torch.device("cpu"), torch.float32)
+        drops.append(stage.dropout.drops)
+    assert drops == [True, False]
+    assert adapter_of(config) != adapter_of(without_any_dropout(config))
 
 
 def test_a_target_outside_the_blocks_is_none() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -86,8 +83,9 @@ TINY: dict[str, dict[str, Any]] = {
 TIED = ("llama-tied", "qwen2", "gpt2")
 
 
-def _model(case: str) -> Any:
-    config = dict((TINY | OF_OTHER_FAMILIES)[case])
+def model_of(case: str | dict[str, Any]) -> Any:
+    """A model of a case, or of a config, with weights of its own."""
+    config = dict((TINY | OF_OTHER_FAMILIES)[case] if isinstance(case, str) else case)
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config)
@@ -151,7 +149,7 @@ def storage(tmp_path: Path) -> Storage:
 def test_rows_that_pad_the_vocabulary_are_not_exported(
     case: str, storage: Storage, tmp_path: Path
 ) -> None:
-    model, out = _model(case), tmp_path / "out"
+    model, out = model_of(case), tmp_path / "out"
     summary = export_checkpoint(
         storage, _checkpoint(storage, model, 320, padded_vocab_size=320), out
     )
@@ -167,7 +165,7 @@ def test_rows_that_pad_the_vocabulary_are_not_exported(
 def test_from_pretrained_gives_equal_logits(
     case: str, max_shard_bytes: int, storage: Storage, tmp_path: Path
 ) -> None:
-    model = _model(case)
+    model = model_of(case)
     out = tmp_path / "out"
     summary = export_checkpoint(
         storage, _checkpoint(storage, model), out, ExportOptions(max_shard_bytes=max_shard_bytes)
@@ -191,7 +189,7 @@ def test_from_pretrained_gives_equal_logits(
 
 def test_biases_of_routers_stay_in_fp32(storage: Storage, tmp_path: Path) -> None:
     """As in the library, whose models in bf16 keep and load them so."""
-    model = _model("deepseek_v3")
+    model = model_of("deepseek_v3")
     for _, bias in correction_biases(model):
         bias.copy_(1.0 + 1e-3 * torch.rand(bias.shape))
     export_checkpoint(
@@ -206,7 +204,7 @@ def test_biases_of_routers_stay_in_fp32(storage: Storage, tmp_path: Path) -> Non
 
 
 def test_dtype_is_cast_and_from_pretrained_keeps_it(storage: Storage, tmp_path: Path) -> None:
-    model = _model("llama")
+    model = model_of("llama")
     summary = export_checkpoint(
         storage, _checkpoint(storage, model), tmp_path / "out", ExportOptions("bfloat16")
     )
@@ -222,7 +220,7 @@ def test_dtype_is_cast_and_from_pretrained_keeps_it(storage: Storage, tmp_path: 
 def test_what_cannot_be_exported_is_the_users_mistake_and_writes_nothing(
     storage: Storage, tmp_path: Path
 ) -> None:
-    manifest = _checkpoint(storage, _model("llama"))
+    manifest = _checkpoint(storage, model_of("llama"))
     full = tmp_path / "full"
     full.mkdir()
     (full / "model.safetensors").write_text("theirs")
@@ -263,8 +261,10 @@ def word_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def exported(storage: Storage, tmp_path: Path, job: Job, case: str = "llama") -> Path:
-    model = _model(case)
+def exported(
+    storage: Storage, tmp_path: Path, job: Job, case: str | dict[str, Any] = "llama"
+) -> Path:
+    model = model_of(case)
     files = model_files(job, model.config.to_dict())
     out = tmp_path / "out"
     export_checkpoint(storage, _checkpoint(storage, model, scalars=files.store(storage)), out)
@@ -305,7 +305,7 @@ def test_the_generation_config_of_a_pretrained_model_is_kept(
     storage: Storage, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    _model("llama").save_pretrained(source)
+    model_of("llama").save_pretrained(source)
     (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
     out = exported(storage, tmp_path, job_of(tmp_path, "bytes", pretrained=str(source)))
     assert GenerationConfig.from_pretrained(out).temperature == 0.7
@@ -315,7 +315,7 @@ def test_the_config_is_what_the_library_saves_and_can_be_pasted(
     storage: Storage, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    model = _model("llama-3.1")
+    model = model_of("llama-3.1")
     model.config.attention_dropout = 0.25
     model.save_pretrained(source)
     saved = json.loads((source / "config.json").read_text())
@@ -353,40 +353,51 @@ def test_a_tokenizer_that_only_the_nodes_have_stops_no_job(
     assert not (out / "tokenizer.json").exists()
 
 
-def older_transformers() -> Path | None:
-    """A directory with transformers 4.x (`pip install --target`), where the caller names one."""
-    given = os.environ.get("AUTOHET_TRANSFORMERS_4")
-    return Path(given) if given else None
-
-
-READER = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, __version__
-assert __version__.startswith("4."), __version__
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-with torch.no_grad():
-    torch.save(model(torch.arange(24).reshape(2, 12)).logits, sys.argv[2])
-assert len(AutoTokenizer.from_pretrained(sys.argv[1])("ab")["input_ids"]) == 2
-GenerationConfig.from_pretrained(sys.argv[1])
-assert model.config.use_cache and model.config.architectures
-"""
-
-
-@pytest.mark.skipif(older_transformers() is None, reason="AUTOHET_TRANSFORMERS_4 names none")
-@pytest.mark.parametrize("case", sorted(TINY))
-def test_transformers_4_gives_equal_logits(case: str, storage: Storage, tmp_path: Path) -> None:
-    out = exported(storage, tmp_path, job_of(tmp_path, "bytes"), case)
-    paths = f"{older_transformers()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    subprocess.run(
-        [sys.executable, "-c", READER, str(out), str(tmp_path / "logits.pt")],
-        check=True,
-        env=os.environ | {"PYTHONPATH": paths},
-        timeout=300,
-    )
-    with torch.no_grad():
-        expected = _model(case)(torch.arange(24).reshape(2, 12)).logits
-    found = torch.load(tmp_path / "logits.pt")
-    assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+ALWAYS_TIED = {"cohere2", "gemma2"}
+"""Families without a weight of their own for the output."""
+OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    family: {
+        **SIZES,
+        "model_type": family,
+        "pad_token_id": 0,
+        "tie_word_embeddings": family in ALWAYS_TIED,
+        **more,
+    }
+    for family, more in {
+        "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
+        "deepseek_v3": {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "gemma2": {"head_dim": 16},
+        "gemma3_text": {"head_dim": 16},
+        "glm4": {"head_dim": 16},
+        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        "granite": {},
+        "mixtral": {"num_local_experts": 4},
+        "olmo2": {},
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "phi3": {},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "smollm3": {},
+        "starcoder2": {},
+        **{
+            name: {**family.example, "num_hidden_layers": 2, "layer_types": None}
+            for name, family in BUILT_IN.items()
+            if family.example is not None
+        },
+    }.items()
+}
 
 
 def byte_level_tokenizer(folder: Path) -> None:
@@ -456,51 +467,6 @@ def test_llama_cpps_readers_take_the_exported_directory(
     assert metadata.name is not None
 
 
-ALWAYS_TIED = {"cohere2", "gemma2"}
-"""Families without a weight of their own for the output."""
-OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
-    family: {
-        **SIZES,
-        "model_type": family,
-        "pad_token_id": 0,
-        "tie_word_embeddings": family in ALWAYS_TIED,
-        **more,
-    }
-    for family, more in {
-        "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
-        "deepseek_v3": {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-        "gemma2": {"head_dim": 16},
-        "gemma3_text": {"head_dim": 16},
-        "glm4": {"head_dim": 16},
-        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-        "granite": {},
-        "mixtral": {"num_local_experts": 4},
-        "olmo2": {},
-        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-        "phi3": {},
-        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        "smollm3": {},
-        "starcoder2": {},
-        **{
-            name: {**family.example, "num_hidden_layers": 2, "layer_types": None}
-            for name, family in BUILT_IN.items()
-            if family.example is not None
-        },
-    }.items()
-}
 RENAMED_BY_CONVERTER = {
     "correction_bias$": "correction.bias",
     "gate_up_proj_bias$": "gate_proj.bias",
@@ -536,7 +502,7 @@ def test_the_names_are_those_of_llama_cpps_converter(
     out = exported(storage, tmp_path, job_of(tmp_path, "bytes"), case)
     config = json.loads((out / "config.json").read_text())
     model_type = config["model_type"]
-    saved = _model(case)
+    saved = model_of(case)
     assert config["architectures"] == [type(saved).__name__]
     architecture = GGUF_ARCHITECTURES.get(model_type, model_type.upper())
     if architecture not in gguf.MODEL_ARCH.__members__:

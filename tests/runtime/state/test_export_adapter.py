@@ -39,6 +39,9 @@ CASES = {
     "qwen3": AdapterSection(rank=3, alpha=6.0, rslora=True, targets=("q_proj", "down_proj")),
     "gpt2": AdapterSection(rank=4, alpha=2.5),
     "gpt2-untied": AdapterSection(rank=2, targets="*.attn.c_proj"),
+    "deepseek_v3": AdapterSection(rank=3, alpha=6.0, dropout=0.1),
+    "qwen3_moe": AdapterSection(rank=3, alpha=6.0, rslora=True),
+    "olmoe": AdapterSection(rank=2),
 }
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -62,7 +65,9 @@ def trained(section: ModelSection, storage: Storage) -> tuple[Manifest, dict[str
     config = load_config(section)
     base = AutoModelForCausalLM.from_pretrained(section.pretrained)
     parameters = random_parameters(config) | {
-        name: tensor.detach() for name, tensor in base.named_parameters()
+        name: tensor.detach()
+        for name, tensor in [*base.named_parameters(), *base.named_buffers()]
+        if tensor.is_floating_point()
     }
     specs = tensor_specs(config)
     state = {name: torch.zeros(spec.shape) for name, spec in specs.items()}

@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.layers.dropout import DropoutRows, multiply_dropped
+from autohet.runtime.models.layers.dropout import (
+    DropoutRows,
+    multiply_dropped,
+    without_dropout,
+)
 from autohet.runtime.models.layers.recomputation import is_replaying
 from autohet.runtime.models.layers.tensor_parallel import RowParallel, TensorParallel, leave
 from planner.errors import ConfigError
@@ -71,10 +75,9 @@ class Adapter:
 
     def matches(self, module_path: str) -> bool:
         """Return True if a linear map of a block is a target."""
-        patterns = self.patterns
-        if not patterns:
+        if ALL_LINEAR in self.targets:
             return True
-        return any(_matches(pattern, module_path) for pattern in patterns)
+        return any(_matches(pattern, module_path) for pattern in self.patterns)
 
 
 def _matches(pattern: str, path: str) -> bool:
@@ -102,6 +105,15 @@ def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
     if not isinstance(fields["targets"], str):
         fields["targets"] = tuple(fields["targets"])
     return Adapter(**fields)
+
+
+def without_any_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a config whose stages drop nothing, of the model or its adapter."""
+    plain = without_dropout(config)
+    found = getattr(plain, ADAPTER, None)
+    if found is not None:
+        setattr(plain, ADAPTER, {**found, "dropout": 0.0})
+    return plain
 
 
 def is_linear(module: nn.Module) -> bool:
