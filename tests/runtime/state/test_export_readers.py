@@ -66,16 +66,15 @@ OF_OLDER = _cases_of_older()
 
 
 @pytest.fixture(scope="session")
-def older_transformers(request: pytest.FixtureRequest) -> Path:
-    """A directory with transformers 4.56, installed once into pytest's cache.
+def older_transformers() -> Path:
+    """A directory with transformers 4.56, installed once beside the environment's packages.
 
     AUTOHET_TRANSFORMERS_4 names one that is installed already.
     """
     given = os.environ.get("AUTOHET_TRANSFORMERS_4")
     if given:
         return Path(given)
-    assert request.config.cache is not None
-    root = request.config.cache.mkdir("older_transformers")
+    root = Path(sys.prefix) / "older_transformers"
     folder = root / "4.56.2"
     if not folder.exists():
         fresh = root / str(os.getpid())
