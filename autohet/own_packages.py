@@ -9,7 +9,6 @@ packages, and looks further only where one is foreign.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import packages_distributions
 from types import ModuleType
 
 PACKAGES = ("planner", "recovery")
@@ -31,6 +30,9 @@ def _remedy(name: str, package: ModuleType | None) -> str:
     place = ""
     if package is not None and package.__file__ is not None:
         place = f" of {package.__file__}"
+    # Here, since it is slow to import.
+    from importlib.metadata import packages_distributions
+
     owners = set(packages_distributions().get(name, ())) - {OWNER}
     remove = ""
     if owners:

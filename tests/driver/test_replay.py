@@ -221,7 +221,7 @@ def test_what_is_decided_about_ticks_that_failed_is_replayed(
     )
     assert sum("Deciding to stop with a checkpoint, since there was" in s for s in said) == 1
     assert replay_run(failed).difference is None
-    monkeypatch.setattr(fleet, "RETRIES", failures.RETRIES + 1)
+    monkeypatch.setattr(failures, "RETRIES", failures.RETRIES + 1)
     assert "Deciding to" in difference_shown(failed)
 
 

@@ -23,7 +23,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
     ADAPTER,
     DATA_DIGEST,
-    DATA_SOURCE,
+    DATA_PLACES,
     KeyChange,
     changes,
     check_changes,
@@ -239,7 +239,7 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
     allowed = set(job.checkpoint.allow_changes)
     if manifest.scalars.get(DATA_DIGEST):
         # Nodes whose data has other tokens are refused before the first step.
-        allowed.add(DATA_SOURCE)
+        allowed |= DATA_PLACES
     return check_changes(found, allowed, uri)
 
 

@@ -55,8 +55,11 @@ PLACES = frozenset({"storage", "memory_directory", "local_directory", "allow_cha
 """Fields of the free sections that say where a run is, not what it is."""
 DATA_DIGEST = "data.sha256"
 """SHA-256 of all tokens of the run's dataset."""
-DATA_SOURCE = "data.source"
-"""Place of the data: it may change where DATA_DIGEST is recorded, which the nodes compare."""
+DATA_PLACES = frozenset({"data.source", "data.tokenizer"})
+"""Places of the data and its tokenizer.
+
+They may change where DATA_DIGEST is recorded, which the nodes compare.
+"""
 PRETRAINED = "model.pretrained"
 FROM_SEED = "none: drawn from training.seed"
 FAMILY = "model.family"

@@ -137,7 +137,7 @@ class Counting(ThreadGroup):
     sums = 0
 
     def all_reduce(self, tensor: Tensor) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             Counting.sums += 1
         super().all_reduce(tensor)
 
