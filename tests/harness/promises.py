@@ -138,7 +138,7 @@ class CheckedController(Controller):
             assert node not in seen.notices, f"{node} is leaving"
             assert worker in seen.reports.keys() - seen.losses.keys(), f"{worker} does not answer"
         self.considered = frozenset(node.name for node in proposal.cost.fleet.nodes)
-        self.workforce.compute_s = proposal.compute_s({})
+        self.workforce.compute_s = self.memory.planning.compute_s(proposal, {})
 
 
 class Promises:

@@ -102,7 +102,7 @@ def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
     plan = Plan.from_document(case.plan)
     generation = next(GENERATIONS)
     orders = [(case, worker, port, generation) for worker in plan.workers]
-    answers = processes.map(training_case.run_case, orders, 100.0)
+    answers = processes.map(training_case.run_case, orders)
     losses, adapters = reference(case)
     results = answers[0][0]
     np.testing.assert_allclose([loss for loss, _ in results], losses, rtol=TOLERANCE)

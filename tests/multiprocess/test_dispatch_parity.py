@@ -87,7 +87,7 @@ def train(pool: Any, case: Case) -> tuple[list[float], list[dict[str, np.ndarray
     generation = next(GENERATIONS)
     workers = Plan.from_document(case.plan).workers
     orders = [(case, worker, port, generation) for worker in workers]
-    answers = processes.map(training_case.run_case, orders, 100.0)
+    answers = processes.map(training_case.run_case, orders)
     return [loss for loss, _ in answers[0][0]], [state for _, state in answers]
 
 
