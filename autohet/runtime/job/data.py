@@ -97,7 +97,7 @@ class DataSection:
     tokenizer's own.
     """
     messages_field: str = "messages"
-    """Field that holds a conversation (`kind: chat`).
+    """Field that holds a conversation (`kind: chat`, `sharegpt`).
 
     It is a list of messages with `role` and `content`, or `from` and `value`. The fields `tools`,
     `system` and `chat_template_kwargs` of the record belong to it.
@@ -226,7 +226,8 @@ class DataSection:
         require_effect(self, "data.text_field", is_text, "data.kind: text")
         is_tokenized = self.tokens_field is not None
         require_effect(self, "data.text_field", not is_tokenized, "data.tokens_field: null")
-        require_effect(self, "data.messages_field", self.kind == "chat", "data.kind: chat")
+        has_messages = self.kind in ("chat", "sharegpt")
+        require_effect(self, "data.messages_field", has_messages, "data.kind: chat")
         require(
             is_text or self.tokens_field is None,
             f"data.tokens_field is for data.kind text, not {self.kind}; leave one out",
