@@ -54,9 +54,9 @@ def _recovery_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--state-mb",
         type=float,
-        default=64.0,
+        default=1000.0,
         metavar="N",
-        help="one copy of the state, in MB (default 64)",
+        help="one copy of the state, in MB (default 1000)",
     )
     add(
         "--scale",
@@ -90,6 +90,13 @@ def _recovery_options(parser: argparse.ArgumentParser) -> None:
         help="a cloud node's way to S3 (default 1 GB/s)",
     )
     add("--scenarios", metavar="a,b,...", help="only these (default: all)")
+    add(
+        "--minutes",
+        type=float,
+        default=5.0,
+        metavar="N",
+        help="begin nothing that would take longer than this in all (default 5)",
+    )
     add(
         "--quick",
         action="store_true",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -130,7 +131,7 @@ class _Progress:
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print a table with one column for each policy."""
+    """Print tables with one row for each policy: steps, changes, dollars."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -138,13 +139,6 @@ def show(document: dict[str, Any]) -> None:
 
     trained = [found for found in document["baselines"] if found["tokens"]]
     results = document["results"] + trained
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("")
-    for result in results:
-        table.add_column(result["policy"], justify="right")
-    for name, text in ROWS:
-        table.add_row(name, *[text(result) for result in results])
-
     hours = document["seconds"] / 3600
     console = PlainConsole()
     console.print(
@@ -153,7 +147,16 @@ def show(document: dict[str, Any]) -> None:
         highlight=False,
         style="italic",
     )
-    console.print(table)
+    for columns in TABLES:
+        table = Table(box=SIMPLE_HEAD)
+        table.add_column("policy")
+        for name, _ in columns:
+            table.add_column(name, justify="right")
+        for result in results:
+            # A long name breaks between its words.
+            policy = result["policy"].replace("_", " ")
+            table.add_row(policy, *[text(result) for _, text in columns])
+        console.print(table)
     for name, price in document["prices"].items():
         console.print(_price(name, price), soft_wrap=True, highlight=False)
     if document["comparison"] is not None:
@@ -211,8 +214,8 @@ def _moved(result: dict[str, Any]) -> str:
     return ", ".join(moved) or "nothing"
 
 
-def _part(name: str) -> Any:
-    return lambda result: f"{result['seconds_by_part'].get(name, 0.0):,.0f} s"
+def _part(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda result: f"{result['seconds_by_part'].get(name, 0.0):,.0f}"
 
 
 def _use(result: dict[str, Any], use: str) -> str:
@@ -230,18 +233,24 @@ def _usd_per_million(result: dict[str, Any]) -> str:
     return f"{usd:.3f}"
 
 
-ROWS: tuple[tuple[str, Any], ...] = (
+Columns = tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]
+TRAINED: Columns = (
     ("steps", lambda r: f"{r['steps']:,}"),
     ("steps lost", lambda r: f"{r['steps_lost']:,}"),
-    ("tokens", lambda r: f"{r['tokens'] / 1e6:,.1f} M"),
+    ("tokens, M", lambda r: f"{r['tokens'] / 1e6:,.1f}"),
     ("tokens a second", lambda r: f"{r['tokens_per_s']:,.0f}"),
     ("time in steps that count", lambda r: f"{r['useful_share']:.1%}"),
+)
+CHANGED: Columns = (
     ("changes", _causes),
     ("seconds of changes, in all", _part("total")),
-    ("  of these restore", _part("restore")),
+    ("of these restore", _part("restore")),
     ("moved", _moved),
+)
+PAID: Columns = (
     ("dollars, for every node alive", lambda r: f"{r['usd']:,.2f}"),
-    ("dollars for data between zones", lambda r: _use(r, "between_zones")),
-    ("dollars for requests to S3", lambda r: _use(r, "s3_requests")),
+    ("for data between zones", lambda r: _use(r, "between_zones")),
+    ("for requests to S3", lambda r: _use(r, "s3_requests")),
     ("dollars a million tokens", _usd_per_million),
 )
+TABLES = (TRAINED, CHANGED, PAID)

@@ -123,7 +123,7 @@ def describe_summary(summary: dict[str, Any]) -> str:
     loss = "-" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     lines = [
         f"{summary['reason']}: {summary['steps']} steps in {summary['generations']} generations,"
-        f" loss {loss}, {summary['steps_lost']} steps lost"
+        f" loss {loss}, {summary['steps_lost']} steps lost{_goodput(summary)}"
     ]
     for change in summary["reconfigurations"]:
         bytes_by_tier = change["bytes_by_tier"]
@@ -135,3 +135,13 @@ def describe_summary(summary: dict[str, Any]) -> str:
         )
     lines.append(f"checkpoint: {summary['checkpoint']}\nevents: {summary['events']}")
     return "\n".join(lines)
+
+
+def _goodput(summary: dict[str, Any]) -> str:
+    """Return the run's goodput, and the dollars that changes cost, as far as they are known."""
+    if summary.get("goodput") is None:
+        return ""
+    prices = [change["usd_lost"] for change in summary["reconfigurations"]]
+    known = [price for price in prices if price is not None]
+    dollars = f" (changes cost {sum(known):,.2f} USD)" if known else ""
+    return f", goodput {summary['goodput']:.1%}{dollars}"

@@ -29,7 +29,8 @@ def finish(memory: JobMemory, reason: str, *, ok: bool, may_pass: bool = False) 
     """End the job in an orderly way. may_pass: True if a restarted driver may do better."""
     yield from _log_rest(memory)
     step = memory.ledger.committed_steps
-    yield event("finished", memory.generation, reason=reason, ok=ok, step=step)
+    share = memory.ledger.goodput()
+    yield event("finished", memory.generation, reason=reason, ok=ok, step=step, goodput=share)
     return Ended(ok, reason, may_pass and not ok)
 
 

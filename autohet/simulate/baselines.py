@@ -262,6 +262,8 @@ class _Restart:
             "restore": self.after.restore_s,
             "first_step": costs.first_step_s + step_s,
             "total": detect + total_s + step_s,
+            "stalled": detect + total_s,
+            "redone": 0.0 if self.before is None else self.steps_lost * self.before.step_s,
         }
         return {
             "cause": self.cause,

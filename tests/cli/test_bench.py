@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_benchmark(
     tmp_path, capsys, monkeypatch, option, name
 ):
     monkeypatch.setattr(
-        "autohet.bench.recovery.report.benchmark", lambda options: pytest.fail("it ran first")
+        "autohet.bench.recovery.report.benchmark", lambda *_: pytest.fail("it ran first")
     )
     assert main(["bench", "recovery", option, str(tmp_path / name)]) == 2
     assert f"{option} is" in capsys.readouterr().err

@@ -67,7 +67,8 @@ for event in (
     {"kind": "restore", "bytes_by_tier": tiers},
     {"kind": "transfers", "transfers": [{"tier": "s3", "bytes": 500}, {"tier": "s3", "bytes": 40}, {"tier": "disk", "bytes": 3},
                                           {"tier": "peer", "bytes": 2e9}]},
-    {"kind": "reconfigure", "cause": "death", "seconds": {"total": 3.5}, "steps_lost": 2},
+    {"kind": "reconfigure", "cause": "death", "steps_lost": 2, "usd_lost": 0.25, "goodput": 0.9,
+     "seconds": {"total": 3.5, "stalled": 1.5, "redone": 4.0}},
     {"kind": "checkpoint", "step": 4},
 ):
     metrics.on_event(common | event)
@@ -108,6 +109,10 @@ def test_rays_endpoint_serves_them(tmp_path: Path) -> None:
         9.0 / 3600 / 2000 * 1e6
     )
     assert found["ray_autohet_lost_seconds_total", "death"] == 3.5
+    assert found["ray_autohet_stalled_seconds_total", "death"] == 1.5
+    assert found["ray_autohet_redone_seconds_total", "death"] == 4.0
+    assert found["ray_autohet_lost_usd_total", "death"] == 0.25
+    assert found["ray_autohet_goodput", None] == 0.9
     assert found["ray_autohet_moved_bytes_total", "peer"] == 7000
     assert (
         found["ray_autohet_saved_bytes_total", "s3"],

@@ -464,3 +464,58 @@ def test_a_status_says_how_old_it_is(state, published_at, now, liveness, text):
     status = with_liveness({**STATUS, "state": state, "published_at": published_at}, now)
     assert status["liveness"] == liveness
     assert text in describe_job("toy", status)
+
+
+def plan_event(time, generation, cuts):
+    """A plan of one pipeline: the layers of each of its workers, in order."""
+    first = 0
+    stages = []
+    for worker, num_layers in cuts.items():
+        stages.append({"first_layer": first, "num_layers": num_layers, "workers": [worker]})
+        first += num_layers
+    document = {
+        "version": 1,
+        "model": "toy",
+        "global_batch_sequences": 8,
+        "microbatch_sequences": 2,
+        "sequence_length": 32,
+        "pipelines": [{"num_microbatches": 4, "stages": stages}],
+    }
+    return {
+        "time": time,
+        "generation": generation,
+        "kind": "plan",
+        "plan": document,
+        "predicted_step_s": 1.5,
+        "cause": "start" if generation == 1 else "death",
+    }
+
+
+def test_each_generations_plan_is_drawn_with_what_moved():
+    events = run_events()
+    events.insert(3, plan_event(100.5, 1, {"a/0": 2, "a/1": 2, "b/0": 4}))
+    events.insert(-3, plan_event(107.0, 2, {"a/0": 2, "a/1": 6}))
+    page = report_page(events, "toy")
+    first, second = re.findall(r"<details.*?</details>", page)
+    assert "generation 1, 0.5 s: 3 GPUs" in first
+    assert "generation 2, 7.0 s: 2 GPUs" in second
+    assert "moved: peer 2.0 MB" in second
+    widths = [float(width) for width in re.findall(r"<rect[^>]* width=([\d.]+)", first)]
+    assert widths[2] > 1.9 * widths[0], "as wide as their layers"
+    borders = re.findall(r"stroke='([^']*)'[^>]*><title>layers (\d+)", second)
+    assert borders == [("none", "0"), ("#222", "2")], "the first stage kept its layers"
+    assert "4 × 2 seq" in second
+
+
+def test_no_name_of_a_curve_lies_over_a_curve():
+    drawn = chart(
+        {"one": [(0.0, 1.0), (1.0, 9.0)], "other": [(0.0, 9.0), (1.0, 1.0)]}, [(0.5, "x")]
+    )
+    curves = [
+        float(point.split(",")[1])
+        for points in re.findall(r"points='([^']*)'", drawn)
+        for point in points.split()
+    ]
+    words = re.findall(r"<text x=[\d.]+ y=([\d.]+)[^>]*>(?:one|other|x)<", drawn)
+    assert len(words) == 3
+    assert max(float(y) for y in words) < min(curves)

@@ -7,7 +7,8 @@ has the limits that it should reach and `reached` (null if the material for it i
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autohet.bench.planner.layer_times import layer_times_row, reaches_limits
@@ -21,6 +22,9 @@ ELSEWHERE = (
     ("search", "Sailor's and random fleets, small cases against every plan", "planner_search"),
 )
 """(part, what, program) of comparisons that need a checkout."""
+WIDTH = 80
+"""Columns that every pipe, file and log of a CI has."""
+_INDENT = "    "
 _HIDDEN = ("on", "reached", "parts", "errors", "front")
 
 
@@ -86,5 +90,17 @@ def print_row(part: str, row: ResultRow, file: Any, *, brief: bool = False) -> N
     for key, value in row.items():
         if key in _HIDDEN:
             continue
-        shown = round(value, 4) if isinstance(value, float) else value
-        print(f"    {key}: {shown}", file=file, flush=True)
+        line = f"{key.replace('_', ' ')}: {_words(value)}"
+        lines = textwrap.wrap(line, WIDTH - len(_INDENT), subsequent_indent=_INDENT)
+        print(textwrap.indent("\n".join(lines), _INDENT), file=file, flush=True)
+
+
+def _words(value: Any) -> str:
+    """Return a figure, or figures by name, in words."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_words(name)} {_words(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(_words(each) for each in value)
+    return "-" if value is None else str(value).replace("_", " ")

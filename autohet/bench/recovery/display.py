@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,7 +12,6 @@ from autohet.runtime.process.terminal import PlainConsole
 from planner.errors import ConfigError
 
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
-WIDE = 110  # columns from which every part of a recovery has one of its own
 COLOURS = ("#7f7f7f", "#9467bd", "#1f77b4", "#d62728", "#2ca02c")
 
 
@@ -27,42 +26,79 @@ def show(document: dict[str, Any]) -> None:
         found = [s for s in document["scenarios"] if s["simulated"] is simulated]
         if not found:
             continue
-        console.print(_table(title, found, console.width))
+        console.print(_table(title, found))
+        if len(_measured_parts(found)) > 1:
+            console.print(_parts_table(found))
         for scenario in found:
             console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
 
+    if document.get("process_start_s"):
+        console.print(
+            f"A worker process starts in {document['process_start_s']:.1f} s, measured alone; that"
+            " is in the rebuild of policies that restart, and in their total",
+            highlight=False,
+        )
+    for reason in document.get("left_out", ()):
+        console.print(f"Not measured: {reason}", highlight=False)
     console.print(
         f"S3: {document['durable_storage']}. Other parts:"
         f" {document['method']['detect, replan, rebuild, first_step']}"
     )
 
 
-def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
-    """Return a table of seconds, and of the bytes moved from each tier.
+def _table(title: str, scenarios: list[dict[str, Any]]) -> Table:
+    """Return a table of what recoveries took and moved."""
+    table = _new_table(title)
+    for name in ("restore", "total"):
+        table.add_column(f"{name},\ns", justify="right")
+    table.add_column("MB\nmoved")
+    for name in ("steps\nlost", "over\nlinks", "over\nbound", "vs\ns3"):
+        table.add_column(name, justify="right")
+    _add_rows(table, scenarios, _row)
+    return table
+
+
+def _parts_table(scenarios: list[dict[str, Any]]) -> Table:
+    """Return a table of the seconds of each part.
 
     A part of a recovery that no policy measured has no column.
     """
-    parts = _measured_parts(scenarios)
-    # a narrow terminal has room for what the policies differ in alone
-    if width < WIDE:
-        parts = [part for part in parts if part in ("rebuild", "restore")]
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
+    table = _new_table("Seconds of each part")
     table.add_column("how")
-    for part in (*parts, "total"):
+    parts = _measured_parts(scenarios)
+    for part in parts:
         table.add_column(part.replace("_", "\n"), justify="right")
-    table.add_column("MB\nmoved", no_wrap=True)
-    for name in ("steps\nlost", "over\nlinks", "over\nbound", "vs\ns3"):
-        table.add_column(name, justify="right", no_wrap=True)
 
+    def row(scenario: dict[str, Any], policy: str, result: dict[str, Any]) -> list[str]:
+        return [result["how"], *(_number(result["seconds"][part]) for part in parts)]
+
+    _add_rows(table, scenarios, row)
+    return table
+
+
+def _new_table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("")
+    table.add_column("policy")
+    return table
+
+
+def _add_rows(
+    table: Table,
+    scenarios: list[dict[str, Any]],
+    cells: Callable[[dict[str, Any], str, dict[str, Any]], list[str]],
+) -> None:
+    """Add a row for each policy; the first of a scenario has its name."""
     for scenario in scenarios:
         policies = scenario["policies"]
-        last = list(policies)[-1]
+        names = list(policies)
         for policy, result in policies.items():
-            row = _row(scenario, policy, result, (*parts, "total"))
-            table.add_row(*row, end_section=policy == last)
-    return table
+            name = scenario["scenario"].replace("_", " ") if policy == names[0] else ""
+            # A simulation copies nothing that could be wrong.
+            is_wrong = result["verified"] is False and not scenario["simulated"]
+            shown = policy.replace("_", " ") + (" WRONG" if is_wrong else "")
+            row = cells(scenario, policy, result)
+            table.add_row(name, shown, *row, end_section=policy == names[-1])
 
 
 def _measured_parts(scenarios: list[dict[str, Any]]) -> list[str]:
@@ -74,25 +110,16 @@ def _measured_parts(scenarios: list[dict[str, Any]]) -> list[str]:
     return [part for part in PARTS if part in measured]
 
 
-def _row(
-    scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: Sequence[str]
-) -> list[str]:
-    is_first = policy == next(iter(scenario["policies"]))
-    name = ""
+def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any]) -> list[str]:
     ratio = ""
-    # the first policy's row has what holds for the whole scenario
-    if is_first:
-        name = scenario["scenario"]
-        if scenario["ratio_vs_s3_only"]:
-            ratio = f"{_number(scenario['ratio_vs_s3_only'])}x"
-
-    # a simulation copies nothing that could be wrong
-    is_wrong = result["verified"] is False and not scenario["simulated"]
+    # The first policy's row has what holds for the whole scenario.
+    is_first = policy == next(iter(scenario["policies"]))
+    if is_first and scenario.get("restore_ratio_vs_s3_only"):
+        # Of the restores alone: a process's start depends on what else the machine does.
+        ratio = f"{_number(scenario['restore_ratio_vs_s3_only'])}x"
     return [
-        name,
-        f"{policy} WRONG" if is_wrong else policy,
-        result["how"],
-        *[_number(result["seconds"][part]) for part in parts],
+        _number(result["seconds"]["restore"]),
+        _number(result["seconds"]["total"]),
         _moved(result["bytes_by_tier"]),
         str(result["steps_lost"]),
         _number(result.get("restore_over_limit")),
@@ -106,7 +133,7 @@ def _moved(bytes_by_tier: dict[str, int | None]) -> str:
     lines = []
     for tier, num_bytes in bytes_by_tier.items():
         if num_bytes is None:
-            return "not counted"
+            return "not\ncounted"
         if num_bytes:
             lines.append(f"{_megabytes(num_bytes)} {tier}")
     return "\n".join(lines) or "none"

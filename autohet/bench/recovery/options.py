@@ -13,7 +13,7 @@ class Options:
 
     `state_bytes`: bytes of one copy of the state. `cloud` and `scale`: a cloud node's links and
     their divisor (1: the links of this machine). `step_s`: the seconds that a lost step is charged
-    with.
+    with. `minutes`: nothing is begun that would not end in this time.
     """
 
     state_bytes: float
@@ -23,6 +23,7 @@ class Options:
     scenarios: tuple[str, ...]
     quick: bool
     simulate: bool
+    minutes: float
 
     @property
     def links(self) -> LinkRates:

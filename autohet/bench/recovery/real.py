@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,52 +31,55 @@ from autohet.bench.recovery.workers import WorkerProcesses
 NUM_PROCESSES = 4
 PROBE_BYTES = 256 << 20
 
-Parts = Mapping[str, dict[str, float | None]]
 Facts = dict[str, Any]
+Trials = Mapping[str, Trial]
+"""Trials of one scenario by policy."""
 
 
 STORAGE = "an S3 protocol server of this benchmark on this machine (sendfile from host memory)"
 NATIVE_STORAGE = f"{STORAGE}, in its own namespace, each node's share of it by tc (HTB)"
 
 
-def measure_scenarios(options: Options, parts: Parts) -> tuple[list[dict[str, Any]], Facts]:
+def measure_scenarios(
+    options: Options, facts: Facts, is_time: Callable[[str], bool]
+) -> Iterator[tuple[str, Trials]]:
     """Measure the scenarios between network namespaces (scale 1), or over throttled links.
 
-    parts: seconds of the parts of a recovery that are not measured here, by cause. Returns entries
-    of `scenarios`, and facts about the run.
+    Yields each scenario's name and trials when they are done. facts: gets what is known of the
+    run. is_time: tells whether the measurement of that name may begin.
     """
     config = config_of_size(options.state_bytes)
     links = options.links
-    found = []
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="autohet-bench-"))
-        facts: Facts = {}
         network = None
         host = "127.0.0.1"
         if options.scale == 1.0:
             disk, memory = local_speeds(Path(directory))
             links = replace(links, disk_bytes_per_s=disk, memory_bytes_per_s=memory)
-            facts = {"durable_storage": NATIVE_STORAGE, "links_used": speeds_document(links)}
+            facts |= {"durable_storage": NATIVE_STORAGE, "links_used": speeds_document(links)}
             network, uri = stack.enter_context(native_network(NUM_PROCESSES, links))
             host = network.head
             durable = network.durable
         else:
-            facts = {"durable_storage": STORAGE}
+            facts["durable_storage"] = STORAGE
             durable = f"{directory}/durable"
             os.mkdir(durable)
             uri = stack.enter_context(object_storage(durable))
 
         processes = stack.enter_context(closing(WorkerProcesses(NUM_PROCESSES, uri, host)))
+        facts["process_start_s"] = processes.start_s
         commit_known_checkpoint(f"{durable}/job", config)
         for name in options.scenarios:
+            if not is_time(f"scenario {name}"):
+                continue
             scenario = SCENARIOS[name]
             trials = {}
             for policy in POLICIES:
                 print(f"bench recovery: scenario {name}, {policy}", file=sys.stderr, flush=True)
                 trial = Trial(scenario, policy, config, links, uri, f"{directory}/nodes")
-                trials[policy] = trial.run(processes, parts[scenario.cause], network)
-            found.append(_document(name, trials, options.step_s))
-    return found, {**facts, "process_start_s": processes.start_s}
+                trials[policy] = trial.run(processes, network)
+            yield name, trials
 
 
 def local_speeds(directory: Path) -> tuple[float, float]:
@@ -109,12 +112,17 @@ def _speed(action: Callable[[], Any]) -> float:
     return PROBE_BYTES / min(seconds)
 
 
-def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str, Any]:
+def scenario_document(
+    name: str, trials: Trials, step_s: float, parts: Mapping[str, dict[str, float | None]]
+) -> dict[str, Any]:
     """Return one entry of `scenarios`; ratios are relative to ours.
 
-    Lost steps are charged at `step_s` seconds each.
+    Lost steps are charged at `step_s` seconds each. parts: seconds of the parts of a recovery that
+    are not measured here, by cause.
     """
     scenario = SCENARIOS[name]
+    for trial in trials.values():
+        trial.add_parts(parts[scenario.cause])
     ours = trials["local_first"]
     s3 = trials["s3_only"]
     # Parts that were not measured are never free: then the restores alone are compared.

@@ -12,14 +12,22 @@ import json
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.bench.recovery.options import Options, speeds_document
 from planner.errors import ConfigError
 from recovery.transfer.links import LinkRates
 
+if TYPE_CHECKING:
+    from autohet.bench.recovery.real import Trials
+
 EMULATED_SCALE = 40.0
+FLEET_S = 45.0
+"""Seconds that a run on an emulated fleet may be expected to take."""
 
 METHOD = {
     "restore": (
@@ -73,21 +81,48 @@ METHOD = {
 }
 
 
+@dataclass
+class Found:
+    """What was measured so far."""
+
+    trials: list[tuple[str, Trials]] = field(default_factory=list)
+    scenarios: list[dict[str, Any]] = field(default_factory=list)
+    """Entries of whole runs and of the simulation."""
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Changes of the run on an emulated fleet, by cause."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    """What was not measured, with the reason."""
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark; return exit code 1 if a restore failed or its tensors were wrong."""
+    """Run the benchmark; return exit code 1 if a restore failed or its tensors were wrong.
+
+    What is finished when it is stopped is shown and written all the same; the exit code is 130.
+    """
     from autohet.bench.recovery.display import draw, show
     from autohet.driver.loop.stop_signals import unwind_on_sigterm
 
+    options = _options(args)
+    found = Found()
+    is_stopped = False
     with unwind_on_sigterm():
-        document = benchmark(_options(args))
+        try:
+            document = benchmark(options, found)
+        except KeyboardInterrupt:
+            is_stopped = True
+            found.left_out.append("the rest: stopped")
+            document = _document(options, found)
     if args.out:
         Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
-    if args.picture:
+    if args.picture and found.trials:
         draw(document, args.picture)
     if args.json:
         print(json.dumps(document))
     else:
         show(document)
+    if is_stopped:
+        return 130
     results = [
         r for s in document["scenarios"] if not s["simulated"] for r in s["policies"].values()
     ]
@@ -101,7 +136,7 @@ def _options(args: argparse.Namespace) -> Options:
     unknown = [name for name in chosen if name not in SCENARIOS]
     if unknown:
         raise ConfigError(f"Unknown scenario '{unknown[0]}'; choose from {', '.join(SCENARIOS)}.")
-    for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s", "step_s"):
+    for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s", "step_s", "minutes"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0"
@@ -111,7 +146,14 @@ def _options(args: argparse.Namespace) -> Options:
     )
     scale = _scale(args.scale)
     return Options(
-        args.state_mb * 1e6, cloud, scale, args.step_s, chosen, args.quick, not args.no_simulation
+        args.state_mb * 1e6,
+        cloud,
+        scale,
+        args.step_s,
+        chosen,
+        args.quick,
+        not args.no_simulation,
+        args.minutes,
     )
 
 
@@ -134,29 +176,53 @@ def _scale(given: float | None) -> float:
     return given or (1.0 if why is None else EMULATED_SCALE)
 
 
-def benchmark(options: Options) -> dict[str, Any]:
-    """Run the benchmark; return the whole document.
+def benchmark(options: Options, found: Found) -> dict[str, Any]:
+    """Run the benchmark, restores first; return the whole document.
 
-    The module and METHOD say what is measured where.
+    The module and METHOD say what is measured where. found: gets each result when it is there.
     """
     from autohet.bench.recovery.real import measure_scenarios
 
-    load_before = os.getloadavg()[0]
-    fleet, other_parts = _fleet(options)
-    scenarios, facts = measure_scenarios(options, other_parts)
-    scenarios += fleet
+    ends_at = time.monotonic() + 60 * options.minutes
+    found.facts["load_before"] = os.getloadavg()[0]
+
+    def is_time(what: str, expected_s: float = 0.0) -> bool:
+        if time.monotonic() + expected_s < ends_at:
+            return True
+        found.left_out.append(f"{what}: no time left of --minutes {options.minutes:g}")
+        return False
+
+    for name, trials in measure_scenarios(options, found.facts, is_time):
+        found.trials.append((name, trials))
+        seconds = [f"{policy} {trial.restore_s:.2f}" for policy, trial in trials.items()]
+        _say(f"scenario {name}, seconds of the restore: {', '.join(seconds)}")
+    if not options.quick:
+        _measure_fleets(found, is_time)
     if options.simulate:
         from autohet.bench.recovery.simulated import simulated_scenarios
 
-        scenarios += simulated_scenarios()
+        found.scenarios += simulated_scenarios()
+    return _document(options, found)
+
+
+def _document(options: Options, found: Found) -> dict[str, Any]:
+    """Return the document of what was measured so far."""
+    from autohet.bench.recovery.emulated_fleet import parts_of
+    from autohet.bench.recovery.real import scenario_document
+
+    facts = dict(found.facts)
+    load_before = facts.pop("load_before", 0.0)
+    parts = parts_of(found.changes)
+    restores = [scenario_document(*each, options.step_s, parts) for each in found.trials]
     return {
-        "scenarios": scenarios,
+        "scenarios": restores + found.scenarios,
         "method": METHOD,
         "links_bytes_per_s": speeds_document(options.links),
         "links_scale": _describe(options.cloud, options.scale),
         "scale": options.scale,
         "step_s": options.step_s,
-        "measured_parts": other_parts,
+        "measured_parts": parts,
+        "left_out": found.left_out,
         **facts,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load_average_1min": {"before": load_before, "after": os.getloadavg()[0]},
@@ -182,24 +248,24 @@ def _describe(links: LinkRates, scale: float) -> str:
     )
 
 
-def _fleet(options: Options) -> tuple[list[dict[str, Any]], dict[str, dict[str, float | None]]]:
-    """Return whole recoveries as scenarios, and the seconds of other parts by cause.
+def _measure_fleets(found: Found, is_time: Callable[[str, float], bool]) -> None:
+    """Measure whole recoveries: ours on an emulated fleet, and Ray Train's elastic trainer."""
+    from autohet.bench.recovery.emulated_fleet import fleet_scenarios, measure_changes
 
-    The other parts are detect, replan, rebuild and first step.
-    """
-    from autohet.bench.recovery.emulated_fleet import fleet_scenarios, measure_changes, parts_of
-
-    changes: dict[str, dict[str, Any]] = {}
-    scenarios: list[dict[str, Any]] = []
-    if not options.quick:
-        try:
-            _say("a run on an emulated fleet, with a notice, a death and an arrival")
-            changes = measure_changes()
-            _say("Ray Train's elastic trainer, the same model, a death and a notice")
-            scenarios = fleet_scenarios(changes)
-        except (ConfigError, RuntimeError, OSError) as error:
-            _say(f"not measured: {error}")
-    return scenarios, parts_of(changes)
+    if not is_time("a run on an emulated fleet", FLEET_S):
+        return
+    try:
+        _say("a run on an emulated fleet, with a notice, a death and an arrival")
+        found.changes |= measure_changes()
+        for scenario in fleet_scenarios(found.changes, is_time):
+            found.scenarios.append(scenario)
+            totals = []
+            for policy, result in scenario["policies"].items():
+                totals.append(f"{policy} {result['seconds']['total']:.2f}")
+            _say(f"{scenario['scenario']}, seconds without a step: {', '.join(totals)}")
+    except (ConfigError, RuntimeError, OSError) as error:
+        found.left_out.append(f"runs on whole fleets: {error}")
+        _say(f"not measured: {error}")
 
 
 def _say(what: str) -> None:

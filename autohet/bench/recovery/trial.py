@@ -77,6 +77,9 @@ class Trial:
         self.missing = missing_shards(scenario, before)
         self.missing_bytes = sum(before.shard_bytes(shard) for shard in self.missing)
         self.seconds: dict[str, float | None] = {}
+        self.restore_s = 0.0
+        self._start_s = 0.0
+        """Seconds until processes that start anew have a group."""
         self.bytes_by_tier: dict[str, int] = {}
         self.s3_shards: frozenset[ShardId] = frozenset()
         self.verified = False
@@ -97,42 +100,36 @@ class Trial:
             return None
         return sum(self.bare_s) / len(self.bare_s)
 
-    def run(
-        self,
-        processes: WorkerProcesses,
-        other_parts: dict[str, float | None],
-        network: NativeNetwork | None = None,
-    ) -> Trial:
-        """Run the trial; block until every worker has reported.
-
-        `other_parts` are the seconds of the parts that this benchmark does not measure.
-        """
+    def run(self, processes: WorkerProcesses, network: NativeNetwork | None = None) -> Trial:
+        """Run the trial; block until every worker has reported."""
         if network is None:
             results = processes.run(self.task, self._links)
         else:
             with network.wire(self.task) as wiring:
                 results = processes.run(replace(self.task, wiring=wiring), self._links)
-        self._take(results, processes.start_s, other_parts)
+        self._take(results, processes.start_s)
         return self
 
-    def _take(
-        self, results: list[Result], start_s: float, other_parts: dict[str, float | None]
-    ) -> None:
-        restore_s = max(result.restore_s for result in results)
-        group_s = max(result.group_s for result in results)
-        # processes that give their state go on; all others are started for the new generation
-        keeps_processes = self.policy == "local_first" and bool(self.task.givers)
-        rebuild_s = other_parts["rebuild"] if keeps_processes else start_s + group_s
+    def add_parts(self, other_parts: dict[str, float | None]) -> None:
+        """Take the seconds of the parts of a recovery that this benchmark does not measure."""
         self.seconds = {
             "detect": other_parts["detect"],
             "replan": other_parts["replan"],
-            "rebuild": rebuild_s,
-            "restore": restore_s,
+            "rebuild": other_parts["rebuild"] if self._keeps_processes else self._start_s,
+            "restore": self.restore_s,
             "first_step": other_parts["first_step"],
         }
         measured = [seconds for seconds in self.seconds.values() if seconds is not None]
         self.seconds["total"] = sum(measured)
 
+    @property
+    def _keeps_processes(self) -> bool:
+        """True if processes that give their state go on; else all start anew."""
+        return self.policy == "local_first" and bool(self.task.givers)
+
+    def _take(self, results: list[Result], start_s: float) -> None:
+        self.restore_s = max(result.restore_s for result in results)
+        self._start_s = start_s + max(result.group_s for result in results)
         total: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
         s3_shards = set[ShardId]()
         for result in results:

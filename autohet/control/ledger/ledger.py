@@ -5,14 +5,14 @@ Holds losses by step, step times, reconfigurations, snapshots and checkpoints.
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from autohet.control.ledger.checkpoint_log import CheckpointLog
 from autohet.control.ledger.failures import FailureCounts
+from autohet.control.ledger.goodput import WARM_STEPS, goodput, usual_step_s
 from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
 from autohet.control.planning.agent_gc import any_order
 from autohet.control.values.effects import Effects, event
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from autohet.control.values.change import Change, Timing
     from autohet.control.values.observation import Observation
     from autohet.runtime.job import Job
-
-WARM_STEPS = 1
-"""First steps of a generation, which pay for what later ones do not."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +160,12 @@ class Ledger:
         self._generation = 0
         self.failures = FailureCounts()
         """Failures that have ended a generation since the last committed step, by cause."""
+        self._predicted_step_s: float | None = None
+        """Predicted seconds of a step of the present generation."""
+        self._began_at: float | None = None
+        """Moment at which the first step of this driver began; None: none has ended yet."""
+        self._last_step_at: float | None = None
+        """Moment at which the newest step ended."""
         self._first_step = 0
         self.resumed_at = 0
         """Step at which this driver began; the steps before are an earlier driver's."""
@@ -211,6 +214,9 @@ class Ledger:
             if step > first and evaluation.generation != generation:
                 del self.evaluations[step]
 
+        change.expect_step(self._predicted_step_s, self.measured_step_s(self._generation))
+        self._predicted_step_s = change.predicted_step_s
+        change.generation = generation
         self._first_step = first
         self._generation = generation
         self.paces.forget()
@@ -260,7 +266,7 @@ class Ledger:
                     self.paces.take(report.worker, record)
                 if record.peak_memory_bytes is not None:
                     self.peak_bytes[report.worker] = record.peak_memory_bytes
-                yield from self._take_step(record, generation, seen.now)
+                yield from self._take_step(record, generation, seen)
             for evaluation in report.evaluations:
                 yield from self._take_evaluation(evaluation, generation)
             for receipt in report.receipts:
@@ -343,7 +349,7 @@ class Ledger:
         if (new.generation, new.step) > known:
             self._vote = new
 
-    def _take_step(self, record: StepRecord, generation: int, now: float) -> Effects:
+    def _take_step(self, record: StepRecord, generation: int, seen: Observation) -> Effects:
         if record.generation < self._generation:
             return  # the run has gone back behind that generation
         known = self.records.get(record.step)
@@ -354,13 +360,19 @@ class Ledger:
                 return
 
         yield from self.keep_step(record)
-        self.checkpoints.note_step(record.step + 1, now)
+        self.checkpoints.note_step(record.step + 1, seen.now)
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
+        if self._began_at is None:
+            self._began_at = seen.now - record.seconds
+        last_step_at = self._last_step_at
+        self._last_step_at = seen.now
         if record.generation == generation:
             # A step of the present generation shows that it works.
             if self.failures.total:
                 self.failures.clear()
-            yield from self._close_change(generation, now)
+            if self.open_change is not None:
+                self.open_change.last_step_at = last_step_at
+            yield from self._close_change(record, seen)
 
     def keep_step(self, record: StepRecord) -> Effects:
         """Keep the record of a committed step, and log it."""
@@ -399,7 +411,7 @@ class Ledger:
         num_sequences = steps * self.job.training.global_batch_sequences
         return round(num_sequences / self._num_rows, 4)
 
-    def _close_change(self, generation: int, now: float) -> Effects:
+    def _close_change(self, first: StepRecord, seen: Observation) -> Effects:
         """Close the open change, since its first step is done.
 
         The moment is on the driver's clock, as all other moments of a change: workers' clocks may
@@ -408,27 +420,45 @@ class Ledger:
         change = self.open_change
         if change is None:
             return
-        change.first_step_at = now
+        change.first_step_at = seen.now
+        change.step_s = min(first.seconds, change.step_s or first.seconds)
+        change.usd_per_hour = seen.usd_per_hour
         self.open_change = None
-        yield from self._close(change, generation)
+        yield from self._close(change, first.generation)
 
     def _close(self, change: Change, generation: int) -> Effects:
         self.changes.append(change)
         if change.is_complete:
             self.timings.append(change.timing())
         if change.is_told:
-            yield event("reconfigure", generation, **change.to_document())
+            share = self.goodput()
+            yield event("reconfigure", generation, **change.to_document(), goodput=share)
 
     def measured_step_s(self, generation: int) -> float | None:
         """Return the median step seconds of a generation without its first step.
 
         None where nothing was measured.
         """
-        seconds = self.step_seconds.get(generation, [])
-        if not seconds:
+        return usual_step_s(self.step_seconds.get(generation, []))
+
+    def goodput(self) -> float | None:
+        """Return the goodput of this driver's steps so far; evaluations are no part of the time.
+
+        None before the first step.
+        """
+        if self._began_at is None or self._last_step_at is None:
             return None
-        warm = seconds[WARM_STEPS:]
-        return statistics.median(warm or seconds)
+        kept = Counter(record.generation for record in self.records.values())
+        evaluated_s = sum(record.seconds for record in self.evaluations.values())
+        elapsed_s = self._last_step_at - self._began_at - evaluated_s
+        share = goodput(kept, self.step_seconds, elapsed_s)
+        return None if share is None else round(share, 4)
+
+    def change_document(self, change: Change) -> dict[str, Any]:
+        """Return a change's entry in the summary, by the step seconds that were measured since."""
+        measured_s = self.measured_step_s(change.generation)
+        change.step_s = measured_s or change.step_s
+        return change.to_document()
 
 
 def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:

@@ -50,6 +50,16 @@ class Change:
     begun_at: float | None = None
     ready_at: float | None = None
     first_step_at: float | None = None
+    last_step_at: float | None = None
+    """End of the last step before it; None: this driver has seen none."""
+    generation: int = 0
+    """Generation that it began; 0 until then."""
+    step_s: float | None = None
+    """Usual seconds of a step of that generation, as far as they are known."""
+    step_before_s: float | None = None
+    """Usual seconds of a step of the generation before it."""
+    usd_per_hour: float | None = None
+    """Price of the fleet at its first step; None: unknown."""
     attempts: int = 0
     restores: dict[str, RestoreRecord] = field(default_factory=dict)
 
@@ -64,6 +74,45 @@ class Change:
     def is_complete(self) -> bool:
         """True once the first step after it has been taken."""
         return self.first_step_at is not None
+
+    def expect_step(self, predicted_before_s: float | None, before_s: float | None) -> None:
+        """Expect the new plan's steps to miss their prediction as those before it did.
+
+        predicted_before_s, before_s: seconds of a step before it; None where they are unknown.
+        """
+        self.step_before_s = before_s
+        self.step_s = self.predicted_step_s
+        if self.step_s is not None and predicted_before_s and before_s:
+            self.step_s *= before_s / predicted_before_s
+
+    @property
+    def redone_s(self) -> float:
+        """Seconds of work that was lost: of lost steps, and of the step that a death broke off."""
+        lost_s = self.steps_lost * (self.step_before_s or 0.0)
+        ran_on = self.restore_step is not None and self.restore_step > self.step_before
+        if self.cause != "death" or self.last_step_at is None or ran_on:
+            return lost_s
+        return lost_s + max(0.0, self.happened_at - self.last_step_at)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds from the last step's end to the next one's, without its usual time.
+
+        Work that a death broke off is no part of it.
+        """
+        if self.first_step_at is None or self.last_step_at is None:
+            return 0.0
+        passed_s = self.first_step_at - self.last_step_at
+        num_steps = 1 + max(0, (self.restore_step or 0) - self.step_before)
+        broken_off_s = self.redone_s - self.steps_lost * (self.step_before_s or 0.0)
+        return max(0.0, passed_s - num_steps * (self.step_s or 0.0) - broken_off_s)
+
+    @property
+    def usd_lost(self) -> float | None:
+        """Price of the fleet while it stalled or did work that was lost; None: unknown."""
+        if self.usd_per_hour is None:
+            return None
+        return round((self.stalled_s + self.redone_s) * self.usd_per_hour / 3600, 6)
 
     def timing(self) -> Timing:
         """Return what its parts took, for the expectations of later changes."""
@@ -117,7 +166,8 @@ class Change:
         """Return the seconds of each part of the time without a step.
 
         `detect` runs from the last sign of life of the lost workers. After a notice or an arrival
-        training continues until all workers stand, so `total` starts at that moment.
+        training continues until all workers stand, so `total` starts at that moment. `stalled` and
+        `redone` are what the change cost beside the steps that count.
         """
         restore = max((record.restore_s for record in self.restores.values()), default=0.0)
         stood = self.detected_at if self.stood_at is None else self.stood_at
@@ -139,6 +189,8 @@ class Change:
             "restore": restore,
             "first_step": first - ready,
             "total": first - start,
+            "stalled": self.stalled_s,
+            "redone": self.redone_s,
         }
         return {name: round(value, 4) for name, value in parts.items()}
 
@@ -161,5 +213,6 @@ class Change:
             "steps_lost": self.steps_lost,
             "bytes_by_tier": self.bytes_by_tier(),
             "seconds": self.seconds(),
+            "usd_lost": self.usd_lost,
             "attempts": self.attempts,
         }

@@ -261,6 +261,13 @@ class Observation:
         """Return the nodes of these workers, living or not."""
         return {node_of(worker) for worker in workers}
 
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of all nodes; None where one of them has no price."""
+        prices = [view.node_type.usd_per_hour for view in self.nodes.values()]
+        known = [price for price in prices if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
     def answers(self, worker: str) -> bool:
         """Return True if the worker's process runs and reports."""
         return worker in self.reports and worker not in self.losses

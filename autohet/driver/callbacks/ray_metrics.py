@@ -29,6 +29,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "autohet_generation": ("Number of the newest reconfiguration", ()),
     "autohet_checkpoint_step": ("Step of the newest durable checkpoint", ()),
+    "autohet_goodput": ("Part of the time so far in which steps that count were computed", ()),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autohet_steps": ("Steps run, those that were run again too", ()),
@@ -36,6 +37,9 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autohet_changes": ("Reconfigurations", ("cause",)),
     "autohet_lost_seconds": ("Seconds without a step, in reconfigurations", ("cause",)),
     "autohet_lost_steps": ("Steps that were run again", ("cause",)),
+    "autohet_stalled_seconds": ("Seconds between steps, beyond a usual step", ("cause",)),
+    "autohet_redone_seconds": ("Seconds of work that was done again", ("cause",)),
+    "autohet_lost_usd": ("Price of the nodes in these seconds", ("cause",)),
     "autohet_moved_bytes": ("Bytes of training state that restores took", ("tier",)),
     "autohet_saved_bytes": (
         "Bytes of training state uploaded, copied to other nodes and spilled to nodes' disks",
@@ -81,10 +85,15 @@ class RayMetrics:
                 self._take_step(event)
             case "reconfigure":
                 cause = event["cause"]
-                seconds = event["seconds"]["total"]
+                seconds = event["seconds"]
                 self._count("autohet_changes", 1, cause=cause)
-                self._count("autohet_lost_seconds", seconds, cause=cause)
+                self._count("autohet_lost_seconds", seconds["total"], cause=cause)
                 self._count("autohet_lost_steps", event["steps_lost"], cause=cause)
+                self._count("autohet_stalled_seconds", seconds["stalled"], cause=cause)
+                self._count("autohet_redone_seconds", seconds["redone"], cause=cause)
+                self._count("autohet_lost_usd", event["usd_lost"] or 0.0, cause=cause)
+                if event["goodput"] is not None:
+                    self._set("autohet_goodput", event["goodput"])
             case "restore":
                 for tier, num_bytes in event["bytes_by_tier"].items():
                     self._count("autohet_moved_bytes", num_bytes, tier=tier)

@@ -77,13 +77,15 @@ def _step_values(event: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _change_values(event: Mapping[str, Any]) -> dict[str, float]:
-    values: dict[str, float] = {}
+    values: dict[str, float | None] = {}
     for part, seconds in event["seconds"].items():
         values[f"change/{part}_s"] = seconds
     for tier, num_bytes in event["bytes_by_tier"].items():
         values[f"change/{tier}_bytes"] = float(num_bytes)
     values["change/steps_lost"] = float(event["steps_lost"])
-    return values
+    values["change/usd_lost"] = event.get("usd_lost")
+    values["goodput"] = event.get("goodput")
+    return _present(values)
 
 
 def _present(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -96,7 +96,8 @@ def _change_line(change: Change) -> str:
             moved.append(f"{tier} {megabytes(num_bytes)}")
     return (
         f"last change: {change.cause}; {change.steps_lost} steps lost;"
-        f" {', '.join(moved) or 'nothing moved'}; {change.seconds()['total']:.1f} s"
+        f" {', '.join(moved) or 'nothing moved'}; {change.stalled_s:.1f} s stalled,"
+        f" {change.redone_s:.1f} s of work done again"
     )
 
 

@@ -11,11 +11,11 @@ from itertools import pairwise
 from autohet.driver.report.events import Points
 
 WIDTH = 980
-HEIGHT = 210
+HEIGHT = 230
 LEFT = 74
 RIGHT = 12
 BOTTOM = 26
-TOP = 12
+TOP = 34
 """Size of a drawing and of its margins, in pixels."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Colors that people with any color vision can tell apart (Okabe and Ito, 2008)."""
@@ -83,10 +83,10 @@ def chart(
         color = COLORS[index % len(COLORS)]
         parts.append(_polyline(scale, _as_steps(curve) if stepped else curve, color))
         if len(curves) > 1:
-            left = LEFT + 8 + 110 * index
+            # Above the curves, and the words of marks between both.
+            left = LEFT + 110 * index
             parts.append(
-                f"<text x={left} y={HEIGHT - BOTTOM - 6} class=name"
-                f" style='fill:{color}'>{escape(name)}</text>"
+                f"<text x={left} y=11 class=name style='fill:{color}'>{escape(name)}</text>"
             )
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role=img>{''.join(parts)}</svg>"
 
@@ -105,7 +105,7 @@ def _mark(left: float, word: str) -> list[str]:
     return [
         f"<line x1={left:.1f} x2={left:.1f} y1={TOP} y2={HEIGHT - BOTTOM} stroke=#bbb"
         " stroke-dasharray='3 3'/>",
-        f"<text x={left + 3:.1f} y={TOP + 9}>{escape(word)}</text>",
+        f"<text x={left + 3:.1f} y={TOP - 5}>{escape(word)}</text>",
     ]
 
 

@@ -15,6 +15,7 @@ from textwrap import shorten
 from autohet.driver.events.zone_bill import ZoneBill
 from autohet.driver.report.chart import chart
 from autohet.driver.report.events import Event, Points, fleet_over_time, kept_steps, of_kind
+from autohet.driver.report.plans import plan_pictures
 from autohet.driver.report.timeline import PARTS
 from planner.inputs.zones import GB
 
@@ -43,6 +44,7 @@ def report_page(events: Sequence[Event], title: str) -> str:
         _outcome(events),
         _facts(events, steps, changes, end),
         *_curves(events, steps, changes),
+        _section("Plans", plan_pictures(events, begin)),
         _section("Data between zones", _zones(events)),
         _section("Changes", _changes(changes, begin)),
         _section("Decisions", _decisions(events, begin)),
@@ -145,6 +147,9 @@ def _facts(
     tokens_per_s = tokens / end if end else 0
     changing = sum(event["seconds"]["total"] for event in changes)
     steps_lost = sum(event["steps_lost"] for event in changes)
+    goodputs = [event["goodput"] for event in events if event.get("goodput") is not None]
+    prices = [event.get("usd_lost") for event in changes]
+    dollars = [price for price in prices if price is not None]
     loss = "-"
     if steps and steps[-1]["loss"] is not None:
         loss = f"{steps[-1]['loss']:.4f}"
@@ -157,6 +162,8 @@ def _facts(
         "changes": str(len(changes)),
         "seconds in changes": f"{changing:,.1f}",
         "steps lost": str(steps_lost),
+        "goodput": f"{goodputs[-1]:.1%}" if goodputs else "-",
+        "USD lost in changes": f"{sum(dollars):,.2f}" if dollars else "-",
         "checkpoints": str(len(of_kind(events, "checkpoint"))),
         **_failed_checkpoints(events),
         **_saved(events),
@@ -213,7 +220,7 @@ def _zones(events: Sequence[Event]) -> str:
 def _changes(changes: Sequence[Event], begin: float) -> str:
     if not changes:
         return "<p>None.</p>"
-    names = ("at, s", *PARTS, "total, s", "steps lost", "moved, MB")
+    names = ("at, s", *PARTS, "total, s", "stalled, s", "redone, s", "steps lost", "moved, MB")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = [_change_row(event, begin) for event in changes]
     return f"<table><tr><th class=text>cause</th>{head}</tr>{''.join(rows)}</table>"
@@ -226,8 +233,9 @@ def _change_row(event: Event, begin: float) -> str:
     why = f"<td class=text title='{whole_reason}'>{cause}: {reason}</td>"
 
     seconds = [event["time"] - begin]
-    for name in (*PARTS, "total"):
-        seconds.append(event["seconds"][name])
+    for name in (*PARTS, "total", "stalled", "redone"):
+        # Events of earlier releases lack the last two.
+        seconds.append(event["seconds"].get(name, 0.0))
     cells = "".join(f"<td>{value:,.2f}</td>" for value in seconds)
 
     megabytes = []
