@@ -99,6 +99,10 @@ class JobMemory:
     """Workers of the generation that trains, or trained last."""
     proposal: PlanProposal | None = None
     """Plan that the members train on, with its prediction."""
+    prepares: bool = False
+    """True if workers can build a generation while they train in the one before it."""
+    reserved: int = 0
+    """Highest number of a generation that was prepared; no other generation gets it."""
     planned_nodes: frozenset[str] = frozenset()
     """Living nodes that the plan was made for."""
     plans: list[tuple[int, Plan, float]] = field(default_factory=list)

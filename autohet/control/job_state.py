@@ -52,6 +52,8 @@ class Quiescing:
     interrupted: bool
     broken: tuple[str, ...] = ()
     proposal: PlanProposal | None = None
+    prepared: int | None = None
+    """Number of the generation that all workers of `proposal` have prepared; None: none is."""
     rolling: frozenset[str] = frozenset()
     roll_deadline: float | None = None
     quiet_since: float | None = None
@@ -68,6 +70,8 @@ class Sourcing:
     change: Change
     proposal: PlanProposal
     deadline: float
+    prepared: int | None = None
+    """Number of the generation that all workers of the plan have prepared; None: none is."""
     asked: bool = False
     book: Book | None = None
     claimed_by: float = 0.0
@@ -113,6 +117,19 @@ class Leaving:
 
 
 @dataclass
+class Preparing:
+    """Generation that workers build while they train in the one before it.
+
+    deadline: the workers stop then, whatever is ready.
+    """
+
+    generation: int
+    change: Change
+    proposal: PlanProposal
+    deadline: float
+
+
+@dataclass
 class Training:
     """Training, perhaps while another plan is looked for or further notices are waited for.
 
@@ -124,6 +141,7 @@ class Training:
     declined: frozenset[str] = field(default_factory=frozenset)
     considering: Considering | None = None
     leaving: Leaving | None = None
+    preparing: Preparing | None = None
 
     @property
     def reason(self) -> str:

@@ -142,6 +142,30 @@ class GenerationOrder:
 
 
 @dataclass(frozen=True)
+class PreparationOrder:
+    """Order to one worker of a plan: build what its next generation needs beside the state.
+
+    The worker trains on meanwhile. The fields are those of the `GenerationOrder` that follows, if
+    nothing comes between.
+    """
+
+    generation: int
+    plan: Plan
+    store_host: str
+    store_port: int
+    step_timeout_s: float | None = None
+    store_secret: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Outcome of a `PreparationOrder`; error: why there is nothing to use; None: all is ready."""
+
+    generation: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class ReplicaMismatch:
     """A shard whose holders were not bit-equal when `step` was to be committed.
 
@@ -358,6 +382,8 @@ class WorkerReport:
     transfers: tuple[StateTransfer, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
     memory_shortage: str | None = None
+    prepared: Prepared | None = None
+    """Outcome of the newest preparation; None while it is under way, or where none was ordered."""
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
         """Return True if this report is news to the driver, which has the report `before`.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 from transformers import PreTrainedConfig
 
 from autohet.runtime.copies.preservation import Preservation
@@ -33,6 +34,7 @@ from autohet.runtime.messages import (
     STANDING_PHASES,
     GenerationOrder,
     Phase,
+    PreparationOrder,
     RestoreRecord,
     RollForwardOutcome,
     WorkerPlace,
@@ -53,6 +55,8 @@ from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.length_work import LengthWork, length_work
 from autohet.runtime.step.precision import format_of
+from autohet.runtime.step.preparation import Preparation
+from autohet.runtime.step.stage_parts import StageParts
 from autohet.runtime.step.step_commit import StateVersion, Trainer
 from autohet.runtime.step.trainer import StageTrainer
 from autohet.runtime.step.training_loop import TrainingLoop, TrainingResources, UnreportedRecords
@@ -138,6 +142,10 @@ class Worker:
         self.groups: GenerationGroups | None = None
         """Groups of the present generation; None before the first."""
         self._store = StoreConnector(self.timeouts.rendezvous_s)
+        limits = GroupTimeouts(self.timeouts.step_s, self.timeouts.rendezvous_s)
+        self._preparation = Preparation(place.worker, self._setup, limits)
+        self._parts: StageParts | None = None
+        """Parts of the present generation's trainer that were built ahead, until it has them."""
         self._thread: threading.Thread | None = None
         self._arrived = ArrivedShards()
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
@@ -162,6 +170,7 @@ class Worker:
                 transfers=transfers,
                 evaluations=evaluations,
                 memory_shortage=self.preservation.snapshots.shortage,
+                prepared=self._preparation.outcome,
             )
             live = self.live
             if live is None:
@@ -179,6 +188,14 @@ class Worker:
                 snapshot_step=self.preservation.snapshots.newest(live.generation),
                 replicated_step=self.preservation.replication.complete_step(live.generation),
             )
+
+    def prepare(self, order: PreparationOrder) -> None:
+        """Build what the next generation needs beside its state, while the present one trains.
+
+        An order of a generation that is over, or not newer than the present one, is dropped.
+        """
+        if order.generation > max(self._over, self._report.generation):
+            self._preparation.begin(order)
 
     def begin(self, order: GenerationOrder) -> None:
         """Start a generation; the one before is interrupted if it still runs.
@@ -227,12 +244,20 @@ class Worker:
             )
 
     def _start(self, order: GenerationOrder) -> None:
-        store = self._store.connect(order)
+        ready = self._preparation.take(order.generation)
+        handles: Store | GenerationGroups
+        if ready is None:
+            handles = self._store.connect(order)
+        else:
+            self._store.close()
+            self._store = ready.connector
+            handles = ready.groups
+        self._parts = None if ready is None else ready.parts
         step_timeout_s = order.step_timeout_s or self.timeouts.step_s
         groups = reconfigure(
             self.groups,
             order.generation,
-            store,
+            handles,
             self.place.worker,
             self.device,
             GroupTimeouts(step_timeout_s, self.timeouts.rendezvous_s),
@@ -322,6 +347,7 @@ class Worker:
         self.interrupt()
         if self._thread is not None:
             self._thread.join(5)
+        self._preparation.drop()
         self.preservation.close()
         self._profiler.close()
         self._batches.close()
@@ -432,7 +458,6 @@ class Worker:
         self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]
     ) -> Phase:
         self.preservation.begin(order)
-        kind = StageTrainer if order.plan.spmd is None else SpmdTrainer
         generation = WorkerGeneration(
             order.plan,
             self.place.worker,
@@ -444,7 +469,13 @@ class Worker:
             self._frozen.reload,
             order.loss_scale,
         )
-        trainer: Trainer = kind(self._setup, generation, self._hooks)
+        trainer: Trainer
+        if order.plan.spmd is None:
+            parts = self._parts
+            self._parts = None
+            trainer = StageTrainer(self._setup, generation, self._hooks, parts)
+        else:
+            trainer = SpmdTrainer(self._setup, generation, self._hooks)
         with self._lock:
             assert self.live is not None
             self.live.trainer = trainer

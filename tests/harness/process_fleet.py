@@ -32,6 +32,7 @@ from autohet.runtime.messages import (
     AgentEndpoint,
     GenerationOrder,
     Phase,
+    PreparationOrder,
     WorkerPlace,
     WorkerReport,
 )
@@ -444,6 +445,12 @@ class ProcessFleet(OneObject):
 
     def claim_generation(self, entry: Descent) -> None:
         self.durable.claim(entry)
+
+    def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
+        for worker, order in orders.items():
+            if worker in self._workers:
+                process = self._workers[worker].process
+                process.ask("prepare", self.rendezvous.with_secret(order))
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()

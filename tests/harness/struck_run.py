@@ -146,6 +146,7 @@ class StruckRun:
         if self.recorder is not None:
             asked = RecordedPlanning(self.planning, self.recorder)
         self.controller = Controller(job, self.fleet, asked, self.orders, self.events)
+        self.controller.memory.prepares = True
         self.controller.recorder = self.recorder
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
@@ -239,7 +240,7 @@ class StruckRun:
             )
         begun = {"generation": self.controller.memory.generation, "first_step": 0}
         if self.recorder is not None:
-            self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
+            self.recorder.begin(job=self.job, driver=self.orders.driver, prepares=True, **begun)
         self.events.emit(
             "started", self.controller.memory.generation, job=self.job.name, step=found.step or 0
         )

@@ -155,6 +155,20 @@ def gathers_until(notices: Sequence[Notice], patience_s: float, needs_s: float) 
     return min(last_seen_at + patience_s, latest)
 
 
+def prepares_until(notices: Sequence[Notice], needs_s: float, now: float) -> float:
+    """Return the time until which workers may prepare for a change that these notices cause.
+
+    What is prepared need not be built after it: even a change that should begin at once waits for
+    that part of the time left. A node without a deadline may be gone at any time.
+    """
+    latest = gathers_until(notices, math.inf, needs_s)
+    deadlines = [notice.deadline for notice in notices]
+    known = [deadline for deadline in deadlines if deadline is not None]
+    if len(known) < len(deadlines):
+        return latest
+    return max(latest, now + URGENT * (min(known) - now))
+
+
 def needed_s(
     timings: Sequence[Timing],
     limits: Timeouts,

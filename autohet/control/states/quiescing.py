@@ -73,6 +73,7 @@ def _escalate(
         state.interrupted = True
         # The plan that was made before the stop counted on the workers that are lost.
         state.proposal = None
+        state.prepared = None
         yield Interrupt(alive, memory.generation)
         state.deadline = seen.now + memory.timeouts.quiesce_s
     yield from log_death(memory, trouble, seen)
@@ -162,16 +163,18 @@ def _replan(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[
         if ended is not None:
             return ended
 
-    if proposal is None or _is_overtaken(proposal, seen):
+    prepared = state.prepared
+    if proposal is None or is_overtaken(proposal, seen):
+        prepared = None
         usable = fleet.usable_nodes(seen)
         proposal, why = ask_for_plan(memory, seen, usable, change)
         if proposal is None:
             return Waiting(why, seen.now, change)
         yield plan_decision(memory, proposal, change.reason)
-    return (yield from adopt(change, proposal, memory, seen))
+    return (yield from adopt(change, proposal, memory, seen, prepared))
 
 
-def _is_overtaken(proposal: PlanProposal, seen: Observation) -> bool:
+def is_overtaken(proposal: PlanProposal, seen: Observation) -> bool:
     """Return True if a worker of the plan is lost, or its node leaves."""
     for worker in proposal.plan.workers:
         if not seen.answers(worker) or seen.node_of(worker) in seen.notices:

@@ -29,9 +29,16 @@ of order.
 
 
 def adopt(
-    change: Change, proposal: PlanProposal, memory: JobMemory, seen: Observation
+    change: Change,
+    proposal: PlanProposal,
+    memory: JobMemory,
+    seen: Observation,
+    prepared: int | None = None,
 ) -> Deciding[State]:
-    """Take over a plan, now that all workers stand, and look for the state at once."""
+    """Take over a plan, now that all workers stand, and look for the state at once.
+
+    prepared: number of the generation that its workers have prepared; None: none is.
+    """
     change.plan_after = proposal.plan
     change.predicted_step_s = proposal.predicted_step_s
     step_s = proposal.predicted_step_s
@@ -41,7 +48,7 @@ def adopt(
         yield Remark(f"Time limits under a predicted step of {step_s:.2f} s: {limits}")
     memory.timeouts = limits
     # In the same tick, since live memory mostly holds all that is needed.
-    state = Sourcing(change, proposal, seen.now + limits.quiesce_s)
+    state = Sourcing(change, proposal, seen.now + limits.quiesce_s, prepared)
     return (yield from step(state, memory, seen))
 
 
@@ -79,7 +86,9 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     if memory.ledger.records:
         orders.confirm()  # also where the first generation's readiness was never seen
     newest = max(memory.generation, orders.newest_generation(seen))
-    generation = newest + 1
+    generation = max(newest, memory.reserved) + 1
+    if state.prepared is not None and state.prepared > newest:
+        generation = state.prepared
     terms = OrderTerms(
         last_step=memory.ledger.last_step,
         step_timeout_s=memory.timeouts.step_s,

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autohet.control import fleet, speeds
 from autohet.control.ending import release_leaver, stop_with_checkpoint
-from autohet.control.job_state import Closing, Considering, Leaving, Quiescing, State, Training
+from autohet.control.job_state import (
+    Closing,
+    Considering,
+    Leaving,
+    Preparing,
+    Quiescing,
+    State,
+    Training,
+)
 from autohet.control.planning.agent_gc import any_order
 from autohet.control.planning.outlook import (
     gather_s,
     gathers_until,
     needed_s,
     patience_s,
+    prepares_until,
     slowest_move_s,
 )
 from autohet.control.replanning import (
@@ -25,11 +35,11 @@ from autohet.control.replanning import (
     plan_decision,
     shortage_reason,
 )
-from autohet.control.states.quiescing import interrupt_after_death
+from autohet.control.states.quiescing import interrupt_after_death, is_overtaken
 from autohet.control.values import fleet_event
-from autohet.control.values.actions import Dismiss, RequestStop
+from autohet.control.values.actions import Dismiss, Prepare, RequestStop
 from autohet.control.values.effects import Deciding, Effects, event
-from autohet.runtime.messages import Phase
+from autohet.runtime.messages import Phase, PreparationOrder
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +83,12 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     leaving = fleet.find_leavers(seen, memory.members)
     if leaving is not None:
         return (yield from _on_notice(state, memory, leaving, seen))
-    state.leaving = None
+    if state.leaving is not None:
+        # Its nodes stay after all, and so does the plan.
+        state.leaving = None
+        state.preparing = None
+    if state.preparing is not None:
+        return (yield from _move_once_prepared(state, state.preparing, memory, seen))
 
     # A node that comes again by its old name is asked about again.
     state.declined &= seen.nodes.keys()
@@ -153,7 +168,21 @@ def _on_notice(
     if leaving.usable != fleet.usable_nodes(seen):
         # The plan was made for other nodes than are there now.
         return (yield from _plan_without(state, memory, trouble, seen))
-    return (yield from _move(memory, leaving.change, leaving.proposal, seen))
+    return (yield from _leave(state, leaving, memory, seen))
+
+
+def _leave(
+    state: Training, leaving: Leaving, memory: JobMemory, seen: Observation
+) -> Deciding[State]:
+    """Move without the leaving nodes, at the latest when their deadline asks for it."""
+    preparing = state.preparing
+    if preparing is None:
+        return (yield from _move(memory, leaving.change, leaving.proposal, seen))
+    # The notices may have got other deadlines.
+    notices = [seen.notices[name] for name in leaving.change.nodes]
+    latest = prepares_until(notices, leaving.needs_s, seen.now)
+    preparing.deadline = min(preparing.deadline, latest)
+    return (yield from _move_once_prepared(state, preparing, memory, seen))
 
 
 def _plan_without(
@@ -166,6 +195,7 @@ def _plan_without(
     """
     drop_search(state)
     state.considering = None
+    state.preparing = None
     change = begin_change(memory, trouble, seen)
     usable = fleet.usable_nodes(seen)
     proposal, why = ask_for_plan(memory, seen, usable, change)
@@ -181,9 +211,7 @@ def _plan_without(
     needs_s = _needed_s(memory, seen)
     notices = [seen.notices[name] for name in trouble.nodes]
     until = gathers_until(notices, waits_s, needs_s)
-    if seen.now >= until:
-        return (yield from _move(memory, change, proposal, seen))
-    state.leaving = Leaving(
+    leaving = Leaving(
         change=change,
         proposal=proposal,
         usable=usable,
@@ -191,6 +219,11 @@ def _plan_without(
         needs_s=needs_s,
         until=until,
     )
+    state.leaving = leaving
+    latest = prepares_until(notices, needs_s, seen.now)
+    yield from _prepare(state, memory, change, proposal, seen, latest)
+    if seen.now >= until:
+        return (yield from _leave(state, leaving, memory, seen))
     sentence = (
         f"Deciding to go on for {until - seen.now:.1f} s before that, since one change answers"
         " all notices that come until then"
@@ -219,14 +252,73 @@ def _needed_s(memory: JobMemory, seen: Observation) -> float:
     )
 
 
-def _move(
-    memory: JobMemory, change: Change, proposal: PlanProposal, seen: Observation
+def _prepare(
+    state: Training,
+    memory: JobMemory,
+    change: Change,
+    proposal: PlanProposal,
+    seen: Observation,
+    latest: float = math.inf,
+) -> Effects:
+    """Have the plan's workers build its generation while all train on.
+
+    No-op if they cannot, or there is no time for it until `latest`.
+    """
+    deadline = min(latest, seen.now + memory.timeouts.rendezvous_s)
+    if not memory.prepares or deadline <= seen.now:
+        return
+    newest = max(memory.generation, memory.reserved, memory.orders.newest_generation(seen))
+    generation = newest + 1
+    memory.reserved = generation
+    host, port = seen.store
+    order = PreparationOrder(generation, proposal.plan, host, port, memory.timeouts.step_s)
+    yield Prepare(dict.fromkeys(proposal.plan.workers, order))
+    state.preparing = Preparing(generation, change, proposal, deadline)
+
+
+def _move_once_prepared(
+    state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
 ) -> Deciding[State]:
-    """Stop all survivors after the current step, to continue under this plan."""
+    """Move once all workers of the plan are prepared, one has failed to, or time is up."""
+    proposal = preparing.proposal
+    if state.leaving is None and is_overtaken(proposal, seen):
+        # All still train: a search looks at what is there now.
+        state.preparing = None
+        change = preparing.change
+        trouble = fleet_event.FleetEvent(
+            cause=change.cause,
+            nodes=change.nodes,
+            workers=(),
+            happened_at=change.happened_at,
+            reason=change.reason,
+        )
+        return (yield from _reconsider(state, memory, trouble, seen))
+    outcomes = [report.prepared for report in seen.reports_of(proposal.plan.workers)]
+    known = [each for each in outcomes if each is not None]
+    mine = [each for each in known if each.generation == preparing.generation]
+    has_failed = any(each.error is not None for each in mine)
+    are_ready = len(mine) == len(proposal.plan.workers) and not has_failed
+    if not are_ready and not has_failed and seen.now < preparing.deadline:
+        return state
+    prepared = preparing.generation if are_ready else None
+    return (yield from _move(memory, preparing.change, proposal, seen, prepared))
+
+
+def _move(
+    memory: JobMemory,
+    change: Change,
+    proposal: PlanProposal,
+    seen: Observation,
+    prepared: int | None = None,
+) -> Deciding[State]:
+    """Stop all survivors after the current step, to continue under this plan.
+
+    prepared: number of the generation that the plan's workers have prepared; None: none is.
+    """
     survivors = fleet.survivors(seen, memory.members)
     yield RequestStop(survivors, checkpoint=False)
     deadline = seen.now + memory.timeouts.step_s
-    return Quiescing(change, deadline, interrupted=False, proposal=proposal)
+    return Quiescing(change, deadline, interrupted=False, proposal=proposal, prepared=prepared)
 
 
 # Arrivals and speeds
@@ -428,6 +520,9 @@ def _weigh(
     # The search cost no training time, but it is part of what the event's answer took.
     change.replan_s = seen.now - considering.since
     yield plan_decision(memory, proposal, trouble.reason)
+    yield from _prepare(state, memory, change, proposal, seen)
+    if state.preparing is not None:
+        return state
     return (yield from _move(memory, change, proposal, seen))
 
 

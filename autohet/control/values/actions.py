@@ -10,7 +10,7 @@ from autohet.control.values.observation import HeldPart, Prune
 
 if TYPE_CHECKING:
     from autohet.runtime.job import ScriptedEvent
-    from autohet.runtime.messages import AgentEndpoint, GenerationOrder
+    from autohet.runtime.messages import AgentEndpoint, GenerationOrder, PreparationOrder
     from recovery.state.ancestry import Descent
 
 
@@ -33,6 +33,13 @@ class ClaimGeneration:
     """Put a generation's entry into the journal."""
 
     entry: Descent
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Have workers build what a generation needs beside its state, while they train on."""
+
+    orders: Mapping[str, PreparationOrder]
 
 
 @dataclass(frozen=True)
@@ -162,6 +169,7 @@ Action = (
     Hire
     | Dismiss
     | ClaimGeneration
+    | Prepare
     | Begin
     | RequestStop
     | Interrupt

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         AgentEndpoint,
         DataState,
         GenerationOrder,
+        PreparationOrder,
         StateTransfer,
         WorkerReport,
     )
@@ -305,6 +306,13 @@ class Workers(Protocol):
 
     def dismiss(self, workers: Sequence[str]) -> None:
         """End these workers' processes, whatever they are doing."""
+        ...
+
+    def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
+        """Have workers build what a generation needs beside its state, while they train on.
+
+        Their reports show the result.
+        """
         ...
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:

@@ -114,6 +114,7 @@ class JobRun:
         if recorder is not None:
             planning = RecordedPlanning(self.planning, recorder)
         self.controller = Controller(job, self.workforce, planning, self.orders, events)
+        self.controller.memory.prepares = True
         self.controller.recorder = recorder
         rehearsal = Rehearsal(
             fleet,
@@ -176,6 +177,7 @@ class JobRun:
             first_step=self.controller.memory.ledger.committed_steps,
             told=self._told,
             loss_scales=scales,
+            prepares=self.controller.memory.prepares,
         )
 
     def buy(self, request: FleetRequest | None) -> None:

@@ -36,6 +36,7 @@ from autohet.control.values.actions import (
     HandOver,
     Hire,
     Interrupt,
+    Prepare,
     Rehearse,
     ReleaseNode,
     RequestInventories,
@@ -185,6 +186,8 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.workers.dismiss(workers)
         case ClaimGeneration(entry):
             workforce.claim_generation(entry)
+        case Prepare(orders):
+            workforce.workers.prepare(orders)
         case Begin(orders):
             workforce.workers.begin(orders)
         case RequestStop(workers, checkpoint):

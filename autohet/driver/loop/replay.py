@@ -288,6 +288,7 @@ def memory_at_start(
     if market is not None:
         memory.buyer = Buyer(job, planning, market)
     memory.generation = header["generation"]
+    memory.prepares = header.get("prepares", False)
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:
         scales = header.get("loss_scales", "")

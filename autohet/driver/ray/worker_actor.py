@@ -15,6 +15,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import (
     GenerationOrder,
     Phase,
+    PreparationOrder,
     RollForwardOutcome,
     WorkerPlace,
     WorkerReport,
@@ -80,6 +81,9 @@ class WorkerActor:
         The end of its process ends the call, too.
         """
         self._reports.wait()
+
+    def prepare(self, order: PreparationOrder) -> None:
+        self._here().prepare(order)
 
     def begin(self, order: GenerationOrder) -> None:
         self._log.generation = max(self._log.generation or 0, order.generation)

@@ -13,7 +13,7 @@ from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.observer import RayObserver
 from autohet.driver.ray.tracked_nodes import TrackedNode
 from autohet.driver.ray.worker_actor import WorkerActor
-from autohet.runtime.messages import GenerationOrder, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, PreparationOrder, WorkerPlace
 from autohet.runtime.process.log import RunRecord
 from planner.inputs.fleet import node_of
 
@@ -81,6 +81,13 @@ class RayWorkers:
     def kill_processes(self, workers: Sequence[str]) -> None:
         """Kill these workers' processes without telling the controller (rehearsals)."""
         self._send(workers, lambda handle: ray.kill(handle))
+
+    def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
+        observer = self._observer
+        for worker, order in orders.items():
+            handle = observer.workers.get(worker)
+            if handle is not None:
+                handle.prepare.remote(observer.rendezvous.with_secret(order))
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         observer = self._observer

@@ -245,7 +245,7 @@ def _abort(group: Group) -> None:
 def reconfigure(
     previous: GenerationGroups | None,
     uuid: int,
-    handles: Store,
+    handles: Store | GenerationGroups,
     me: str,
     device: torch.device,
     timeouts: GroupTimeouts,
@@ -255,7 +255,7 @@ def reconfigure(
     If the device does not compute any more, kill this process; a new one takes its place.
 
     uuid: number of the new generation, never used before; handles: store over which its members
-    meet.
+    meet, or the groups of the next generation if they were built ahead.
     """
     if previous is not None:
         previous.interrupt()
@@ -268,4 +268,6 @@ def reconfigure(
                 device,
             )
             os.kill(os.getpid(), signal.SIGKILL)
+    if isinstance(handles, GenerationGroups):
+        return handles
     return GenerationGroups(handles, uuid, me, device, timeouts)

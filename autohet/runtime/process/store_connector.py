@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from autohet.runtime.messages import GenerationOrder
+from autohet.runtime.messages import GenerationOrder, PreparationOrder
 from autohet.runtime.process.store_tunnel import StoreTunnel
 
 
@@ -20,7 +20,7 @@ class StoreConnector:
         self._limit_s = limit_s
         self._tunnel: StoreTunnel | None = None
 
-    def connect(self, order: GenerationOrder) -> TCPStore:
+    def connect(self, order: GenerationOrder | PreparationOrder) -> TCPStore:
         """Connect to the order's store, through a new tunnel if the order has a secret."""
         host = order.store_host
         port = order.store_port

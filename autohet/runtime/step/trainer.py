@@ -8,32 +8,25 @@ from __future__ import annotations
 import logging
 from collections import ChainMap
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autohet.runtime.facts.layout import FROZEN, frozen_layout, layout_of_plan, state_name
 from autohet.runtime.groups import Group
 from autohet.runtime.models.family import COMPUTE_DTYPES
-from autohet.runtime.models.layers.adapters import without_any_dropout
-from autohet.runtime.models.layers.fp8 import check_fp8, use_fp8
-from autohet.runtime.models.layers.loss_terms import LossTerms
-from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from autohet.runtime.models.registry import family_of
-from autohet.runtime.models.stages.kernels import compile_blocks, use_library, wants_compiled
-from autohet.runtime.models.stages.stage import StageModel, build_stage
+from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
+from autohet.runtime.models.stages.stage import StageModel
 from autohet.runtime.parallel.borders import Borders, HiddenStates
-from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.executor import Batch, Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.host_staging import HostStaging, use_cores
 from autohet.runtime.parallel.overlap import sums_have_one_order
-from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
@@ -42,44 +35,12 @@ from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.pacing import Pacer
 from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
+from autohet.runtime.step.stage_parts import StageGroups, StageParts
 from autohet.runtime.step.step_commit import Trainer
 from autohet.runtime.step.votes import Vote
-from planner.plans.communicators import num_border_groups
 from recovery.state.layout import Layout
 
 logger = logging.getLogger("autohet.worker")
-
-
-@dataclass(frozen=True)
-class StageGroups:
-    """Process groups of one stage, without gradient-sync groups.
-
-    `world`: all workers of the plan, for the vote. The vote starts after the last message of a
-    step, so it shares a group of borders, which saves one communicator.
-    """
-
-    tensor: Group | None
-    forward: list[Group]
-    backward: list[Group]
-
-    @property
-    def world(self) -> Group:
-        return self.backward[0]
-
-    @classmethod
-    def build(cls, generation: WorkerGeneration, place: Place) -> StageGroups:
-        """Build the groups that this worker is in, in the plan's order; every worker calls it."""
-        groups = generation.groups
-        plan = generation.plan
-        stage = place.stage
-        tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
-        # Unless some stage has borders on both sides, all borders share the even ones' groups.
-        borders = ("even", "even")
-        if num_border_groups(plan) > 2:
-            borders = ("even", "odd")
-        forward = [groups.group(plan.workers, f"forward/{border}") for border in borders]
-        backward = [groups.group(plan.workers, f"backward/{border}") for border in borders]
-        return cls(tensor, forward, backward)
 
 
 class StageTrainer(Trainer):
@@ -88,31 +49,37 @@ class StageTrainer(Trainer):
     A step gathers compute weights that others own (`_weights`), runs the stage's passes
     (`_executor` over `stage`) and sums gradients over their holders (`gradient_sync`). Once it is
     committed, the step updates masters and moments (`_optimizer`) and the compute weights.
+
+    parts: parts that were built ahead; None: they are built now.
     """
 
     def __init__(
-        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS
+        self,
+        setup: TrainingSetup,
+        generation: WorkerGeneration,
+        hooks: TrainerHooks = NO_HOOKS,
+        parts: StageParts | None = None,
     ) -> None:
         plan = generation.plan
         me = generation.worker
         back_end = generation.groups.back_end
-        place = place_of(plan, me)
-        assert place is not None, f"{me} is not in the plan"
+        parts = parts or StageParts.build(setup, plan, generation.groups)
+        place = parts.place
         self.plan = plan
         self.place = place
         precision = setup.training.precision
-        dtypes = StageDtypes.of_place(plan, place, precision)
+        dtypes = parts.dtypes
         self._begins = setup.begins
         self._length_work = setup.length_work
         self._relative_works: list[float] = []
         """Work of each microbatch of the last step."""
-        groups = StageGroups.build(generation, place)
+        groups = parts.groups
         counts_loss = place.is_last and place.tp_rank == 0
         super().__init__(setup, generation, hooks, groups.world, counts_loss=counts_loss)
         if scales_gradients(plan, precision):
             self.loss_scale = generation.loss_scale
-        self.stage = _build_stage(setup, place, groups.tensor, dtypes.compute)
-        local = LocalBuffers(plan, setup.config, me, back_end.max_sync_groups(plan))
+        self.stage = parts.stage
+        local = parts.local
         staging = None
         if plan.offloads:
             staging = HostStaging(setup.device)
@@ -286,39 +253,6 @@ class StageTrainer(Trainer):
     def rebuild_derived(self, names: Collection[str]) -> None:
         if any(name.startswith("param/") for name in names):
             self._weights.refresh()
-
-
-def _build_stage(
-    setup: TrainingSetup, place: Place, tensor: Group | None, dtype: torch.dtype
-) -> StageModel:
-    """Build this worker's slice of the model, without weights."""
-    config = setup.config
-    training = setup.training
-    stage = place.stage
-    if training.kernels == "liger":
-        why_not = use_library(str(config.model_type), setup.device)
-        if why_not is not None:
-            logger.info(why_not)
-    # A family may bring stages of its own, as the tests' exact model does.
-    build = getattr(family_of(config), "build_stage", build_stage)
-    tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, stage)
-    recompute = stage.recompute or training.stage_recompute
-    if training.objective == "dpo":
-        # As in TRL's DPOTrainer: the reference drops nothing either.
-        config = without_any_dropout(config)
-    layers = range(stage.first_layer, stage.end_layer)
-    built: StageModel = build(config, layers, tp, setup.device, dtype, recompute)
-    if (stage.compute or training.precision) == "fp8":
-        check_fp8(setup.device)
-        for block in built.blocks:
-            use_fp8(block)
-    built.loss_terms = LossTerms(
-        training.label_smoothing,
-        training.z_loss,
-        training.balance_weight,
-        counts_tokens=training.router_balance == "bias",
-    )
-    return built
 
 
 def _reload_frozen(generation: WorkerGeneration, stage: StageModel, names: Collection[str]) -> None:

@@ -9,6 +9,7 @@ from autohet.control.values.observation import Loss
 from autohet.runtime.messages import (
     GenerationOrder,
     Phase,
+    PreparationOrder,
     RestoreRecord,
     StepRecord,
     WorkerReport,
@@ -142,6 +143,9 @@ class SimulatedWorkers:
         for span in self.spans:
             num_before = step - span.first_step
             span.num_steps = max(0, min(span.num_steps, num_before))
+
+    def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
+        raise AssertionError("a simulated change has its stated costs: nothing is built ahead")
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         if self.generation is not None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from typing import TypeVar
 
 from autohet.driver.ray.store.store_server import StoreServer
-from autohet.runtime.messages import GenerationOrder
+from autohet.runtime.messages import GenerationOrder, PreparationOrder
 from autohet.runtime.process.store_tunnel import generation_secret
+
+Order = TypeVar("Order", GenerationOrder, PreparationOrder)
 
 
 class Rendezvous:
@@ -24,7 +27,7 @@ class Rendezvous:
         self._server = StoreServer(host, self.key)
         self.address = (host, self._server.port)
 
-    def with_secret(self, order: GenerationOrder) -> GenerationOrder:
+    def with_secret(self, order: Order) -> Order:
         """Return the order with its worker's secret, which is in no observation and no record."""
         return replace(order, store_secret=generation_secret(self.key, order.generation))
 

@@ -1,0 +1,119 @@
+"""Parts of a stage's trainer that need no training state, so that they can be built ahead of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from autohet.runtime.groups import GenerationGroups, Group
+from autohet.runtime.models.layers.adapters import without_any_dropout
+from autohet.runtime.models.layers.fp8 import check_fp8, use_fp8
+from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.stages.kernels import use_library
+from autohet.runtime.models.stages.stage import StageModel, build_stage
+from autohet.runtime.parallel.buckets import LocalBuffers
+from autohet.runtime.parallel.place import Place, place_of
+from autohet.runtime.parallel.stage_dtypes import StageDtypes
+from autohet.runtime.step.generation import TrainingSetup
+from planner.plans.communicators import num_border_groups
+from planner.plans.plan import Plan
+
+logger = logging.getLogger("autohet.worker")
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """Process groups of one stage, without gradient-sync groups.
+
+    `world`: all workers of the plan, for the vote. The vote starts after the last message of a
+    step, so it shares a group of borders, which saves one communicator.
+    """
+
+    tensor: Group | None
+    forward: list[Group]
+    backward: list[Group]
+
+    @property
+    def world(self) -> Group:
+        return self.backward[0]
+
+    @classmethod
+    def build(cls, plan: Plan, groups: GenerationGroups, place: Place) -> StageGroups:
+        """Build the groups that this worker is in, in the plan's order; every worker calls it."""
+        stage = place.stage
+        tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
+        # Unless some stage has borders on both sides, all borders share the even ones' groups.
+        borders = ("even", "even")
+        if num_border_groups(plan) > 2:
+            borders = ("even", "odd")
+        forward = [groups.group(plan.workers, f"forward/{border}") for border in borders]
+        backward = [groups.group(plan.workers, f"backward/{border}") for border in borders]
+        return cls(tensor, forward, backward)
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """Parts of one worker's trainer under a plan: groups, modules without storage, buffers."""
+
+    place: Place
+    dtypes: StageDtypes
+    groups: StageGroups
+    stage: StageModel
+    local: LocalBuffers
+
+    @classmethod
+    def build(cls, setup: TrainingSetup, plan: Plan, groups: GenerationGroups) -> StageParts:
+        """Build the parts; every worker of the plan calls it. Blocks until the groups stand.
+
+        Raises:
+            PeerLost, Interrupted: a group cannot be built.
+        """
+        place = place_of(plan, groups.me)
+        assert place is not None, f"{groups.me} is not in the plan"
+        dtypes = StageDtypes.of_place(plan, place, setup.training.precision)
+        stage_groups = StageGroups.build(plan, groups, place)
+        stage = _build_stage(setup, place, stage_groups.tensor, dtypes.compute)
+        local = LocalBuffers(plan, setup.config, groups.me, groups.back_end.max_sync_groups(plan))
+        return cls(place, dtypes, stage_groups, stage, local)
+
+    def build_sync_groups(self, groups: GenerationGroups) -> None:
+        """Build the groups of gradient sums, which the trainer then finds."""
+        for members in self.local.groups:
+            groups.group(members)
+
+
+def _build_stage(
+    setup: TrainingSetup, place: Place, tensor: Group | None, dtype: torch.dtype
+) -> StageModel:
+    """Build this worker's slice of the model, without weights."""
+    config = setup.config
+    training = setup.training
+    stage = place.stage
+    if training.kernels == "liger":
+        why_not = use_library(str(config.model_type), setup.device)
+        if why_not is not None:
+            logger.info(why_not)
+    # A family may bring stages of its own, as the tests' exact model does.
+    build = getattr(family_of(config), "build_stage", build_stage)
+    tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, stage)
+    recompute = stage.recompute or training.stage_recompute
+    if training.objective == "dpo":
+        # As in TRL's DPOTrainer: the reference drops nothing either.
+        config = without_any_dropout(config)
+    layers = range(stage.first_layer, stage.end_layer)
+    built: StageModel = build(config, layers, tp, setup.device, dtype, recompute)
+    if (stage.compute or training.precision) == "fp8":
+        check_fp8(setup.device)
+        for block in built.blocks:
+            use_fp8(block)
+    built.loss_terms = LossTerms(
+        training.label_smoothing,
+        training.z_loss,
+        training.balance_weight,
+        counts_tokens=training.router_balance == "bias",
+    )
+    return built

@@ -1,0 +1,154 @@
+"""A generation that is built ahead: used by the order of its number alone, dropped by any other."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.groups import GroupTimeouts, Interrupted
+from autohet.runtime.messages import (
+    GenerationOrder,
+    Phase,
+    PreparationOrder,
+    Prepared,
+    WorkerPlace,
+)
+from autohet.runtime.models.config import load_config
+from autohet.runtime.step.preparation import Preparation
+from autohet.runtime.worker import Worker
+from planner.plans.plan import Pipeline, Plan, Stage
+from tests.harness.exact_job import BATCH, LENGTH, exact_job
+from tests.harness.waits import HANG_S
+
+PLAN = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, ("one/0",)),), BATCH, 1),))
+STEPS = 3
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    torch.set_num_threads(1)
+    (tmp_path / "shared").mkdir()
+    job = exact_job(tmp_path, tmp_path / "shared", tmp_path / "memory", training={"steps": STEPS})
+    place = WorkerPlace("one/0", "one", "CPU", str(tmp_path / "memory"), str(tmp_path / "ssd"))
+    found = Worker(place, job)
+    yield found
+    found.close()
+
+
+def preparation_order(generation: int, store: TCPStore, plan: Plan = PLAN) -> PreparationOrder:
+    return PreparationOrder(generation, plan, "127.0.0.1", store.port)
+
+
+def order_of(worker: Worker, generation: int, store: TCPStore) -> GenerationOrder:
+    layout = layout_of_plan(PLAN, load_config(worker.job.model))
+    everybody = ("one/0",)
+    return GenerationOrder(
+        generation,
+        PLAN,
+        layout,
+        0,
+        STEPS,
+        "127.0.0.1",
+        store.port,
+        everybody,
+        None,
+        {},
+        frozenset(),
+    )
+
+
+def trained(worker: Worker) -> list[float]:
+    """Losses of a generation, once it has ended."""
+    losses: list[float] = []
+
+    def has_ended() -> bool:
+        report = worker.report()
+        assert report.phase is not Phase.FAILED, report.error
+        losses.extend(record.loss for record in report.steps)
+        return report.phase is Phase.FINISHED and len(losses) == STEPS
+
+    wait_until(has_ended)
+    return losses
+
+
+@pytest.mark.parametrize("prepared", [None, 1, 2])
+def test_the_order_of_a_prepared_generation_uses_what_was_built(
+    worker: Worker, store: TCPStore, prepared: int | None
+) -> None:
+    built = None
+    if prepared is not None:
+        worker.prepare(preparation_order(prepared, store))
+        wait_until(lambda: worker.report().prepared == Prepared(prepared))
+        newest = worker._preparation._newest
+        assert newest is not None
+        built = newest.groups
+        assert built is not None
+    worker.begin(order_of(worker, 1, store))
+    assert (worker.groups is built) == (prepared == 1)
+    losses = trained(worker)
+    assert all(0 < loss < 20 for loss in losses)
+    if prepared == 2:
+        assert built is not None
+        assert built.interrupted, "another generation begins"
+    assert worker.report().prepared is None, "it is used, or dropped"
+
+
+def test_a_training_generation_goes_on_while_the_next_is_prepared_and_dropped(
+    worker: Worker, store: TCPStore
+) -> None:
+    """With a member that never comes: neither its absence nor the drop is felt."""
+    worker.begin(order_of(worker, 1, store))
+    stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
+    plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
+    worker.prepare(preparation_order(2, store, plan))
+    worker.prepare(preparation_order(3, store, plan))
+    assert len(trained(worker)) == STEPS
+    assert worker.report().prepared is None
+
+
+def test_an_older_preparation_is_ignored_and_one_that_cannot_be_says_why(
+    worker: Worker, store: TCPStore
+) -> None:
+    limits = GroupTimeouts(0.3, 0.3)
+    found = Preparation("one/0", worker._setup, limits)
+    stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
+    plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
+    found.begin(preparation_order(3, store, plan))
+    found.begin(preparation_order(2, store))
+    wait_until(lambda: found.outcome is not None)
+    outcome = found.outcome
+    assert outcome is not None
+    assert outcome.generation == 3
+    assert "PeerLost" in str(outcome.error)
+    assert found.take(3) is None
+
+
+def test_what_is_dropped_wakes_its_waits(worker: Worker, store: TCPStore) -> None:
+    found = Preparation("one/0", worker._setup, GroupTimeouts(60.0, 60.0))
+    stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
+    plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
+    found.begin(preparation_order(2, store, plan))
+    wait_until(lambda: found._newest is not None and found._newest.groups is not None)
+    newest = found._newest
+    found.drop()
+    assert newest is not None
+    wait_until(lambda: newest.outcome is not None)
+    assert newest.outcome is not None
+    assert Interrupted.__name__ in str(newest.outcome.error)
