@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 from planner.errors import ConfigError
 from planner.inputs.catalogue import find_gpu_type
 from planner.inputs.documents import is_integer, read_mapping
+from planner.inputs.kuberay_drains import drain_notes
 from planner.inputs.zones import ZONE_LINKS
 
 HEAD = "headgroup"
@@ -87,6 +88,8 @@ def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
         raise ConfigError("; ".join(errors))
     if spec.get("suspend"):
         notes.append(f"{where} is suspended: it has no pods until `suspend` is false")
+    annotations = read_mapping(metadata.get("annotations") or {}, f"annotations of {where}")
+    notes += drain_notes(spec.get("workerGroupSpecs") or [], annotations)
     provider = {"type": "kuberay", "namespace": metadata.get("namespace", "default")}
     return {
         "cluster_name": str(metadata.get("name", "kuberay")),

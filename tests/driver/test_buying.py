@@ -75,6 +75,8 @@ class World:
         market = fleet_request(job, self.cluster, document, None, best).market
         self.counts = dict(counts or market.counts)
         self.prices: dict[str, float] = {}
+        self.launches: Launches | None = None
+        """What is known of launches; None: `failed`, and nothing else."""
         self.buyer = Buyer(job, planning, replace(market, counts=self.counts))
 
     def look(
@@ -82,7 +84,7 @@ class World:
     ) -> None:
         seen = replace(
             seen_of(self.cluster, now, risks, **counts),
-            launches=Launches(self.failed, newest_cause(REASON)),
+            launches=self.launches or Launches(self.failed, newest_cause(REASON)),
             prices=self.prices,
         )
         actions, said = self.buyer.decide(seen, members, training=bool(members))

@@ -4,25 +4,37 @@ it.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import ray
-from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
+from ray.autoscaler.v2.instance_manager.node_provider import LaunchNodeError
+from ray.autoscaler.v2.schema import Stats
+from ray.autoscaler.v2.utils import ClusterStatusParser
+from ray.core.generated.autoscaler_pb2 import (
+    AutoscalingState,
+    FailedInstanceRequest,
+    GetClusterStatusReply,
+    PendingInstance,
+    PendingInstanceRequest,
+)
 
 from autohet.control.planning.buyer import refusal_words
-from autohet.control.values.observation import Launches
+from autohet.control.values.observation import Launches, StartingNode, StartState
 from autohet.driver.job.job_run import JobRun
 from autohet.driver.ray.requests import launches
 from autohet.driver.ray.requests.launches import (
+    ENDED,
     LOOK_S,
-    PENDING_S,
     TAIL_BYTES,
+    Attempts,
     LaunchWatch,
     causes_by_type,
-    failed_launches,
+    read_attempts,
     read_monitor_log,
 )
 from autohet.driver.ray.requests.scaling import fleet_request
@@ -30,6 +42,7 @@ from planner.inputs.cluster import cluster_from_document
 from tests.driver.test_buying import REASON
 from tests.driver.test_scaling import shortest_job
 
+STARTING = StartState.STARTING
 KINDS = {"big": {"node_config": {"InstanceType": "g5.12xlarge"}, "max_workers": 2}}
 DOCUMENT = {
     "cluster_name": "c",
@@ -38,16 +51,44 @@ DOCUMENT = {
 }
 
 
-def test_failed_launches_are_counted_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = [
-        LaunchRequest("g5.12xlarge", kind, 1, LaunchRequest.Status.FAILED, 1, 2, "no capacity")
-        for kind in ("big", "big", "small")
-    ]
-    monkeypatch.setattr(
-        launches, "get_cluster_status", lambda address: ClusterStatus(failed_launches=failed)
-    )
+def status_of_ray(monkeypatch: pytest.MonkeyPatch, **state: Any) -> Attempts:
+    """Return what is read from a state of the autoscaler, through Ray's own parser."""
+    reply = GetClusterStatusReply(autoscaling_state=AutoscalingState(**state))
+    status = ClusterStatusParser.from_get_cluster_status_reply(reply, Stats())
+    monkeypatch.setattr(launches, "get_cluster_status", lambda address: status)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
-    assert failed_launches() == {"big": 2, "small": 1}
+    return read_attempts()
+
+
+def test_attempts_are_counted_not_the_nodes_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: eight nodes of one refused request are three attempts and more."""
+    message = str(LaunchNodeError("small", 8, "1f-2", 0, "pods is forbidden"))
+    failed = [
+        FailedInstanceRequest(
+            ray_node_type_name=kind,
+            start_ts=at,
+            failed_ts=at + 1,
+            count=1,
+            reason=f"launch failed with {message}" if kind == "small" else "",
+        )
+        for kind, at in [("big", 1)] * 8 + [("big", 6), ("small", 1)]
+    ]
+    found = status_of_ray(monkeypatch, failed_instance_requests=failed)
+    assert found.failed == {"big": 2, "small": 1}
+    assert found.causes == {"small": "pods is forbidden"}
+
+
+def test_requests_and_machines_that_start_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = status_of_ray(
+        monkeypatch,
+        pending_instance_requests=[
+            PendingInstanceRequest(ray_node_type_name="big", count=2, request_ts=7)
+        ],
+        pending_instances=[PendingInstance(instance_id="im-1", ray_node_type_name="small")],
+    )
+    states = Counter((node.node_type, node.state.value) for node in found.pending)
+    assert states == {("big", "requested"): 2, ("small", "starting"): 1}
+    assert len({node.name for node in found.pending}) == 3
 
 
 def test_the_autoscalers_log_is_read_at_its_end_and_missing_off_the_head(
@@ -80,31 +121,67 @@ def test_two_failures_with_two_causes_are_told_apart() -> None:
     )
 
 
-def test_a_pod_that_stays_pending_counts_as_launches_that_fail() -> None:
-    """Kubernetes refuses nothing: it waits for ever for a node that nobody has."""
-    waiting = {"pod-a": "big", "pod-b": "small"}
-    watch = LaunchWatch(lambda: {"big": 1}, lambda: "", lambda: waiting)
-    assert watch.look(0.0) == Launches({"big": 1})
-    del waiting["pod-b"]
-    later = watch.look(2 * PENDING_S + 1)
-    assert later is not None
-    assert later.failed == {"big": 3}
-    assert "stays pending" in later.causes["big"]
-    waiting.clear()
-    assert watch.look(3 * PENDING_S) == Launches({"big": 3}, "", later.causes)
+def pending(name: str, kind: str = "big", state: StartState = STARTING) -> StartingNode:
+    return StartingNode(name, kind, state, 0.0)
+
+
+def test_a_node_keeps_the_time_at_which_it_entered_its_state() -> None:
+    now = [pending("a"), pending("b", "small", StartState.UNSCHEDULABLE)]
+    watch = LaunchWatch(lambda: Attempts({"big": 1}, pending=tuple(now)), lambda: "")
+    watch.look(10.0)
+    now[1] = pending("b", "small")
+    found = watch.look(100.0)
+    assert found is not None
+    assert [(node.name, node.since) for node in found.starting] == [("a", 10.0), ("b", 100.0)]
+    assert found.polled_at == 100.0
+    assert found.failed == {"big": 1}, "however long they take, nothing has failed"
+    now.clear()
+
+
+def test_a_start_that_ends_without_a_node_is_a_failed_attempt() -> None:
+    """A pod that crashes is made anew for ever: Ray and Kubernetes count no failure."""
+    now = {"pending": (pending("a"), pending("b")), "joined": {"old": "big"}}
+    watch = LaunchWatch(lambda: Attempts(**now), lambda: "")  # type: ignore[arg-type]
+    watch.look(0.0)
+    now = {"pending": (pending("b"),), "joined": {"old": "big", "10.0.0.7": "big"}}
+    joined = watch.look(5.0)
+    assert joined is not None
+    assert joined.failed == {}, "one of them has joined, under another id"
+    now = {"pending": (pending("c"),), "joined": {"10.0.0.7": "big"}}
+    ended = watch.look(10.0)
+    assert ended is not None
+    assert ended.failed == {"big": 1}
+    assert ended.causes == {"big": ENDED}
+
+
+def test_kubernetes_words_for_pods_come_before_rays() -> None:
+    pods: list[StartingNode] | None = None
+    attempts = Attempts(
+        pending=(pending("im-1"), pending("r", "big", StartState.REQUESTED)),
+        joined={"pod-up": "big"},
+    )
+    watch = LaunchWatch(lambda: attempts, lambda: "", lambda: pods)
+    first = watch.look(0.0)
+    pods = [pending("pod-1", state=StartState.UNSCHEDULABLE), pending("pod-up")]
+    second = watch.look(5.0)
+    assert first is not None
+    assert second is not None
+    assert [node.name for node in first.starting] == ["im-1", "r"]
+    assert [node.name for node in second.starting] == ["r", "pod-1"]
+    assert second.failed == {}, "another view of the same nodes: none has ended"
 
 
 def test_a_watch_asks_seldom_and_goes_on_where_ray_does_not_answer() -> None:
     answers = iter([{"big": 1}, RuntimeError("GCS is away"), {"big": 2}])
 
-    def failed() -> dict[str, int]:
+    def attempts() -> Attempts:
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return Attempts(answer)
 
     log = Mock(return_value=REASON)
-    watch = LaunchWatch(failed, log)
+    watch = LaunchWatch(attempts, log)
     first = watch.look(0.0)
     assert first is not None
     assert first.failed == {"big": 1}

@@ -231,3 +231,63 @@ def test_gpus_that_are_not_planned_on_are_named() -> None:
     )
     assert [kind.name for kind in found.node_types] == ["gpu"]
     assert "slices of a GPU (nvidia.com/mig-1g.5gb)" in found.notes[0]
+
+
+HOOK = {"preStop": {"exec": {"command": ["/bin/bash", "-c", "pkill -TERM -f 'bin/ra[y] start'"]}}}
+KEPT = {"annotations": {"karpenter.sh/do-not-disrupt": "true"}}
+
+
+def lacks_of(document: dict[str, Any]) -> set[str]:
+    """Return the lacks that the document's warnings name, each with its groups."""
+    notes = as_launcher_document(document, "the file")["notes"]
+    words = {"crash": "hook", "kills": "grace", "consolidation": "kept"}
+    return {
+        f"{words[word]} {note.split(':')[0]}" for note in notes for word in words if word in note
+    }
+
+
+def safe(name: str = "gpu") -> Any:
+    made = group(name)
+    made["template"]["metadata"] = copy.deepcopy(KEPT)
+    made["template"]["spec"]["terminationGracePeriodSeconds"] = 110
+    made["template"]["spec"]["containers"][0]["lifecycle"] = copy.deepcopy(HOOK)
+    return made
+
+
+def test_groups_whose_drain_is_a_crash_or_whose_pods_may_be_moved_are_named() -> None:
+    assert lacks_of(cluster(safe())) == set()
+    assert lacks_of(cluster(group("a"), safe("b"), group("c"))) == {
+        "hook worker groups a, c",
+        "grace worker groups a, c",
+        "kept worker groups a, c",
+    }
+
+
+@pytest.mark.parametrize("command", [["ray", "stop"], ["sh", "-c", "sleep 30"]])
+def test_a_hook_that_does_not_tell_ray_start_is_none(command: list[str]) -> None:
+    made = safe()
+    hook = made["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]
+    hook["exec"]["command"] = command
+    assert lacks_of(cluster(made)) == {"hook worker group gpu"}
+
+
+def test_other_autoscalers_and_commands_of_ones_own_are_known() -> None:
+    made = safe()
+    made["template"]["metadata"]["annotations"] = {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"
+    }
+    del made["template"]["spec"]["containers"][0]["lifecycle"]
+    document = cluster(made)
+    document["metadata"]["annotations"] = {"ray.io/overwrite-container-cmd": "true"}
+    assert lacks_of(document) == set()
+
+
+def test_the_shipped_cluster_has_none_of_these_lacks() -> None:
+    configs = Path(__file__).parents[2] / "cluster_configs"
+    assert cluster_from_yaml(configs / "kuberay-raycluster.yaml").notes == ()
+    cluster = yaml.safe_load((configs / "kuberay-raycluster.yaml").read_text())
+    budget = yaml.safe_load((configs / "kuberay-disruptionbudget.yaml").read_text())
+    head = {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/node-type": "head"}
+    assert budget["spec"]["selector"]["matchLabels"] == head
+    pods = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    assert all(each["template"]["metadata"]["annotations"] for each in pods)

@@ -6,7 +6,7 @@ Pure but for the planner's answers. Returns as actions what to request and what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from autohet.control.planning.buying import (
@@ -19,6 +19,7 @@ from autohet.control.planning.buying import (
     releasable,
     with_spares,
 )
+from autohet.control.planning.starts import on_their_way, overdue_causes
 from autohet.control.values.actions import Action, AskForNodes, GiveBack
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class Buyer:
         self._fixed = job.elastic.request_nodes is not None
         """True if the job names its nodes: the request never changes, and refusals are only logged.
         """
-        self._idle_s = job.elastic.patience * job.elastic.idle_release_s
+        self._patience = job.elastic.patience
+        self._idle_s = self._patience * job.elastic.idle_release_s
         self._bound = job.parallelism.max_usd_per_hour
         self._refusals = Refusals()
         self._idle = IdleNodes(self._idle_s)
@@ -97,15 +99,16 @@ class Buyer:
         """
         before = self._refused
         alive = self._count_kept(seen)
+        overdue = overdue_causes(seen, self._patience)
         if seen.launches is not None:
             failed = seen.launches.failed
-            self._refused = self._refusals.look(failed, alive, seen.now)
+            self._refused = self._refusals.look(failed, alive, seen.now, overdue)
         new = self._refused - before
         prices_are_new = bool(seen.prices) and not self.knows_prices
         self.knows_prices |= prices_are_new
 
         if self._refused != before:
-            words = refusal_words(self._refused, seen.launches)
+            words = refusal_words(self._refused, seen.launches, overdue)
             self._why = words or "all types are tried again"
             if self._fixed:
                 if not self._refused:
@@ -121,6 +124,8 @@ class Buyer:
 
         if self._search is not None:
             self._search.drop()
+        # Nodes on their way are paid for: a plan without them would buy the same GPUs twice.
+        alive.update(node.node_type for node in on_their_way(seen, self._patience))
         shortage = Shortage(market, self._refused, dict(alive))
         self._search = self._planning.consider(fallback, shortage)
         return self._take_answer()
@@ -162,8 +167,13 @@ class Buyer:
     def _release_idle(
         self, seen: Observation, used: Collection[str], training: bool
     ) -> tuple[str, ...]:
-        """Release idle nodes and stop requesting them. Returns their names."""
-        unused = self._idle.look(seen, used, training=training)
+        """Release idle nodes and stop requesting them. Returns their names.
+
+        While others are on their way nothing counts as idle: a plan may need all of them.
+        """
+        coming = {node.node_type for node in on_their_way(seen, self._patience)}
+        is_complete = coming <= self._refused
+        unused = self._idle.look(seen, used, training=training and is_complete)
         idle = [name for name in unused if name not in self.released]
         returned = releasable(idle, seen, self._market.standing)
         self.released.update(returned)
@@ -177,13 +187,19 @@ class Buyer:
         return returned
 
 
-def refusal_words(refused: Collection[str], launches: Launches | None) -> str:
-    """Describe the types that are refused and why; types of one cause are named together."""
+def refusal_words(
+    refused: Collection[str], launches: Launches | None, overdue: Mapping[str, str] | None = None
+) -> str:
+    """Describe the types that are refused and why; types of one cause are named together.
+
+    overdue: reasons of types with an overdue start, which come before those of failed launches.
+    """
     types_by_cause: dict[str, list[str]] = {}
     for name in sorted(refused):
         cause = ""
         if launches is not None:
             cause = launches.causes.get(name, launches.cause)
+        cause = (overdue or {}).get(name, cause)
         types_by_cause.setdefault(cause, []).append(name)
 
     phrases = []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 FAILURES = 3
-"""Failed launches of a type, with none that succeeds between, before another type is requested."""
+"""Failed attempts of a type, with none that succeeds between, before another type is requested."""
 NARROWED = 3
 """Maximum times that a plan's own nodes are planned on again.
 
@@ -231,15 +231,17 @@ class Wanted:
 class Refusals:
     """Node types that the cloud refuses now.
 
-    Fed with the number of failed launches by type since the autoscaler began; the autoscaler
-    retries for ever.
+    Fed with the number of failed attempts by type since the autoscaler began, which retries for
+    ever, and with the types that have an overdue start.
     """
 
     _failed: dict[str, int] | None = None
     _alive: dict[str, int] = field(default_factory=dict)
     _until: dict[str, float] = field(default_factory=dict)
 
-    def look(self, failed: Counts, alive: Counts, now: float) -> frozenset[str]:
+    def look(
+        self, failed: Counts, alive: Counts, now: float, overdue: Collection[str] = ()
+    ) -> frozenset[str]:
         """Return the types that are refused now.
 
         A node that has come resets its type's count.
@@ -257,7 +259,7 @@ class Refusals:
         self._alive = dict(alive)
 
         refused = [name for name, until in self._until.items() if now < until]
-        return frozenset(refused)
+        return frozenset(refused).union(overdue)
 
 
 @dataclass
@@ -337,7 +339,10 @@ def with_spares(
 
 @dataclass(frozen=True)
 class Shortage:
-    """Node types that are refused now, and the number of living nodes of each type."""
+    """Node types that are refused now.
+
+    alive: nodes by type that live or are on their way.
+    """
 
     market: Market
     refused: frozenset[str]

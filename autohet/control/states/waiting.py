@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from autohet.control import fleet
 from autohet.control.ending import fail, finish
 from autohet.control.job_state import State, Waiting
+from autohet.control.planning.starts import describe_starting
 from autohet.control.replanning import build_fleet
 from autohet.control.states.sourcing import adopt
 from autohet.control.values.change import Change
@@ -48,6 +49,9 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
         state.reason = fleet.shortage(
             num_workers, elastic.min_workers, len(starting), len(preparing)
         )
+        coming = describe_starting(seen)
+        if coming:
+            state.reason += f" (nodes to come: {coming})"
     yield from _announce_wait(memory, state, seen, late=is_late, short=is_short)
     if seen.now - state.since > elastic.fleet_patience_s:
         reason = f"waited {elastic.fleet_patience_s:.0f} s: {state.reason}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from planner.inputs.fleet import Node, NodeType, node_of
@@ -151,17 +152,47 @@ class CheckpointState:
         )
 
 
+class StartState(Enum):
+    """State of a node that was requested and has not joined."""
+
+    REQUESTED = "requested"
+    """The provider has not answered yet."""
+    UNSCHEDULABLE = "unschedulable"
+    """Kubernetes has no room for its pod."""
+    STARTING = "starting"
+    """It has a machine, which boots, pulls its image or installs."""
+    STUCK = "stuck"
+    """Its start has failed, and is retried."""
+
+
+@dataclass(frozen=True)
+class StartingNode:
+    """Node that was requested and has not joined.
+
+    since: time since which it has been in this state, on the controller's clock. why: words of
+    Kubernetes or of the autoscaler; empty without any.
+    """
+
+    name: str
+    node_type: str
+    state: StartState
+    since: float
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Launches:
-    """Failed launches of nodes since the autoscaler began, by type.
+    """Launches of nodes: failed attempts since the autoscaler began by type, and nodes to come.
 
     cause: reason of the last failure, as a sentence; empty where it is not known. causes: reason of
-    each type's last failure.
+    each type's last failure. polled_at: time at which `starting` was read; 0 without any.
     """
 
     failed: Mapping[str, int]
     cause: str = ""
     causes: Mapping[str, str] = field(default_factory=dict)
+    starting: tuple[StartingNode, ...] = ()
+    polled_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -230,7 +261,7 @@ class Observation:
     Reports of workers contain the workers' own copies.
     """
     launches: Launches | None = None
-    """Failed launches of nodes.
+    """Failed launches of nodes, and nodes that have not joined yet.
 
     None where nothing is requested of the autoscaler, or it has not answered yet.
     """

@@ -79,7 +79,7 @@ class RayObserver:
         """Wake-up of the driver's wait: by reports, ends of actors and signals."""
         self._stop_reason: str | None = None
         self.launches: LaunchWatch | None = None
-        """Watch of failed launches; set if the autoscaler is asked for nodes."""
+        """Watch of launches; set if the autoscaler is asked for nodes."""
         self.spot_types: Mapping[str, SpotType] = {}
         """Spot types among the node types that the autoscaler may be asked for."""
         self._prices = SpotPrices()
@@ -276,6 +276,8 @@ class RayObserver:
         self.worker_reports.close()
         self.wake_up.close()
         self.notices.close()
+        if self.launches is not None:
+            self.launches.close()
         self._prices.close()
         self.rendezvous.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from autohet.driver.ray.observer import RayObserver
 from autohet.driver.ray.requests.drain import drain
 from autohet.driver.ray.requests.launches import LaunchWatch
+from autohet.driver.ray.requests.pods import pods_of_this_cluster
 from autohet.driver.ray.requests.scaling import FleetRequest
 
 
@@ -20,7 +21,11 @@ class RayAutoscaler:
     def set_request(self, request: FleetRequest) -> None:
         """Set the request to the autoscaler, which the controller changes from now on."""
         self._request = request
-        self._observer.launches = LaunchWatch()
+        pods = pods_of_this_cluster()
+        if pods is None:
+            self._observer.launches = LaunchWatch()
+        else:
+            self._observer.launches = LaunchWatch(pods=pods.starting, close=pods.close)
         self._observer.spot_types = request.spot_types
 
     def ask_for_nodes(self, counts: Mapping[str, int]) -> None:

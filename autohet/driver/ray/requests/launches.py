@@ -1,31 +1,29 @@
-"""Failed launches of Ray's autoscaler (version 2).
+"""Launches of Ray's autoscaler (version 2): nodes to come, and attempts that failed.
 
-The number of failures comes from the autoscaler's state, the reasons only from its log on the head.
-The autoscaler retries a type every 5 s for ever and drops the reason on its way
-(ray/autoscaler/v2/instance_manager/instance_manager.py).
+Both come from the autoscaler's state, which has the reasons of KubeRay's failures; the reasons of
+EC2's are only in its log on the head (ray/autoscaler/v2/instance_manager/node_provider.py). The
+autoscaler retries a type every 5 s for ever.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayError
 
-from autohet.control.values.observation import Launches
+from autohet.control.values.observation import Launches, StartingNode, StartState
 
 logger = logging.getLogger("autohet")
 LOOK_S = 5.0
-PENDING_S = 120.0
-"""Seconds of pending after which a pod counts as one failed launch, and again each time."""
-STUCK = "its pod stays pending: no node of the cluster has room for it"
+ENDED = "its machine or pod ended before Ray ran on it"
 TAIL_BYTES = 1 << 18
 MEANINGS = {
     "InsufficientInstanceCapacity": "EC2 has no capacity",
@@ -51,24 +49,50 @@ _FAILED = re.compile(
 )
 
 
-def failed_launches() -> dict[str, int]:
-    """Return the number of failed launches so far, by node type."""
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    found: Counter[str] = Counter()
-    for launch in status.failed_launches:
-        found[launch.ray_node_type_name] += 1
-    return dict(found)
+@dataclass(frozen=True)
+class Attempts:
+    """State of the autoscaler's launches, as it reports it.
 
-
-def pending_pods() -> dict[str, str]:
-    """Return the node type of each pod that Kubernetes has not placed yet, by pod.
-
-    Elsewhere it is empty, since a pending node there is a machine that starts.
+    failed: attempts that failed by type; one request of several nodes is one attempt. causes: words
+    of the last failure by type, where the autoscaler has kept them. pending: name, type and state
+    of each node to come. joined: type by id of each node that is up.
     """
-    if "KUBERNETES_SERVICE_HOST" not in os.environ:
-        return {}
+
+    failed: Mapping[str, int] = field(default_factory=dict)
+    causes: Mapping[str, str] = field(default_factory=dict)
+    pending: tuple[StartingNode, ...] = ()
+    joined: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_attempts() -> Attempts:
+    """Return the state of the autoscaler's launches."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    return {node.instance_id: node.ray_node_type_name for node in status.pending_nodes}
+    attempts = set()
+    causes = {}
+    for launch in sorted(status.failed_launches, key=lambda failed: failed.failed_ts_s or 0):
+        attempts.add((launch.ray_node_type_name, launch.request_ts_s))
+        # Ray's own prefix ends with the number of its request.
+        words = re.sub(r"^.*request id \S+: ?", "", launch.details or "", flags=re.DOTALL)
+        if words:
+            causes[launch.ray_node_type_name] = words
+
+    pending = []
+    for launch in status.pending_launches:
+        name = f"a request for {launch.count} {launch.ray_node_type_name}"
+        started_at = str(launch.request_ts_s)
+        state = StartState.REQUESTED
+        for index in range(launch.count):
+            identity = f"{name} ({started_at}/{index})"
+            pending.append(StartingNode(identity, launch.ray_node_type_name, state, 0.0))
+    for node in status.pending_nodes:
+        state = StartState.STARTING
+        pending.append(StartingNode(node.instance_id, node.ray_node_type_name, state, 0.0))
+
+    joined = {}
+    for node in [*status.active_nodes, *status.idle_nodes]:
+        joined[node.instance_id or node.node_id or ""] = node.ray_node_type_name
+    failed = Counter(kind for kind, _ in attempts)
+    return Attempts(dict(failed), causes, tuple(pending), joined)
 
 
 def newest_cause(log: str) -> str:
@@ -113,21 +137,35 @@ def read_monitor_log() -> str:
 
 
 class LaunchWatch:
-    """Polls the autoscaler every LOOK_S; a poll that Ray does not answer is retried at the next."""
+    """Polls the autoscaler every LOOK_S; a poll that Ray does not answer is retried at the next.
+
+    In a pod, `pods` has Kubernetes' own view of the pods, where it may be read.
+    """
 
     def __init__(
         self,
-        failed: Callable[[], Mapping[str, int]] = failed_launches,
+        attempts: Callable[[], Attempts] = read_attempts,
         log: Callable[[], str] = read_monitor_log,
-        pending: Callable[[], Mapping[str, str]] = pending_pods,
+        pods: Callable[[], Sequence[StartingNode] | None] = lambda: None,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._failed = failed
+        self.close = close
+        """End the watch of the pods."""
+        self._attempts = attempts
         self._log = log
+        self._pods = pods
         self._looked_at = -math.inf
-        self._pending = pending
-        self._since: dict[str, float] = {}
-        """Time at which each pod was first seen pending, or last counted as a failure."""
-        self._stuck: Counter[str] = Counter()
+        self._entered: dict[tuple[str, StartState], float] = {}
+        """Time at which each node was first seen in its state."""
+        self._starting: dict[str, str] = {}
+        """Type of each node that had a machine, or a place for one, at the last poll."""
+        self._joined: Mapping[str, str] | None = None
+        self._by_pod = False
+        """True if Kubernetes told the nodes to come at the last poll."""
+        self._credit: Counter[str] = Counter()
+        """Nodes by type that have joined, and have not been seen to leave the starting ones."""
+        self._lost: Counter[str] = Counter()
+        """Nodes by type that ended before they joined."""
         self._known: Launches | None = None
 
     def look(self, now: float) -> Launches | None:
@@ -135,26 +173,67 @@ class LaunchWatch:
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             try:
-                failed = dict(Counter(self._failed()) + self._stuck_pods(now))
-                # Only a further failure can have a new cause: otherwise the log is not read again.
-                if self._known is None or failed != self._known.failed:
-                    log = self._log()
-                    causes = dict.fromkeys(self._stuck, STUCK)
-                    causes |= causes_by_type(log)
-                    self._known = Launches(failed, newest_cause(log), causes)
+                self._poll(now)
             except (RayError, RuntimeError, OSError) as error:
-                logger.debug("the autoscaler's failed launches are not known: %s", error)
+                logger.debug("the autoscaler's launches are not known: %s", error)
         return self._known
 
-    def _stuck_pods(self, now: float) -> Counter[str]:
-        """Return the failures by type of pods that stay pending, since the watch began."""
-        waiting = self._pending()
-        # Pods that are placed, or gone, are forgotten; their failures stay counted.
-        self._since = {pod: self._since.get(pod, now) for pod in waiting}
-        for pod, since in self._since.items():
-            times = int((now - since) // PENDING_S)
-            self._stuck[waiting[pod]] += times
-            self._since[pod] += times * PENDING_S
-        # Without the types that have no failure yet.
-        self._stuck = +self._stuck
-        return self._stuck
+    def _poll(self, now: float) -> None:
+        attempts = self._attempts()
+        starting = self._date(self._merge(attempts), now)
+        self._count_lost(starting, attempts.joined)
+        failed = dict(Counter(attempts.failed) + self._lost)
+        known = self._known
+        # Only a further failure can have a new cause: otherwise the log is not read again.
+        if known is None or failed != known.failed:
+            log = self._log()
+            causes = dict.fromkeys(self._lost, ENDED) | dict(attempts.causes)
+            known = Launches(failed, newest_cause(log), causes | causes_by_type(log))
+        polled_at = now if starting else 0.0
+        if starting or known.starting:
+            known = replace(known, starting=starting, polled_at=polled_at)
+        self._known = known
+
+    def _merge(self, attempts: Attempts) -> list[StartingNode]:
+        """Return the nodes to come: requests by the autoscaler, and pods by Kubernetes."""
+        pods = self._pods()
+        is_by_pod = pods is not None
+        if is_by_pod != self._by_pod:
+            # Pods and the autoscaler's instances have different names: none of them has ended.
+            self._by_pod = is_by_pod
+            self._starting = {}
+        if pods is None:
+            return list(attempts.pending)
+        requested = [each for each in attempts.pending if each.state is StartState.REQUESTED]
+        return requested + [pod for pod in pods if pod.name not in attempts.joined]
+
+    def _date(self, nodes: Sequence[StartingNode], now: float) -> tuple[StartingNode, ...]:
+        """Return the nodes with the time at which each was first seen in its state."""
+        entered = {}
+        for node in nodes:
+            key = (node.name, node.state)
+            entered[key] = self._entered.get(key, now)
+        self._entered = entered
+        return tuple(replace(each, since=entered[each.name, each.state]) for each in nodes)
+
+    def _count_lost(self, nodes: Sequence[StartingNode], joined: Mapping[str, str]) -> None:
+        """Count the nodes that ended before they joined.
+
+        The autoscaler's ids of pending and of living nodes differ, so they are matched by number.
+        """
+        if self._joined is not None:
+            self._credit.update(joined[name] for name in joined.keys() - self._joined.keys())
+        self._joined = joined
+        starting = {}
+        for node in nodes:
+            if node.state is not StartState.REQUESTED:
+                starting[node.name] = node.node_type
+        for name in self._starting.keys() - starting.keys():
+            kind = self._starting[name]
+            if self._credit[kind]:
+                self._credit[kind] -= 1
+            else:
+                self._lost[kind] += 1
+        self._starting = starting
+        for kind in self._credit.keys() - set(starting.values()):
+            del self._credit[kind]
