@@ -176,6 +176,7 @@ class JobRun:
             first_step=self.controller.memory.ledger.committed_steps,
             told=self._told,
             loss_scales=scales,
+            evaluations=self.controller.memory.ledger.evaluation_log.document,
         )
 
     def buy(self, request: FleetRequest | None) -> None:
