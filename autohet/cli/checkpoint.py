@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ _COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
     "job": ("left", 0),
     "generation": ("right", 100),
     "model": ("left", 0),
+    "evaluation loss": ("right", 0),
     "size": ("right", 0),
     "shards": ("right", 0),
     "files": ("right", 100),
@@ -78,7 +79,12 @@ def add_parser(subparsers: Any) -> None:
         "walk the whole path that checkpoints take in a storage; leaves nothing there",
     )
     _add_step(verify, default="all")
-    _add_step(export, default="the newest")
+    step = _add_step(export.add_mutually_exclusive_group(), default="the newest")
+    step.add_argument(
+        "--best",
+        action="store_true",
+        help="the checkpoint with the lowest evaluation loss, which `list` marks",
+    )
     _add_step(copy, default="the newest")
     copy.add_argument("--to", required=True, metavar="URI", help="the storage that gets the copy")
     _add_export_options(export)
@@ -97,13 +103,15 @@ def _add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParse
     return action
 
 
-def _add_step(action: argparse.ArgumentParser, default: str) -> None:
+def _add_step(action: Any, default: str) -> Any:
+    """Add `--step` to an action or a group of its options, and return that."""
     action.add_argument(
         "--step",
         type=int,
         metavar="N",
         help=f"the step of one checkpoint (default: {default})",
     )
+    return action
 
 
 def _add_export_options(export: argparse.ArgumentParser) -> None:
@@ -180,10 +188,11 @@ def _list(args: argparse.Namespace) -> _Result:
 
     A checkpoint with a damaged manifest hides no other: it is listed apart, and the exit code is 1.
     """
+    from autohet.control.ledger.evaluation_log import best_steps
     from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
     storage = _open(args.storage)
-    rows = []
+    rows: list[dict[str, Any]] = []
     damaged = []
     for info in list_checkpoints(storage):
         try:
@@ -193,10 +202,44 @@ def _list(args: argparse.Namespace) -> _Result:
             continue
         except ManifestInvalid as error:
             damaged.append({"step": info.step, "uri": info.uri, "problem": str(error)})
+    losses = _losses(storage, {row["step"] for row in rows})
+    best = best_steps(losses)[:1]
+    for row in rows:
+        row["evaluation_loss"] = losses.get(row["step"])
+        row["is_best"] = row["step"] in best
     document = {"storage": storage.uri, "checkpoints": rows, "damaged": damaged}
     for item in damaged:
         print(visible(f"autohet checkpoint list: {item['problem']}"), file=sys.stderr)
     return _Result(document, lambda console: _show_list(console, storage.uri, rows), not damaged)
+
+
+def _losses(storage: Any, steps: Collection[int]) -> dict[int, float]:
+    """Return the evaluation losses of the committed checkpoints of these steps."""
+    from autohet.driver.checkpoints.evaluation_losses import read_evaluations
+    from recovery.checkpoint.commit import open_checkpoint
+
+    if not steps:
+        return {}
+    newest = open_checkpoint(storage, max(steps))
+    known = read_evaluations(storage, newest).losses
+    return {step: loss for step, loss in known.items() if step in steps}
+
+
+def _best_step(storage: Any) -> int:
+    """Return the step of the checkpoint with the lowest evaluation loss."""
+    from autohet.control.ledger.evaluation_log import best_steps
+    from recovery.checkpoint.commit import list_checkpoints
+
+    steps = {info.step for info in list_checkpoints(storage)}
+    if not steps:
+        raise CheckpointMissing(storage.uri, None)
+    best = best_steps(_losses(storage, steps))
+    if not best:
+        raise ConfigError(
+            f"--best: no checkpoint in {storage.uri} has an evaluation loss; leave --best out, or"
+            " name one with --step"
+        )
+    return best[0]
 
 
 def _row(info: Any, manifest: Any) -> dict[str, Any]:
@@ -223,6 +266,8 @@ def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
         f"Committed checkpoints in {uri}", soft_wrap=True, highlight=False, style="italic"
     )
     shown = [name for name, (_, least) in _COLUMNS.items() if least <= console.width]
+    if all(row["evaluation_loss"] is None for row in rows):
+        shown.remove("evaluation loss")
     table = Table(box=SIMPLE_HEAD)
     for name in shown:
         justify, _ = _COLUMNS[name]
@@ -246,10 +291,18 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "job": row["job"],
         "generation": str(row["generation"]),
         "model": row["model_type"] or "-",
+        "evaluation loss": _loss(row),
         "size": _size(row["num_bytes"]),
         "shards": str(row["num_shards"]),
         "files": str(row["num_files"]),
     }
+
+
+def _loss(row: Mapping[str, Any]) -> str:
+    loss = row["evaluation_loss"]
+    if loss is None:
+        return "-"
+    return f"{'best ' if row['is_best'] else ''}{loss:.4f}"
 
 
 def _verify(args: argparse.Namespace) -> _Result:
@@ -323,8 +376,9 @@ def _export(args: argparse.Namespace) -> _Result:
         raise ConfigError("--base is for --merge alone: add it, or leave --base out")
     folder = _output_directory(args.out)
     storage = _open(args.storage)
+    step = _best_step(storage) if args.best else args.step
     with (
-        reading_checkpoint(storage, args.step) as manifest,
+        reading_checkpoint(storage, step) as manifest,
         _progress(args, "Exporting") as progress,
     ):
         summary = export_checkpoint(

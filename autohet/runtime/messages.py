@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from autohet.runtime.step.early_stopping import NOT_EVALUATED, EvaluationProgress
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScale
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 
@@ -120,6 +121,8 @@ class GenerationOrder:
     ancestry: Ancestry = NOTHING_KNOWN
     is_evaluated: bool = False
     """True if the loss of `start_step` on the evaluation rows is known."""
+    evaluation_progress: EvaluationProgress = NOT_EVALUATED
+    """Progress of the run's evaluations until `start_step`, for early stopping."""
     step_timeout_s: float | None = None
     """Limit in seconds on a collective, a send or a receive under this plan; None: the job's limit.
     """

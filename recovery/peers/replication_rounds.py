@@ -73,10 +73,12 @@ class Turns:
     One step in `every` is chosen, and there are never two checkpoints in progress. A checkpoint is
     of one step at all workers, so one that could begin here, but not there, would be lost. While
     any worker still writes the previous checkpoint, the next one is owed. It is taken at the newest
-    step once no worker writes. Training never waits for storage.
+    step once no worker writes, which must be a multiple of `of_steps`. Training never waits for
+    storage.
     """
 
     every: int
+    of_steps: int = 1
     owed: bool = False
 
     def take(self, step: int, *, writing: bool) -> bool:
@@ -85,7 +87,7 @@ class Turns:
         `writing`: some worker reported it in the vote that ended the step.
         """
         self.owed = self.owed or step % self.every == 0
-        if writing or not self.owed:
+        if writing or not self.owed or step % self.of_steps:
             return False
         self.owed = False
         return True

@@ -11,6 +11,7 @@ import torch
 
 from autohet.cli.main import main
 from autohet.runtime.process.terminal import visible
+from autohet.runtime.state.model_files import EVALUATIONS
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,
@@ -60,6 +61,29 @@ def test_list(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "tiny" in shown
     assert "2.1 KiB" in shown
+
+
+def test_the_best_is_marked_copied_and_exported(
+    uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["checkpoint", "export", "--storage", uri, "--out", str(out), "--best"]
+    assert main(arguments) == 2
+    assert "no checkpoint" in capsys.readouterr().err
+    # The step of the lowest loss has no checkpoint any more.
+    losses = {"losses": {"5": 0.5, "10": 1.25, "20": 1.5, "25": 0.1}, "rows": None}
+    (tmp_path / "durable" / EVALUATIONS).write_text(json.dumps(losses))
+    other = str(tmp_path / "other")
+    assert main(["checkpoint", "copy", "--storage", uri, "--to", other]) == 0
+    capsys.readouterr()
+    for place, expected in ((uri, [(1.25, True), (1.5, False)]), (other, [(1.5, True)])):
+        assert main(["checkpoint", "list", "--storage", place, "--json"]) == 0
+        rows = _document(capsys)["checkpoints"]
+        assert [(row["evaluation_loss"], row["is_best"]) for row in rows] == expected
+    assert main(["checkpoint", "list", "--storage", uri]) == 0
+    assert "best 1.2500" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    assert _document(capsys)["step"] == 10
 
 
 def test_list_of_nothing_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

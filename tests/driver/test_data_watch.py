@@ -181,4 +181,5 @@ def test_data_of_another_run_than_the_checkpoints_is_refused() -> None:
     watch.judge({"one": READY, "two": DataState(1, 100)}, 0.0)
     assert watch.states["one"].error is None
     assert watch.states["two"].error is None
-    assert watch.digest == "a" * 64
+    assert watch.reference is not None
+    assert watch.reference.digest == "a" * 64

@@ -18,14 +18,21 @@ from autohet.control.values.effects import Round
 from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
-from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
+from autohet.driver.job.run_storage import CheckpointScalars
+from autohet.runtime.state.model_files import EVALUATIONS
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.read import verify
 from recovery.state.ancestry import Descent
 from recovery.storage.errors import StorageThrottled
 from recovery.storage.open import open_storage
-from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
+from tests.harness.checkpoint_cases import (
+    full_state,
+    make_checkpoint,
+    state_specs,
+    two_worker_layout,
+    write_all,
+)
 from tests.harness.fake_job import fake_job
 from tests.harness.faulty_storage import FaultyStorage, raises
 from tests.harness.s3_server import s3_server
@@ -56,21 +63,50 @@ def test_a_job_clears_up_when_it_starts_and_once(tmp_path):
 
 
 def test_the_best_checkpoints_stay_by_the_losses_that_are_known(tmp_path):
-    """A restarted driver knows them by the newest checkpoint's scalars; a step without a loss is
-    never among the best.
-    """
+    """A step without a loss is never among the best; nor is one without a checkpoint."""
     directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
     durable = Durable(directory, RunFacts("job", {}, {}), Retention(1, 2))
-    losses = {4: 2.0, 8: 3.0, 16: 2.5, 20: 2.7}
+    losses = {2: 1.0, 4: 2.0, 8: 3.0, 16: 2.5, 20: 2.7}
     for step in (4, 8, 12, 16, 20, 24):
-        known = {each: loss for each, loss in losses.items() if each < step}
-        durable.record(EVALUATION_LOSSES, losses_text(known, 4, 2))
+        durable.cleaner.losses = {each: loss for each, loss in losses.items() if each < step}
         receipts = write_all(directory, step, layout, full_state(layout.tensors))
         durable.commit(step, 1, layout, receipts)
     durable.close()
     storage = open_storage(str(tmp_path))
     assert [info.step for info in list_checkpoints(storage)] == [4, 16, 24]
-    assert losses_of(open_checkpoint(storage, 24).scalars) == losses
+
+
+def test_losses_lie_beside_the_checkpoints_and_a_driver_goes_on_with_them(tmp_path):
+    make_checkpoint(open_storage(str(tmp_path)), 8)
+    job = fake_job(
+        checkpoint={"storage": str(tmp_path), "keep_best": 1, "every_steps": 4},
+        evaluation={"source": "x", "every_steps": 4},
+    )
+
+    def driver() -> tuple[Durable, SimpleNamespace]:
+        durable = Durable(open_storage(str(tmp_path)), RunFacts("job", {}, {}), Retention(1, 1))
+        memory = SimpleNamespace(generation=0, ledger=Ledger(job))
+        CheckpointScalars(job, durable).go_on_from(durable.load_newest().manifest, memory)
+        return durable, memory
+
+    durable, memory = driver()
+    assert memory.ledger.evaluation_log.losses == {}, "a checkpoint of an earlier release"
+    memory.ledger.evaluation_log.use_rows("rows")
+    facts = CheckpointScalars(job, durable)
+    for step, loss in ((4, 2.0), (8, 1.5), (12, 9.0)):
+        memory.ledger.evaluation_log.take(step, loss)
+        facts.record(memory)
+    assert durable.cleaner.losses == {4: 2.0, 8: 1.5, 12: 9.0}
+    durable.close()
+
+    durable, memory = driver()
+    assert memory.ledger.evaluation_log.losses == {4: 2.0, 8: 1.5}, "until the step gone on from"
+    assert memory.ledger.evaluation_log.use_rows("rows") is None
+    durable.close()
+    (tmp_path / EVALUATIONS).write_text('{"losses": [1]}')
+    durable, memory = driver()
+    assert memory.ledger.evaluation_log.losses == {}
+    durable.close()
 
 
 def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):

@@ -59,6 +59,22 @@ def test_turns_keep_their_distance_and_what_is_owed_is_taken_once_nobody_writes(
     ]
 
 
+def test_what_is_owed_is_taken_at_a_step_that_is_evaluated() -> None:
+    """A checkpoint of another step would have no loss, and never be among the best."""
+    turns = Turns(4, of_steps=2)
+    taken = [step for step in range(1, 20) if turns.take(step, writing=4 < step <= 8)]
+    assert taken == [4, 10, 12, 16]
+    turns = Turns(4, of_steps=4)
+    # Storing takes longer than the distance of two checkpoints.
+    writes_until = 0
+    taken = []
+    for step in range(1, 40):
+        if turns.take(step, writing=step <= writes_until):
+            taken.append(step)
+            writes_until = step + 5
+    assert taken == [4, 12, 20, 28, 36]
+
+
 @given(st.integers(1, 7), st.lists(st.booleans(), max_size=60))
 def test_no_turn_is_taken_while_anybody_writes_and_none_is_forgotten(
     every: int, writing: list[bool]

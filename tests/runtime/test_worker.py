@@ -16,6 +16,8 @@ from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.messages import GenerationOrder, Phase, StateTransfer, StepRecord, WorkerPlace
 from autohet.runtime.models.config import load_config
 from autohet.runtime.process import store_connector
+from autohet.runtime.step.batches import EvaluationRows
+from autohet.runtime.step.early_stopping import EvaluationProgress
 from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.worker import Worker
 from planner.plans.plan import Pipeline, Plan, Stage
@@ -170,6 +172,49 @@ def test_a_worker_evaluates_when_it_is_due(job, store, tmp_path, known, steps, s
         (step, 6, 1) for step in steps
     ]
     assert len({each.loss for each in found}) == len(steps)
+
+
+def evaluating(job, **keys):
+    """The job with an evaluation after every second step."""
+    section = EvaluationSection(source=job.data.source, every_steps=2, max_sequences=6, **keys)
+    return replace(job, evaluation=section)
+
+
+def test_a_stop_in_an_evaluation_makes_that_step_durable(job, store, tmp_path, monkeypatch):
+    """The run that goes on evaluates it: one more step would have left its loss out for good."""
+    job = evaluating(job)
+    place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    worker = Worker(place, job)
+    read = EvaluationRows.batch
+
+    def stop_and_read(rows, index, sequences):
+        worker.request_stop(checkpoint=True)
+        return read(rows, index, sequences)
+
+    monkeypatch.setattr(EvaluationRows, "batch", stop_and_read)
+    try:
+        worker.begin(order(job, store, 1, 0))
+        report, steps, receipts = follow(worker, Phase.STOPPED)
+    finally:
+        worker.close()
+    assert (report.step, [record.step for record in steps]) == (2, [0, 1])
+    assert [(generation, step) for generation, step, _ in receipts] == [(1, 2)]
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_early_stopping_ends_a_run_with_a_durable_step(job, store, tmp_path, known):
+    """known: evaluations without improvement of the generations before."""
+    job = evaluating(job, early_stopping_patience=known + 1, early_stopping_threshold=99.0)
+    place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    worker = Worker(place, job)
+    progress = EvaluationProgress(1.0, known)
+    try:
+        worker.begin(replace(order(job, store, 1, 0), evaluation_progress=progress))
+        report, steps, receipts = follow(worker, Phase.FINISHED)
+    finally:
+        worker.close()
+    assert (report.step, [record.step for record in steps]) == (2, [0, 1])
+    assert [(generation, step) for generation, step, _ in receipts] == [(1, 2)]
 
 
 def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, store):

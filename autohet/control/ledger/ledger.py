@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from autohet.control.ledger.checkpoint_log import CheckpointLog
+from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.failures import FailureCounts
 from autohet.control.ledger.goodput import WARM_STEPS, goodput, usual_step_s
 from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
@@ -141,8 +142,11 @@ class Ledger:
         self.job = job
         self.training = job.training
         """Training section of the job; `max_epochs` becomes steps once the rows are counted."""
-        self.last_step = job.training.last_step(0)
-        """Steps of the whole run; None until `training.max_epochs` can be counted."""
+        self.planned_end = job.training.last_step(0)
+        """Steps of the whole run if nothing ends it early.
+
+        None until `training.max_epochs` can be counted.
+        """
         self.records: dict[int, StepRecord] = {}
         self.step_seconds: dict[int, list[float]] = {}
         self.changes: list[Change] = []
@@ -171,7 +175,8 @@ class Ledger:
         """Step at which this driver began; the steps before are an earlier driver's."""
         self.told = NOTHING_TOLD
         self.evaluations: dict[int, EvaluationRecord] = {}
-        """Evaluation records by step, of the present history."""
+        """Evaluation records of this driver by step, of the present history."""
+        self.evaluation_log = EvaluationLog(job.evaluation)
         self.peak_bytes: dict[str, int] = {}
         """Peak device memory by worker, in its newest step."""
         self._num_rows = 0
@@ -185,6 +190,12 @@ class Ledger:
         """Number of steps whose update is applied; also the number of the next step."""
         newest = max(self.records, default=-1)
         return max(self._first_step, newest + 1)
+
+    @property
+    def last_step(self) -> int | None:
+        """Steps of the whole run, which early stopping may have ended; None: not known yet."""
+        committed = self.committed_steps
+        return committed if self.evaluation_log.ends_run(committed) else self.planned_end
 
     @property
     def steps_run(self) -> int:
@@ -213,6 +224,7 @@ class Ledger:
         for step, evaluation in list(self.evaluations.items()):
             if step > first and evaluation.generation != generation:
                 del self.evaluations[step]
+        self.evaluation_log.go_back_to(max([first, *self.evaluations]))
 
         change.expect_step(self._predicted_step_s, self.measured_step_s(self._generation))
         self._predicted_step_s = change.predicted_step_s
@@ -256,7 +268,7 @@ class Ledger:
 
         Yields its events, and a commit for each checkpoint whose every part is written.
         """
-        self._take_rows(seen)
+        yield from self._take_rows(seen)
         for report in seen.reports.values():
             self._take_vote(report)
             for record in report.steps:
@@ -295,6 +307,7 @@ class Ledger:
         if record.generation != generation or record.step in self.evaluations:
             return
         self.evaluations[record.step] = record
+        self.evaluation_log.take(record.step, record.loss)
         sentence = (
             f"Evaluation loss after step {record.step}: {record.loss:.4f} ({record.sequences}"
             f" sequences in {record.seconds:.1f} s)"
@@ -311,7 +324,7 @@ class Ledger:
             **_reward_fields(record.rewards),
         )
 
-    def _take_rows(self, seen: Observation) -> None:
+    def _take_rows(self, seen: Observation) -> Effects:
         """Keep the number of rows of the data set, and so the run's last step.
 
         Every node has the same number.
@@ -321,9 +334,12 @@ class Ledger:
         for view in seen.nodes.values():
             if view.data is not None:
                 self._num_rows = max(self._num_rows, view.data.num_rows)
+                sentence = self.evaluation_log.use_rows(view.data.evaluation_digest)
+                if sentence is not None:
+                    yield event("decision", self._generation, sentence)
         if self._num_rows:
             self.training = self.training.with_rows(self._num_rows)
-            self.last_step = self.training.last_step(0)
+            self.planned_end = self.training.last_step(0)
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
         """Return the newest step of this generation whose vote any worker saw, and its result.

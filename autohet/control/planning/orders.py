@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.planning.outlook import MOST_S, URGENT
 from autohet.control.planning.replication import Replication, ReplicationPlanner, Targets
 from autohet.control.planning.restore_sources import (
@@ -53,14 +54,14 @@ class OrderTerms:
     """Terms of a generation's orders that the state does not decide.
 
     last_step: steps of the whole run; None while the rows of the data set are not counted.
-    step_timeout_s: deadline of a step. change_s: expected time until a node leaves. evaluated:
-    steps whose loss on the evaluation rows is known. loss_scales: those of the run so far.
+    Early stopping may end it before. step_timeout_s: deadline of a step. change_s: expected time
+    until a node leaves. evaluations: losses so far. loss_scales: those of the run so far.
     """
 
     last_step: int | None
     step_timeout_s: float | None = None
     change_s: float = MOST_S
-    evaluated: Collection[int] = ()
+    evaluations: EvaluationLog = field(default_factory=EvaluationLog)
     loss_scales: LossScales = field(default_factory=LossScales)
 
 
@@ -266,13 +267,15 @@ class OrderBuilder:
             targets = {}
 
         participants = (*plan.workers, *_pure_sources(plan, transfers, seen))
-        assert terms.last_step is not None, "the rows of the data set are not counted"
+        evaluations = terms.evaluations
+        end_step = step if evaluations.ends_run(step) else terms.last_step
+        assert end_step is not None, "the rows of the data set are not counted"
         common = GenerationOrder(
             generation=generation,
             plan=plan,
             layout=layout,
             start_step=step,
-            end_step=terms.last_step,
+            end_step=end_step,
             store_host=seen.store[0],
             store_port=seen.store[1],
             participants=participants,
@@ -282,7 +285,8 @@ class OrderBuilder:
             replicates=bool(targets),
             replicate_every_steps=every,
             ancestry=self.ancestry,
-            is_evaluated=step in terms.evaluated,
+            is_evaluated=step in evaluations.losses,
+            evaluation_progress=evaluations.progress(step),
             step_timeout_s=terms.step_timeout_s,
             loss_scale=terms.loss_scales.before(step),
         )

@@ -90,10 +90,10 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     if state.prepared is not None and state.prepared > newest:
         generation = state.prepared
     terms = OrderTerms(
-        last_step=memory.ledger.last_step,
+        last_step=memory.ledger.planned_end,
         step_timeout_s=memory.timeouts.step_s,
         change_s=memory.planning.horizon_s,
-        evaluated=memory.ledger.evaluations.keys(),
+        evaluations=memory.ledger.evaluation_log,
         loss_scales=memory.ledger.loss_scales,
     )
     try:

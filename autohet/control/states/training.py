@@ -72,12 +72,11 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     finished = [report for report in reports if report.phase is Phase.FINISHED]
     if len(finished) == len(members):
         deadline = seen.now + memory.timeouts.checkpoint_s
-        return Closing(
-            reason="trained to the last step",
-            ok=True,
-            deadline=deadline,
-            step=memory.ledger.last_step,
-        )
+        step = finished[0].step
+        reason = "trained to the last step"
+        if memory.ledger.evaluation_log.ends_run(step):
+            reason = memory.ledger.evaluation_log.early_end_reason
+        return Closing(reason=reason, ok=True, deadline=deadline, step=step)
 
     yield from _release_idle_leavers(memory, seen)
     leaving = fleet.find_leavers(seen, memory.members)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from autohet.driver.checkpoints.evaluation_losses import best_steps, losses_of
+from autohet.control.ledger.evaluation_log import best_steps
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.errors import ManifestMisplaced
-from recovery.checkpoint.manifest import Manifest, Scalar
+from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.retention import Removal, apply_retention, remove_orphans
 from recovery.checkpoint.stock_metadata import correct_metadata
 from recovery.errors import RecoveryError
@@ -28,12 +28,17 @@ class Retention:
 
 
 class CheckpointCleaner:
-    """Cleaner of one job's checkpoints; used by one thread at a time."""
+    """Cleaner of one job's checkpoints; used by one thread at a time.
+
+    losses: evaluation losses by step, by which the best checkpoints are kept. Any thread may set
+    them.
+    """
 
     def __init__(self, storage: Storage, job: str, retention: Retention) -> None:
         self._storage = storage
         self._job = job
         self._retention = retention
+        self.losses: Mapping[int, float] = {}
         self._logged: set[str] = set()
         """Logged reasons why something old was not removed."""
         self._retained: int | None = None
@@ -44,7 +49,7 @@ class CheckpointCleaner:
                 " newest ones"
             )
 
-    def retain(self, generation: int, scalars: Mapping[str, Scalar]) -> list[int] | None:
+    def retain(self, generation: int) -> list[int] | None:
         """Apply the retention after a commit of `generation`.
 
         Returns the generations of all checkpoints that stay if older journal entries may go, else
@@ -55,7 +60,7 @@ class CheckpointCleaner:
             # Left-overs go with the generation's first commit. A look through all that is kept
             # would take longer with each commit.
             return None
-        best = self._best_steps(scalars)
+        best = self._best_steps()
         newest = self._retention.newest
         removal = apply_retention(self._storage, newest, job=self._job, best=best)
         self._log_kept(removal)
@@ -73,14 +78,13 @@ class CheckpointCleaner:
                 generations.append(checkpoint.generation)
         return generations
 
-    def _best_steps(self, scalars: Mapping[str, Scalar]) -> frozenset[int]:
+    def _best_steps(self) -> frozenset[int]:
         """Return the steps of checkpoints that are kept for their evaluation loss."""
         if self._retention.best is None:
             return frozenset()
         stored = {info.step for info in list_checkpoints(self._storage)}
-        losses = losses_of(scalars)
-        known = {step: loss for step, loss in losses.items() if step in stored}
-        return frozenset(best_steps(known, self._retention.best))
+        known = {step: loss for step, loss in self.losses.items() if step in stored}
+        return frozenset(best_steps(known)[: self._retention.best])
 
     def _log_kept(self, removal: Removal) -> None:
         """Log once why something old was not removed."""

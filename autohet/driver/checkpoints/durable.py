@@ -109,7 +109,7 @@ class Durable:
         self._facts = facts
         self._scalars = dict(facts.scalars)
         self._model_files = facts.model_files
-        self._cleaner = CheckpointCleaner(storage, facts.job, retention)
+        self.cleaner = CheckpointCleaner(storage, facts.job, retention)
         self.work_pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
         """One thread for commits, reads and cleaning, in the order of submission."""
         # A claim has its own thread, since it must not wait for a checkpoint.
@@ -205,7 +205,7 @@ class Durable:
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
-            self.work_pool.submit(self._cleaner.tidy, newest.manifest)
+            self.work_pool.submit(self.cleaner.tidy, newest.manifest)
         return self.state()
 
     def _newest_intact(self) -> NewestCheckpoint:
@@ -322,7 +322,7 @@ class Durable:
         )
         self._adopt(manifest)
 
-        kept = self._cleaner.retain(generation, self._scalars)
+        kept = self.cleaner.retain(generation)
         if kept is not None:
             # Entries older than the oldest checkpoint that stays have no use any more.
             with self._journal_lock:

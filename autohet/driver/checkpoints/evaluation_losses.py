@@ -1,46 +1,55 @@
-"""Evaluation losses that a checkpoint's scalars carry, by which the best checkpoints are kept."""
+"""Evaluation losses in a job's checkpoint storage, by which the best checkpoints are known.
+
+They lie beside the checkpoints, since a loss is often known only after its step is committed.
+"""
 
 from __future__ import annotations
 
 import json
-import math
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from autohet.control.ledger.evaluation_log import EvaluationLog
+from autohet.runtime.job import EvaluationSection
+from autohet.runtime.state.model_files import EVALUATIONS
+from recovery.checkpoint.manifest import Manifest
+from recovery.errors import RecoveryError
+from recovery.storage.errors import ObjectMissing
+from recovery.storage.protocol import Storage
+
+logger = logging.getLogger("autohet")
+
 EVALUATION_LOSSES = "evaluation.losses"
-"""Name of the checkpoint scalar with the losses: a JSON object of losses by step."""
-NEWEST = 8
-"""Number of newest losses that are always carried: their checkpoints may still be committed."""
+"""Scalar of checkpoints of earlier releases: a JSON object of losses by step."""
 
 
-def losses_of(scalars: Mapping[str, Any]) -> dict[int, float]:
-    """Return the losses by step; empty where the scalars have none."""
-    text = scalars.get(EVALUATION_LOSSES)
-    if not isinstance(text, str):
-        return {}
-    document = json.loads(text)
-    return {int(step): float(loss) for step, loss in document.items()}
+def read_evaluations(
+    storage: Storage, manifest: Manifest, section: EvaluationSection | None = None
+) -> EvaluationLog:
+    """Return the losses of the run whose newest checkpoint is `manifest`, until its step.
 
-
-def best_steps(losses: Mapping[int, float], number: int) -> list[int]:
-    """Return the steps of the lowest losses, best first; of equal ones the earlier first."""
-    return sorted(losses, key=lambda step: (losses[step], step))[:number]
-
-
-def losses_text(losses: Mapping[int, float], every_steps: int, keep_best: int) -> str:
-    """Return the scalar: losses of steps with a checkpoint, the best ones and the newest.
-
-    every_steps: steps between checkpoints. A loss that is not finite is never among the best.
+    Raises:
+        StorageError: the storage does not answer.
     """
-    scored = {}
-    for step, loss in losses.items():
-        has_checkpoint = step > 0 and step % every_steps == 0
-        if has_checkpoint and math.isfinite(loss):
-            scored[step] = loss
-    best = best_steps(scored, keep_best)
-    newest = sorted(scored)[-NEWEST:]
-    kept = sorted({*best, *newest})
-    return json.dumps({str(step): scored[step] for step in kept})
+    document: Mapping[str, Any] = {}
+    try:
+        document = json.loads(bytes(storage.get(EVALUATIONS)))
+        losses = {int(step): float(loss) for step, loss in document["losses"].items()}
+    except ObjectMissing:
+        text = manifest.scalars.get(EVALUATION_LOSSES) or "{}"
+        losses = {int(step): float(loss) for step, loss in json.loads(str(text)).items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s of %s is damaged (%s): no loss is known", EVALUATIONS, storage, error)
+        losses = {}
+    log = EvaluationLog(section, losses, document.get("rows"))
+    log.go_back_to(manifest.step)
+    return log
 
 
-__all__ = ["EVALUATION_LOSSES", "best_steps", "losses_of", "losses_text"]
+def store_evaluations(storage: Storage, document: Mapping[str, Any]) -> None:
+    """Store the losses; a failure is logged, and the next evaluation stores them all again."""
+    try:
+        storage.put(EVALUATIONS, json.dumps(document).encode())
+    except (RecoveryError, OSError) as error:
+        logger.warning("The newest evaluation loss is not in the checkpoint storage: %s", error)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_summary
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
+from autohet.driver.checkpoints.evaluation_losses import read_evaluations
 from autohet.driver.events.event_log import EventLog
 from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import Job
@@ -24,6 +26,7 @@ from autohet.runtime.job.identity import (
     ADAPTER,
     DATA_DIGEST,
     DATA_PLACES,
+    DATA_ROWS,
     KeyChange,
     changes,
     check_changes,
@@ -47,7 +50,18 @@ DROPOUT = "model.dropout"
 """Key of a run's identity: whether it trains with the dropouts of its model's config."""
 
 
-def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> CheckpointInfo | None:
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """Checkpoint that a job resumes from. ended: reason why it has no step left; None: it has."""
+
+    step: int
+    uri: str
+    ended: str | None
+
+
+def found_checkpoint(
+    job: Job, config: PreTrainedConfig, storage: Storage
+) -> FoundCheckpoint | None:
     """Return the newest intact checkpoint, if there is one. Damaged ones of later steps are logged.
 
     Raises:
@@ -66,7 +80,29 @@ def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> Ch
     if newest.unknown:
         logger.warning("%s: no checkpoint is removed", newest.unknown)
     _check_same(job, config, newest.info, newest.manifest)
-    return newest.info
+    evaluations = read_evaluations(storage, newest.manifest, job.evaluation)
+    ended = _end_reason(job, newest.manifest, evaluations)
+    return FoundCheckpoint(newest.info.step, newest.info.uri, ended)
+
+
+def _end_reason(job: Job, manifest: Manifest, evaluations: EvaluationLog) -> str | None:
+    """Return the reason why a run at this checkpoint has nothing left to do; None: it has."""
+    step = manifest.step
+    if evaluations.ends_run(step):
+        return f"already at step {step}, {evaluations.early_end_reason}"
+    last = job.training.last_step(_rows_that_stay(job, manifest))
+    is_evaluated = job.evaluation is None or step in evaluations.losses
+    if last is None or step < last or not is_evaluated:
+        return None
+    return f"already at step {step} of {last}"
+
+
+def _rows_that_stay(job: Job, manifest: Manifest) -> int:
+    """Return the rows of the run's data set; 0: they are unknown, or may be others now."""
+    allowed = job.checkpoint.allow_changes
+    if any(key.startswith("data.") or key == "training.sequence_length" for key in allowed):
+        return 0
+    return int(manifest.scalars.get(DATA_ROWS) or 0)
 
 
 def require_some_intact(newest: NewestCheckpoint, storage: Storage) -> None:
@@ -94,9 +130,13 @@ def _check_same(
     if allowed:
         sentences = "; ".join(str(change) for change in allowed)
         logger.info("Going on from %s although %s", found.uri, sentences)
-        sentence = schedule_change(job, found.step, allowed)
-        if sentence:
-            logger.warning("%s", sentence)
+        rows = _rows_that_stay(job, manifest)
+        for sentence in (
+            schedule_change(job, found.step, allowed, rows),
+            order_change(found.step, allowed),
+        ):
+            if sentence:
+                logger.warning("%s", sentence)
     _check_updates(job, found, manifest)
 
 
@@ -123,6 +163,7 @@ def _check_tensors(
 
 _SCHEDULE_FIELDS = (
     "steps",
+    "max_epochs",
     "learning_rate",
     "schedule",
     "warmup_steps",
@@ -131,41 +172,80 @@ _SCHEDULE_FIELDS = (
     "min_learning_rate_ratio",
 )
 SCHEDULE_KEYS = frozenset(f"training.{key}" for key in _SCHEDULE_FIELDS)
+GLOBAL_BATCH = "training.global_batch_sequences"
 
 
-def schedule_change(job: Job, step: int, told: Collection[KeyChange]) -> str | None:
+def _ends_schedule(key: str) -> bool:
+    """Return True if a change of `key` changes the number of steps in an epoch."""
+    return key in (GLOBAL_BATCH, "training.sequence_length") or key.startswith("data.")
+
+
+def schedule_change(
+    job: Job, step: int, told: Collection[KeyChange], num_rows: int = 0
+) -> str | None:
     """Describe how a resumed run's learning rate changes at `step`.
 
-    None: no key of the schedule has changed the rate, and it goes on as it would have.
+    None: no key of the schedule has changed the rate, and it goes on as it would have. num_rows:
+    rows of the data set, by which `training.max_epochs` becomes steps; 0: unknown.
     """
-    changed = {change.key: change.then for change in told if change.key in SCHEDULE_KEYS}
-    if not changed:
+    then = {change.key: change.then for change in told if change.key in SCHEDULE_KEYS}
+    in_epochs = job.training.max_epochs is not None or "training.max_epochs" in then
+    if in_epochs:
+        then |= {change.key: change.then for change in told if _ends_schedule(change.key)}
+    if not then:
         return None
-    fields = {key.removeprefix("training."): value for key, value in changed.items()}
+    fields = {}
+    for key, value in then.items():
+        if not key.startswith("data."):
+            fields[key.removeprefix("training.")] = value
     try:
-        before = replace(job.training, **fields)
+        before = replace(job.training, **fields).with_rows(num_rows)
     except ConfigError:
         # The old values do not fit the job's other ones, so that the old rate is unknown.
         return None
 
+    after = job.training.with_rows(num_rows)
+    names = ", ".join(sorted(then))
+    schedule = after.schedule or "cosine"
+    follows = follows_steps(after)
+    if follows and (before.max_epochs or after.max_epochs):
+        return (
+            f"The learning rate from step {step} on may not be what it would have been before"
+            f" {names} changed: the {schedule} schedule ends with training.max_epochs, after a"
+            " number of steps that is not known yet; training.decay_steps fixes it"
+        )
     was = learning_rate(before, step)
-    now = learning_rate(job.training, step)
+    now = learning_rate(after, step)
     if math.isclose(was, now, rel_tol=1e-9):
         return None
 
-    names = ", ".join(sorted(changed))
     sentence = (
         f"The learning rate of step {step} is {now:.3g}, where it was {was:.3g} before {names}"
         " changed"
     )
-    if "training.steps" in changed and follows_steps(job.training):
-        end = changed["training.steps"]
-        schedule = job.training.schedule or "cosine"
+    if before.steps != after.steps and before.steps is not None and follows:
         sentence += (
-            f": the {schedule} schedule now ends at step {job.training.steps}, not {end};"
-            f" set training.decay_steps: {end} to stay on the old one"
+            f": the {schedule} schedule now ends at step {after.steps}, not {before.steps};"
+            f" set training.decay_steps: {before.steps} to stay on the old one"
         )
     return sentence
+
+
+def order_change(step: int, told: Collection[KeyChange]) -> str | None:
+    """Describe the rows that a resumed run skips or repeats; None if there are none.
+
+    Step s trains on the global batch that begins at row s * `global_batch_sequences` of the order.
+    """
+    for change in told:
+        if change.key == GLOBAL_BATCH and step:
+            num_rows = step * abs(change.now - change.then)
+            effect = "skipped" if change.now > change.then else "trained on again"
+            return (
+                f"{num_rows:,} rows are {effect}, since {GLOBAL_BATCH} was {change.then} and is"
+                f" {change.now}: the run has come to row {step * change.then:,} of its order, and"
+                f" step {step} begins at row {step * change.now:,}"
+            )
+    return None
 
 
 def _check_adapter(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
@@ -249,14 +329,13 @@ def _dropout_keys(model_type: str) -> frozenset[str]:
 
 
 def summary_of_finished(
-    job: Job, found: CheckpointInfo, events_path: Path | None
+    job: Job, found: FoundCheckpoint, events_path: Path | None
 ) -> tuple[str, dict[str, Any]]:
     """Return the reason and summary of a run that finds its last step done.
 
     Also writes the run's events.
     """
-    assert job.training.steps is not None
-    reason = f"already at step {found.step} of {job.training.steps}"
+    reason = str(found.ended)
     events = EventLog(events_path)
     try:
         events.emit("started", 0, job=job.name, step=found.step, checkpoint=found.uri)

@@ -178,6 +178,7 @@ class JobRun:
             told=self._told,
             loss_scales=scales,
             prepares=self.controller.memory.prepares,
+            evaluations=self.controller.memory.ledger.evaluation_log.document,
         )
 
     def buy(self, request: FleetRequest | None) -> None:

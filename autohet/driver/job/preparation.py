@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from autohet.control.ledger.ledger import ToldSteps
 from autohet.control.planning.buying import best_counts
-from autohet.driver.checkpoints.resumption import found_checkpoint
+from autohet.driver.checkpoints.resumption import FoundCheckpoint, found_checkpoint
 from autohet.driver.emulated.rehearsal import check_script
 from autohet.driver.job.checks import (
     check_data,
@@ -39,7 +39,7 @@ from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.precision import without_incapable_nodes
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
-from recovery.checkpoint.commit import CheckpointInfo, list_checkpoints
+from recovery.checkpoint.commit import list_checkpoints
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
@@ -54,7 +54,7 @@ class PreparedJob:
     job: Job
     document: Mapping[str, Any] | None
     cluster: Cluster | None
-    found: CheckpointInfo | None
+    found: FoundCheckpoint | None
     best: dict[str, int] | None
 
 
@@ -111,7 +111,7 @@ def check_inputs(
     *,
     here: bool = True,
     standing: Mapping[str, int] | None = None,
-) -> tuple[CheckpointInfo | None, dict[str, int] | None]:
+) -> tuple[FoundCheckpoint | None, dict[str, int] | None]:
     """Check all of a job that can be checked before a cluster is asked.
 
     These are the model, the storage, the data (`here`: the nodes are on this machine), and that all
@@ -124,7 +124,7 @@ def check_inputs(
     """
     config = load_config(job.model)
     found = check_storage(job, config)
-    if is_finished(found, job):
+    if found is not None and found.ended:
         return found, None
     check_data(job, int(config.vocab_size), here=here)
     planning = make_planning(job, zones=None if cluster is None else cluster.zones)
@@ -137,12 +137,6 @@ def check_inputs(
     return found, best_counts(planning, cluster, standing or {})
 
 
-def is_finished(found: CheckpointInfo | None, job: Job) -> TypeGuard[CheckpointInfo]:
-    """Return true if the checkpoint is of the job's last step; an endless job has none."""
-    last_step = job.training.steps
-    return found is not None and last_step is not None and found.step >= last_step
-
-
 @contextmanager
 def _storage_of(job: Job) -> Iterator[Storage]:
     """Open the job's storage for the block; a storage's error becomes a ConfigError."""
@@ -153,7 +147,7 @@ def _storage_of(job: Job) -> Iterator[Storage]:
         raise ConfigError(str(error)) from error
 
 
-def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
+def check_storage(job: Job, config: PreTrainedConfig) -> FoundCheckpoint | None:
     """Return the checkpoint to resume from, if any.
 
     The storage must be able to take another checkpoint, unless that one was the last.
@@ -163,7 +157,7 @@ def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
     """
     with _storage_of(job) as storage:
         found = found_checkpoint(job, config, storage)
-        if not is_finished(found, job):
+        if found is None or not found.ended:
             check_storage_path(storage)
         return found
 

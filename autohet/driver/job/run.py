@@ -21,7 +21,7 @@ from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_gpus, check_shared_storage
 from autohet.driver.job.job_run import JobRun, Machines, Outcome
 from autohet.driver.job.patience import with_patience
-from autohet.driver.job.preparation import is_finished, prepare
+from autohet.driver.job.preparation import prepare
 from autohet.driver.job.run_record import RunCopies
 from autohet.driver.job.run_storage import make_durable
 from autohet.driver.job.submission import is_submitted, warn_of_no_restart
@@ -76,7 +76,7 @@ def train(
     prepared = with_patience(prepare_job, patience_s)
     job = prepared.job
     document = prepared.document
-    if is_finished(prepared.found, job):
+    if prepared.found is not None and prepared.found.ended:
         return Outcome(True, *summary_of_finished(job, prepared.found, events_path))
     logger.info("Time limits until a step's time is predicted: %s", job.elastic.timeouts())
     with (

@@ -6,7 +6,7 @@ from autohet.control.job_memory import JobMemory
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
-from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
+from autohet.driver.checkpoints.evaluation_losses import read_evaluations, store_evaluations
 from autohet.driver.checkpoints.resumption import skipped_from
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST
@@ -37,17 +37,17 @@ class CheckpointScalars:
     def __init__(self, job: Job, durable: Durable) -> None:
         self._job = job
         self._durable = durable
-        self._losses: dict[int, float] = {}
-        """Evaluation losses by step, also of earlier parts of the run."""
-        self._num_recorded = 0
+        self._recorded: dict[int, float] = {}
+        """Evaluation losses by step that the storage has, or is being given."""
 
     def go_on_from(self, manifest: Manifest, memory: JobMemory) -> None:
         """Take over from a checkpoint what its run has to know of the part before it."""
         memory.generation = max(memory.generation, manifest.generation)
         memory.ledger.skipped.go_on_from(skipped_from(manifest))
-        self._losses = losses_of(manifest.scalars)
-        if self._losses:
-            self._durable.record(EVALUATION_LOSSES, str(manifest.scalars[EVALUATION_LOSSES]))
+        log = read_evaluations(self._durable.storage, manifest, self._job.evaluation)
+        memory.ledger.evaluation_log = log
+        self._recorded = dict(log.losses)
+        self._durable.cleaner.losses = self._recorded
 
     def expected_data(self, manifest: Manifest) -> str | None:
         """Return the digest of the data that the run must go on with.
@@ -64,11 +64,10 @@ class CheckpointScalars:
         ledger = memory.ledger
         self._durable.record(SKIPPED_FROM, ledger.skipped.first)
         self._durable.record(LOSS_SCALE, ledger.loss_scales.text or None)
-        section = self._job.checkpoint
-        if section.keep_best is None or len(ledger.evaluations) == self._num_recorded:
+        log = ledger.evaluation_log
+        if log.losses == self._recorded:
             return
-        self._num_recorded = len(ledger.evaluations)
-        for step, record in ledger.evaluations.items():
-            self._losses[step] = record.loss
-        text = losses_text(self._losses, section.every_steps, section.keep_best)
-        self._durable.record(EVALUATION_LOSSES, text)
+        self._recorded = dict(log.losses)
+        self._durable.cleaner.losses = self._recorded
+        storage = self._durable.storage
+        self._durable.work_pool.submit(store_evaluations, storage, log.document)

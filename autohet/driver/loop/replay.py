@@ -15,6 +15,7 @@ from typing import Any, Generic
 
 from autohet.control.decide import decide
 from autohet.control.job_memory import JobMemory
+from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.orders import OrderBuilder
@@ -293,6 +294,9 @@ def memory_at_start(
     if header["first_step"] or told != NOTHING_TOLD:
         scales = header.get("loss_scales", "")
         memory.ledger.go_on_from(header["first_step"], told, scales)
+        found = header.get("evaluations", {"losses": {}, "rows": None})
+        losses = {int(step): loss for step, loss in found["losses"].items()}
+        memory.ledger.evaluation_log = EvaluationLog(job.evaluation, losses, found["rows"])
     return memory
 
 

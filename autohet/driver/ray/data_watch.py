@@ -33,12 +33,9 @@ class DataWatch:
         self._told_at = -math.inf
 
     @property
-    def digest(self) -> str | None:
-        """Digest of the run's data; None until a node has it."""
-        if self._reference is None:
-            return None
-        _, state = self._reference
-        return state.digest
+    def reference(self) -> DataState | None:
+        """Data of the run; None until a node has it."""
+        return None if self._reference is None else self._reference[1]
 
     def judge(self, states: Mapping[str, DataState], now: float) -> None:
         """Set an `error` sentence on each node whose data differs from the run's.

@@ -31,7 +31,7 @@ from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
 from autohet.runtime.job import Job
-from autohet.runtime.job.identity import DATA_DIGEST
+from autohet.runtime.job.identity import DATA_DIGEST, DATA_ROWS
 from autohet.runtime.messages import Phase, WorkerReport
 from planner.inputs.cluster import Cluster
 
@@ -173,8 +173,10 @@ class RayObserver:
             if answer.value:
                 data[name] = answer.value.data
         self._data.judge(data, now)
-        if self._data.digest is not None:
-            self.durable.record(DATA_DIGEST, self._data.digest)
+        reference = self._data.reference
+        if reference is not None:
+            self.durable.record(DATA_DIGEST, reference.digest)
+            self.durable.record(DATA_ROWS, reference.num_rows)
 
     def is_calm(self) -> bool:
         """Return true if nothing changes: a long tick is enough.

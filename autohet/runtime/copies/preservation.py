@@ -46,7 +46,14 @@ class Preservation:
         self.uploads = DurableUploads(place.worker, storage, timeouts, self.transfers)
         self._disk: SnapshotWriter | None = None
         self.order: GenerationOrder | None = None
-        self.turns = Turns(job.checkpoint.every_steps)
+        # The best checkpoints are known by the losses of their own steps.
+        of_steps = 1
+        if job.checkpoint.keep_best is not None and job.evaluation is not None:
+            of_steps = job.evaluation.every_steps
+        self.turns = Turns(job.checkpoint.every_steps, of_steps)
+        self._newest_snapshot: int | None = None
+        self._newest_durable: int | None = None
+        """Steps that `keep` was last called with in this generation, and made durable."""
 
     def begin(self, order: GenerationOrder) -> None:
         """Begin a generation, whose layout decides what this worker keeps and writes."""
@@ -54,7 +61,9 @@ class Preservation:
         self.uploads.abandon()
         self.order = order
         self.replication.begin(order)
-        self.turns = Turns(self.turns.every)
+        self.turns = Turns(self.turns.every, self.turns.of_steps)
+        self._newest_snapshot = None
+        self._newest_durable = None
         self.snapshots.begin(order)
         self._disk = self._on_disk(order)
 
@@ -134,16 +143,19 @@ class Preservation:
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
         """Start the step's snapshot after its update.
 
-        durable: also start to upload this worker's shards.
+        durable: also start to upload this worker's shards. Another call for the same step starts
+        only what no earlier one has.
         """
         order = self.order
         assert order is not None
         is_snapshot_step = self._every > 0 and (step % self._every == 0 or durable)
-        if is_snapshot_step:
+        if is_snapshot_step and step != self._newest_snapshot:
+            self._newest_snapshot = step
             self.snapshots.try_again(order)
             self.replication.begin_step(order, step, self.snapshots.writer)
             self.snapshots.start(step, state)
-        if durable:
+        if durable and step != self._newest_durable:
+            self._newest_durable = step
             # Each of the two releases a lease of its own on the snapshot.
             self._spill(step, self.snapshots.source(step, state))
             self.uploads.start(order, step, self.snapshots.source(step, state))

@@ -35,7 +35,8 @@ class CheckpointSection:
     keep_best: int | None = None
     """Number of checkpoints with the lowest evaluation loss that are kept beside the newest ones.
 
-    A checkpoint has a loss if its own step was evaluated. null: none.
+    A checkpoint has a loss if its own step was evaluated: one that waits for the one before it is
+    then of an evaluated step, too. null: none.
     """
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""

@@ -338,6 +338,14 @@ class EvaluationSection:
     """True: also evaluate the state before the first step."""
     max_sequences: int | None = None
     """Limit on the rows that an evaluation reads, from the first on; null: all."""
+    early_stopping_patience: int | None = None
+    """Evaluations in a row without improvement after which the run ends, with a checkpoint.
+
+    All workers decide it from the losses alone, so that a change of the fleet or a restart changes
+    nothing. null: never.
+    """
+    early_stopping_threshold: float = 0.0
+    """Least decrease below the lowest loss so far that counts as an improvement."""
 
     def __post_init__(self) -> None:
         require(
@@ -350,6 +358,15 @@ class EvaluationSection:
         )
         require_at_least("evaluation.every_steps", self.every_steps, 1)
         require_at_least("evaluation.max_sequences", self.max_sequences, 1)
+        patience = self.early_stopping_patience
+        require_at_least("evaluation.early_stopping_patience", patience, 1)
+        require_at_least("evaluation.early_stopping_threshold", self.early_stopping_threshold, 0)
+        require_effect(
+            self,
+            "evaluation.early_stopping_threshold",
+            patience is not None,
+            "an evaluation.early_stopping_patience",
+        )
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Return True if a run of `last_step` steps evaluates the state after `step` updates."""

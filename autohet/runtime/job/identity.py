@@ -55,6 +55,8 @@ PLACES = frozenset({"storage", "memory_directory", "local_directory", "allow_cha
 """Fields of the free sections that say where a run is, not what it is."""
 DATA_DIGEST = "data.sha256"
 """SHA-256 of all tokens of the run's dataset."""
+DATA_ROWS = "data.rows"
+"""Number of rows of the run's dataset."""
 DATA_PLACES = frozenset({"data.source", "data.tokenizer"})
 """Places of the data and its tokenizer.
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 SCALAR = "model_files"
 """Name of a manifest's scalar: the prefix of the checkpoint's model files in the storage."""
 PREFIX = "model-files/"
+EVALUATIONS = "evaluations.json"
+"""Object of a job's storage with the losses of its evaluations, by step."""
 BYTES_END = "<|endoftext|>"
 """Spelling of token 0 in the files of the bytes tokenizer."""
 GENERATION_CONFIG = "generation_config.json"
@@ -90,11 +92,11 @@ def read_model_files(storage: Storage, prefix: str) -> dict[str, bytes]:
 
 
 def prefixes_beside(manifest: Manifest) -> tuple[str, ...]:
-    """Return the prefix of the model files that a checkpoint names, if it names one."""
+    """Return the prefixes of what belongs to a checkpoint: its model files, and losses."""
     prefix = manifest.scalars.get(SCALAR)
     if not prefix:
-        return ()
-    return (str(prefix),)
+        return (EVALUATIONS,)
+    return (str(prefix), EVALUATIONS)
 
 
 def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:

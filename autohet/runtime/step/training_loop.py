@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import EvaluationRecord, GenerationOrder, Phase, StepRecord
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.step.batches import Batches, EvaluationRows
+from autohet.runtime.step.early_stopping import EvaluationProgress
 from autohet.runtime.step.step_commit import EvaluationEnded, Trainer
 from autohet.runtime.step.votes import Vote
 from recovery.errors import RecoveryError
@@ -61,13 +62,17 @@ class TrainingResources:
     records: UnreportedRecords
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingLoop:
     """Steps of one generation on its trainer; the generation's thread runs it."""
 
     order: GenerationOrder
     trainer: Trainer
     resources: TrainingResources
+    _progress: EvaluationProgress = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._progress = self.order.evaluation_progress
 
     def run(self) -> Phase:
         """Train until the order's last step or a stop request; blocks.
@@ -81,8 +86,10 @@ class TrainingLoop:
             # The fleet changed on the last step: this generation has only that step to make
             # durable.
             self.resources.preservation.keep(trainer.step, trainer.state, durable=True)
-        if not order.is_evaluated and not self._evaluate_when_due():
-            return Phase.STOPPED
+        if not order.is_evaluated:
+            ended = self._evaluate_when_due()
+            if ended is not None:
+                return ended
         try:
             return self._train_steps()
         finally:
@@ -99,28 +106,45 @@ class TrainingLoop:
             assert self.trainer.last_vote is not None
             _, vote = self.trainer.last_vote
             self._keep_copies(vote)
-            if vote.stops or not self._evaluate_when_due():
+            if vote.stops:
                 return Phase.STOPPED
+            ended = self._evaluate_when_due()
+            if ended is not None:
+                return ended
         return Phase.FINISHED
 
-    def _evaluate_when_due(self) -> bool:
-        """Evaluate the state if the job asks for it at this step; return False to stop.
+    def _evaluate_when_due(self) -> Phase | None:
+        """Evaluate the state if the job asks for it at this step.
 
-        All workers stop an evaluation if one is to stop; the next generation then evaluates. If a
-        checkpoint is wanted too, the result is True and one more step is run: its vote makes that
-        step durable and ends the generation.
+        Return the phase in which the generation ends here, None if it goes on. All workers stop an
+        evaluation if one is to stop: the next generation evaluates this step, which is made durable
+        if a checkpoint is wanted. All end alike if early stopping ends the run.
         """
         order = self.order
         step = self.trainer.step
         section = self.resources.job.evaluation
         rows = self.resources.evaluation_rows
         if section is None or rows is None or not section.is_due(step, order.end_step):
-            return True
+            return None
         result = self.trainer.evaluate(rows)
         if isinstance(result, EvaluationEnded):
-            return result.checkpoint and step < order.end_step
+            if result.checkpoint:
+                self._make_durable()
+            return Phase.STOPPED
         self.resources.records.add_evaluation(result)
-        return True
+        self._progress = self._progress.after(result.loss, section)
+        if not self._progress.ends_run(section):
+            return None
+        self._make_durable()
+        return Phase.FINISHED
+
+    def _make_durable(self) -> None:
+        """Make the present step durable, at which the generation ends."""
+        trainer = self.trainer
+        try:
+            self.resources.preservation.keep(trainer.step, trainer.state, durable=True)
+        except RecoveryError as error:
+            logger.warning("step %d is not preserved: %s", trainer.step, error)
 
     def _keep_copies(self, vote: Vote) -> None:
         """Keep copies of the state that a committed step left, as its vote decides."""
