@@ -19,6 +19,7 @@ from typing import Any
 
 from autohet.cli.main import COMMANDS, build_parser
 from autohet.runtime.job import Job
+from autohet.runtime.job.strict_document import key_of
 
 JOB_PAGE = """# Every key of a job
 
@@ -97,7 +98,7 @@ def section_lines(cls: type, title: str) -> Iterator[str]:
             if inner[field.name] and field_has_factory(field)
             else (f"`{default_text(field)}`")
         )
-        yield f"| `{field.name}` | `{kind}` | {default} | {meaning} |"
+        yield f"| `{key_of(field.name)}` | `{kind}` | {default} | {meaning} |"
     for name, classes in inner.items():
         for nested in classes:
             path = name if title == "The document" else f"{title.strip('`')}.{name}"

@@ -124,14 +124,22 @@ class RecordedDpo(Recorded, DPOTrainer):  # type: ignore[misc]
 
 
 def run_trl(case: Case, tokenizer: Any, directory: Path) -> TrlRun:
-    """Train the case's model, or its adapters, from its first weights on its rows."""
+    """Train the case's model, or its adapters, from its first weights on its rows.
+
+    The library's gpt-oss makes its masks without positions, so that documents of a batch in one row
+    would attend to each other: its rows are padded instead, and hold one document each.
+    """
+    is_flat = case.model["model_type"] != "gpt_oss"
     arguments = SFTConfig(
-        padding_free=True,
+        padding_free=is_flat,
         packing=False,
+        router_aux_loss_coef=0.0,
         dataset_kwargs={"skip_prepare_dataset": True},
         **arguments_of(case, directory),
     )
-    return train_recorded(RecordedSft, case, arguments, rows_as_trl_has_them(case), tokenizer)
+    rows = rows_as_trl_has_them(case)
+    assert is_flat or all(len(lengths) == 1 for lengths in rows["seq_lengths"])
+    return train_recorded(RecordedSft, case, arguments, rows, tokenizer)
 
 
 def run_trl_dpo(case: Case, tokenizer: Any, directory: Path) -> TrlRun:

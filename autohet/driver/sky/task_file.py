@@ -113,6 +113,8 @@ def _disks(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _local_inputs(job: Job) -> list[str]:
     """Return the absolute paths on this machine that the job reads."""
     names = [job.model.pretrained or ""]
+    if job.model.adapter is not None:
+        names.append(job.model.adapter.from_ or "")
     if job.data is not None:
         names += job.data.sources
     # Relative paths come with the workdir; other names are those of hubs and buckets.

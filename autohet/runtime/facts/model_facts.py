@@ -110,6 +110,8 @@ def _recall_or_derive(
         if files is None:
             return derive()
         model["files"] = files
+    if job.model.adapter is not None and job.model.adapter.from_ is not None:
+        return derive()
     return recall(kind, {"model": model, **facts}, derive)
 
 

@@ -104,7 +104,7 @@ def adapter_identity(section: Any) -> dict[str, Value]:
     if section is None:
         return {f"{ADAPTER}.kind": NO_ADAPTER}
     values = dataclasses.asdict(section)
-    return {f"{ADAPTER}.{key}": _scalar(_listed(value)) for key, value in values.items()}
+    return {f"{ADAPTER}.{key.rstrip('_')}": _scalar(_listed(values[key])) for key in values}
 
 
 def decides(key: str) -> bool:
@@ -134,6 +134,7 @@ IMPLIED: Mapping[str, Value] = {
     "data.packing": None,
     "data.begin_of_document": None,
     "data.skip_broken_lines": False,
+    "model.adapter.from": None,
 }
 """Behaviour of releases that lacked these keys: their manifests are of version 2 (autohet 0.1.0).
 

@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
 
+_DEFAULTS = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "rslora": False}
+"""Values of an adapter that begins anew."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSection:
@@ -12,18 +15,24 @@ class AdapterSection:
 
     kind: Literal["lora"] = "lora"
     """Kind of adapter: LoRA."""
-    rank: int = 16
-    """Rank of the update: rows of A and columns of B."""
-    alpha: float = 32.0
-    """Scale of the update: it is multiplied by alpha / rank."""
-    targets: str | tuple[str, ...] = "all-linear"
-    """Linear maps of the blocks that get an adapter.
+    from_: str | None = None
+    """Adapter to go on with, written by `peft` or by an export: a directory, `s3://bucket/prefix`,
+    or a hub id (`org/name@revision`).
+
+    Its rank, alpha and targets are taken; the job's are checked if given.
+    """
+    rank: int | None = None
+    """Rank of the update: rows of A and columns of B; null: 16, or that of `from`."""
+    alpha: float | None = None
+    """Scale of the update: it is multiplied by alpha / rank; null: 32, or that of `from`."""
+    targets: str | tuple[str, ...] | None = None
+    """Linear maps of the blocks that get an adapter; null: all of them, or those of `from`.
 
     `all-linear`: all of them, also in a list with other names. Else those whose path ends in one of
     these names or matches it as a pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
     """
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    rslora: bool | None = None
+    """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023); null: false, or as `from`."""
     dropout: float = 0.0
     """Probability with which an element of an adapter's input is dropped in training.
 
@@ -32,14 +41,19 @@ class AdapterSection:
     """
 
     def __post_init__(self) -> None:
-        require_at_least("model.adapter.rank", self.rank, 1)
-        require_positive("model.adapter.alpha", self.alpha)
+        for key, default in _DEFAULTS.items():
+            if self.from_ is None and getattr(self, key) is None:
+                object.__setattr__(self, key, default)
+        if self.rank is not None:
+            require_at_least("model.adapter.rank", self.rank, 1)
+        if self.alpha is not None:
+            require_positive("model.adapter.alpha", self.alpha)
         require(
             0 <= self.dropout < 1,
             f"model.adapter.dropout is {self.dropout}, but must be in [0, 1)",
         )
         require(
-            bool(self.targets),
+            self.targets is None or bool(self.targets),
             "model.adapter.targets is empty; name linear maps such as q_proj, or all-linear",
         )
 

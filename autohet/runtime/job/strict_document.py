@@ -85,7 +85,7 @@ def to_dataclass(document: Mapping[str, Any], cls: type[T], what: str) -> T:
     """
     document = plain_values(document)
     check_document_keys(document, cls, what, cls)
-    document = _with_off(document, cls)
+    document = _as_fields(document, cls)
     try:
         return msgspec.convert(document, cls, strict=True)
     except msgspec.ValidationError as error:
@@ -133,7 +133,7 @@ def check_document_keys(
         ConfigError: for the first unknown key; suggests one that was probably meant.
     """
     hints = typing.get_type_hints(cls)
-    known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    known = {key_of(field.name): hints[field.name] for field in dataclasses.fields(cls)}
     for key, value in document.items():
         if key not in known:
             raise ConfigError(_unknown_key(key, known, what, root, where))
@@ -161,20 +161,31 @@ def _paths_by_key(cls: type, where: str = "") -> dict[str, str]:
         if nested is not None:
             paths = _paths_by_key(nested, f"{where}{field.name}.") | paths
         elif where:
-            paths[field.name] = where + field.name
+            paths[key_of(field.name)] = where + key_of(field.name)
     return paths
 
 
-def _with_off(document: Mapping[str, Any], cls: type) -> dict[str, Any]:
-    """Return the document with `off` where a key takes that word and YAML 1.1 read false."""
+def key_of(field: str) -> str:
+    """Return the key of a dataclass field: `from` of `from_`, since Python reserves the word."""
+    return field.rstrip("_")
+
+
+def _as_fields(document: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """Return the document by names of fields.
+
+    It has `off` where a key takes that word and YAML 1.1 read false.
+    """
     hints = typing.get_type_hints(cls)
-    found = dict(document)
+    fields = {key_of(field.name): field.name for field in dataclasses.fields(cls)}
+    found: dict[str, Any] = {}
     for key, value in document.items():
-        nested = _dataclass_in(hints[key])
+        hint = hints[fields[key]]
+        nested = _dataclass_in(hint)
         if isinstance(value, Mapping) and nested is not None:
-            found[key] = _with_off(value, nested)
-        elif value is False and "off" in _words_of(hints[key]):
-            found[key] = "off"
+            value = _as_fields(value, nested)
+        elif value is False and "off" in _words_of(hint):
+            value = "off"
+        found[fields[key]] = value
     return found
 
 
@@ -251,7 +262,7 @@ def _readable(
     value = _value_at(document, place)
     if not isinstance(value, Mapping) and value is not _ABSENT:
         shown = f" is {value!r}"
-    return f"{place or 'the document'}{shown} in the {what}: {text}"
+    return f"{key_of(place) or 'the document'}{shown} in the {what}: {text}"
 
 
 _ABSENT = object()

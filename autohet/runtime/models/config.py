@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.job import ModelSection
+from autohet.runtime.models.adapter_files import adapter_base, is_adapter_alone, take_stored
 from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
@@ -28,7 +29,7 @@ from autohet.runtime.models.layers.adapters import ALL_LINEAR, adapter_of, set_a
 from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
 from autohet.runtime.models.parameter_spec import pad_vocabulary
-from autohet.runtime.models.pretrained import check_plain_weights, settle_weights
+from autohet.runtime.models.pretrained import quantization_of, settle_weights
 from autohet.runtime.models.registry import (
     FAMILIES,
     family_of,
@@ -108,14 +109,15 @@ def _warn_of_frozen_experts(model_type: str) -> None:
 
 def _set_adapter(config: PreTrainedConfig, source: ModelSection) -> None:
     """Put the source's adapter into the config; no-op without one."""
-    set_adapter(config, source.adapter, source.pretrained, source.revision)
+    section = source.adapter
+    if section is not None:
+        section = take_stored(section, config)
+    set_adapter(config, section, source.pretrained, source.revision)
     adapter = adapter_of(config)
     if adapter is None:
         return
     if ALL_LINEAR in adapter.targets and family_of(config).has_experts:
         _warn_of_frozen_experts(str(config.model_type))
-    if source.pretrained is not None:
-        check_plain_weights(source.pretrained, source.revision)
 
 
 def saved_document(source: ModelSection) -> dict[str, Any]:
@@ -181,22 +183,59 @@ def _warn_of_unknown(config: PreTrainedConfig, document: Mapping[str, Any]) -> N
 
 def _read_document(source: str, revision: str | None) -> dict[str, Any]:
     """Read the config.json of a directory or hub id."""
+    problem = (
+        f"the config.json of '{source}' names no model_type; name a directory that transformers'"
+        " AutoModelForCausalLM loads"
+    )
+    document: dict[str, Any] = {}
     try:
-        document: dict[str, Any] = PreTrainedConfig.get_config_dict(
-            source, revision=revision or "main"
-        )[0]
+        document = PreTrainedConfig.get_config_dict(source, revision=revision or "main")[0]
     except (OSError, ValueError) as error:
         # A JSONDecodeError is a ValueError.
         place = "the directory" if Path(source).is_dir() else "the hub id or directory"
-        raise ConfigError(
-            f"model.pretrained: {place} '{source}' has no readable config: {first_line(error)}"
-        ) from None
-    if not document.get("model_type"):
-        raise ConfigError(
-            f"model.pretrained: the config.json of '{source}' names no model_type; name a directory"
-            " that transformers' AutoModelForCausalLM loads"
-        )
-    return document
+        problem = f"{place} '{source}' has no readable config: {first_line(error)}"
+    if not document.get("model_type") or is_adapter_alone(source):
+        base = adapter_base(source, revision)
+        if base is not None:
+            problem = (
+                f"'{source}' is an adapter of {base}; name that model as model.pretrained, and the"
+                " adapter as model.adapter.from"
+            )
+        raise ConfigError(f"model.pretrained: {problem}")
+    return _text_document(document, source)
+
+
+def _text_document(document: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the config of a multimodal model's text part; that of a text model is returned as is.
+
+    source: place of the model, for messages.
+    """
+    model_type = str(document["model_type"])
+    if model_type in FAMILIES or model_type not in CONFIG_MAPPING:
+        return document
+    if "text_config" not in CONFIG_MAPPING[model_type].sub_configs:
+        return document
+    config = _from_document(document, f"model.pretrained '{source}'")
+    text = config.get_text_config(decoder=True)
+    found: dict[str, Any] = {**text.to_dict(), "model_type": text.model_type}
+    # The library ties by the outer config, older releases by the inner; files say if both are so.
+    found["tie_word_embeddings"] = bool(config.tie_word_embeddings or text.tie_word_embeddings)
+    quantization = quantization_of(document)
+    if quantization:
+        found["quantization_config"] = quantization
+    _log_text_part(source, model_type, text.model_type)
+    return found
+
+
+@cache
+def _log_text_part(source: str, model_type: str, text_type: str) -> None:
+    """Log, once per process, that no other part of a multimodal model is trained and saved."""
+    logger.info(
+        "model.pretrained '%s' is a %s: its text part (%s) alone is trained and saved",
+        source,
+        model_type,
+        text_type,
+    )
 
 
 def _from_document(document: dict[str, Any], where: str) -> PreTrainedConfig:

@@ -180,12 +180,16 @@ def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCo
 
 
 def known_keys(config: PreTrainedConfig, used: frozenset[str]) -> frozenset[str]:
-    """Return the keys with a meaning for the config's class: its fields, aliases, and used keys.
+    """Return the keys with a meaning for the config's class.
+
+    They are its fields, aliases and used keys, and those that the class itself writes into a
+    config.json (`_sliding_window_pattern`).
 
     used: `Family.config_keys`; empty if they are not known.
     """
     fields = {field.name for field in dataclasses.fields(config)}
-    return frozenset(fields | set(config.attribute_map) | (used or OLDER_SPELLINGS))
+    written = set(type(config)().to_dict())
+    return frozenset(fields | written | set(config.attribute_map) | (used or OLDER_SPELLINGS))
 
 
 def settle_keys(

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.hub import cached_file
 
 from autohet.runtime.models.family import Family
@@ -129,24 +130,59 @@ Sources = Sequence[tuple[str, ...]]
 """Names in the files of one parameter: one tensor, or the matrices of each expert of a stack."""
 
 
+TEXT_PARTS = ("language_model.", "model.language_model.", "text_model.", "model.text_model.")
+"""Prefixes of the text part's tensors in files of multimodal models, by architecture and release.
+
+They precede the text model's own names, or those without the prefix of its base.
+"""
+BLOCKS = "_blocks"
+BLOCK_SCALES = "_scales"
+"""Suffixes of a stack of experts in MXFP4 (gpt-oss): pairs of 4-bit values, and their exponents."""
+
+
+def _placements(family: Family) -> Iterator[tuple[str, str]]:
+    """Yield (prefix of a parameter's name that files may lack, prefix that they may add)."""
+    for added in ("", *TEXT_PARTS):
+        for lacked in ("", f"{family.base}."):
+            yield lacked, added
+
+
+def text_prefix(family: Family, files: Collection[str]) -> str:
+    """Return the prefix of the text part in a multimodal model's files; empty for a text model."""
+    embedding = f"{family.token_embedding}.weight"
+    for lacked, added in _placements(family):
+        if added + embedding.removeprefix(lacked) in files:
+            return added
+    return ""
+
+
 def _sources(
     name: str, config: PreTrainedConfig, family: Family, files: Mapping[str, str]
 ) -> Sources:
     """Return the names of a parameter in the files, or its own name if the files lack it.
 
-    A checkpoint of the decoder alone omits the prefix of its base, and a tied embedding may be
-    stored as the head. Experts are stored one by one, or as a stack.
+    A checkpoint of the decoder alone omits the prefix of its base, one of a multimodal model adds
+    the text part's, and a tied embedding may be stored as the head. Experts are stored one by one,
+    as a stack, or as a stack in MXFP4.
     """
-    candidates = [name, name.removeprefix(family.base + ".")]
+    names = [name]
     if family.tied_head(config) and name == f"{family.token_embedding}.weight":
-        candidates.append(f"{family.head}.weight")
+        names.append(f"{family.head}.weight")
     experts = None
     if family.expert_names is not None:
-        candidates.append(family.expert_names.stored_name(name))
+        names.append(family.expert_names.stored_name(name))
         experts = family.expert_names.matrices(name, num_experts(config) or 0)
-    for candidate in candidates:
-        if candidate in files:
-            return ((candidate,),)
+    for lacked, added in _placements(family):
+        for each in names:
+            candidate = added + each.removeprefix(lacked)
+            for stored in (candidate, f"{candidate}{BLOCKS}"):
+                if stored in files:
+                    return ((stored,),)
+        if experts and added + experts[0][0].removeprefix(lacked) in files:
+            placed = []
+            for matrices in experts:
+                placed.append(tuple(added + each.removeprefix(lacked) for each in matrices))
+            return placed
     if experts is not None:
         return experts
     return ((name,),)
@@ -179,10 +215,15 @@ def _check_names(
         raise ConfigError(f"checkpoint '{source}' has no tensor {min(missing)}")
 
     used |= {f"{name}{FP8_SCALE}" for name in used}
+    used |= {_block_scales(name) for name in used if name.endswith(BLOCKS)}
     # A tied head may be stored beside the embedding that is read for both.
-    used.add(f"{family.head}.weight")
+    prefix = text_prefix(family, files)
+    used |= {f"{family.head}.weight", f"{prefix}{family.head}.weight"}
     unused = []
     for tensor in sorted(set(files) - used):
+        # Other parts of a multimodal model were announced with its config.
+        if not tensor.startswith(prefix):
+            continue
         if not COMPUTED.search(f".{tensor}") and not FP8_BESIDE.search(tensor):
             unused.append(tensor)
 
@@ -211,14 +252,20 @@ def _head_differs(
     source: str, config: PreTrainedConfig, family: Family, files: Mapping[str, str]
 ) -> bool:
     """Return True if the files hold both a head and an embedding, and they differ."""
-    head = f"{family.head}.weight"
-    embedding = f"{family.token_embedding}.weight"
-    stored = embedding if embedding in files else embedding.removeprefix(family.base + ".")
-    if head not in files or stored not in files:
+    head, embedding = f"{family.head}.weight", f"{family.token_embedding}.weight"
+    stored: list[str] = []
+    for name in (head, embedding):
+        for lacked, added in _placements(family):
+            candidate = added + name.removeprefix(lacked)
+            if candidate in files:
+                stored.append(candidate)
+                break
+    if len(stored) < 2:
         return False
-    with _open(files[head]) as heads, _open(files[stored]) as embeddings:
+    head, embedding = stored
+    with _open(files[head]) as heads, _open(files[embedding]) as embeddings:
         one = heads.get_slice(head)
-        other = embeddings.get_slice(stored)
+        other = embeddings.get_slice(embedding)
         rows = one.get_shape()[0]
         if one.get_shape() != other.get_shape():
             raise ConfigError(
@@ -247,7 +294,7 @@ DEQUANTIZE_FIRST = (
 
 
 def _check_quantization(source: str, quantization: Any) -> None:
-    """Check that the weights are plain, or fp8 in blocks with scales.
+    """Check that the weights are plain, or quantized in a way that is undone on reading.
 
     Raises:
         ConfigError: they are quantized in another way.
@@ -256,27 +303,11 @@ def _check_quantization(source: str, quantization: Any) -> None:
         return
     document = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     method = document.get("quant_method")
-    if method != "fp8":
+    if method not in ("fp8", "mxfp4"):
         raise ConfigError(
             f"model.pretrained '{source}' is quantized by {method or 'an unnamed method'}"
-            f" (quantization_config); {DEQUANTIZE_FIRST}. fp8 with weight_scale_inv can be read"
-        )
-
-
-def check_plain_weights(source: str, revision: str | None = None) -> None:
-    """Check that the weights of `source` are not quantized.
-
-    An adapter trained on dequantized weights does not fit the quantized ones.
-
-    Raises:
-        ConfigError: the weights are quantized.
-    """
-    quantization = _quantization_of(source, revision)
-    if quantization:
-        raise ConfigError(
-            f"model.adapter: the base '{source}' is quantized by"
-            f" {quantization.get('quant_method') or 'an unnamed method'}, and adapters are trained"
-            f" on plain weights alone; {DEQUANTIZE_FIRST}"
+            f" (quantization_config); {DEQUANTIZE_FIRST}. fp8 with weight_scale_inv and"
+            " MXFP4 of gpt-oss can be read"
         )
 
 
@@ -284,8 +315,18 @@ def _quantization_of(path: str, revision: str | None) -> dict[str, Any]:
     """Return `quantization_config` of a checkpoint's config file; empty without one."""
     file = _find(path, CONFIG_FILE, revision)
     document = {} if file is None else json.loads(Path(file).read_text())
-    quantization: dict[str, Any] = document.get("quantization_config") or {}
+    quantization: dict[str, Any] = quantization_of(document)
     return quantization
+
+
+def quantization_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the quantization settings of a model or of its text part; empty without any."""
+    inner = document.get("text_config") or {}
+    return document.get("quantization_config") or inner.get("quantization_config") or {}
+
+
+def _block_scales(stored: str) -> str:
+    return stored.removesuffix(BLOCKS) + BLOCK_SCALES
 
 
 def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
@@ -324,6 +365,10 @@ def _read(
     """Read a whole tensor in fp32, dequantized."""
     with _open(files[stored]) as reader:
         tensor = reader.get_tensor(stored)
+    if stored.endswith(BLOCKS):
+        with _open(files[_block_scales(stored)]) as reader:
+            exponents = reader.get_tensor(_block_scales(stored))
+        return convert_moe_packed_tensors(tensor, exponents, dtype=torch.float32)
     scale_name = f"{stored}{FP8_SCALE}"
     if scale_name in files:
         with _open(files[scale_name]) as reader:
@@ -353,8 +398,14 @@ def _dequantize(
         return weight * factors.reshape(())
     rows, columns = weight.shape
     grid = tuple(factors.shape)
-    # Without a block's size in the config it follows from the number of scales.
+    # Without a block's size in the config it follows from the number of scales, if that divides a
+    # side into blocks of a power of two: a last block that is cut would be taken for a whole one.
     sizes = block or (-(-rows // grid[0]), -(-columns // grid[-1]))
+    if block is None and any(size & (size - 1) for size in sizes):
+        raise ConfigError(
+            f"{stored} in '{path}' has shape {(rows, columns)} and scales of shape {grid}, but the"
+            " config has no weight_block_size; add its quantization_config again"
+        )
     expected_grid = (-(-rows // sizes[0]), -(-columns // sizes[1]))
     if grid != expected_grid:
         raise ConfigError(

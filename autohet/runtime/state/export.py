@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
+from autohet.runtime.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from autohet.runtime.models.layers.adapters import adapter_of
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS
 from autohet.runtime.models.parameter_spec import PADDED
 from autohet.runtime.models.registry import FAMILIES
 from autohet.runtime.state.export_adapter import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
     ExportedWeights,
     merge_weights,
     peft_config,

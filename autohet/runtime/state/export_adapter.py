@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.job import ModelSection
 from autohet.runtime.job.identity import PRETRAINED
+from autohet.runtime.models.adapter_files import PEFT_PREFIX
 from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     B_SUFFIX,
     Adapter,
     adapter_of,
-    is_linear,
+    shortest_targets,
     target_paths,
 )
 from autohet.runtime.models.pretrained import weights_identity
@@ -30,9 +30,6 @@ from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import TensorSpec
 
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-PEFT_PREFIX = "base_model.model."
 EXPERT_MAPS = frozenset({"gate_proj", "up_proj", "down_proj"})
 """Names of maps that peft takes for routed experts' in a mixture of experts.
 
@@ -101,7 +98,7 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": alpha,
         "use_rslora": adapter.rslora,
-        "target_modules": _target_modules(modules, model),
+        "target_modules": shortest_targets(modules, model),
         # Older releases of peft do not know the key.
         **({"target_parameters": parameters} if parameters else {}),
         "fan_in_fan_out": is_transposed,
@@ -110,22 +107,6 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         "bias": "none",
         "inference_mode": True,
     }
-
-
-def _target_modules(paths: Sequence[str], model: torch.nn.Module) -> list[str]:
-    """Return the last path components if they match the targets alone, else the whole paths.
-
-    peft and inference servers expect the last components.
-    """
-    ends = {_last_component(path) for path in paths}
-    matched = set()
-    for path, module in model.named_modules():
-        if is_linear(module) and _last_component(path) in ends:
-            matched.add(path)
-
-    if matched == set(paths):
-        return sorted(ends)
-    return sorted(paths)
 
 
 def _last_component(path: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from autohet.runtime.job import ModelSection
+from autohet.runtime.models.adapter_files import stored_matrices
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import is_adapter
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
@@ -29,14 +30,19 @@ def first_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole fp32 tensor on the CPU) of parameters before the first step.
 
-    Pretrained parameters are read; adapters and new models are drawn from the seed.
+    Pretrained parameters and the adapter of `model.adapter.from` are read; new models and adapters
+    are drawn from the seed.
 
     Raises:
         ConfigError: the checkpoint or a tensor is missing, or does not fit the config.
     """
-    drawn = {name for name in names if model.pretrained is None or is_adapter(name)}
+    matrices = {name for name in names if is_adapter(name)}
+    drawn = set(names) if model.pretrained is None else matrices
+    if model.adapter is not None and model.adapter.from_ is not None:
+        drawn = drawn - matrices
+        yield from stored_matrices(model.adapter.from_, config, matrices)
     yield from initial_parameters(config, drawn, seed)
-    read = set(names) - drawn
+    read = set(names) - drawn - matrices
     if model.pretrained is not None and read:
         family = family_of(config)
         yield from pretrained_parameters(model.pretrained, config, family, read, model.revision)

@@ -422,7 +422,7 @@ def test_fp8_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         {"quant_method": "compressed-tensors", "format": "float-quantized"},
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "awq", "bits": 4},
-        {"quant_method": "mxfp4"},
+        {"quant_method": "quark"},
         {"quant_method": "torchao"},
         {"quant_method": "fbgemm_fp8"},
     ],

@@ -90,8 +90,9 @@ def set_adapter(
 ) -> None:
     """Put a job's adapter (`AdapterSection`; None: no-op) into the model's config."""
     if section is not None:
-        adapter = Adapter(**asdict(section), base=base, revision=revision)
-        setattr(config, ADAPTER, asdict(adapter))
+        fields = asdict(section)
+        del fields["from_"]
+        setattr(config, ADAPTER, asdict(Adapter(**fields, base=base, revision=revision)))
 
 
 def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
@@ -156,6 +157,22 @@ def _explain_unmatched(pattern: str, linear: Collection[str]) -> str:
         f"model.adapter.targets: '{pattern}' matches no linear map of the blocks; the nearest is"
         f" {near[0]} (of {', '.join(names)})"
     )
+
+
+def shortest_targets(paths: Collection[str], model: nn.Module) -> list[str]:
+    """Return the last path components if they match the targets alone, else the whole paths.
+
+    peft and inference servers expect the last components.
+    """
+    ends = {_last_component(path) for path in paths}
+    matched = set()
+    for path, module in model.named_modules():
+        if is_linear(module) and _last_component(path) in ends:
+            matched.add(path)
+
+    if matched == set(paths):
+        return sorted(ends)
+    return sorted(paths)
 
 
 def _last_component(path: str) -> str:

@@ -1,0 +1,253 @@
+"""Files of an adapter (`model.adapter.from`) that `peft` or another run has written.
+
+A job goes on with it: rank, scale and targets are the files', and its matrices are the first ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file
+
+from autohet.runtime.job import AdapterSection
+from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.adapters import (
+    A_SUFFIX,
+    Adapter,
+    is_adapter,
+    shortest_targets,
+    target_paths,
+)
+from autohet.runtime.models.pretrained import TEXT_PARTS
+from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.skeleton import skeleton
+from planner.errors import ConfigError
+from recovery.errors import RecoveryError
+from recovery.storage.open import open_storage
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+}
+"""Values of peft's settings with which an adapter is a plain one; null and an absent key are, too.
+"""
+
+
+def is_adapter_alone(source: str) -> bool:
+    """Return True if a directory has an adapter and no model's weights."""
+    folder = Path(source)
+    return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
+
+
+def adapter_base(source: str, revision: str | None) -> str | None:
+    """Return the name of the base of the adapter at a directory or hub id; None: it holds none."""
+    try:
+        file = cached_file(
+            source,
+            ADAPTER_CONFIG,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        if file is None:
+            return None
+        document = json.loads(Path(file).read_text())
+    except (OSError, ValueError):
+        return None
+    return str(document.get("base_model_name_or_path") or "a model that it does not name")
+
+
+def take_stored(section: AdapterSection, config: PreTrainedConfig) -> AdapterSection:
+    """Return the section with the stored adapter's rank, scale and targets; no-op without one.
+
+    Raises:
+        ConfigError: the files cannot be read, are of another kind of adapter or another model, or
+        are not what the section says.
+    """
+    if section.from_ is None:
+        return section
+    source = section.from_
+    document = _read_settings(source)
+    family = family_of(config)
+    model = skeleton(config)
+    paths = sorted(_stored_names(source, family))
+    paths = [path.removesuffix(A_SUFFIX) for path in paths if path.endswith(A_SUFFIX)]
+    found = replace(
+        section,
+        rank=int(document["r"]),
+        alpha=float(document["lora_alpha"]),
+        rslora=bool(document.get("use_rslora")),
+        targets=tuple(shortest_targets(paths, model)),
+    )
+    for key in ("rank", "alpha", "rslora"):
+        given = getattr(section, key)
+        if given is not None and given != getattr(found, key):
+            raise ConfigError(
+                f"model.adapter.{key} is {given}, but the adapter '{source}' has"
+                f" {getattr(found, key)}; leave the key out"
+            )
+    _check_targets(section, found, family, model)
+    return found
+
+
+def stored_matrices(
+    source: str, config: PreTrainedConfig, names: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole fp32 tensor) of a stored adapter's matrices.
+
+    Raises:
+        ConfigError: a matrix is missing, or its shape is not the model's.
+    """
+    family = family_of(config)
+    specs = family.parameter_specs(config)
+    stored = _stored_names(source, family)
+    with safe_open(_files_of(source) / ADAPTER_FILE, framework="pt") as reader:
+        for name in sorted(names):
+            if name not in stored:
+                raise ConfigError(f"model.adapter.from: '{source}' has no tensor {name}")
+            tensor: Tensor = reader.get_tensor(stored[name])
+            if tuple(tensor.shape) != specs[name].shape:
+                raise ConfigError(
+                    f"model.adapter.from: {name} of '{source}' has shape {tuple(tensor.shape)}, but"
+                    f" this model's is {specs[name].shape}; name the adapter's own base"
+                )
+            yield name, tensor.float()
+
+
+def _check_targets(
+    section: AdapterSection, found: AdapterSection, family: Family, model: nn.Module
+) -> None:
+    """Raise ConfigError unless the stored targets are linear maps, and those that the job names."""
+    stored = target_paths(_as_adapter(found), family.layers, model)
+    if section.targets is None:
+        return
+    named = target_paths(_as_adapter(replace(found, targets=section.targets)), family.layers, model)
+    differing = sorted(set(named) ^ set(stored))
+    if differing:
+        who = "the job" if differing[0] in named else "the adapter"
+        raise ConfigError(
+            f"model.adapter.targets and those of '{section.from_}' differ: {who} alone adapts"
+            f" {differing[0]}; leave the key out"
+        )
+
+
+def _as_adapter(section: AdapterSection) -> Adapter:
+    assert section.rank is not None
+    assert section.alpha is not None
+    assert section.targets is not None
+    return Adapter(section.kind, section.rank, section.alpha, section.targets, rslora=False)
+
+
+def _read_settings(source: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json; raise ConfigError if it is no plain LoRA."""
+    file = _files_of(source) / ADAPTER_CONFIG
+    try:
+        document: dict[str, Any] = json.loads(file.read_text())
+        if int(document["r"]) < 1 or float(document["lora_alpha"]) <= 0:
+            raise ValueError("r and lora_alpha must be positive")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"model.adapter.from: '{source}' has no readable {ADAPTER_CONFIG}"
+            f" ({type(error).__name__}: {error})"
+        ) from None
+    for key, plain in PLAIN.items():
+        value = document.get(key)
+        if value is not None and value not in plain:
+            raise ConfigError(
+                f"model.adapter.from: the adapter '{source}' has {key}: {json.dumps(value)}, which"
+                " cannot be trained here; merge it into its base with peft, and train that"
+            )
+    return document
+
+
+def _stored_names(source: str, family: Family) -> dict[str, str]:
+    """Return the names in the file of each matrix, by the parameter's name in the text model."""
+    file = _files_of(source) / ADAPTER_FILE
+    try:
+        with safe_open(file, framework="pt") as reader:
+            stored = list(reader.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"model.adapter.from: '{source}' has no readable {ADAPTER_FILE} ({error})"
+        ) from None
+    found = {}
+    for name in stored:
+        own = _text_name(name.removeprefix(PEFT_PREFIX), family)
+        if not is_adapter(own):
+            raise ConfigError(
+                f"model.adapter.from: '{source}' holds {name}, which is no matrix of a linear map's"
+                " adapter; merge it into its base with peft, and train that"
+            )
+        found[own] = name
+    return found
+
+
+def _text_name(name: str, family: Family) -> str:
+    """Return a parameter's name in the text model, without the prefix of a multimodal one."""
+    for part in TEXT_PARTS:
+        if name.startswith(part):
+            rest = name.removeprefix(part).removeprefix(f"{family.base}.")
+            return f"{family.base}.{rest}"
+    return name
+
+
+@functools.cache
+def _files_of(source: str) -> Path:
+    """Return the directory of an adapter's files, which are fetched once per process."""
+    if "://" in source:
+        return _copy_of(source)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or source.startswith("."):
+        raise ConfigError(f"model.adapter.from: there is no directory '{source}'")
+    name, _, revision = source.partition("@")
+    try:
+        for file in (ADAPTER_FILE, ADAPTER_CONFIG):
+            found = cached_file(name, file, revision=revision or None)
+    except OSError as error:
+        raise ConfigError(
+            f"model.adapter.from '{source}' is no directory, and no adapter of a hub:"
+            f" {str(error).splitlines()[0]}"
+        ) from None
+    return Path(str(found)).parent
+
+
+_copies: list[tempfile.TemporaryDirectory[str]] = []
+"""Copies of adapters in buckets, removed when the process ends."""
+
+
+def _copy_of(uri: str) -> Path:
+    """Copy an adapter out of a bucket."""
+    copy = tempfile.TemporaryDirectory(prefix="autohet-adapter-")
+    try:
+        with closing(open_storage(uri.rstrip("/"))) as storage:
+            for file in (ADAPTER_CONFIG, ADAPTER_FILE):
+                Path(copy.name, file).write_bytes(storage.get(file))
+    except RecoveryError as error:
+        raise ConfigError(f"model.adapter.from '{uri}' cannot be read: {error}") from None
+    _copies.append(copy)
+    return Path(copy.name)
