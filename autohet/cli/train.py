@@ -14,7 +14,13 @@ from typing import Any
 
 from autohet.driver.events.event_log import finite
 from autohet.driver.job.submission import is_submitted, warn_of_short_stop
-from autohet.driver.job.supervise import MAY_PASS, RESTARTS, supervise_child, will_restart
+from autohet.driver.job.supervise import (
+    MAY_PASS,
+    RESTARTS,
+    is_restart,
+    supervise_child,
+    will_restart,
+)
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import PlainFormatter, visible
 
@@ -60,6 +66,14 @@ def add_parser(subparsers: Any) -> None:
         ),
     )
     parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help=(
+            "begin at step 0, whatever steps nodes still hold of an earlier run; refused where the"
+            " storage holds a checkpoint"
+        ),
+    )
+    parser.add_argument(
         "--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)"
     )
     parser.add_argument(
@@ -87,9 +101,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
+    from autohet.driver.checkpoints.fresh import begin_fresh_run
     from autohet.driver.job.run import train
     from autohet.driver.job.view import View
 
+    if arguments.fresh and not is_restart():
+        begin_fresh_run(job)
     with View(emulated=job.emulation is not None) as view:
         outcome = train(
             job,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autohet.control.planning.orders import Book
     from autohet.control.planning.proposals import PendingSearch, PlanProposal
+    from autohet.control.states.from_scratch import Wait
     from autohet.control.values.change import Change
     from autohet.control.values.fleet_event import FleetEvent
     from planner.inputs.fleet import Node
@@ -64,7 +65,8 @@ class Sourcing:
     """Finding out what each node holds, while all workers stand.
 
     Agents and durable storage are asked only if live memory does not hold all. Then the generation
-    of `book` is claimed in the journal; its orders wait for that until `claimed_by`.
+    of `book` is claimed in the journal; its orders wait for that until `claimed_by`. wait: set
+    while a start at step 0 waits for what may still be found.
     """
 
     change: Change
@@ -75,6 +77,7 @@ class Sourcing:
     asked: bool = False
     book: Book | None = None
     claimed_by: float = 0.0
+    wait: Wait | None = None
 
 
 @dataclass
@@ -176,11 +179,15 @@ class Saving:
 
 @dataclass
 class Ended:
-    """End of the job. may_pass: True if a restarted driver may do better."""
+    """End of the job. may_pass: True if a restarted driver may do better.
+
+    storage_is_back: True if the run is to start again at once, from what its storage holds now.
+    """
 
     ok: bool
     reason: str
     may_pass: bool = False
+    storage_is_back: bool = False
 
 
 State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Saving | Ended

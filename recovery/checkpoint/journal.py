@@ -197,6 +197,20 @@ def _entries_from(entries: Mapping[int, Descent], generation: int) -> dict[int, 
     return {number: entry for number, entry in entries.items() if number >= generation}
 
 
+def begin_fresh(storage: Storage) -> int:
+    """Begin the journal anew, so that no copy on any node is of the run's history.
+
+    Call while no driver of the job is alive. Returns the number of the one entry, whose state is
+    newly initialized.
+    """
+    ancestry = read_ancestry(storage)
+    first = (ancestry.newest or 0) + 1
+    entry = Descent(generation=first, parent=None, first_step=0, run=uuid.uuid4().hex)
+    storage.put(entry_name(first), encode_entry(entry), if_none_match=True)
+    storage.delete([entry_name(number) for number in sorted(ancestry.entries)])
+    return first
+
+
 @dataclass(frozen=True)
 class Entries:
     """The entries that were `readable`, and the numbers of all that are there."""

@@ -13,7 +13,7 @@ from autohet.runtime.messages import GenerationOrder, StateTransfer, UploadRetri
 from planner.inputs.fleet import node_of
 
 if TYPE_CHECKING:
-    from autohet.control.values.observation import Age, Observation
+    from autohet.control.values.observation import Age, CheckpointState, Observation
     from recovery.state.layout import Layout
 
 
@@ -130,6 +130,14 @@ class CheckpointLog:
         due = num_steps - num_steps % self._every_steps
         if due == num_steps or due not in self._due_at:
             self._due_at[due] = now
+
+    def awaits_commit(self, found: CheckpointState) -> bool:
+        """Return True if a checkpoint whose every part is written may still be committed."""
+        if not self._complete:
+            return False
+        _, step = max(self._complete)
+        is_refused = found.error_step == step and not found.is_retried
+        return not is_refused and (self.step is None or self.step < step)
 
     def record(
         self, seen: Observation, orders: Mapping[str, GenerationOrder], generation: int

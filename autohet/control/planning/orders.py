@@ -56,6 +56,7 @@ class OrderTerms:
     last_step: steps of the whole run; None while the rows of the data set are not counted.
     Early stopping may end it before. step_timeout_s: deadline of a step. change_s: expected time
     until a node leaves. evaluations: losses so far. loss_scales: those of the run so far.
+    from_scratch: begin at step 0, although training has begun.
     """
 
     last_step: int | None
@@ -63,6 +64,7 @@ class OrderTerms:
     change_s: float = MOST_S
     evaluations: EvaluationLog = field(default_factory=EvaluationLog)
     loss_scales: LossScales = field(default_factory=LossScales)
+    from_scratch: bool = False
 
 
 class OrderBuilder:
@@ -103,6 +105,11 @@ class OrderBuilder:
         From now on the state must be found, never drawn anew.
         """
         self._begun = True
+
+    @property
+    def begun(self) -> bool:
+        """True once a generation has its state."""
+        return self._begun
 
     def _layout_of_plan(self, plan: Plan) -> Layout:
         """Return a plan's layout, which is cached for the plan that was asked about last.
@@ -242,11 +249,15 @@ class OrderBuilder:
         self._note_bad(seen)
         self.ancestry = self.ancestry.joined(seen.checkpoint.ancestry)
 
-        # Before training has begun, what is live was drawn from the seed and can be drawn again.
-        live = self.live_holdings(seen, members) if self._begun else []
-        all_holdings = [*live, *self._kept(seen)]
-        parent, holdings = self._one_history(layout, all_holdings)
-        step, transfers = self._schedule(layout, holdings, seen)
+        parent: int | None = None
+        step = 0
+        transfers: TransferSchedule | None = None
+        if not terms.from_scratch:
+            # Before training has begun, what is live was drawn from the seed, and can be again.
+            live = self.live_holdings(seen, members) if self._begun else []
+            all_holdings = [*live, *self._kept(seen)]
+            parent, holdings = self._one_history(layout, all_holdings)
+            step, transfers = self._schedule(layout, holdings, seen)
         descent = Descent(
             generation=generation,
             parent=parent if transfers else None,
@@ -298,6 +309,13 @@ class OrderBuilder:
             descent=descent,
             replication=replication,
         )
+
+    def withdraw(self, generation: int) -> None:
+        """Forget a generation whose orders were written and are not sent."""
+        entries = dict(self.ancestry.entries)
+        del entries[generation]
+        self.ancestry = Ancestry(entries, self.ancestry.unknown)
+        del self._layouts[generation]
 
     def _address(
         self,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autohet.control.ending import fail
 from autohet.control.job_state import Building, Quiescing, Sourcing, State
 from autohet.control.planning.orders import Book, OrderTerms
+from autohet.control.states.from_scratch import judge_start, look_anew
 from autohet.control.values.actions import Begin, ClaimGeneration, RequestInventories
 from autohet.control.values.effects import Deciding, Effects, Remark, event
 from planner.errors import ConfigError
@@ -83,6 +84,9 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     Both are this driver's once the journal says so.
     """
     orders = memory.orders
+    ended = yield from look_anew(state, memory, seen)
+    if ended is not None:
+        return ended
     if memory.ledger.records:
         orders.confirm()  # also where the first generation's readiness was never seen
     newest = max(memory.generation, orders.newest_generation(seen))
@@ -97,17 +101,36 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
         loss_scales=memory.ledger.loss_scales,
     )
     try:
-        book = orders.write(generation, state.proposal, seen, memory.members, terms)
-    except NotRestorable as error:
-        return (yield from fail(memory, f"the training state is lost: {error}"))
+        book, why_lost = _write_orders(state, memory, seen, generation, terms)
     except ConfigError as error:
         return (yield from fail(memory, str(error)))
+    if book.schedule is None:
+        following = yield from judge_start(state, memory, seen, why_lost)
+        if following is not None:
+            orders.withdraw(generation)
+            return following
     state.book = book
     patience_s = min(CLAIM_S, memory.timeouts.quiesce_s)
     state.claimed_by = seen.now + patience_s
     memory.generation = generation
     yield ClaimGeneration(book.descent)
     return state
+
+
+def _write_orders(
+    state: Sourcing, memory: JobMemory, seen: Observation, generation: int, terms: OrderTerms
+) -> tuple[Book, str]:
+    """Return the orders, and why no step can be restored; empty if one can, or none was run.
+
+    Raises:
+        ConfigError: the plan's layout cannot be made.
+    """
+    orders = memory.orders
+    try:
+        return orders.write(generation, state.proposal, seen, memory.members, terms), ""
+    except NotRestorable as error:
+        anew = replace(terms, from_scratch=True)
+        return orders.write(generation, state.proposal, seen, (), anew), str(error)
 
 
 def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) -> Deciding[State]:
@@ -121,10 +144,13 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
         return state
     is_claimed = checkpoint.claimed >= generation and checkpoint.unclaimed != generation
     if not is_claimed:
+        why = f"the storage has not answered within {CLAIM_S:.0f} s"
+        if checkpoint.unclaimed == generation:
+            why = "the storage has refused it for now"
         sentence = (
             f"Deciding to begin generation {generation} without its entry in the journal, since"
-            " the storage does not take it: a restarted driver cannot go on from what it keeps in"
-            " memory"
+            f" {why}: until the entry is there, a restarted driver cannot go on from what nodes"
+            " keep in memory"
         )
         yield event("decision", generation, sentence)
 

@@ -131,6 +131,8 @@ class CheckpointState:
     """Errors of damaged checkpoints that are passed over, in the order in which they were found."""
     unknown: str = ""
     """Reason why the checkpoints of the present history are not known; nothing is removed then."""
+    is_misplaced: bool = False
+    """True if what this driver has written is gone: another storage lies at its place."""
     superseded: str | None = None
     """Reason why this driver is to end: another has taken the job over."""
 

@@ -30,7 +30,7 @@ from recovery.checkpoint.commit import (
     of_present_history,
 )
 from recovery.checkpoint.errors import CheckpointCorrupt, Superseded
-from recovery.checkpoint.journal import Journal, oldest_needed
+from recovery.checkpoint.journal import Journal, JournalUnreachable, oldest_needed
 from recovery.checkpoint.lease import LEASE_S, DriverLease, LeaseKeeper
 from recovery.checkpoint.manifest import Manifest, Scalar
 from recovery.checkpoint.read import read_shards
@@ -355,6 +355,7 @@ class Durable:
                     error_step=None if attempt is None else attempt.step,
                     error_generation=None if attempt is None else attempt.generation,
                     is_retried=self._try_again(attempt, error),
+                    is_misplaced=isinstance(error, JournalUnreachable),
                 )
 
     def _try_again(self, attempt: _Commit | None, error: Exception) -> bool:

@@ -37,6 +37,7 @@ KINDS = (
     "calibration",
     "parted",
     "skipped",
+    "from_scratch",
     "evaluation",
     "decision",
     "reconfigure",
@@ -45,7 +46,7 @@ KINDS = (
     "finished",
     "failed",
 )
-WARNINGS = ("checkpoint_failed", "memory_shortage")
+WARNINGS = ("checkpoint_failed", "memory_shortage", "from_scratch")
 """Kinds whose sentence is logged as a warning."""
 FREQUENT = ("step", "snapshot", "transfers")
 """Kinds that are written to the file, but not kept in memory."""

@@ -50,12 +50,14 @@ class Outcome:
     """End of a run.
 
     `ok`: all its steps are trained and committed. `may_pass`: a restarted driver may do better.
+    `storage_is_back`: the run is to start again at once, from what its storage holds now.
     """
 
     ok: bool
     reason: str
     summary: dict[str, Any]
     may_pass: bool = False
+    storage_is_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,13 @@ class JobRun:
     def outcome(self) -> Outcome:
         ended = self.controller.ended
         assert ended is not None
-        return Outcome(ended.ok, ended.reason, self.controller.summary(), ended.may_pass)
+        return Outcome(
+            ended.ok,
+            ended.reason,
+            self.controller.summary(),
+            ended.may_pass,
+            ended.storage_is_back,
+        )
 
     def close(self, *, at_once: bool = False) -> None:
         """End all that the run started; `at_once`: without waiting for work in flight.

@@ -21,7 +21,7 @@ from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_gpus, check_shared_storage
 from autohet.driver.job.job_run import JobRun, Machines, Outcome
 from autohet.driver.job.patience import with_patience
-from autohet.driver.job.preparation import prepare
+from autohet.driver.job.preparation import check_storage, prepare
 from autohet.driver.job.run_record import RunCopies
 from autohet.driver.job.run_storage import make_durable
 from autohet.driver.job.submission import is_submitted, warn_of_no_restart
@@ -35,6 +35,7 @@ from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.requests.scaling import fleet_request
 from autohet.driver.report.write import leave_report
 from autohet.runtime.job import Job
+from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
 from recovery.checkpoint.errors import LeaseHeld
 from recovery.storage.errors import StorageError
@@ -173,6 +174,20 @@ def _trackers(job: Job, directory: Path) -> list[Callback]:
 
 def train_with(
     job: Job, machines: Machines, files: RunFiles, show: Show, durable: Durable | None = None
+) -> Outcome:
+    """Run a job; start again if the run's storage takes the place of an empty one."""
+    outcome = _train_once(job, machines, files, show, durable)
+    while outcome.storage_is_back:
+        found = check_storage(job, load_config(job.model))
+        if found is not None and found.ended:
+            return Outcome(True, *summary_of_finished(job, found, files.events.path))
+        with _take_over(job) as taken:
+            outcome = _train_once(job, machines, files, show, taken)
+    return outcome
+
+
+def _train_once(
+    job: Job, machines: Machines, files: RunFiles, show: Show, durable: Durable | None
 ) -> Outcome:
     try:
         run = JobRun(job, machines, files.events, files.copies.record, files.recorder, durable)

@@ -42,6 +42,9 @@ class RunCopies:
         self._copies: StoredCopies | None = None
 
     def begin(self) -> None:
+        """Begin to copy; no-op after the first call."""
+        if self._log is not None:
+            return
         self._log = ProcessLog("driver", self.record)
         logger = logging.getLogger("autohet")
         if logger.level == logging.NOTSET:

@@ -249,7 +249,7 @@ def _change_row(event: Event, begin: float) -> str:
 def _decisions(events: Sequence[Event], begin: float) -> str:
     items = []
     for event in events:
-        if event["kind"] in ("decision", "checkpoint_failed"):
+        if event["kind"] in ("decision", "checkpoint_failed", "from_scratch"):
             at = event["time"] - begin
             items.append(f"<li>{at:,.1f} s: {escape(event['reason'])}</li>")
     if not items:

@@ -42,6 +42,7 @@ NEWS_KINDS = (
     "decision",
     "checkpoint",
     "checkpoint_failed",
+    "from_scratch",
     "finished",
     "failed",
 )

@@ -164,6 +164,12 @@ class ElasticSection:
 
     A region starves while none of its nodes train: no capacity, or all nodes were taken.
     """
+    restart_from_scratch: bool = True
+    """Begin again at step 0 if the training state is lost before a first durable checkpoint.
+
+    The log and the event `from_scratch` count the lost steps. false: the job fails. With a durable
+    checkpoint the run goes on from that, whatever this says.
+    """
     max_failures_in_a_row: int = 5
     """Number of failures of one cause, without a committed step between them, that are retried.
 

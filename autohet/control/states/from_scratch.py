@@ -1,0 +1,158 @@
+"""Starts at step 0 of a job that has trained: allowed, waited with, or refused.
+
+A state that no checkpoint and no node holds is trained again. An empty storage beside nodes that
+hold steps of the job is more likely a file system that is not mounted, and is waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autohet.control.ending import fail, finish
+from autohet.control.job_state import Ended
+from autohet.control.values.actions import RequestInventories
+from autohet.control.values.effects import Deciding, Effects, event
+
+if TYPE_CHECKING:
+    from autohet.control.job_memory import JobMemory
+    from autohet.control.job_state import Sourcing, State
+    from autohet.control.values.observation import Observation
+
+LOOK_AGAIN_S = 5.0
+"""Seconds between two looks for what is waited for, at agents and the storage."""
+
+
+@dataclass
+class Wait:
+    """Wait before a start at step 0, since what was lost may still be found."""
+
+    since: float
+    asked_at: float
+    empty_storage: str = ""
+    """Sentence on the empty storage that is waited for; empty if none is."""
+
+
+def look_anew(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[Ended | None]:
+    """End the run if a storage took the place of the empty one that was waited for.
+
+    It then starts again, and takes that storage over as every start does. None: there is none.
+    """
+    is_waiting = state.wait is not None and state.wait.empty_storage
+    if not is_waiting or (_is_blank(seen) and not seen.checkpoint.is_misplaced):
+        return None
+    reason = f"{memory.job.checkpoint_storage} is not the empty storage of this start any more"
+    sentence = f"Deciding to start again from what the storage holds, since {reason}"
+    yield event("decision", memory.generation, sentence)
+    return Ended(False, reason, may_pass=True, storage_is_back=True)
+
+
+def judge_start(
+    state: Sourcing, memory: JobMemory, seen: Observation, why_lost: str
+) -> Deciding[State | None]:
+    """Return None if the job may begin at step 0; else the state that follows.
+
+    why_lost: reason why no step can be restored; empty on a first start, where none was looked for.
+    """
+    if seen.stop_reason:
+        reason = f"stopped before a start at step 0 ({seen.stop_reason})"
+        return (yield from finish(memory, reason, ok=False))
+    if not memory.orders.begun and _is_blank(seen):
+        empty = _empty_storage(memory, seen)
+        if state.wait is not None:
+            # Nodes that have gone since do not make the storage the right one.
+            empty = empty or state.wait.empty_storage
+        if empty:
+            return (yield from _wait_for_storage(state, memory, seen, empty))
+
+    num_steps = _steps_run(memory, seen)
+    if not num_steps and not why_lost:
+        return None
+    why = why_lost or "no node holds it"
+    lost = f"the training state is lost: {why}"
+    if seen.checkpoint.manifest is not None:
+        return (yield from fail(memory, lost))
+    if not memory.job.elastic.restart_from_scratch:
+        reason = f"{lost}; elastic.restart_from_scratch is false"
+        return (yield from fail(memory, reason))
+    if _may_be_found(state, memory, seen):
+        yield from _look_again(state, seen)
+        return state
+
+    sentence = (
+        f"Deciding to begin again at step 0, since {lost}, and no checkpoint is in durable storage"
+        f" yet: {num_steps} steps are lost"
+    )
+    yield event(
+        "from_scratch", memory.generation, sentence, steps_lost=num_steps, cause=state.change.cause
+    )
+    return None
+
+
+def _is_blank(seen: Observation) -> bool:
+    """Return True if the storage has neither a checkpoint nor a journal."""
+    found = seen.checkpoint
+    return found.manifest is None and not found.ancestry.entries
+
+
+def _empty_storage(memory: JobMemory, seen: Observation) -> str:
+    """Return a sentence on the empty storage and the nodes that hold steps; empty without any."""
+    newest = {}
+    for node, inventory in (seen.inventories or {}).items():
+        step = max((holding.step for holding in inventory), default=0)
+        if step:
+            newest[node] = step
+    if not newest:
+        return ""
+    names = ", ".join(sorted(newest)[:3])
+    if len(newest) > 3:
+        names += f" and {len(newest) - 3} more nodes"
+    return (
+        f"{memory.job.checkpoint_storage} is empty, but steps of this job are held by {names}, up"
+        f" to step {max(newest.values())}: check that its file system is mounted, or begin anew"
+        " with `autohet train --fresh`"
+    )
+
+
+def _wait_for_storage(
+    state: Sourcing, memory: JobMemory, seen: Observation, empty: str
+) -> Deciding[State]:
+    if state.wait is None:
+        yield event("decision", memory.generation, f"Deciding to wait, since {empty}")
+    elif seen.now - state.wait.since > memory.job.elastic.fleet_patience_s:
+        return (yield from fail(memory, empty, may_pass=True))
+    yield from _look_again(state, seen, empty)
+    return state
+
+
+def _look_again(state: Sourcing, seen: Observation, empty_storage: str = "") -> Effects:
+    """Ask agents and the storage again, now and then."""
+    wait = state.wait
+    if wait is None:
+        state.wait = Wait(seen.now, seen.now, empty_storage)
+    elif seen.now - wait.asked_at >= LOOK_AGAIN_S:
+        wait.asked_at = seen.now
+        state.deadline = seen.now + LOOK_AGAIN_S
+        yield RequestInventories()
+
+
+def _steps_run(memory: JobMemory, seen: Observation) -> int:
+    """Return the number of steps that this run is known to have trained before this start."""
+    found = [memory.ledger.steps_run]
+    entries = seen.checkpoint.ancestry.entries
+    found += [entry.first_step for entry in entries.values()]
+    for inventory in (seen.inventories or {}).values():
+        for holding in inventory:
+            if holding.source.generation in entries:
+                found.append(holding.step)
+    return max(found)
+
+
+def _may_be_found(state: Sourcing, memory: JobMemory, seen: Observation) -> bool:
+    """Return True while a checkpoint may still be committed, or an agent may still answer."""
+    waited_s = 0.0 if state.wait is None else seen.now - state.wait.since
+    if memory.ledger.checkpoints.awaits_commit(seen.checkpoint):
+        return waited_s < memory.timeouts.checkpoint_s
+    answered = (seen.inventories or {}).keys()
+    late = seen.agents().keys() - answered
+    return bool(late) and waited_s < memory.timeouts.transfer_s
