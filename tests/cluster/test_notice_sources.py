@@ -26,6 +26,7 @@ from autohet.driver.ray.requests.drain import drain
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains
 from planner.inputs.fleet import NodeType
+from tests.harness.cloud_metadata_servers import AzureServer, GoogleServer
 from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,
@@ -165,6 +166,11 @@ def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
             events.when(trains_a_while(workers=1), stop)
             outcome, log = run_job(job, fleet, tmp_path, events)
     assert outcome.summary["steps_lost"] == 0
+    assert show_latencies(said, log) == len(actions)
+
+
+def show_latencies(said: dict[str, float], log: list[dict[str, Any]]) -> int:
+    """Print how long each node's notice took; return the number of nodes that were heard."""
     for name, at in said.items():
         taken = next(
             event["time"] for event in log if event["kind"] == "notice" and event["node"] == name
@@ -184,4 +190,49 @@ def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
                 }
             )
         )
-    assert len(said) == len(actions)
+    return len(said)
+
+
+@pytest.mark.slow
+def test_google_and_azure_are_heard_and_azure_is_told_when_the_node_has_left(
+    tmp_path: Path,
+) -> None:
+    """Agents find their cloud by who answers; Azure's event begins only after the node's state has
+    moved: `pytest -s` shows the latencies.
+    """
+    said: dict[str, float] = {}
+    with GoogleServer() as google, AzureServer() as azure:
+        own = {
+            "preempted": {"GCE_METADATA_HOST": google.endpoint.removeprefix("http://")},
+            "evicted": {"AZURE_POD_IDENTITY_AUTHORITY_HOST": azure.endpoint},
+        }
+        actions: dict[str, Callable[[], Any]] = {
+            "preempted": lambda: google.values.update({"preempted": "TRUE"}),
+            "evicted": lambda: azure.announce("Preempt", time.time() + 30, "pool_3"),
+        }
+
+        def act(name: str) -> Callable[[Any, Any], None]:
+            def say(run: Any, seen: Any) -> None:
+                assert azure.acknowledged == []
+                said[name] = time.time()
+                actions[name]()
+
+            return say
+
+        job = make_job(tmp_path, training={"steps": 5000}, parallelism={"min_pipelines": 1})
+        with local_fleet(big=1) as fleet:
+            for name, environment in own.items():
+                fleet.add("big", name, environment=environment)
+            events = Interference()
+            events.when(trains_a_while(workers=3), act("preempted"))
+            events.when(trains_a_while(workers=2), act("evicted"))
+            events.when(trains_a_while(workers=1), stop)
+            outcome, log = run_job(job, fleet, tmp_path, events)
+            wait_until(lambda: len(azure.acknowledged) == 1, "the acknowledgement")
+    assert outcome.summary["steps_lost"] == 0
+    assert show_latencies(said, log) == 2
+    texts = {event["node"]: event["source"] for event in log if event["kind"] == "notice"}
+    assert texts == {
+        "preempted": "Google metadata: preempted",
+        "evicted": "Azure scheduled events: Preempt",
+    }

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from autohet.driver.sources.ec2_events import RULE, UnreadableMessage, parse_events
-from autohet.driver.sources.protocol import WatchedNode
-from autohet.driver.sources.sqs_queue import FAR_S, QueueNotices
+from autohet.driver.sources.protocol import FAR_S, WatchedNode
+from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.notice_sources import ACCOUNT, QUEUE_URL, FakeQueue
 
 NOW = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)

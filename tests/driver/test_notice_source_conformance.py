@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
@@ -16,6 +17,7 @@ from autohet.driver.sources import sqs_queue
 from autohet.driver.sources.choose import FACTORIES, make_sources
 from autohet.driver.sources.ec2_events import parse_events
 from autohet.driver.sources.gpu_health import GpuHealth
+from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.script_file import MAX_BYTES, ScriptNotices, run_bounded
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, account_of
@@ -24,6 +26,7 @@ from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.notice_sources import (
     ACCOUNT,
     MINE,
+    OTHER,
     QUEUE_URL,
     SOURCES,
     Case,
@@ -193,6 +196,49 @@ def test_a_command_says_what_a_file_says(tmp_path: Path) -> None:
         notice = case.wait(lambda departure, _: departure is not None)
         case.settle()
         assert case.look()[0] == notice, "`in_s` counts from when the line was first read"
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["n", "ray-id", "10.0.0.7", "node-7.cluster.local", "trainer-0", MINE]
+)
+def test_a_line_may_name_a_node_by_each_name_of_its_machine(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "lines"
+    aliases = ("ray-id", "10.0.0.7", "node-7.cluster.local", "trainer-0", "")
+    mine = WatchedNode("n", "ray-id", MINE, aliases=aliases)
+    other = WatchedNode("m", "other", OTHER, aliases=("other", "10.0.0.8", "", "", ""))
+    path.write_text(json.dumps({"node": name, "in_s": 50}) + "\n")
+    source = ScriptNotices(str(path), None, 0.05)
+    try:
+        source.watch.wait_for_first(20.0)
+        assert [each.node for each in source.notices([mine, other], 0.0)] == ["n"]
+        later = WatchedNode("n", "a later node of these names", "i-0cc", aliases=aliases[1:])
+        assert source.notices([later, other], 0.0) == []
+    finally:
+        source.close()
+
+
+def test_a_name_that_no_node_has_or_that_several_share_is_logged_with_those_that_exist(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lines"
+    nodes = [
+        WatchedNode("g5-0", "id-0", "i-0", aliases=("id-0", "10.0.0.7", "rack-1")),
+        WatchedNode("g5-1", "id-1", None, aliases=("id-1", "10.0.0.7", "rack-1")),
+    ]
+    path.write_text('{"node": "g5-9", "in_s": 50}\n{"node": "10.0.0.7", "in_s": 50}\n')
+    source = ScriptNotices(str(path), None, 0.05)
+    try:
+        source.watch.wait_for_first(20.0)
+        assert source.notices([], 0.0) == []
+        assert not caplog.records, "no node is known yet"
+        assert source.notices(nodes, 0.0) == source.notices(nodes, 0.0) == []
+        words = [record.getMessage() for record in caplog.records]
+        assert [word.split()[5] for word in words] == ["'g5-9',", "'10.0.0.7',"]
+        assert words[0].endswith(
+            "2 nodes: g5-0 = 10.0.0.7 = rack-1 = i-0; g5-1 = 10.0.0.7 = rack-1"
+        )
     finally:
         source.close()
 

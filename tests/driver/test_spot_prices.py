@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.spot_prices import (
     SpotPrices,
     live_node_type,
     newest_prices,
     spot_types,
 )
+from autohet.runtime.process.metadata_server import InstanceFacts
 from planner.inputs.cluster import cluster_from_document, node_type_from_labels
 from tests.harness.waits import wait_until
 

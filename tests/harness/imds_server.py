@@ -35,6 +35,9 @@ class ImdsServer:
         self.status_for_all: int | None = None
         self.clock_ahead_s: float | None = 0.0
         """Of its clock to this machine's; None: its answers have no date."""
+        self.answer_headers: dict[str, str] = {}
+        self.body = b""
+        """Body of the last request that had one."""
         self.requests: list[tuple[str, str, int]] = []
         """(method, path, status) of every request answered, in order."""
         self._listener = listener
@@ -134,11 +137,15 @@ def _handler_of(server: ImdsServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def _respond(self) -> None:
             headers = {key.lower(): value for key, value in self.headers.items()}
+            if self.command == "POST":
+                server.body = self.rfile.read(int(headers.get("content-length", 0)))
             status, text = server.answer(self.command, self.path, headers)
             body = text.encode()
             self.send_response_only(status)
             if server.clock_ahead_s is not None:
                 self.send_header("Date", self.date_time_string(time.time() + server.clock_ahead_s))
+            for name, value in server.answer_headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

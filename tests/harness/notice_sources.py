@@ -24,6 +24,9 @@ from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 from autohet.driver.sources.script_file import ScriptNotices
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.sqs_queue import QueueNotices
+from autohet.runtime.process.azure_metadata import AzureMetadata
+from autohet.runtime.process.google_metadata import GoogleMetadata
+from tests.harness.cloud_metadata_servers import AzureServer, GoogleServer
 from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.imds_server import ImdsServer
 from tests.harness.waits import wait_until
@@ -131,6 +134,67 @@ def metadata(tmp_path: Path) -> Iterator[Case]:
         finally:
             watch.close()
             del os.environ["AWS_EC2_METADATA_SERVICE_ENDPOINT"]
+
+
+@contextmanager
+def google(tmp_path: Path) -> Iterator[Case]:
+    """Host maintenance names its moment; `preempted`, which names none, has tests of its own."""
+    with GoogleServer() as server:
+        server.status_for_all = 500
+        watch = MetadataWatch(0.02, [GoogleMetadata(server.endpoint)])
+        try:
+
+            def offend() -> None:
+                for nonsense in (DEEP, "[]", '{"window_start_time": "soon"}', "\x00", "{}"):
+                    server.values["upcoming-maintenance"] = nonsense
+                    time.sleep(0.06)
+                del server.values["upcoming-maintenance"]
+                for key, sound in (("preempted", "FALSE"), ("maintenance-event", "NONE")):
+                    server.values[key] = "perhaps"
+                    time.sleep(0.06)
+                    server.values[key] = sound
+
+            yield Case(
+                AgentSigns(),
+                say=lambda in_s: server.plan_maintenance(time.time() + in_s),
+                works=lambda: setattr(server, "status_for_all", None),
+                hint=lambda: server.plan_maintenance(time.time() + 7 * 86400),
+                offend=offend,
+                signs=watch.signs,
+            )
+        finally:
+            watch.close()
+
+
+@contextmanager
+def azure(tmp_path: Path) -> Iterator[Case]:
+    with AzureServer() as server:
+        server.status_for_all = 500
+        watch = MetadataWatch(0.02, [AzureMetadata(server.endpoint)])
+        mine = server.compute["name"]
+        try:
+
+            def offend() -> None:
+                for nonsense in (DEEP, "[]", '{"Events": {}}', "\x00", '{"Events": [1, {}]}'):
+                    server.raw = nonsense
+                    time.sleep(0.06)
+                server.raw = None
+                server.announce("Preempt", time.time() + 30, mine, NotBefore="soon")
+                server.events.append({"Resources": [mine], "EventStatus": "Canceled"})
+
+            yield Case(
+                AgentSigns(),
+                say=lambda in_s: server.announce("Preempt", time.time() + in_s, mine) and None,
+                works=lambda: setattr(server, "status_for_all", None),
+                hint=lambda: server.announce("Freeze", time.time() + 900, mine) and None,
+                offend=offend,
+                of_others=lambda in_s: (
+                    server.announce("Preempt", time.time() + in_s, "pool_31") and None
+                ),
+                signs=watch.signs,
+            )
+        finally:
+            watch.close()
 
 
 class FakeQueue:
@@ -341,6 +405,8 @@ def scripted(tmp_path: Path) -> Iterator[Case]:
 SOURCES = {
     "ray": drains,
     "aws": metadata,
+    "google": google,
+    "azure": azure,
     "gpu": gpus,
     "queue": queue,
     "file": script_file,

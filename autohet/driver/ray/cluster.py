@@ -43,6 +43,7 @@ class RayNode:
     group: str
     num_gpus: int
     labels: Mapping[str, str]
+    host_name: str = ""
 
     @property
     def gpu_type(self) -> str:
@@ -119,7 +120,8 @@ def living_nodes() -> list[RayNode]:
         if entry["Alive"] and gpus > 0:
             labels = dict(entry.get("Labels") or {})
             group = labels.get(GROUP_LABEL, "")
-            node = RayNode(entry["NodeID"], entry["NodeManagerAddress"], group, gpus, labels)
+            address, host = entry["NodeManagerAddress"], entry["NodeManagerHostname"]
+            node = RayNode(entry["NodeID"], address, group, gpus, labels, host)
             if not group:
                 # The autoscaler sets the label; nodes that were started by hand have none.
                 node = replace(node, group=node.gpu_type or "node")

@@ -14,7 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
-from autohet.runtime.process.instance_metadata import InstanceMetadata, MetadataUnavailable
+from autohet.runtime.process.cloud_metadata import CLOUDS, find_cloud
+from autohet.runtime.process.metadata_server import MetadataUnavailable
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import NodeType
@@ -22,9 +23,10 @@ from planner.inputs.fleet import NodeType
 
 @ray.remote(num_cpus=0, max_retries=1)
 def ask_instance_type() -> str | None:
-    """Return this machine's instance type from its metadata service; None off EC2."""
+    """Return this machine's instance type from its metadata service; None off the clouds."""
     try:
-        return InstanceMetadata().instance_type()
+        _, facts = find_cloud([make() for make in CLOUDS.values()])
+        return facts.instance_type
     except MetadataUnavailable:
         return None
 

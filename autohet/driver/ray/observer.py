@@ -137,7 +137,7 @@ class RayObserver:
         watched = []
         for name, tracked in self.nodes.items():
             answer = self.agent_reports.answers.get(name)
-            watched.append(_watched_node(name, tracked.ray_node.node_id, answer))
+            watched.append(_watched_node(name, tracked.ray_node, answer))
         self.notices.look(watched, now)
         nodes = {name: self._view(tracked) for name, tracked in self.nodes.items()}
         checkpoint = self.durable.state()
@@ -225,7 +225,7 @@ class RayObserver:
         node = tracked.view.node
         facts = report.facts
         price = None
-        if facts is not None:
+        if facts is not None and facts.cloud == "aws":
             price = self._prices.usd_per_hour(facts.instance_type, facts.zone)
         kind = live_node_type(node.node_type, facts, tracked.ray_node.labels, price)
         return replace(
@@ -284,9 +284,13 @@ class RayObserver:
         self.rendezvous.close()
 
 
-def _watched_node(name: str, node_id: str, answer: LatestReport | None) -> WatchedNode:
+def _watched_node(name: str, node: ray_cluster.RayNode, answer: LatestReport | None) -> WatchedNode:
     report: AgentReport | None = None if answer is None else answer.value
+    aliases = (node.node_id, node.address, node.host_name)
     if answer is None or report is None or answer.told_at is None:
-        return WatchedNode(name, node_id)
-    instance = None if report.facts is None else report.facts.instance_id
-    return WatchedNode(name, node_id, instance, report.signs, answer.told_at)
+        return WatchedNode(name, node.node_id, aliases=aliases)
+    instance = None
+    if report.facts is not None:
+        instance = report.facts.instance_id
+        aliases = (*aliases, report.facts.name)
+    return WatchedNode(name, node.node_id, instance, report.signs, answer.told_at, aliases)

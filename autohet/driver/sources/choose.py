@@ -48,6 +48,8 @@ def _make_file(parts: SourceParts) -> NoticeSource | None:
 FACTORIES: Mapping[str, Callable[[SourceParts], NoticeSource | None]] = {
     "ray": lambda parts: parts.drains,
     "aws": _leave_to_agents,
+    "google": _leave_to_agents,
+    "azure": _leave_to_agents,
     "gpu": _leave_to_agents,
     "queue": _make_queue,
     "file": _make_file,

@@ -8,6 +8,12 @@ from typing import Protocol
 
 from autohet.control.values.observation import Notice
 
+FAR_S = 3600.0
+"""Seconds beyond which an announced end is a risk until it is near.
+
+Clouds announce maintenance days ahead, and no job leaves a node for a day that is far away.
+"""
+
 
 @dataclass(frozen=True)
 class Sign:
@@ -15,13 +21,14 @@ class Sign:
 
     source: reporter of the sign. risk: the node may be taken, or is not well, and stays in use.
     in_s: seconds until the node is gone, counted from the moment of the report; None if no deadline
-    is named.
+    is named. wants_answer: the cloud waits for the node's acknowledgement, no longer than `in_s`.
     """
 
     source: str
     text: str
     risk: bool = False
     in_s: float | None = None
+    wants_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,11 @@ class WatchedNode:
     instance_id: str | None = None
     signs: tuple[Sign, ...] = ()
     heard_at: float = 0.0
+    aliases: tuple[str, ...] = ()
+    """Other names of the node's machine: Ray's id, address, host name and the cloud's name.
+
+    A machine with several Ray nodes shares some of them; empty ones are unknown.
+    """
 
 
 class NoticeSource(Protocol):

@@ -1,8 +1,11 @@
 """Notices from a user's script: a file of JSON lines, or a command's output, polled.
 
     {"node": "g5-0", "in_s": 90, "reason": "maintenance"}          one node, 90 s from when the line was first read
-    {"instance": "i-0123", "time": "2026-11-24T10:00:00Z"}         by EC2's id, at a date of this machine's clock
+    {"instance": "i-0123", "time": "2026-11-24T10:00:00Z"}         by the cloud's id, at a date of this machine's clock
+    {"node": "10.0.0.7", "in_s": 30}                               by its address, host name, or name at the cloud
     {"node": "g6e-1", "risk": true}                                a hint: copy more, do not leave
+
+A line that names no node is logged with the names that exist.
 
 A line belongs to the node that has the name when the line is first read, by Ray's id, and ends with
 that node: the next node of the name is another. A notice stands when its line is gone; a later line
@@ -158,13 +161,29 @@ class Line:
     """Line that was read.
 
     read_at: time by the wall clock; node: Ray's id of the node that it belongs to; lapsed: no node
-    had its name for `UNKNOWN_S`.
+    had its name for `UNKNOWN_S`; logged: that no node has its name is logged.
     """
 
     said: Said
     read_at: float
     node: str = ""
     lapsed: bool = False
+    logged: bool = False
+
+
+def nodes_by_name(nodes: Sequence[WatchedNode]) -> dict[str, str]:
+    """Return Ray's id of each node by every name that is its alone."""
+    counts = Counter(alias for node in nodes for alias in {*node.aliases})
+    by_name = {}
+    for node in nodes:
+        by_name |= {alias: node.ray_id for alias in node.aliases if alias and counts[alias] == 1}
+    # The name in plans comes last: no address of another machine hides it.
+    return by_name | {node.name: node.ray_id for node in nodes}
+
+
+def _names(node: WatchedNode) -> str:
+    others = [alias for alias in (*node.aliases, node.instance_id) if alias != node.ray_id]
+    return " = ".join(dict.fromkeys(name for name in (node.name, *others) if name))
 
 
 class ScriptNotices:
@@ -184,6 +203,7 @@ class ScriptNotices:
         self._lines: dict[str, Line] = {}
         """Lines by their number among equal ones and their text, in the order of reading."""
         self._refused: set[str] = set()
+        self._num_unknown = 0
         self._living: frozenset[str] = frozenset()
         self._recall()
         self._saved = self._document()
@@ -210,14 +230,30 @@ class ScriptNotices:
 
     def _bind(self, nodes: Sequence[WatchedNode]) -> None:
         """Assign each new line to its node."""
-        by_name = {node.name: node.ray_id for node in nodes}
+        by_name = nodes_by_name(nodes)
         instances = {node.instance_id for node in nodes}
         for line in self._lines.values():
             if line.node or line.lapsed or line.said.subject in instances:
                 continue
             line.node = by_name.get(line.said.subject, "")
-            if not line.node and time.time() - line.read_at > UNKNOWN_S:
-                line.lapsed = True
+            if line.node or not nodes:
+                continue
+            line.lapsed = time.time() - line.read_at > UNKNOWN_S
+            if not line.logged:
+                line.logged = True
+                self._log_unknown(line.said.subject, nodes)
+
+    def _log_unknown(self, subject: str, nodes: Sequence[WatchedNode]) -> None:
+        """Log that no node has a line's name, with the names that exist."""
+        self._num_unknown += 1
+        if self._num_unknown <= MOST_LOGGED:
+            known = "; ".join(_names(node) for node in nodes[:MOST_LOGGED])
+            logger.warning(
+                "The script of notices names %r, which is no node of this job; its %d nodes: %s",
+                subject[:80],
+                len(nodes),
+                known,
+            )
 
     def _read(self) -> int:
         text = self._text()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.watch import Watch
+from autohet.runtime.process.metadata_server import InstanceFacts
 from planner.inputs.catalogue import instance_types
 from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import NodeType

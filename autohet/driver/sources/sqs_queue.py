@@ -19,7 +19,7 @@ from typing import Any
 
 from autohet.control.values.observation import Notice
 from autohet.driver.sources.ec2_events import InstanceEvent, UnreadableMessage, parse_events
-from autohet.driver.sources.protocol import WatchedNode
+from autohet.driver.sources.protocol import FAR_S, WatchedNode
 from autohet.driver.sources.watch import Watch
 
 logger = logging.getLogger("autohet.sources")
@@ -28,11 +28,6 @@ STALE_S = 600.0
 MOST_REMEMBERED = 10_000
 MOST_SEEN = 50_000
 LONG_POLL_S = 5
-FAR_S = 3600.0
-"""Seconds beyond which an announced end is a risk until it is near.
-
-AWS Health announces weeks ahead, and no job leaves a node for a day that is far away.
-"""
 
 
 def account_of(url: str) -> str | None:

@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
+from autohet.runtime.process.google_metadata import PREEMPTION_NOTICE_S
 
-NOTICE_SOURCES = ("ray", "aws", "gpu", "queue", "file", "script")
+NOTICE_SOURCES = ("ray", "aws", "gpu", "queue", "file", "script", "google", "azure")
+ADDED_SOURCES = ("google", "azure")
+"""Sources that jobs of the first release, which list every source, do not list."""
 SOURCE_KEYS: dict[str, tuple[str, ...]] = {
     "queue": ("notice_queue",),
     "file": ("notice_file", "notice_command"),
@@ -178,13 +181,19 @@ class ElasticSection:
     notice_sources: tuple[str, ...] = NOTICE_SOURCES
     """Sources of notices that are read; the default reads all that are configured.
 
-    ray: node draining (KubeRay's SIGTERM too); aws: EC2 instance metadata; gpu: NVML; queue:
-    `notice_queue`; file: `notice_file` or `notice_command`; script: the events of `script`.
+    ray: node draining (KubeRay's SIGTERM too); aws, google, azure: the instance metadata of the
+    cloud that answers at the node; gpu: NVML; queue: `notice_queue`; file: `notice_file` or
+    `notice_command`; script: the events of `script`.
     """
     metadata_poll_s: float = 1.0
     """Seconds between two polls of a notice source.
 
     It holds for the instance metadata, the GPUs' health, `notice_file` and `notice_command`.
+    """
+    preemption_s: float = PREEMPTION_NOTICE_S
+    """Seconds from a Google Spot machine's `preempted` to its end, which its metadata do not name.
+
+    Set 120 where machines are created with `--preemption-notice-duration=120s`.
     """
     notice_queue: str | None = None
     """URL of the SQS queue that `scripts/aws/prepare` makes; only this job may read it. null: none.
@@ -192,6 +201,7 @@ class ElasticSection:
     notice_file: str | None = None
     """File of JSON lines on the driver's machine: {"node": "g5-0", "in_s": 90}; null: none.
 
+    `node` is a name in the plan, an address, a host name or the name of the cloud's instance.
     See autohet/driver/sources/script_file.py.
     """
     notice_command: tuple[str, ...] = ()
@@ -235,6 +245,7 @@ class ElasticSection:
         require_at_least("elastic.wait_for_fleet_s", self.wait_for_fleet_s, 0)
         require_positive("elastic.region_patience_s", self.region_patience_s)
         require_positive("elastic.metadata_poll_s", self.metadata_poll_s)
+        require_positive("elastic.preemption_s", self.preemption_s)
         require(
             self.slow_ratio == 0 or self.slow_ratio > 1,
             f"elastic.slow_ratio is {self.slow_ratio}, but must be more than 1, or 0 for never",
@@ -274,7 +285,7 @@ class ElasticSection:
             f" {source!r}; add {source!r} to it, or remove {''.join(given)}",
         )
         # A job that lists every source means, as the default does, those that are configured.
-        is_all = set(self.notice_sources) == set(NOTICE_SOURCES)
+        is_all = set(self.notice_sources) >= set(NOTICE_SOURCES) - set(ADDED_SOURCES)
         wanted = " or ".join(f"elastic.{key}" for key in keys)
         require(
             bool(given) or is_all or source not in self.notice_sources,

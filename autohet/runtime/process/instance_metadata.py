@@ -2,86 +2,36 @@
 
 The service announces a spot interruption two minutes ahead under `spot/instance-action`, and
 sometimes earlier, under `events/recommendations/rebalance`, that the instance is at risk; 404 means
-neither. AWS advises to poll every 5 seconds.
-
-A deadline is a date, and this machine's clock may be wrong. So the time left is the deadline less
-the date that the service itself puts on its answer (RFC 9110, section 6.6.1); the monotonic clock
-counts it down. Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2
-instance rebalance recommendations".
+neither. AWS advises to poll every 5 seconds. Source: Amazon EC2 User Guide, "Spot Instance
+interruption notices" and "EC2 instance rebalance recommendations".
 """
 
-import http.client
-import json
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Literal
-from urllib.parse import urlsplit
+from contextlib import suppress
 
-from planner.errors import ConfigError
+from autohet.runtime.process.metadata_server import (
+    LINK_LOCAL,
+    TIMEOUT_S,
+    Answer,
+    InstanceFacts,
+    InstanceNotice,
+    MetadataServer,
+    MetadataUnavailable,
+    unix_time,
+)
 
-DEFAULT_ENDPOINT = "http://169.254.169.254"
+__all__ = ["InstanceMetadata", "InstanceNotice", "MetadataUnavailable"]
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
-TIMEOUT_S = 2.0
 TOKEN_TTL_S = 21600
 TOKEN_RENEWAL_S = 60.0
-MAX_ANSWER_BYTES = 1 << 16
 
 SPOT_ACTION_PATH = "/latest/meta-data/spot/instance-action"
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
-
-
-class MetadataUnavailable(Exception):
-    """No metadata service answered, or its answer was invalid; normal outside EC2."""
-
-
-@dataclass(frozen=True)
-class InstanceNotice:
-    """Notice of the service about this instance; two reads of one notice compare equal."""
-
-    instance_id: str
-    kind: Literal["interruption", "rebalance"]
-    action: str
-    """Action of the notice: terminate, stop or hibernate; "rebalance" for a recommendation."""
-    time_unix_s: float
-    """Unix time of the instance's end (interruption) or of the recommendation (rebalance)."""
-    deadline: float | None = field(default=None, compare=False)
-    """Time of the interruption on this process's monotonic clock.
-
-    None for a recommendation, which has no deadline.
-    """
-
-    def seconds_left(self, now: float) -> float | None:
-        """Return the seconds from `now` (monotonic) until the instance is gone.
-
-        0 if overdue; None without a deadline.
-        """
-        return None if self.deadline is None else max(0.0, self.deadline - now)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """Answer of the service, with the clocks of both sides.
-
-    `asked_at`: monotonic time before the request was sent. `date_unix_s`: the service's clock at
-    its answer, in full seconds.
-    """
-
-    status: int
-    text: str
-    asked_at: float
-    date_unix_s: float
-
-    def monotonic(self, moment_unix_s: float) -> float:
-        """Convert a moment on the service's clock to this process's monotonic clock.
-
-        The result is at most a second too early.
-        """
-        return self.asked_at + moment_unix_s - (self.date_unix_s + 1.0)
 
 
 class InstanceMetadata:
@@ -91,25 +41,37 @@ class InstanceMetadata:
     MetadataUnavailable if the service is not there.
     """
 
+    source = "EC2 instance metadata"
+
     def __init__(self, endpoint: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         """Set the endpoint; None: $AWS_EC2_METADATA_SERVICE_ENDPOINT, else the link-local address.
 
         Raises:
             ConfigError: the endpoint is no http:// address.
         """
-        text = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
-        parts = urlsplit(text)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(
-                f"{ENDPOINT_VARIABLE} is {text!r}, which is no http:// address; fix or unset it"
-            )
-        self._host = parts.hostname
-        self._port = parts.port or 80
-        self._prefix = parts.path.rstrip("/")
-        self._timeout_s = timeout_s
+        address = endpoint or os.environ.get(ENDPOINT_VARIABLE) or LINK_LOCAL
+        self._server = MetadataServer(address, timeout_s, ENDPOINT_VARIABLE)
         self._token: str | None = None
         self._token_until = 0.0
         self._instance_id: str | None = None
+
+    def facts(self) -> InstanceFacts:
+        return InstanceFacts(
+            self.instance_id(),
+            self.instance_type(),
+            self.availability_zone(),
+            self.market_type(),
+        )
+
+    def notices(self) -> tuple[InstanceNotice, ...]:
+        standing = [self.interruption()]
+        # An answer to this question that makes no sense must hide no interruption.
+        with suppress(MetadataUnavailable):
+            standing.append(self.rebalance())
+        return tuple(notice for notice in standing if notice is not None)
+
+    def acknowledge(self, event_id: str) -> None:
+        """EC2 waits for no answer: no-op."""
 
     def instance_id(self) -> str:
         if self._instance_id is None:
@@ -133,7 +95,7 @@ class InstanceMetadata:
         if found is None:
             return None
         document, answer = found
-        moment = _unix_time(document.get("time"), SPOT_ACTION_PATH)
+        moment = unix_time(document.get("time"), SPOT_ACTION_PATH)
         action = str(document.get("action", "terminate"))
         return InstanceNotice(
             self.instance_id(), "interruption", action, moment, answer.monotonic(moment)
@@ -144,7 +106,7 @@ class InstanceMetadata:
         found = self._document(REBALANCE_PATH)
         if found is None:
             return None
-        moment = _unix_time(found[0].get("noticeTime"), REBALANCE_PATH)
+        moment = unix_time(found[0].get("noticeTime"), REBALANCE_PATH)
         return InstanceNotice(self.instance_id(), "rebalance", "rebalance", moment)
 
     def _require(self, path: str) -> str:
@@ -153,22 +115,13 @@ class InstanceMetadata:
             raise MetadataUnavailable(f"the metadata service knows no {path}")
         return answer.text
 
-    def _document(self, path: str) -> tuple[Mapping[str, object], _Answer] | None:
+    def _document(self, path: str) -> tuple[Mapping[str, object], Answer] | None:
         answer = self._get(path)
         if answer is None:
             return None
-        try:
-            document = json.loads(answer.text)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # the latter: brackets in brackets, thousands deep
-            raise MetadataUnavailable(f"{path} is not JSON: {answer.text[:80]!r}") from error
-        if not isinstance(document, dict):
-            raise MetadataUnavailable(f"{path} holds {answer.text[:80]!r}, not an object")
-        return document, answer
+        return answer.document(path), answer
 
-    def _get(self, path: str) -> _Answer | None:
+    def _get(self, path: str) -> Answer | None:
         """Return the answer for `path`; None for 404. A refused token is renewed once."""
         answer = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
         if answer.status == 401:
@@ -195,41 +148,7 @@ class InstanceMetadata:
             self._token_until = time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S
         return self._token
 
-    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> _Answer:
-        """Send a request on a connection of its own, without any proxy of the environment."""
+    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
         if os.environ.get(DISABLED_VARIABLE, "").lower() == "true":
             raise MetadataUnavailable(f"{DISABLED_VARIABLE} is set")
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        asked_at = time.monotonic()
-        try:
-            connection.request(method, self._prefix + path, headers=dict(headers))
-            response = connection.getresponse()
-            text = response.read(MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
-            return _Answer(
-                response.status, text, asked_at, _service_time(response.getheader("Date"))
-            )
-        except (OSError, http.client.HTTPException) as error:
-            raise MetadataUnavailable(
-                f"no metadata service at {self._host}:{self._port}: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            connection.close()
-
-
-def _service_time(header: str | None) -> float:
-    """Return the service's clock, or this machine's if the answer has no readable date."""
-    try:
-        return parsedate_to_datetime(header or "").timestamp()
-    except ValueError:
-        return time.time() - 1.0
-
-
-def _unix_time(value: object, path: str) -> float:
-    """Return the seconds since 1970 of a time such as 2026-03-01T08:22:00Z (UTC)."""
-    try:
-        moment = datetime.fromisoformat(str(value))
-    except ValueError as error:
-        raise MetadataUnavailable(
-            f"{path} names the time {value!r}, which cannot be read"
-        ) from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        return self._server.request(method, path, headers)

@@ -21,7 +21,7 @@ import ray
 from autohet.control.values.observation import HeldPart, Prune
 from autohet.driver.ray.agents.agent_calls import AgentReport
 from autohet.driver.sources.gpu_health import GpuWatch
-from autohet.driver.sources.node_signs import MetadataWatch
+from autohet.driver.sources.node_signs import MetadataWatch, cloud_clients
 from autohet.driver.sources.protocol import Sign
 from autohet.runtime.facts.preparation import Preparation
 from autohet.runtime.job import Job
@@ -101,7 +101,8 @@ class AgentActor:
         self.replicator = Replicator(self._store, memory_directory, place.token)
         self._endpoint = AgentEndpoint(node, place.host, self._server.port, place.token)
         poll_s = job.elastic.metadata_poll_s
-        self._metadata = MetadataWatch(poll_s) if "aws" in notice_sources else None
+        clients = cloud_clients(job.elastic)
+        self._metadata = MetadataWatch(poll_s, clients) if clients else None
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
         self.data = Preparation(job)
         self._told_at = 0.0
@@ -168,6 +169,11 @@ class AgentActor:
         sent = hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
         seconds = time.monotonic() - started
         return StateTransfer("peer", self._node, generation, step, sent, seconds)
+
+    def acknowledge(self) -> None:
+        """Tell the cloud that this node has left and may be ended before its deadline."""
+        if self._metadata is not None:
+            self._metadata.acknowledge()
 
     def prune(self, what: Prune) -> int:
         """Remove copies that newer state supersedes; return the number of files."""

@@ -9,10 +9,10 @@ from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.protocol import Sign
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import AgentEndpoint, DataState
+from autohet.runtime.process.metadata_server import InstanceFacts
 
 NOTHING_YET = DataState()
 SAME_END_S = 1.0

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from autohet.control.values.observation import HeldPart, Prune
 from autohet.driver.ray.agents.agent_actor import AgentActor, AgentPlace
+from autohet.driver.ray.agents.agent_calls import AgentReport
 from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.observer import RayObserver
 from autohet.driver.ray.workers import on_node
 from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.process.log import RunRecord
+
+ACKNOWLEDGE_S = 5.0
+"""Seconds to wait for a node's acknowledgement of its end."""
 
 
 class RayNodeAgents:
@@ -74,5 +81,19 @@ class RayNodeAgents:
     def end_agent(self, node: str) -> None:
         """End the node's agent, so that a draining node has no lease left and Ray lets it go."""
         tracked = self._observer.nodes.get(node)
-        if tracked is not None and tracked.agent is not None:
+        if tracked is None or tracked.agent is None:
+            return
+        newest = self._observer.agent_reports.answers.get(node)
+        report: AgentReport | None = None if newest is None else newest.value
+        if report is not None and any(sign.wants_answer for sign in report.signs):
+            target = _acknowledge_and_end
+            threading.Thread(target=target, args=(tracked.agent,), daemon=True).start()
+        else:
             ray.kill(tracked.agent)
+
+
+def _acknowledge_and_end(agent: Any) -> None:
+    """Let the agent tell its cloud that the node has left, and end it, answered or not."""
+    with suppress(RayError):
+        ray.get(agent.acknowledge.remote(), timeout=ACKNOWLEDGE_S)
+    ray.kill(agent)
