@@ -55,7 +55,7 @@ from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.length_work import LengthWork, length_work
 from autohet.runtime.step.precision import format_of
-from autohet.runtime.step.preparation import Preparation
+from autohet.runtime.step.next_generation import NextGeneration
 from autohet.runtime.step.stage_parts import StageParts
 from autohet.runtime.step.step_commit import StateVersion, Trainer
 from autohet.runtime.step.trainer import StageTrainer
@@ -143,7 +143,7 @@ class Worker:
         """Groups of the present generation; None before the first."""
         self._store = StoreConnector(self.timeouts.rendezvous_s)
         limits = GroupTimeouts(self.timeouts.step_s, self.timeouts.rendezvous_s)
-        self._preparation = Preparation(place.worker, self._setup, limits)
+        self._next = NextGeneration(place.worker, self._setup, limits)
         self._parts: StageParts | None = None
         """Parts of the present generation's trainer that were built ahead, until it has them."""
         self._thread: threading.Thread | None = None
@@ -170,7 +170,7 @@ class Worker:
                 transfers=transfers,
                 evaluations=evaluations,
                 memory_shortage=self.preservation.snapshots.shortage,
-                prepared=self._preparation.outcome,
+                prepared=self._next.outcome,
             )
             live = self.live
             if live is None:
@@ -195,7 +195,7 @@ class Worker:
         An order of a generation that is over, or not newer than the present one, is dropped.
         """
         if order.generation > max(self._over, self._report.generation):
-            self._preparation.begin(order)
+            self._next.begin(order)
 
     def begin(self, order: GenerationOrder) -> None:
         """Start a generation; the one before is interrupted if it still runs.
@@ -244,7 +244,7 @@ class Worker:
             )
 
     def _start(self, order: GenerationOrder) -> None:
-        ready = self._preparation.take(order.generation)
+        ready = self._next.take(order.generation)
         handles: Store | GenerationGroups
         if ready is None:
             handles = self._store.connect(order)
@@ -347,7 +347,7 @@ class Worker:
         self.interrupt()
         if self._thread is not None:
             self._thread.join(5)
-        self._preparation.drop()
+        self._next.drop()
         self.preservation.close()
         self._profiler.close()
         self._batches.close()

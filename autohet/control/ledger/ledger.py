@@ -470,12 +470,6 @@ class Ledger:
         share = goodput(kept, self.step_seconds, elapsed_s)
         return None if share is None else round(share, 4)
 
-    def change_document(self, change: Change) -> dict[str, Any]:
-        """Return a change's entry in the summary, by the step seconds that were measured since."""
-        measured_s = self.measured_step_s(change.generation)
-        change.step_s = measured_s or change.step_s
-        return change.to_document()
-
 
 def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:
     """Return the fields of an event about the rewards of a preference job; empty for other jobs."""

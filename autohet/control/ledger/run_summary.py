@@ -14,6 +14,7 @@ from planner.inputs.catalogue import find_gpu_type
 if TYPE_CHECKING:
     from autohet.control.ledger.ledger import Ledger
     from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.change import Change
     from planner.cost.model import CostModel
     from planner.plans.plan import Pipeline, Plan, Stage
 
@@ -101,12 +102,19 @@ def ledger_summary(
         "generations": len(plans),
         "steps_lost": sum(change.steps_lost for change in changes),
         "goodput": ledger.goodput(),
-        "reconfigurations": [ledger.change_document(change) for change in changes],
+        "reconfigurations": [_change_document(ledger, change) for change in changes],
         "plans": [_plan_document(ledger, *each) for each in plans],
         "checkpoint": ledger.checkpoints.uri,
         "checkpoint_failing": _failing_document(ledger),
         "events": None if events is None else str(events),
     }
+
+
+def _change_document(ledger: Ledger, change: Change) -> dict[str, Any]:
+    """Return a change's entry in the summary, by the step seconds that were measured since."""
+    measured_s = ledger.measured_step_s(change.generation)
+    change.step_s = measured_s or change.step_s
+    return change.to_document()
 
 
 def _plan_document(

@@ -19,7 +19,7 @@ from autohet.runtime.messages import (
     WorkerPlace,
 )
 from autohet.runtime.models.config import load_config
-from autohet.runtime.step.preparation import Preparation
+from autohet.runtime.step.next_generation import NextGeneration
 from autohet.runtime.worker import Worker
 from planner.plans.plan import Pipeline, Plan, Stage
 from tests.harness.exact_job import BATCH, LENGTH, exact_job
@@ -96,7 +96,7 @@ def test_the_order_of_a_prepared_generation_uses_what_was_built(
     if prepared is not None:
         worker.prepare(preparation_order(prepared, store))
         wait_until(lambda: worker.report().prepared == Prepared(prepared))
-        newest = worker._preparation._newest
+        newest = worker._next._newest
         assert newest is not None
         built = newest.groups
         assert built is not None
@@ -127,7 +127,7 @@ def test_an_older_preparation_is_ignored_and_one_that_cannot_be_says_why(
     worker: Worker, store: TCPStore
 ) -> None:
     limits = GroupTimeouts(0.3, 0.3)
-    found = Preparation("one/0", worker._setup, limits)
+    found = NextGeneration("one/0", worker._setup, limits)
     stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
     plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
     found.begin(preparation_order(3, store, plan))
@@ -141,7 +141,7 @@ def test_an_older_preparation_is_ignored_and_one_that_cannot_be_says_why(
 
 
 def test_what_is_dropped_wakes_its_waits(worker: Worker, store: TCPStore) -> None:
-    found = Preparation("one/0", worker._setup, GroupTimeouts(60.0, 60.0))
+    found = NextGeneration("one/0", worker._setup, GroupTimeouts(60.0, 60.0))
     stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
     plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
     found.begin(preparation_order(2, store, plan))

@@ -50,7 +50,7 @@ class Ready:
     connector: StoreConnector
 
 
-class Preparation:
+class NextGeneration:
     """Owner of at most one prepared generation; any thread may call it.
 
     timeouts: deadline of the members' meeting, and of an operation where the order names none.
