@@ -64,15 +64,20 @@ class StageParts:
 
     place: Place
     dtypes: StageDtypes
-    groups: StageGroups
+    groups: StageGroups | None
+    """Groups of the stage; None: they are built once the workers stand."""
     stage: StageModel
     local: LocalBuffers
     replicas: Layout | None
     """Layout of all that the check of replicas compares; None: the job has none."""
 
     @classmethod
-    def build(cls, setup: TrainingSetup, plan: Plan, groups: GenerationGroups) -> StageParts:
+    def build(
+        cls, setup: TrainingSetup, plan: Plan, groups: GenerationGroups, *, with_groups: bool = True
+    ) -> StageParts:
         """Build the parts; every worker of the plan calls it. Blocks until the groups stand.
+
+        with_groups: False for a stage on one GPU, whose modules need no group.
 
         Raises:
             PeerLost, Interrupted: a group cannot be built.
@@ -80,8 +85,10 @@ class StageParts:
         place = place_of(plan, groups.me)
         assert place is not None, f"{groups.me} is not in the plan"
         dtypes = StageDtypes.of_place(plan, place, setup.training.precision)
-        stage_groups = StageGroups.build(plan, groups, place)
-        stage = _build_stage(setup, place, stage_groups.tensor, dtypes.compute)
+        stage_groups = StageGroups.build(plan, groups, place) if with_groups else None
+        tensor = None if stage_groups is None else stage_groups.tensor
+        assert tensor is not None or place.tp_degree == 1
+        stage = _build_stage(setup, place, tensor, dtypes.compute)
         local = LocalBuffers(plan, setup.config, groups.me, groups.back_end.max_sync_groups(plan))
         replicas = None
         if setup.training.replica_check_steps:

@@ -72,7 +72,7 @@ class StageTrainer(Trainer):
         self._length_work = setup.length_work
         self._relative_works: list[float] = []
         """Work of each microbatch of the last step."""
-        groups = parts.groups
+        groups = parts.groups or StageGroups.build(plan, generation.groups, place)
         counts_loss = place.is_last and place.tp_rank == 0
         super().__init__(setup, generation, hooks, groups.world, counts_loss=counts_loss)
         if scales_gradients(plan, precision):
