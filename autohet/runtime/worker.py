@@ -54,8 +54,8 @@ from autohet.runtime.step.batches import Batches, EvaluationRows
 from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.length_work import LengthWork, length_work
-from autohet.runtime.step.precision import format_of
 from autohet.runtime.step.next_generation import NextGeneration
+from autohet.runtime.step.precision import format_of
 from autohet.runtime.step.stage_parts import StageParts
 from autohet.runtime.step.step_commit import StateVersion, Trainer
 from autohet.runtime.step.trainer import StageTrainer

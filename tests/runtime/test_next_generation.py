@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GroupTimeouts, Interrupted
+from autohet.runtime.groups.generation import BACK_ENDS
 from autohet.runtime.messages import (
     GenerationOrder,
     Phase,
@@ -20,8 +21,10 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.models.config import load_config
 from autohet.runtime.step.next_generation import NextGeneration
+from autohet.runtime.step.trainer import StageTrainer
 from autohet.runtime.worker import Worker
 from planner.plans.plan import Pipeline, Plan, Stage
+from tests.harness.deferred_group import DeferredGroup
 from tests.harness.exact_job import BATCH, LENGTH, exact_job
 from tests.harness.waits import HANG_S
 
@@ -108,6 +111,25 @@ def test_the_order_of_a_prepared_generation_uses_what_was_built(
         assert built is not None
         assert built.interrupted, "another generation begins"
     assert worker.report().prepared is None, "it is used, or dropped"
+
+
+def test_with_cudas_semantics_modules_alone_are_built_ahead(
+    worker: Worker, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACK_ENDS, "cpu", DeferredGroup)
+    worker.prepare(preparation_order(1, store))
+    wait_until(lambda: worker.report().prepared == Prepared(1))
+    newest = worker._next._newest
+    assert newest is not None
+    assert newest.groups is not None
+    assert newest.groups.built == {}
+    assert newest.parts is not None
+    stage = newest.parts.stage
+    worker.begin(order_of(worker, 1, store))
+    assert len(trained(worker)) == STEPS
+    assert worker.live is not None
+    assert isinstance(worker.live.trainer, StageTrainer)
+    assert worker.live.trainer.stage is stage
 
 
 def test_a_training_generation_goes_on_while_the_next_is_prepared_and_dropped(

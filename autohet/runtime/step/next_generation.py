@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch.distributed import Store
 
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
-from autohet.runtime.groups.generation import BACK_ENDS
 from autohet.runtime.messages import PreparationOrder, Prepared
+from autohet.runtime.parallel.place import place_of
 from autohet.runtime.process.store_connector import StoreConnector
 from autohet.runtime.step.generation import TrainingSetup
 from autohet.runtime.step.stage_parts import StageParts
@@ -46,7 +46,7 @@ class Ready:
     """Groups and parts of a prepared generation, with the connection that the groups use."""
 
     groups: GenerationGroups
-    parts: StageParts
+    parts: StageParts | None
     connector: StoreConnector
 
 
@@ -92,7 +92,7 @@ class NextGeneration:
         if newest.order.generation != generation or not is_ready:
             newest.drop()
             return None
-        if newest.groups is None or newest.parts is None:
+        if newest.groups is None:
             return None
         return Ready(newest.groups, newest.parts, newest.connector)
 
@@ -104,7 +104,7 @@ class NextGeneration:
         order = building.order
         error = None
         try:
-            if self._can_prepare(order):
+            if order.plan.spmd is None:
                 self._build(building, building.connector.connect(order))
         except Exception as failure:  # noqa: BLE001 (whatever it is, the generation trains on)
             error = f"{type(failure).__name__}: {failure}"
@@ -112,16 +112,12 @@ class NextGeneration:
                 logger.info("generation %d: %s", order.generation, traceback.format_exc())
         building.outcome = Prepared(order.generation, error)
 
-    def _can_prepare(self, order: PreparationOrder) -> bool:
-        """Return True if anything can be built ahead.
+    def _build(self, building: _Building, store: Store) -> None:
+        """Meet the other workers and build what can be built ahead.
 
         NCCL's communicators take device memory, and making them beside running kernels was not
-        tried on several cards.
+        tried on several cards: on a GPU only a stage that needs none is built.
         """
-        back_end = BACK_ENDS[self._setup.device.type]
-        return not back_end.in_stream_order and order.plan.spmd is None
-
-    def _build(self, building: _Building, store: Store) -> None:
         order = building.order
         limits = GroupTimeouts(
             order.step_timeout_s or self._timeouts.operation_s, self._timeouts.rendezvous_s
@@ -131,6 +127,10 @@ class NextGeneration:
         if building.is_dropped:
             groups.interrupt()
         groups.meet(order.plan.workers)
-        parts = StageParts.build(self._setup, order.plan, groups)
-        parts.build_sync_groups(groups)
-        building.parts = parts
+        if not groups.back_end.in_stream_order:
+            building.parts = StageParts.build(self._setup, order.plan, groups)
+            building.parts.build_sync_groups(groups)
+            return
+        place = place_of(order.plan, self._me)
+        if place is not None and place.tp_degree == 1:
+            building.parts = StageParts.build(self._setup, order.plan, groups, with_groups=False)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from autohet.runtime.facts.layout import frozen_layout, layout_of_plan
 from autohet.runtime.groups import GenerationGroups, Group
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.layers.adapters import without_any_dropout
 from autohet.runtime.models.layers.fp8 import check_fp8, use_fp8
 from autohet.runtime.models.layers.loss_terms import LossTerms
@@ -21,6 +23,7 @@ from autohet.runtime.parallel.stage_dtypes import StageDtypes
 from autohet.runtime.step.generation import TrainingSetup
 from planner.plans.communicators import num_border_groups
 from planner.plans.plan import Plan
+from recovery.state.layout import Layout
 
 logger = logging.getLogger("autohet.worker")
 
@@ -61,13 +64,20 @@ class StageParts:
 
     place: Place
     dtypes: StageDtypes
-    groups: StageGroups
+    groups: StageGroups | None
+    """Groups of the stage; None: they are built once the workers stand."""
     stage: StageModel
     local: LocalBuffers
+    replicas: Layout | None
+    """Layout of all that the check of replicas compares; None: the job has none."""
 
     @classmethod
-    def build(cls, setup: TrainingSetup, plan: Plan, groups: GenerationGroups) -> StageParts:
+    def build(
+        cls, setup: TrainingSetup, plan: Plan, groups: GenerationGroups, *, with_groups: bool = True
+    ) -> StageParts:
         """Build the parts; every worker of the plan calls it. Blocks until the groups stand.
+
+        with_groups: False for a stage on one GPU, whose modules need no group.
 
         Raises:
             PeerLost, Interrupted: a group cannot be built.
@@ -75,15 +85,30 @@ class StageParts:
         place = place_of(plan, groups.me)
         assert place is not None, f"{groups.me} is not in the plan"
         dtypes = StageDtypes.of_place(plan, place, setup.training.precision)
-        stage_groups = StageGroups.build(plan, groups, place)
-        stage = _build_stage(setup, place, stage_groups.tensor, dtypes.compute)
+        stage_groups = StageGroups.build(plan, groups, place) if with_groups else None
+        tensor = None if stage_groups is None else stage_groups.tensor
+        assert tensor is not None or place.tp_degree == 1
+        stage = _build_stage(setup, place, tensor, dtypes.compute)
         local = LocalBuffers(plan, setup.config, groups.me, groups.back_end.max_sync_groups(plan))
-        return cls(place, dtypes, stage_groups, stage, local)
+        replicas = None
+        if setup.training.replica_check_steps:
+            replicas = _replicas(plan, setup)
+        return cls(place, dtypes, stage_groups, stage, local, replicas)
 
     def build_sync_groups(self, groups: GenerationGroups) -> None:
         """Build the groups of gradient sums, which the trainer then finds."""
         for members in self.local.groups:
             groups.group(members)
+
+
+def _replicas(plan: Plan, setup: TrainingSetup) -> Layout:
+    """Return the layout of the training state and of frozen weights, which are compared alike."""
+    state = layout_of_plan(plan, setup.config)
+    frozen = frozen_layout(plan, setup.config, COMPUTE_DTYPES[setup.training.precision])
+    shards_by_worker = {}
+    for worker, shards in state.shards_by_worker.items():
+        shards_by_worker[worker] = shards | frozen.shards_by_worker[worker]
+    return Layout({**state.tensors, **frozen.tensors}, shards_by_worker)
 
 
 def _build_stage(

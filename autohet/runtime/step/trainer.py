@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autohet.runtime.facts.layout import FROZEN, frozen_layout, layout_of_plan, state_name
+from autohet.runtime.facts.layout import FROZEN, state_name
 from autohet.runtime.groups import Group
-from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
@@ -73,7 +72,7 @@ class StageTrainer(Trainer):
         self._length_work = setup.length_work
         self._relative_works: list[float] = []
         """Work of each microbatch of the last step."""
-        groups = parts.groups
+        groups = parts.groups or StageGroups.build(plan, generation.groups, place)
         counts_loss = place.is_last and place.tp_rank == 0
         super().__init__(setup, generation, hooks, groups.world, counts_loss=counts_loss)
         if scales_gradients(plan, precision):
@@ -112,7 +111,8 @@ class StageTrainer(Trainer):
         )
         if setup.training.replica_check_steps:
             reload = partial(_reload_frozen, generation, self.stage)
-            self.replicas = _replica_check(setup, generation, groups.world, reload)
+            assert parts.replicas is not None
+            self.replicas = _replica_check(setup, generation, groups.world, parts.replicas, reload)
 
     def _build_executor(
         self,
@@ -265,21 +265,13 @@ def _replica_check(
     setup: TrainingSetup,
     generation: WorkerGeneration,
     world: Group,
+    layout: Layout,
     reload: Callable[[Collection[str]], None],
 ) -> ReplicaCheck:
     ends = {EMBEDDING: "embedding", HEAD: "head"}
-    plan = generation.plan
     config = setup.config
     specs = family_of(config).parameter_specs(config)
     layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
-
-    # Frozen weights are no training state, but are compared alike.
-    state = layout_of_plan(plan, config)
-    frozen = frozen_layout(plan, config, COMPUTE_DTYPES[setup.training.precision])
-    shards_by_worker = {}
-    for worker, shards in state.shards_by_worker.items():
-        shards_by_worker[worker] = shards | frozen.shards_by_worker[worker]
-    layout = Layout({**state.tensors, **frozen.tensors}, shards_by_worker)
     weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
     tensors = ChainMap(generation.state, weights)
     every = setup.training.replica_check_steps

@@ -5,9 +5,9 @@ each second goes.
 
 Two pipelines of two stages of TP 2 on four nodes of two workers, real processes, the exact model
 (its state is small: what is timed is detection, planning, groups and the first step, not bytes). A
-process or a node is killed or frozen at step 20; seconds are those of the controller's own
-`reconfigure` event, and beside them what a bystander's clock saw from the strike to the step. The
-heartbeat is the default unless given, and Ray's own health check (64 s by default) tells nothing.
+process or a node is killed or frozen at step 20, or a node gets a notice; seconds are those of the
+controller's own `reconfigure` event, and beside them what a bystander's clock saw from the strike to
+the step. The heartbeat is the default unless given, and Ray's own health check (64 s by default) tells nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ CASES = {
     "process frozen": ("freeze", "n3/1"),
     "node killed": ("kill", "n3"),
     "node frozen": ("freeze", "n3"),
+    "notice": ("notice", "n3"),
+    "notice, nothing prepared": ("unprepared notice", "n3"),
 }
+NOTICE_S = 120.0
+"""Seconds from a notice to the end of its node, as on EC2."""
 
 
 RAY_NOTICES_S = 64.0
@@ -70,7 +74,8 @@ def plan() -> dict[str, Any]:
 def main() -> None:
     options = _options()
     cases: dict[str, Any] = {}
-    for name, (mode, victim) in CASES.items():
+    for name in options.cases:
+        mode, victim = CASES[name]
         rounds = [_strike(mode, victim, options.heartbeat_s) for _ in range(options.rounds)]
         parts = {
             part: statistics.median(r["seconds"][part] for r in rounds)
@@ -98,6 +103,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--heartbeat-s", type=float, help="default: the job document's")
     parser.add_argument(
         "--commit", default="", help="of the tree that is run, where it is no git checkout"
@@ -115,7 +121,10 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
     struck_at: list[float] = []
 
     def strike(run: StruckRun, seen: object) -> None:
-        run.harm(mode, victim)
+        if mode in ("kill", "freeze"):
+            run.harm(mode, victim)
+        else:
+            run.fleet.warn(victim, NOTICE_S)
         struck_at.append(time.time())
 
     events = Interference()
@@ -136,10 +145,11 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
     try:
         run = StruckRun(job, directory, nodes=NODES)
         run.fleet.silent_node_s = RAY_NOTICES_S
+        run.controller.memory.prepares = mode != "unprepared notice"
         with owned_memory():
             result = run.run(events)
         (change, *_) = result.summary["reconfigurations"]
-        assert change["cause"] == "death"
+        assert change["cause"] == ("death" if mode in ("kill", "freeze") else "notice")
         reconfigured = next(e for e in result.events if e["kind"] == "reconfigure")
         return {
             "seconds": change["seconds"],
