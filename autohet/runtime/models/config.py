@@ -25,10 +25,10 @@ from autohet.runtime.models.config_keys import (
     settle_keys,
 )
 from autohet.runtime.models.error_text import first_line
-from autohet.runtime.models.layers.adapters import ALL_LINEAR, adapter_of, set_adapter
+from autohet.runtime.models.layers.adapters import ALL_LINEAR, Adapter, adapter_of, set_adapter
 from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
-from autohet.runtime.models.parameter_spec import pad_vocabulary
+from autohet.runtime.models.parameter_spec import STORED_ROWS, grow_vocabulary, pad_vocabulary
 from autohet.runtime.models.pretrained import quantization_of, settle_weights
 from autohet.runtime.models.registry import (
     FAMILIES,
@@ -116,8 +116,25 @@ def _set_adapter(config: PreTrainedConfig, source: ModelSection) -> None:
     adapter = adapter_of(config)
     if adapter is None:
         return
+    _check_new_tokens(config, adapter)
     if ALL_LINEAR in adapter.targets and family_of(config).has_experts:
         _warn_of_frozen_experts(str(config.model_type))
+
+
+def _check_new_tokens(config: PreTrainedConfig, adapter: Adapter) -> None:
+    """Raise ConfigError if new tokens have rows that the adapter neither trains nor stores."""
+    if not hasattr(config, STORED_ROWS):
+        return
+    family = family_of(config)
+    names = {family.token_embedding}
+    if not family.tied_head(config):
+        names.add(family.head)
+    lacking = sorted(name for name in names if not adapter.saves(f"{name}.weight"))
+    if lacking:
+        raise ConfigError(
+            f"model.vocabulary_size adds tokens, but the adapter neither trains nor stores their"
+            f" rows of {' and '.join(lacking)}; name them in model.adapter.modules_to_save"
+        )
 
 
 def saved_document(source: ModelSection) -> dict[str, Any]:
@@ -134,7 +151,9 @@ def saved_document(source: ModelSection) -> dict[str, Any]:
 def _read_source(source: ModelSection) -> PreTrainedConfig:
     if source.config is not None:
         return read_config(source.config, source.revision)
-    return read_config(str(source.pretrained), source.revision)
+    config = read_config(str(source.pretrained), source.revision)
+    grow_vocabulary(config, source.vocabulary_size)
+    return config
 
 
 def read_config(

@@ -58,6 +58,31 @@ SHARES = {name: ((1,), (1, 1)) for name in ADAPTERS} | {
     "llama": ((1, 1), (2, 1, 1)),
     "llama-grouped": ((1, 1), (2, 1, 1), (3, 1)),
 }
+ENDS: dict[str, tuple[str, AdapterSection]] = {
+    "saved": (
+        "llama",
+        AdapterSection(rank=4, targets="q_proj", modules_to_save=("embed_tokens", "lm_head")),
+    ),
+    "saved norms and a map": (
+        "qwen3",
+        AdapterSection(rank=4, targets=("q_proj",), modules_to_save=("norm", "q_norm", "up_proj")),
+    ),
+    "saved and tied": (
+        "llama-biased-tied",
+        AdapterSection(rank=3, targets="v_proj", modules_to_save=("embed_tokens",)),
+    ),
+    "targets": ("llama", AdapterSection(rank=4, targets=("all-linear", "embed_tokens", "lm_head"))),
+    "a scaled embedding": (
+        "gemma2-untied",
+        AdapterSection(rank=4, targets=("q_proj", "model.embed_tokens")),
+    ),
+    "positions": (
+        "gpt2-untied",
+        AdapterSection(rank=3, targets=("c_attn", "lm_head"), modules_to_save=("wpe", "wte")),
+    ),
+}
+"""Embedding, head and norms that are trained, whole or by an update."""
+END_CASES = [(label, shares) for label in ENDS for shares in ((1,), (2, 1, 1))]
 CASES = [(name, shares) for name in ADAPTERS for shares in SHARES[name]]
 CUTS = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "selective"))
 
@@ -69,15 +94,30 @@ def trainable(config: Any) -> set[str]:
 
 
 def adapted_config(name: str, adapter: AdapterSection) -> Any:
-    config = tiny_config(name)
+    config = tiny_config(name.removesuffix("-untied") if name not in TINY else name)
+    if name.endswith("-untied"):
+        config.tie_word_embeddings = False
     set_adapter(config, adapter, None, None)
     return config
 
 
 @pytest.mark.parametrize(("name", "shares"), CASES)
 def test_any_cut_of_an_adapted_model_equals_peft(name: str, shares: tuple[int, ...]) -> None:
+    check_any_cut(adapted_config(name, ADAPTERS[name]), shares)
+
+
+@pytest.mark.parametrize(("label", "shares"), END_CASES)
+def test_any_cut_with_trained_ends_equals_peft(label: str, shares: tuple[int, ...]) -> None:
+    """Wrong: a rank's part of the gradient of an embedding's B is not summed, padding tokens teach
+    A, a tied head keeps the frozen weights, or a scaled embedding's update is not scaled.
+    """
+    config = adapted_config(*ENDS[label])
+    finest = family_of(config).max_tp_degree(config)
+    check_any_cut(config, shares if finest % sum(shares) == 0 else (1, 1))
+
+
+def check_any_cut(config: Any, shares: tuple[int, ...]) -> None:
     degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
-    config = adapted_config(name, ADAPTERS[name])
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
     logits, loss, gradients = peft_gradients(config, parameters, *batch(config))
@@ -139,6 +179,23 @@ def planned_spec(name: str, precision: str) -> ModelSpec:
     return adapt_spec(whole, adapted_config(name, PLANNED), LENGTH, precision)
 
 
+@pytest.mark.parametrize("label", ["saved", "saved and tied", "targets"])
+def test_trained_ends_are_planned_as_trained(label: str) -> None:
+    """Wrong: embedding and head count as frozen, or the backward pass ends before the embedding."""
+    name, section = ENDS[label]
+    config = adapted_config(name, section)
+    specs = family_of(config).parameter_specs(config).values()
+    trained = sum(math.prod(each.shape) for each in specs if each.trainable)
+    adapted = adapt_spec(spec_of(name, TINY[name], "fp32"), config, LENGTH, "fp32")
+    # The final norm comes with a head that is trained.
+    assert adapted.parameters - trained in (0, config.hidden_size)
+    assert adapted.embedding.backward_share > 0
+    plain = adapt_spec(
+        spec_of(name, TINY[name], "fp32"), adapted_config(name, PLAIN), LENGTH, "fp32"
+    )
+    assert plain.embedding.backward_share == 0
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "gpt2"])
@@ -195,14 +252,10 @@ def test_a_config_without_any_dropout_drops_nothing(name: str) -> None:
     assert adapter_of(config) != adapter_of(without_any_dropout(config))
 
 
-def test_a_target_outside_the_blocks_is_none() -> None:
-    with pytest.raises(ConfigError, match="'lm_head' matches no linear map"):
-        specs_with(AdapterSection(targets="lm_head"))
-
-
-def test_a_block_without_a_target_is_refused() -> None:
+@pytest.mark.parametrize("target", ["layers.1.self_attn.q_proj", "lm_head"])
+def test_a_block_without_a_target_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="no linear map of block 0"):
-        specs_with(AdapterSection(targets=("layers.1.self_attn.q_proj",)))
+        specs_with(AdapterSection(targets=target))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from autohet.runtime.models.layers.adapters import adapters_off
+from autohet.runtime.models.layers.adapters import AdaptedEmbedding, adapter_of, adapters_off
 from autohet.runtime.models.layers.experts import use_grouped_products
 from autohet.runtime.models.layers.linear_loss import (
     CutVocabulary,
@@ -32,7 +32,12 @@ from autohet.runtime.models.layers.tensor_parallel import (
 )
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
-from autohet.runtime.models.stages.block_changes import adapt_blocks, balance_routers, cut_blocks
+from autohet.runtime.models.stages.block_changes import (
+    adapt_blocks,
+    adapted_map,
+    balance_routers,
+    cut_blocks,
+)
 from autohet.runtime.models.stages.block_inputs import BlockInputs
 from autohet.runtime.models.stages.stage_dropout import StageDropout
 from autohet.runtime.models.stages.stage_spec import StageSpec
@@ -74,6 +79,7 @@ class StageModel(nn.Module):
         self._embedding_dropout = self.dropout.of_embedding() if spec.is_first else None
         cut_blocks(self.blocks, spec)
         adapt_blocks(self.blocks, spec, self.dropout.rows)
+        self._adapt_ends()
         self.dropout.add_to(self.blocks)
         self._length = SequenceLength() if spec.tp is None else spec.tp.length
         if family.has_experts:
@@ -109,6 +115,16 @@ class StageModel(nn.Module):
             is_tied = family.tied_head(spec.config)
             self.paths["head"] = family.token_embedding if is_tied else family.head
             self.head = model.get_submodule(family.head)
+
+    def _adapt_ends(self) -> None:
+        """Add the low-rank update to embedding and head if they are targets."""
+        adapter = adapter_of(self.spec.config)
+        if adapter is None:
+            return
+        if self.spec.is_first and adapter.names(self.paths["embedding"]):
+            self.embedding = AdaptedEmbedding(self.embedding, adapter.rank, adapter.scaling)
+        if self.spec.is_last and adapter.names(self.paths["head"]):
+            self.head = adapted_map(self.head, self.paths["head"], self.spec, self.dropout.rows)
 
     # blocks
     # ------------------------------------------------------------------------------
