@@ -116,6 +116,43 @@ def test_any_cut_with_trained_ends_equals_peft(label: str, shares: tuple[int, ..
     check_any_cut(config, shares if finest % sum(shares) == 0 else (1, 1))
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_adapted_head_is_fused_with_its_loss(is_on: bool, degree: int) -> None:
+    """Wrong: the loss leaves out the head's update, or has it where adapters are off."""
+    config = adapted_config(*ENDS["targets"])
+    parameters = random_parameters(config)
+    tokens, targets = batch(config)
+    _, loss, gradients = peft_gradients(config, parameters, tokens, targets)
+    specs = family_of(config).parameter_specs(config)
+
+    def work(tp: Any) -> Any:
+        (stage,) = stage_chain(config, parameters, [3], tp)
+        if not is_on:
+            with stage.without_adapters():
+                return stage.loss(tokens, targets).item()
+        found = stage.loss(tokens, targets)
+        found.backward()
+        of_rank = {name: each.grad for name, each in stage.weights.local_parameters().items()}
+        for key, gradient in of_rank.items():
+            if specs[key].partial_gradient and degree > 1:
+                tp.group.all_reduce(gradient)
+        return found.item(), of_rank, tp.share
+
+    for found in run_ranks(degree, work, ()):
+        if not is_on:
+            plain = {**parameters}
+            for name in plain:
+                if "lora_" in name:
+                    plain[name] = torch.zeros_like(plain[name])
+            assert found == pytest.approx(peft_gradients(config, plain, tokens, targets)[1])
+            continue
+        own_loss, of_rank, share = found
+        assert own_loss == pytest.approx(loss, rel=TOLERANCE)
+        wanted = {key: take(specs[key], each, share) for key, each in gradients.items()}
+        assert worst_error(of_rank, wanted) < TOLERANCE
+
+
 def check_any_cut(config: Any, shares: tuple[int, ...]) -> None:
     degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
     specs = family_of(config).parameter_specs(config)

@@ -341,13 +341,16 @@ class AdaptedLinear(nn.Module):
             return total
         return total + self.bias
 
+    def low(self, x: Tensor) -> Tensor:
+        """Return A x, with dropout where the stage trains."""
+        if self.dropout is not None:
+            return self.dropout.product(x, self.lora_A)
+        found: Tensor = self.lora_A(x)
+        return found
+
     def _update(self, x: Tensor) -> Tensor:
         """Return s B A x."""
-        if self.dropout is None:
-            low = self.lora_A(x)
-        else:
-            low = self.dropout.product(x, self.lora_A)
-        update: Tensor = self.lora_B(low) * self.scaling
+        update: Tensor = self.lora_B(self.low(x)) * self.scaling
         return update
 
     def _sum_over_group(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from autohet.runtime.models.layers.adapters import AdaptedEmbedding, adapter_of, adapters_off
+from autohet.runtime.models.layers.adapters import (
+    AdaptedEmbedding,
+    AdaptedLinear,
+    adapter_of,
+    adapters_off,
+)
 from autohet.runtime.models.layers.experts import use_grouped_products
 from autohet.runtime.models.layers.linear_loss import (
     CutVocabulary,
+    HeadFactors,
     cross_entropy_sum,
     linear_cross_entropy_sum,
 )
@@ -263,7 +269,8 @@ class StageModel(nn.Module):
     @property
     def _fuses_head(self) -> bool:
         """True if the loss is computed from hidden states, so that logits are never whole."""
-        return isinstance(self.head, nn.Linear) and self.head.bias is None
+        is_map = isinstance(self.head, nn.Linear | AdaptedLinear)
+        return is_map and self.head.bias is None
 
     def _before_loss(self, x: Tensor, begins: Tensor | None) -> Tensor:
         """Return what `_loss_of` takes: normalised hidden states, or logits."""
@@ -277,8 +284,12 @@ class StageModel(nn.Module):
         if not self._fuses_head:
             return self.loss_sum(states, targets)
         weight: Any = self.head.weight
+        factors = HeadFactors(states, weight)
+        if isinstance(self.head, AdaptedLinear) and self.head.is_on:
+            low = self.head.low(states) * self.head.scaling
+            factors = HeadFactors(states, weight, low, self.head.lora_B.weight)
         return linear_cross_entropy_sum(
-            states, weight, targets, self._vocabulary(), self._terms, self.logit_adjustment
+            factors, targets, self._vocabulary(), self._terms, self.logit_adjustment
         )
 
     def _vocabulary(self) -> int | CutVocabulary:
