@@ -75,7 +75,8 @@ def peft_weights(
     """
     family = family_of(_config_of(manifest))
     embedding = f"{family.token_embedding}.weight"
-    own_names = {f"{PEFT_PREFIX}{name}": name for name in specs}
+    in_base = _names_in_base(manifest)
+    own_names = {f"{PEFT_PREFIX}{in_base(name)}": name for name in specs}
     if _saves_tied(manifest):
         # peft stores what is tied under both names.
         own_names[f"{PEFT_PREFIX}{family.head}.weight"] = embedding
@@ -85,6 +86,19 @@ def peft_weights(
         return (read(own_names[name]) for name in names)
 
     return ExportedWeights(renamed, tensors)
+
+
+def _names_in_base(manifest: Manifest) -> Callable[[str], str]:
+    """Return the function from a name or path in the text model to that in a multimodal base."""
+    text_path = _require_adapter(manifest).text_path
+    inner = f"{family_of(_config_of(manifest)).base}."
+
+    def in_base(name: str) -> str:
+        if text_path and name.startswith(inner):
+            return f"{text_path}.{name.removeprefix(inner)}"
+        return name
+
+    return in_base
 
 
 def _saves_tied(manifest: Manifest) -> bool:
@@ -107,6 +121,16 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         # peft adapts the weight of a map under this key, whatever the map's name.
         parameters = [f"{each}.weight" for each in paths if _last_component(each) in EXPERT_MAPS]
     modules = [each for each in paths if f"{each}.weight" not in parameters]
+    targets = shortest_targets(modules, model)
+    saved = list(adapter.modules_to_save)
+    if adapter.text_path:
+        # Last components would match maps of the other parts, too.
+        in_base = _names_in_base(manifest)
+        parameters = [in_base(each) for each in parameters]
+        targets = [in_base(each) for each in modules]
+        ends = tuple(saved)
+        named = [path for path, _ in model.named_modules() if saved and path.endswith(ends)]
+        saved = [in_base(each) for each in named]
 
     # peft writes whole numbers without a decimal point.
     alpha = adapter.alpha
@@ -120,14 +144,14 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": alpha,
         "use_rslora": adapter.rslora,
-        "target_modules": shortest_targets(modules, model),
+        "target_modules": targets,
         # Older releases of peft do not know the key.
         **({"target_parameters": parameters} if parameters else {}),
         "fan_in_fan_out": is_transposed,
         # With `target_parameters` peft refuses dropout, which inference has not.
         "lora_dropout": 0.0 if parameters else adapter.dropout,
         "bias": "none",
-        "modules_to_save": list(adapter.modules_to_save) or None,
+        "modules_to_save": saved or None,
         # Without it peft would give a tied head the embedding's frozen weights.
         **({"ensure_weight_tying": True} if _saves_tied(manifest) else {}),
         "inference_mode": True,

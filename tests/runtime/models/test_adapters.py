@@ -333,4 +333,4 @@ def test_a_jobs_adapter_is_in_the_config_that_checkpoints_carry() -> None:
     assert found is not None
     section = asdict(ADAPTERS["llama-grouped"])
     del section["from_"]
-    assert asdict(found) == {**section, "base": None, "revision": None}
+    assert asdict(found) == {**section, "base": None, "revision": None, "text_path": ""}

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AyaVisionConfig,
     Gemma3Config,
+    Idefics3Config,
     LlavaConfig,
     Mistral3Config,
     PreTrainedModel,
@@ -67,6 +69,12 @@ MULTIMODAL: dict[str, Any] = {
         vision_config={**VISION, "model_type": "pixtral"},
         tie_word_embeddings=False,
     ),
+    "idefics3": lambda: Idefics3Config(
+        text_config={**TEXT, "model_type": "llama", "pad_token_id": 0},
+        vision_config={**VISION, "model_type": "idefics3_vision"},
+        scale_factor=1,
+        pad_token_id=0,
+    ),
     "llava of qwen2": lambda: LlavaConfig(
         text_config={**TEXT, "model_type": "qwen2"},
         vision_config={**VISION, "model_type": "clip_vision_model"},
@@ -87,9 +95,9 @@ def first_logits(section: ModelSection, tokens: torch.Tensor = TOKENS) -> torch.
     return hidden.detach()
 
 
-def check_logits(found: torch.Tensor, model: Any) -> None:
+def check_logits(found: torch.Tensor, model: Any, tokens: torch.Tensor = TOKENS) -> None:
     with torch.no_grad():
-        expected = model.eval()(TOKENS, use_cache=False).logits
+        expected = model.eval()(tokens, use_cache=False).logits
     assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
@@ -146,6 +154,17 @@ def test_a_text_part_that_cannot_be_trained_is_refused_by_its_own_name(tmp_path:
     document = Qwen3_5Config(text_config=TEXT).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="model_type 'qwen3_5_text' cannot be trained"):
+        load_config(ModelSection(pretrained=str(tmp_path)))
+
+
+def test_a_text_part_whose_logits_the_multimodal_model_leaves_as_they_are_is_refused(
+    tmp_path: Path,
+) -> None:
+    """The library's Aya Vision leaves out the logit scale of its text model."""
+    text = {**TEXT, "model_type": "cohere2", "sliding_window": 4, "logit_scale": 0.5}
+    config = AyaVisionConfig(text_config=text, vision_config={"model_type": "siglip_vision_model"})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(ConfigError, match=r"text part \(cohere2\) scales or caps its logits"):
         load_config(ModelSection(pretrained=str(tmp_path)))
 
 

@@ -54,7 +54,8 @@ EMBEDDING_B = ".lora_embedding_B"
 class Adapter:
     """A job's `model.adapter`, with the model that it adapts.
 
-    base: a directory or hub id; None: the base is drawn from the seed.
+    base: a directory or hub id; None: the base is drawn from the seed. text_path: path of the text
+    model in a multimodal base; empty: the base is a text model.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Adapter:
     revision: str | None = None
     dropout: float = 0.0
     modules_to_save: tuple[str, ...] = ()
+    text_path: str = ""
 
     @property
     def scaling(self) -> float:
@@ -116,13 +118,18 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def set_adapter(
-    config: PreTrainedConfig, section: Any, base: str | None, revision: str | None
+    config: PreTrainedConfig,
+    section: Any,
+    base: str | None,
+    revision: str | None,
+    text_path: str = "",
 ) -> None:
     """Put a job's adapter (`AdapterSection`; None: no-op) into the model's config."""
     if section is not None:
         fields = asdict(section)
         del fields["from_"]
-        setattr(config, ADAPTER, asdict(Adapter(**fields, base=base, revision=revision)))
+        adapter = Adapter(**fields, base=base, revision=revision, text_path=text_path)
+        setattr(config, ADAPTER, asdict(adapter))
 
 
 def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
