@@ -46,6 +46,13 @@ pytestmark = pytest.mark.multiprocess
 SETTINGS = {**TRAINING, "steps": STEPS, "clip_norm": 0.05}
 ALL = AdapterSection(rank=4, alpha=16.0)
 SOME = AdapterSection(rank=3, alpha=6.0, targets=("k_proj", "v_proj", "down_proj"), rslora=True)
+SAVED = AdapterSection(
+    rank=4, alpha=16.0, targets="q_proj", modules_to_save=("embed_tokens", "lm_head", "norm")
+)
+SAVED_TIED = AdapterSection(
+    rank=4, alpha=16.0, targets="down_proj", modules_to_save=("embed_tokens",)
+)
+ENDS = AdapterSection(rank=4, alpha=16.0, targets=("v_proj", "embed_tokens", "lm_head"))
 UNEVEN = plan_document(
     pipeline((3, (2, 1, 1)), (5, 1), microbatches=5), pipeline((8, 2), microbatches=3)
 )
@@ -64,6 +71,11 @@ CASES = {
         SOME,
         with_memory(plan_document(*ASYMMETRIC["TP and cuts across"]), "none", sharded=True),
     ),
+}
+CASES |= {
+    "saved ends": (LLAMA, SAVED, plan_document(*ASYMMETRIC["TP and cuts across"])),
+    "a saved tied embedding": (QWEN3, SAVED_TIED, UNEVEN),
+    "updates of the ends": (LLAMA, ENDS, plan_document(*ASYMMETRIC["TP 2 beside TP 1"])),
 }
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""
@@ -110,13 +122,23 @@ def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
     check_weights(case, plan, [state for _, state in answers], adapters)
 
 
-@pytest.mark.parametrize("total", [STEPS, pytest.param(100, marks=pytest.mark.slow)])
-def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(pool: Any, total: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "adapter", "total"),
+    [
+        pytest.param(QWEN3, ALL, STEPS, id="maps"),
+        pytest.param(QWEN3, ALL, 100, id="maps for long", marks=pytest.mark.slow),
+        pytest.param(LLAMA, SAVED, STEPS, id="saved ends"),
+        pytest.param(LLAMA, ENDS, STEPS, id="updates of the ends"),
+    ],
+)
+def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(
+    pool: Any, model: dict[str, Any], adapter: AdapterSection, total: int
+) -> None:
     """Three fleets, one after a death in a backward pass; survivors keep their frozen weights and
     read from their origin what else they need.
     """
     processes, port = pool
-    before, after, last = (case_of(QWEN3, ALL, plan, total) for plan in FLEETS)
+    before, after, last = (case_of(model, adapter, plan, total) for plan in FLEETS)
     try:
         losses, state = train_until_death(processes, port, before)
         survivors = processes.processes[1:]

@@ -12,19 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from autohet.driver.checkpoints.resumption import found_checkpoint
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.facts.layout import frozen_layout, frozen_units
-from autohet.runtime.job import Job
+from autohet.runtime.job import AdapterSection, Job
 from autohet.runtime.messages import Phase, WorkerPlace
 from autohet.runtime.models.config import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import FrozenWeights, first_weights
 from autohet.runtime.step.batches import Batches
+from autohet.runtime.step.reference import train_reference
 from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
@@ -126,6 +128,42 @@ def test_a_worker_trains_as_peft_and_keeps_adapters_alone(
     assert sum(report.restore.bytes_by_tier.values()) == 0, "all was there already"
 
 
+def test_a_worker_goes_on_with_an_adapter_that_peft_wrote(
+    job: Job, store: TCPStore, tmp_path: Path
+) -> None:
+    """With a module that is trained whole. Wrong: first matrices are drawn, or of the base."""
+    settings = LoraConfig(
+        r=3, task_type="CAUSAL_LM", target_modules=["v_proj"], modules_to_save=["lm_head"]
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(job.model.pretrained), settings)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.requires_grad:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    model.save_pretrained(tmp_path / "adapter")
+    section = AdapterSection(from_=str(tmp_path / "adapter"))
+    job = replace(job, model=replace(job.model, adapter=section))
+    place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    worker = Worker(place, job)
+    try:
+        worker.begin(order(job, store, 1, 0))
+        _, steps, _ = follow(worker, Phase.FINISHED)
+    finally:
+        worker.close()
+    config = load_config(job.model)
+    assert job.data is not None
+    dataset = prepare_dataset(job.data, job.training.sequence_length)
+    rows = Batches(dataset, job.training.seed, job.training.global_batch_sequences, CPU)
+    stock = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(job.model.pretrained),
+        tmp_path / "adapter",
+        is_trainable=True,
+    )
+    stock.config = config  # from which the reference takes the optimizer's groups
+    expected = list(train_reference(stock, job.training, rows, 3))
+    assert [record.loss for record in steps] == pytest.approx(expected, rel=2e-5)
+
+
 def test_a_new_process_takes_adapters_from_the_checkpoint_and_the_rest_from_the_origin(
     worker: Worker, job: Job, store: TCPStore
 ) -> None:
@@ -149,6 +187,7 @@ def test_a_new_process_takes_adapters_from_the_checkpoint_and_the_rest_from_the_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"modules_to_save": ("lm_head",)}, "model.adapter.modules_to_save"),
         ({"rank": 8}, "model.adapter.rank was 4 in the run of .* and is 8 in the job"),
         ({"alpha": 4.0}, r"model.adapter.alpha was 8.0 in the run of .* and is 4.0 in the job"),
         (None, "model.adapter.kind was lora in the run of .* and is none"),

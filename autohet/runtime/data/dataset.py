@@ -241,8 +241,8 @@ class TokenDataset:
         if self.facts.max_token >= vocab_size:
             raise ConfigError(
                 f"the data holds token id {self.facts.max_token}, but the model's vocab_size is"
-                f" {vocab_size}; use the tokenizer that belongs to the model, or a vocab_size of at"
-                f" least {self.facts.vocab_size}"
+                f" {vocab_size}; use the tokenizer that belongs to the model, or a vocab_size"
+                f" (model.vocabulary_size of a pretrained one) of at least {self.facts.vocab_size}"
             )
         if len(self) < global_batch_sequences:
             raise ConfigError(

@@ -146,7 +146,7 @@ def derive_spec(job: Job) -> ModelSpec:
         source,
         precision=training.precision,
         revision=model.revision,
-        vocabulary_multiple=model.vocabulary_multiple,
+        rows=(model.vocabulary_size, model.vocabulary_multiple),
         dropout=model.dropout and training.objective != "dpo",
     )
 

@@ -147,6 +147,12 @@ class Job:
             "training.objective is dpo, but model.adapter is missing: the reference of the loss is"
             " the model without its adapters; add `model: {adapter: {kind: lora}}`",
         )
+        saved = self.model.adapter.modules_to_save if self.model.adapter is not None else ()
+        require(
+            not (is_preference and saved),
+            "training.objective is dpo, whose reference is the frozen base, but"
+            f" model.adapter.modules_to_save trains {', '.join(saved)}; adapt them as targets",
+        )
 
     def _check_formats(self) -> None:
         named = self.parallelism.named_formats

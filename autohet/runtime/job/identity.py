@@ -135,6 +135,7 @@ IMPLIED: Mapping[str, Value] = {
     "data.begin_of_document": None,
     "data.skip_broken_lines": False,
     "model.adapter.from": None,
+    "model.adapter.modules_to_save": "[]",
 }
 """Behaviour of releases that lacked these keys: their manifests are of version 2 (autohet 0.1.0).
 

@@ -26,10 +26,18 @@ class AdapterSection:
     alpha: float | None = None
     """Scale of the update: it is multiplied by alpha / rank; null: 32, or that of `from`."""
     targets: str | tuple[str, ...] | None = None
-    """Linear maps of the blocks that get an adapter; null: all of them, or those of `from`.
+    """Linear maps that get an adapter; null: all of the blocks, or those of `from`.
 
     `all-linear`: all of them, also in a list with other names. Else those whose path ends in one of
     these names or matches it as a pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
+    Embedding and head get one if they are named: `[all-linear, embed_tokens, lm_head]`.
+    """
+    modules_to_save: tuple[str, ...] = ()
+    """Modules whose own weights are trained too, and stored with the adapter: `embed_tokens`,
+    `lm_head`, `input_layernorm`.
+
+    A name is the end of modules' paths, as in peft: `norm` is all norms. A tied head is trained
+    with `embed_tokens`.
     """
     rslora: bool | None = None
     """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023); null: false, or as `from`."""
@@ -81,6 +89,12 @@ class ModelSection:
     the library's own plans, for a model type that is not built in. null: the built-in family of the
     model type.
     """
+    vocabulary_size: int | None = None
+    """Tokens of the model, more than `pretrained` has; null: its own number.
+
+    Each new token's row of embedding and head begins as the mean of all rows, as in transformers'
+    `resize_token_embeddings`. With an adapter, name both in `adapter.modules_to_save`.
+    """
     vocabulary_multiple: int = 1
     """Multiple to which embedding and head are padded with rows of zeros.
 
@@ -121,4 +135,8 @@ class ModelSection:
         require(
             self.revision is None or self.pretrained is not None,
             "model.revision is for model.pretrained only",
+        )
+        require(
+            self.vocabulary_size is None or self.pretrained is not None,
+            "model.vocabulary_size is for model.pretrained only; give model.config its vocab_size",
         )

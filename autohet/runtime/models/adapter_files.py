@@ -14,17 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from autohet.runtime.job import AdapterSection
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
+    EMBEDDING_A,
     Adapter,
+    adapter_of,
     is_adapter,
+    is_saved,
     shortest_targets,
     target_paths,
 )
@@ -46,7 +50,6 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
-    "modules_to_save": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
     "alora_invocation_tokens": ([],),
@@ -93,18 +96,31 @@ def take_stored(section: AdapterSection, config: PreTrainedConfig) -> AdapterSec
     document = _read_settings(source)
     family = family_of(config)
     model = skeleton(config)
-    paths = sorted(_stored_names(source, family))
-    paths = [path.removesuffix(A_SUFFIX) for path in paths if path.endswith(A_SUFFIX)]
+    saved = _saved_modules(document, family)
+    paths = []
+    for name in sorted(_stored_names(source, family, saved)):
+        if name.endswith((A_SUFFIX, EMBEDDING_A)):
+            paths.append(name.removesuffix(A_SUFFIX).removesuffix(EMBEDDING_A))
+    ends_differ = family.tied_head(config) and not document.get("ensure_weight_tying")
+    if ends_differ and is_saved(f"{family.token_embedding}.weight", saved):
+        raise ConfigError(
+            f"model.adapter.from: the adapter '{source}' trains {', '.join(saved)} of a model whose"
+            " head is tied, without ensure_weight_tying; merge it into its base with peft, and"
+            " train that"
+        )
     found = replace(
         section,
         rank=int(document["r"]),
         alpha=float(document["lora_alpha"]),
         rslora=bool(document.get("use_rslora")),
+        modules_to_save=saved,
         targets=tuple(shortest_targets(paths, model)),
     )
-    for key in ("rank", "alpha", "rslora"):
+    for key in ("rank", "alpha", "rslora", "modules_to_save"):
         given = getattr(section, key)
-        if given is not None and given != getattr(found, key):
+        if isinstance(given, tuple):
+            given = tuple(sorted(given))
+        if given not in (None, ()) and given != getattr(found, key):
             raise ConfigError(
                 f"model.adapter.{key} is {given}, but the adapter '{source}' has"
                 f" {getattr(found, key)}; leave the key out"
@@ -116,29 +132,49 @@ def take_stored(section: AdapterSection, config: PreTrainedConfig) -> AdapterSec
 def stored_matrices(
     source: str, config: PreTrainedConfig, names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole fp32 tensor) of a stored adapter's matrices.
+    """Yield (name, whole fp32 tensor) of a stored adapter's matrices and saved modules.
 
     Raises:
-        ConfigError: a matrix is missing, or its shape is not the model's.
+        ConfigError: a tensor is missing, or its shape is not the model's.
     """
     family = family_of(config)
     specs = family.parameter_specs(config)
-    stored = _stored_names(source, family)
+    adapter = adapter_of(config)
+    assert adapter is not None
+    stored = _stored_names(source, family, adapter.modules_to_save)
+    dims = family.token_dims()
     with safe_open(_files_of(source) / ADAPTER_FILE, framework="pt") as reader:
         for name in sorted(names):
             if name not in stored:
                 raise ConfigError(f"model.adapter.from: '{source}' has no tensor {name}")
             tensor: Tensor = reader.get_tensor(stored[name])
-            if tuple(tensor.shape) != specs[name].shape:
+            shape = list(specs[name].shape)
+            if name in dims:
+                # Without the rows that pad the vocabulary.
+                shape[dims[name]] = int(config.vocab_size)
+            if list(tensor.shape) != shape:
                 raise ConfigError(
                     f"model.adapter.from: {name} of '{source}' has shape {tuple(tensor.shape)}, but"
-                    f" this model's is {specs[name].shape}; name the adapter's own base"
+                    f" this model's is {tuple(shape)}; name the adapter's own base"
                 )
-            yield name, tensor.float()
+            whole = torch.zeros(specs[name].shape)
+            whole[tuple(slice(size) for size in shape)] = tensor.float()
+            yield name, whole
+
+
+def _saved_modules(document: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Return the names of saved modules; peft adds the path of a tied one to its name."""
+    given = document.get("modules_to_save") or ()
+    names = sorted({_text_name(str(each), family) for each in given}, key=len)
+    kept: list[str] = []
+    for name in names:
+        if not name.endswith(tuple(kept)):
+            kept.append(name)
+    return tuple(sorted(kept))
 
 
 def _check_targets(
-    section: AdapterSection, found: AdapterSection, family: Family, model: nn.Module
+    section: AdapterSection, found: AdapterSection, family: Family, model: PreTrainedModel
 ) -> None:
     """Raise ConfigError unless the stored targets are linear maps, and those that the job names."""
     stored = target_paths(_as_adapter(found), family.layers, model)
@@ -183,8 +219,11 @@ def _read_settings(source: str) -> dict[str, Any]:
     return document
 
 
-def _stored_names(source: str, family: Family) -> dict[str, str]:
-    """Return the names in the file of each matrix, by the parameter's name in the text model."""
+def _stored_names(source: str, family: Family, saved: tuple[str, ...]) -> dict[str, str]:
+    """Return the names in the file of each tensor, by the parameter's name in the text model.
+
+    saved: modules whose own weights are stored.
+    """
     file = _files_of(source) / ADAPTER_FILE
     try:
         with safe_open(file, framework="pt") as reader:
@@ -196,12 +235,20 @@ def _stored_names(source: str, family: Family) -> dict[str, str]:
     found = {}
     for name in stored:
         own = _text_name(name.removeprefix(PEFT_PREFIX), family)
-        if not is_adapter(own):
+        # peft stores the frozen weights of an adapted embedding, too.
+        if own.endswith(".base_layer.weight"):
+            continue
+        is_tied_head = bool(saved) and own == f"{family.head}.weight"
+        if not is_adapter(own) and not is_saved(own, saved) and not is_tied_head:
             raise ConfigError(
                 f"model.adapter.from: '{source}' holds {name}, which is no matrix of a linear map's"
                 " adapter; merge it into its base with peft, and train that"
             )
         found[own] = name
+    head, embedding = f"{family.head}.weight", f"{family.token_embedding}.weight"
+    if embedding in found and not is_saved(head, saved):
+        # Of a tied head, which peft stores under both names.
+        found.pop(head, None)
     return found
 
 

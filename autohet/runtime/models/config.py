@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig
+from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.job import ModelSection
@@ -25,10 +26,10 @@ from autohet.runtime.models.config_keys import (
     settle_keys,
 )
 from autohet.runtime.models.error_text import first_line
-from autohet.runtime.models.layers.adapters import ALL_LINEAR, adapter_of, set_adapter
+from autohet.runtime.models.layers.adapters import ALL_LINEAR, Adapter, adapter_of, set_adapter
 from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
-from autohet.runtime.models.parameter_spec import pad_vocabulary
+from autohet.runtime.models.parameter_spec import STORED_ROWS, grow_vocabulary, pad_vocabulary
 from autohet.runtime.models.pretrained import quantization_of, settle_weights
 from autohet.runtime.models.registry import (
     FAMILIES,
@@ -110,14 +111,34 @@ def _warn_of_frozen_experts(model_type: str) -> None:
 def _set_adapter(config: PreTrainedConfig, source: ModelSection) -> None:
     """Put the source's adapter into the config; no-op without one."""
     section = source.adapter
+    text_path = ""
     if section is not None:
         section = take_stored(section, config)
-    set_adapter(config, section, source.pretrained, source.revision)
+        if source.pretrained is not None:
+            text_path = _text_path(source.pretrained, source.revision)
+    set_adapter(config, section, source.pretrained, source.revision, text_path)
     adapter = adapter_of(config)
     if adapter is None:
         return
+    _check_new_tokens(config, adapter)
     if ALL_LINEAR in adapter.targets and family_of(config).has_experts:
         _warn_of_frozen_experts(str(config.model_type))
+
+
+def _check_new_tokens(config: PreTrainedConfig, adapter: Adapter) -> None:
+    """Raise ConfigError if new tokens have rows that the adapter neither trains nor stores."""
+    if not hasattr(config, STORED_ROWS):
+        return
+    family = family_of(config)
+    names = {family.token_embedding}
+    if not family.tied_head(config):
+        names.add(family.head)
+    lacking = sorted(name for name in names if not adapter.saves(f"{name}.weight"))
+    if lacking:
+        raise ConfigError(
+            f"model.vocabulary_size adds tokens, but the adapter neither trains nor stores their"
+            f" rows of {' and '.join(lacking)}; name them in model.adapter.modules_to_save"
+        )
 
 
 def saved_document(source: ModelSection) -> dict[str, Any]:
@@ -134,7 +155,9 @@ def saved_document(source: ModelSection) -> dict[str, Any]:
 def _read_source(source: ModelSection) -> PreTrainedConfig:
     if source.config is not None:
         return read_config(source.config, source.revision)
-    return read_config(str(source.pretrained), source.revision)
+    config = read_config(str(source.pretrained), source.revision)
+    grow_vocabulary(config, source.vocabulary_size)
+    return config
 
 
 def read_config(
@@ -182,7 +205,11 @@ def _warn_of_unknown(config: PreTrainedConfig, document: Mapping[str, Any]) -> N
 
 
 def _read_document(source: str, revision: str | None) -> dict[str, Any]:
-    """Read the config.json of a directory or hub id."""
+    """Read the config.json of a directory or hub id; of a multimodal model, its text part's."""
+    return _text_document(_read_whole_document(source, revision), source)
+
+
+def _read_whole_document(source: str, revision: str | None) -> dict[str, Any]:
     problem = (
         f"the config.json of '{source}' names no model_type; name a directory that transformers'"
         " AutoModelForCausalLM loads"
@@ -202,7 +229,34 @@ def _read_document(source: str, revision: str | None) -> dict[str, Any]:
                 " adapter as model.adapter.from"
             )
         raise ConfigError(f"model.pretrained: {problem}")
-    return _text_document(document, source)
+    return document
+
+
+def _multimodal_config(document: dict[str, Any], source: str) -> PreTrainedConfig | None:
+    """Return the config of a multimodal model's document; None for that of a text model."""
+    model_type = str(document["model_type"])
+    if model_type in FAMILIES or model_type not in CONFIG_MAPPING:
+        return None
+    if "text_config" not in CONFIG_MAPPING[model_type].sub_configs:
+        return None
+    return _from_document(document, f"model.pretrained '{source}'")
+
+
+@cache
+def _text_path(source: str, revision: str | None) -> str:
+    """Return the path of the text model in a multimodal model; empty if `source` is none."""
+    config = _multimodal_config(_read_whole_document(source, revision), source)
+    if config is None:
+        return ""
+    try:
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+            kind = type(AutoModel.from_config(config.get_text_config(decoder=True)))
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        logger.warning("Exported adapters will have names of the text part: %s", first_line(error))
+        return ""
+    found = [path for path, module in whole.named_modules() if isinstance(module, kind)]
+    return found[0] if found else ""
 
 
 def _text_document(document: dict[str, Any], source: str) -> dict[str, Any]:
@@ -210,20 +264,24 @@ def _text_document(document: dict[str, Any], source: str) -> dict[str, Any]:
 
     source: place of the model, for messages.
     """
-    model_type = str(document["model_type"])
-    if model_type in FAMILIES or model_type not in CONFIG_MAPPING:
+    config = _multimodal_config(document, source)
+    if config is None:
         return document
-    if "text_config" not in CONFIG_MAPPING[model_type].sub_configs:
-        return document
-    config = _from_document(document, f"model.pretrained '{source}'")
     text = config.get_text_config(decoder=True)
+    family = FAMILIES.get(text.model_type)
+    if family is not None and not family.logit_adjustment(text).changes_nothing:
+        raise ConfigError(
+            f"model.pretrained '{source}': its text part ({text.model_type}) scales or caps its"
+            f" logits, and transformers' {config.model_type} does not; save the text model that you"
+            " mean, and name that directory"
+        )
     found: dict[str, Any] = {**text.to_dict(), "model_type": text.model_type}
     # The library ties by the outer config, older releases by the inner; files say if both are so.
     found["tie_word_embeddings"] = bool(config.tie_word_embeddings or text.tie_word_embeddings)
     quantization = quantization_of(document)
     if quantization:
         found["quantization_config"] = quantization
-    _log_text_part(source, model_type, text.model_type)
+    _log_text_part(source, str(config.model_type), text.model_type)
     return found
 
 

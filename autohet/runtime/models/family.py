@@ -22,8 +22,11 @@ from autohet.runtime.models.decoder_check import check_decoder
 from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     B_SUFFIX,
+    EMBEDDING_A,
+    EMBEDDING_B,
     Adapter,
     adapter_of,
+    check_ends,
     target_paths,
 )
 from autohet.runtime.models.layers.dropout import ModelDropout
@@ -254,6 +257,11 @@ class Family:
         """Return the names of the parameters with a row for each token."""
         return frozenset(f"{path}.weight" for path in (self.token_embedding, self.head))
 
+    def token_dims(self) -> dict[str, int]:
+        """Return the dimension of the tokens of each parameter that has one, of adapters too."""
+        dims = dict.fromkeys(self.vocabulary_parameters(), 0)
+        return dims | {f"{self.head}{B_SUFFIX}": 0, f"{self.token_embedding}{EMBEDDING_A}": 1}
+
     def parameter_specs(self, config: PreTrainedConfig) -> dict[str, ParameterSpec]:
         """Return the spec of every parameter of the whole model, by its name in a checkpoint.
 
@@ -347,13 +355,29 @@ def _adapted_specs(
 ) -> Iterator[tuple[str, ParameterSpec]]:
     """Yield the specs of a frozen model, and after each adapted weight those of its matrices."""
     targets = {f"{path}.weight": path for path in target_paths(adapter, family.layers, model)}
+    check_ends(adapter, list(targets.values()), model)
     for name, spec in specs:
-        yield name, replace(spec, trainable=False)
+        # Routers' biases are buffers of the library, which peft trains in no module.
+        yield name, replace(spec, trainable=adapter.saves(name) and not spec.is_token_count)
         if name in targets:
             path = targets[name]
-            is_transposed = isinstance(model.get_submodule(path), Conv1D)
-            for each in _low_rank_specs(spec, path, adapter.rank, is_transposed):
+            module = model.get_submodule(path)
+            if isinstance(module, nn.Embedding):
+                matrices = _embedding_specs(spec, path, adapter.rank)
+            else:
+                matrices = _low_rank_specs(spec, path, adapter.rank, isinstance(module, Conv1D))
+            for each in matrices:
                 yield each.name, each
+
+
+def _embedding_specs(
+    spec: ParameterSpec, path: str, rank: int
+) -> tuple[ParameterSpec, ParameterSpec]:
+    """Return the specs of A [rank, tokens], cut as the embedding's rows, and B [hidden, rank]."""
+    tokens, hidden = spec.shape
+    a = ParameterSpec(f"{path}{EMBEDDING_A}", (rank, tokens), spec.layer, 1, spec.cuts)
+    b = ParameterSpec(f"{path}{EMBEDDING_B}", (hidden, rank), spec.layer, partial_gradient=True)
+    return a, b
 
 
 def _low_rank_specs(

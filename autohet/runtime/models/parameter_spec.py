@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from planner.errors import ConfigError
 from planner.plans.plan import TensorShare
 
 EMBEDDING = -1
@@ -19,6 +20,27 @@ WHOLE = TensorShare(0, 1, 1)
 
 PADDED = "padded_vocab_size"
 """Attribute of a config: rows of embedding and head with padding; absent without padding."""
+
+STORED_ROWS = "pretrained_vocab_size"
+"""Attribute of a config: rows of embedding and head in the pretrained files; absent if all are."""
+
+
+def grow_vocabulary(config: PreTrainedConfig, num_tokens: int | None) -> None:
+    """Give the model `num_tokens` tokens; None: no-op.
+
+    Raises:
+        ConfigError: it has more.
+    """
+    present = int(config.vocab_size)
+    if num_tokens is None or num_tokens == present:
+        return
+    if num_tokens < present:
+        raise ConfigError(
+            f"model.vocabulary_size is {num_tokens}, but the model has {present} tokens; leave it"
+            " out"
+        )
+    setattr(config, STORED_ROWS, present)
+    config.vocab_size = num_tokens
 
 
 def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:

@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file
 
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.experts import num_experts
+from autohet.runtime.models.parameter_spec import STORED_ROWS
 from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -104,12 +105,17 @@ def pretrained_parameters(
         sources = _sources(name, config, family, files)
         tensor = _read_joined(path, sources, files, block)
         shape = specs[name].shape
-        if name in family.vocabulary_parameters():
-            shape = (int(config.vocab_size), *shape[1:])
+        is_of_tokens = name in family.vocabulary_parameters()
+        if is_of_tokens:
+            shape = (int(getattr(config, STORED_ROWS, config.vocab_size)), *shape[1:])
         if tuple(tensor.shape) != shape:
             raise ConfigError(
                 f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {shape}"
             )
+        if is_of_tokens:
+            # As transformers' resize_token_embeddings, without its noise of 1e-9 of the covariance.
+            new = tensor.mean(0).expand(int(config.vocab_size) - len(tensor), -1)
+            tensor = torch.cat([tensor, new])
         yield name, with_more_rows(tensor, specs[name].shape)
 
 

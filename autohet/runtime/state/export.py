@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,13 +184,12 @@ def _weights(
     def read(name: str, dtype: str = options.dtype) -> torch.Tensor:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
         whole = _full_tensor(storage, manifest, spec, _export_dtype(name, dtype))
-        num_rows = specs[name].shape[0]
-        return whole[:num_rows]
+        return whole[tuple(slice(size) for size in specs[name].shape)]
 
     if options.merge:
         return merge_weights(manifest, lambda name: read(name, "float32"), options.base)
     if adapter_of(manifest.model_config) is not None:
-        return peft_weights(specs, read)
+        return peft_weights(manifest, specs, read)
     return ExportedWeights(specs, lambda names: map(read, names))
 
 
@@ -223,17 +222,17 @@ def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
     states = [name for name in manifest.specs if name.startswith(PARAMETER_KIND)]
     names = sorted(name.removeprefix(PARAMETER_KIND) for name in states)
     family = FAMILIES.get(str(manifest.model_config.get("model_type")))
-    padded: Collection[str] = ()
+    padded: Mapping[str, int] = {}
     if family and PADDED in manifest.model_config:
-        padded = family.vocabulary_parameters()
+        padded = family.token_dims()
 
     specs = {}
     for name in names:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
-        num_rows = spec.shape[0]
+        shape = list(spec.shape)
         if name in padded:
-            num_rows = int(manifest.model_config["vocab_size"])
-        specs[name] = TensorSpec(spec.name, (num_rows, *spec.shape[1:]), spec.dtype)
+            shape[padded[name]] = int(manifest.model_config["vocab_size"])
+        specs[name] = TensorSpec(spec.name, tuple(shape), spec.dtype)
     return specs
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -17,8 +17,11 @@ from autohet.runtime.models.adapter_files import PEFT_PREFIX
 from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     B_SUFFIX,
+    EMBEDDING_A,
+    EMBEDDING_B,
     Adapter,
     adapter_of,
+    is_adapter,
     shortest_targets,
     target_paths,
 )
@@ -63,14 +66,47 @@ def _require_adapter(manifest: Manifest) -> Adapter:
     return adapter
 
 
-def peft_weights(specs: Mapping[str, TensorSpec], read: ReadParameter) -> ExportedWeights:
-    """Return the adapter's matrices under peft's names; specs: the checkpoint's parameters."""
-    renamed = {f"{PEFT_PREFIX}{name}": spec for name, spec in specs.items()}
+def peft_weights(
+    manifest: Manifest, specs: Mapping[str, TensorSpec], read: ReadParameter
+) -> ExportedWeights:
+    """Return the adapter's matrices and saved modules under peft's names.
+
+    specs: the checkpoint's parameters.
+    """
+    family = family_of(_config_of(manifest))
+    embedding = f"{family.token_embedding}.weight"
+    in_base = _names_in_base(manifest)
+    own_names = {f"{PEFT_PREFIX}{in_base(name)}": name for name in specs}
+    if _saves_tied(manifest):
+        # peft stores what is tied under both names.
+        own_names[f"{PEFT_PREFIX}{family.head}.weight"] = embedding
+    renamed = {name: specs[own_names[name]] for name in sorted(own_names)}
 
     def tensors(names: Sequence[str]) -> Iterator[Tensor]:
-        return (read(name.removeprefix(PEFT_PREFIX)) for name in names)
+        return (read(own_names[name]) for name in names)
 
     return ExportedWeights(renamed, tensors)
+
+
+def _names_in_base(manifest: Manifest) -> Callable[[str], str]:
+    """Return the function from a name or path in the text model to that in a multimodal base."""
+    text_path = _require_adapter(manifest).text_path
+    inner = f"{family_of(_config_of(manifest)).base}."
+
+    def in_base(name: str) -> str:
+        if text_path and name.startswith(inner):
+            return f"{text_path}.{name.removeprefix(inner)}"
+        return name
+
+    return in_base
+
+
+def _saves_tied(manifest: Manifest) -> bool:
+    """Return True if the adapter trains an embedding that is tied to the head."""
+    config = _config_of(manifest)
+    family = family_of(config)
+    embedding = f"{family.token_embedding}.weight"
+    return family.tied_head(config) and _require_adapter(manifest).saves(embedding)
 
 
 def peft_config(manifest: Manifest) -> dict[str, Any]:
@@ -85,6 +121,16 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         # peft adapts the weight of a map under this key, whatever the map's name.
         parameters = [f"{each}.weight" for each in paths if _last_component(each) in EXPERT_MAPS]
     modules = [each for each in paths if f"{each}.weight" not in parameters]
+    targets = shortest_targets(modules, model)
+    saved = list(adapter.modules_to_save)
+    if adapter.text_path:
+        # Last components would match maps of the other parts, too.
+        in_base = _names_in_base(manifest)
+        parameters = [in_base(each) for each in parameters]
+        targets = [in_base(each) for each in modules]
+        ends = tuple(saved)
+        named = [path for path, _ in model.named_modules() if saved and path.endswith(ends)]
+        saved = [in_base(each) for each in named]
 
     # peft writes whole numbers without a decimal point.
     alpha = adapter.alpha
@@ -98,13 +144,16 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": alpha,
         "use_rslora": adapter.rslora,
-        "target_modules": shortest_targets(modules, model),
+        "target_modules": targets,
         # Older releases of peft do not know the key.
         **({"target_parameters": parameters} if parameters else {}),
         "fan_in_fan_out": is_transposed,
         # With `target_parameters` peft refuses dropout, which inference has not.
         "lora_dropout": 0.0 if parameters else adapter.dropout,
         "bias": "none",
+        "modules_to_save": saved or None,
+        # Without it peft would give a tied head the embedding's frozen weights.
+        **({"ensure_weight_tying": True} if _saves_tied(manifest) else {}),
         "inference_mode": True,
     }
 
@@ -131,16 +180,19 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
     vocabulary = family.vocabulary_parameters()
     shapes = {}
     for name, spec in sorted(specs.items()):
-        if spec.trainable:
+        if is_adapter(name):
             continue
         shapes[name] = spec.shape
         if name in vocabulary:
             # Without the rows that pad the vocabulary.
             shapes[name] = (int(config.vocab_size), *spec.shape[1:])
-    adapted = {name.removesuffix(A_SUFFIX) for name in specs if name.endswith(A_SUFFIX)}
     model = skeleton(config)
+    adapted = set(target_paths(adapter, family.layers, model))
 
     def update_of(path: str) -> Tensor:
+        if isinstance(model.get_submodule(path), nn.Embedding):
+            rows = read(f"{path}{EMBEDDING_B}") @ read(f"{path}{EMBEDDING_A}")
+            return adapter.scaling * rows.T
         product = read(f"{path}{B_SUFFIX}") @ read(f"{path}{A_SUFFIX}")
         update = adapter.scaling * product
         is_transposed = isinstance(model.get_submodule(path), Conv1D)
@@ -148,13 +200,15 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
 
     def tensors(names: Sequence[str]) -> Iterator[Tensor]:
         seed = int(manifest.scalars.get("training.seed") or 0)
-        whole = dict(first_weights(section, config, names, seed))
+        frozen = [name for name in names if not specs[name].trainable]
+        whole = dict(first_weights(section, config, frozen, seed))
         for name in names:
             path = name.removesuffix(".weight")
-            tensor = whole.pop(name)
-            if path in adapted:
+            tensor = read(name) if specs[name].trainable else whole.pop(name)
+            tensor = tensor[: shapes[name][0]]
+            if path in adapted and name.endswith(".weight"):
                 tensor = tensor + update_of(path)
-            yield tensor[: shapes[name][0]]
+            yield tensor
 
     exported = {name: TensorSpec(name, shape, "float32") for name, shape in shapes.items()}
     return ExportedWeights(exported, tensors)

@@ -12,9 +12,16 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autohet.runtime.models.layers.adapters import ADAPTER
-from autohet.runtime.models.parameter_spec import PADDED
+from autohet.runtime.models.parameter_spec import PADDED, STORED_ROWS
 
-_LEFT_OUT = (ADAPTER, PADDED, "_name_or_path", "_attn_implementation", "quantization_config")
+_LEFT_OUT = (
+    ADAPTER,
+    PADDED,
+    STORED_ROWS,
+    "_name_or_path",
+    "_attn_implementation",
+    "quantization_config",
+)
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

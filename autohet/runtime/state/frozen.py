@@ -36,13 +36,15 @@ def first_weights(
     Raises:
         ConfigError: the checkpoint or a tensor is missing, or does not fit the config.
     """
-    matrices = {name for name in names if is_adapter(name)}
-    drawn = set(names) if model.pretrained is None else matrices
+    rest = set(names)
     if model.adapter is not None and model.adapter.from_ is not None:
-        drawn = drawn - matrices
-        yield from stored_matrices(model.adapter.from_, config, matrices)
+        specs = family_of(config).parameter_specs(config)
+        stored = {name for name in names if specs[name].trainable}
+        yield from stored_matrices(model.adapter.from_, config, stored)
+        rest -= stored
+    drawn = {name for name in rest if model.pretrained is None or is_adapter(name)}
     yield from initial_parameters(config, drawn, seed)
-    read = set(names) - drawn - matrices
+    read = rest - drawn
     if model.pretrained is not None and read:
         family = family_of(config)
         yield from pretrained_parameters(model.pretrained, config, family, read, model.revision)

@@ -27,7 +27,7 @@ from autohet.runtime.step.learning_rate import learning_rate
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 Begins = Callable[[int, range], Tensor]
 PREFIX = "base_model.model."
-DEFAULT = ".default.weight"
+DEFAULT = ".default"
 """Ends of the names that peft gives to adapters."""
 
 
@@ -59,7 +59,8 @@ def peft_reference_model(config: PreTrainedConfig, parameters: Mapping[str, Tens
     adapted = get_peft_model(model, lora_config(config, model))
     with torch.no_grad():
         for name, tensor in named_adapters(adapted):
-            tensor.copy_(parameters[name])
+            own = [slice(size) for size in tensor.shape]
+            tensor.copy_(parameters[name][tuple(own)])
     return adapted
 
 
@@ -69,13 +70,17 @@ def lora_config(config: PreTrainedConfig, model: PreTrainedModel) -> Any:
 
     adapter = adapter_of(config)
     assert adapter is not None
-    paths = target_paths(adapter, family_of(config).layers, skeleton(config))
+    family = family_of(config)
+    paths = target_paths(adapter, family.layers, skeleton(config))
+    ties = family.tied_head(config) and adapter.saves(f"{family.token_embedding}.weight")
     alpha: Any = adapter.alpha  # peft declares an int and takes any number
     return LoraConfig(
         r=adapter.rank,
         lora_alpha=alpha,
         target_modules=paths,
         use_rslora=adapter.rslora,
+        modules_to_save=list(adapter.modules_to_save) or None,
+        ensure_weight_tying=ties,
         fan_in_fan_out=isinstance(model.get_submodule(paths[0]), Conv1D),
         lora_dropout=0.0,
     )
@@ -85,8 +90,13 @@ def named_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (name as the runtime has it, parameter) of the matrices that peft trains."""
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:
-            inner = name.removeprefix(PREFIX).removesuffix(DEFAULT)
-            yield f"{inner}.weight", tensor
+            yield _own_name(name), tensor
+
+
+def _own_name(name: str) -> str:
+    """Return the runtime's name of a parameter of peft's or the library's model."""
+    inner = name.removeprefix(PREFIX).replace(".modules_to_save", "")
+    return inner.replace(DEFAULT, "")
 
 
 def train_reference(
@@ -146,7 +156,7 @@ def _adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.Ada
     with_decay: list[Tensor] = []
     without_decay: list[Tensor] = []
     for name, tensor in model.named_parameters():
-        if name in undecayed:
+        if _own_name(name) in undecayed:
             without_decay.append(tensor)
         else:
             with_decay.append(tensor)

@@ -35,6 +35,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"r": 2, "target_modules": ["v_proj", "up_proj"], "exclude_modules": r".*\.0\.mlp\..*"},
     ),
+    "saved modules": (
+        "llama",
+        {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]},
+    ),
+    "a saved tied embedding": (
+        "llama-biased-tied",
+        {
+            "r": 2,
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+    "embedding and head": (
+        "llama",
+        {"r": 2, "target_modules": ["v_proj", "embed_tokens", "lm_head"]},
+    ),
     "attention of experts": ("qwen3_moe", {"r": 2, "target_modules": ["q_proj", "o_proj"]}),
 }
 
@@ -50,8 +67,8 @@ def write_adapter(model: Any, settings: dict[str, Any], folder: Path) -> Path:
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if "lora_" in name:
+        for tensor in model.parameters():
+            if tensor.requires_grad:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
     model.save_pretrained(folder)
     return folder
@@ -94,7 +111,7 @@ def test_an_adapter_of_a_multimodal_model_begins_a_run_of_its_text_part(
     torch.manual_seed(0)
     write_random(AutoModelForImageTextToText.from_config(MULTIMODAL[name]()), tmp_path / "base")
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
-    pattern = r".*language_model.*\.[qo]_proj"
+    pattern = r".*(language|text)_model.*\.[qo]_proj"
     written = write_adapter(whole, {"r": 2, "target_modules": pattern}, tmp_path / "adapter")
     stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
     check_logits(
@@ -117,6 +134,7 @@ def test_settings_are_those_of_the_files(base: Path, adapter: Path) -> None:
         ({"alpha": 4.0}, r"alpha is 4\.0, but the adapter .* has 8\.0"),
         ({"rslora": True}, "rslora is True, but the adapter .* has False"),
         ({"targets": ("q_proj",)}, r"the adapter alone adapts .*v_proj; leave the key out"),
+        ({"modules_to_save": ("norm",)}, r"modules_to_save is .*, but the adapter .* has \(\)"),
         ({"targets": "all-linear"}, r"the job alone adapts .*_proj; leave the key out"),
     ],
 )
@@ -125,6 +143,17 @@ def test_other_settings_of_the_job_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(section_of(base, adapter, **given))
+
+
+def test_a_tied_embedding_that_was_trained_alone_is_refused(tmp_path: Path) -> None:
+    """peft then gives the head the frozen weights, so that the model is tied no longer."""
+    base = write_base("llama-biased-tied", tmp_path / "base")
+    settings = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    written = write_adapter(
+        AutoModelForCausalLM.from_pretrained(base), settings, tmp_path / "adapter"
+    )
+    with pytest.raises(ConfigError, match="head is tied, without ensure_weight_tying"):
+        load_config(section_of(base, written))
 
 
 def test_equal_settings_of_the_job_are_taken(base: Path, adapter: Path) -> None:
@@ -139,7 +168,11 @@ def test_equal_settings_of_the_job_are_taken(base: Path, adapter: Path) -> None:
         ({"use_dora": True}, "has use_dora: true, which cannot be trained here"),
         ({"peft_type": "IA3"}, 'has peft_type: "IA3"'),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
-        ({"modules_to_save": ["lm_head"]}, "has modules_to_save"),
+        ({"trainable_token_indices": [3]}, "has trainable_token_indices"),
+        ({"modules_to_save": ["lm_head"]}, r"has no tensor lm_head\.weight"),
+        ({"modules_to_save": ["head"]}, r"has no tensor lm_head\.weight"),
+        ({"modules_to_save": ["score"]}, "'score' is no module of this model"),
+        ({"modules_to_save": ["self_attn"]}, r"trains .*q_proj, which has an adapter"),
         ({"r": 0}, "no readable adapter_config"),
         ({"r": None}, "no readable adapter_config"),
         ({"r": 3}, r"has shape \(4, \d+\), but this model's is \(3, \d+\)"),

@@ -58,6 +58,31 @@ SHARES = {name: ((1,), (1, 1)) for name in ADAPTERS} | {
     "llama": ((1, 1), (2, 1, 1)),
     "llama-grouped": ((1, 1), (2, 1, 1), (3, 1)),
 }
+ENDS: dict[str, tuple[str, AdapterSection]] = {
+    "saved": (
+        "llama",
+        AdapterSection(rank=4, targets="q_proj", modules_to_save=("embed_tokens", "lm_head")),
+    ),
+    "saved norms and a map": (
+        "qwen3",
+        AdapterSection(rank=4, targets=("q_proj",), modules_to_save=("norm", "q_norm", "up_proj")),
+    ),
+    "saved and tied": (
+        "llama-biased-tied",
+        AdapterSection(rank=3, targets="v_proj", modules_to_save=("embed_tokens",)),
+    ),
+    "targets": ("llama", AdapterSection(rank=4, targets=("all-linear", "embed_tokens", "lm_head"))),
+    "a scaled embedding": (
+        "gemma2-untied",
+        AdapterSection(rank=4, targets=("q_proj", "model.embed_tokens")),
+    ),
+    "positions": (
+        "gpt2-untied",
+        AdapterSection(rank=3, targets=("c_attn", "lm_head"), modules_to_save=("wpe", "wte")),
+    ),
+}
+"""Embedding, head and norms that are trained, whole or by an update."""
+END_CASES = [(label, shares) for label in ENDS for shares in ((1,), (2, 1, 1))]
 CASES = [(name, shares) for name in ADAPTERS for shares in SHARES[name]]
 CUTS = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "selective"))
 
@@ -69,15 +94,67 @@ def trainable(config: Any) -> set[str]:
 
 
 def adapted_config(name: str, adapter: AdapterSection) -> Any:
-    config = tiny_config(name)
+    config = tiny_config(name.removesuffix("-untied") if name not in TINY else name)
+    if name.endswith("-untied"):
+        config.tie_word_embeddings = False
     set_adapter(config, adapter, None, None)
     return config
 
 
 @pytest.mark.parametrize(("name", "shares"), CASES)
 def test_any_cut_of_an_adapted_model_equals_peft(name: str, shares: tuple[int, ...]) -> None:
+    check_any_cut(adapted_config(name, ADAPTERS[name]), shares)
+
+
+@pytest.mark.parametrize(("label", "shares"), END_CASES)
+def test_any_cut_with_trained_ends_equals_peft(label: str, shares: tuple[int, ...]) -> None:
+    """Wrong: a rank's part of the gradient of an embedding's B is not summed, padding tokens teach
+    A, a tied head keeps the frozen weights, or a scaled embedding's update is not scaled.
+    """
+    config = adapted_config(*ENDS[label])
+    finest = family_of(config).max_tp_degree(config)
+    check_any_cut(config, shares if finest % sum(shares) == 0 else (1, 1))
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_adapted_head_is_fused_with_its_loss(is_on: bool, degree: int) -> None:
+    """Wrong: the loss leaves out the head's update, or has it where adapters are off."""
+    config = adapted_config(*ENDS["targets"])
+    parameters = random_parameters(config)
+    tokens, targets = batch(config)
+    _, loss, gradients = peft_gradients(config, parameters, tokens, targets)
+    specs = family_of(config).parameter_specs(config)
+
+    def work(tp: Any) -> Any:
+        (stage,) = stage_chain(config, parameters, [3], tp)
+        if not is_on:
+            with stage.without_adapters():
+                return stage.loss(tokens, targets).item()
+        found = stage.loss(tokens, targets)
+        found.backward()
+        of_rank = {name: each.grad for name, each in stage.weights.local_parameters().items()}
+        for key, gradient in of_rank.items():
+            if specs[key].partial_gradient and degree > 1:
+                tp.group.all_reduce(gradient)
+        return found.item(), of_rank, tp.share
+
+    for found in run_ranks(degree, work, ()):
+        if not is_on:
+            plain = {**parameters}
+            for name in plain:
+                if "lora_" in name:
+                    plain[name] = torch.zeros_like(plain[name])
+            assert found == pytest.approx(peft_gradients(config, plain, tokens, targets)[1])
+            continue
+        own_loss, of_rank, share = found
+        assert own_loss == pytest.approx(loss, rel=TOLERANCE)
+        wanted = {key: take(specs[key], each, share) for key, each in gradients.items()}
+        assert worst_error(of_rank, wanted) < TOLERANCE
+
+
+def check_any_cut(config: Any, shares: tuple[int, ...]) -> None:
     degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
-    config = adapted_config(name, ADAPTERS[name])
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
     logits, loss, gradients = peft_gradients(config, parameters, *batch(config))
@@ -139,6 +216,23 @@ def planned_spec(name: str, precision: str) -> ModelSpec:
     return adapt_spec(whole, adapted_config(name, PLANNED), LENGTH, precision)
 
 
+@pytest.mark.parametrize("label", ["saved", "saved and tied", "targets"])
+def test_trained_ends_are_planned_as_trained(label: str) -> None:
+    """Wrong: embedding and head count as frozen, or the backward pass ends before the embedding."""
+    name, section = ENDS[label]
+    config = adapted_config(name, section)
+    specs = family_of(config).parameter_specs(config).values()
+    trained = sum(math.prod(each.shape) for each in specs if each.trainable)
+    adapted = adapt_spec(spec_of(name, TINY[name], "fp32"), config, LENGTH, "fp32")
+    # The final norm comes with a head that is trained.
+    assert adapted.parameters - trained in (0, config.hidden_size)
+    assert adapted.embedding.backward_share > 0
+    plain = adapt_spec(
+        spec_of(name, TINY[name], "fp32"), adapted_config(name, PLAIN), LENGTH, "fp32"
+    )
+    assert plain.embedding.backward_share == 0
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "gpt2"])
@@ -195,14 +289,10 @@ def test_a_config_without_any_dropout_drops_nothing(name: str) -> None:
     assert adapter_of(config) != adapter_of(without_any_dropout(config))
 
 
-def test_a_target_outside_the_blocks_is_none() -> None:
-    with pytest.raises(ConfigError, match="'lm_head' matches no linear map"):
-        specs_with(AdapterSection(targets="lm_head"))
-
-
-def test_a_block_without_a_target_is_refused() -> None:
+@pytest.mark.parametrize("target", ["layers.1.self_attn.q_proj", "lm_head"])
+def test_a_block_without_a_target_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="no linear map of block 0"):
-        specs_with(AdapterSection(targets=("layers.1.self_attn.q_proj",)))
+        specs_with(AdapterSection(targets=target))
 
 
 @pytest.mark.parametrize(
@@ -243,4 +333,4 @@ def test_a_jobs_adapter_is_in_the_config_that_checkpoints_carry() -> None:
     assert found is not None
     section = asdict(ADAPTERS["llama-grouped"])
     del section["from_"]
-    assert asdict(found) == {**section, "base": None, "revision": None}
+    assert asdict(found) == {**section, "base": None, "revision": None, "text_path": ""}

@@ -11,7 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohet.runtime.models.layers import linear_loss
-from autohet.runtime.models.layers.linear_loss import CutVocabulary, linear_cross_entropy_sum
+from autohet.runtime.models.layers.linear_loss import (
+    CutVocabulary,
+    HeadFactors,
+    linear_cross_entropy_sum,
+)
 from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.stages.stage import build_stage
@@ -39,7 +43,7 @@ def test_loss_and_gradients_are_the_librarys(
 ) -> None:
     monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk_rows * PADDED)
     hidden, weight, targets = inputs_of(dtype)
-    found = linear_cross_entropy_sum(hidden, weight, targets, VOCABULARY)
+    found = linear_cross_entropy_sum(HeadFactors(hidden, weight), targets, VOCABULARY)
     assert found.dtype == torch.float32
     (3.0 * found).backward()
     exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
@@ -53,6 +57,31 @@ def test_loss_and_gradients_are_the_librarys(
         largest = float(theirs.grad.abs().max())
         assert float((ours.grad - theirs.grad).abs().max()) <= tolerance * largest
     assert not weight.grad[VOCABULARY:].any(), "rows that pad the vocabulary learn nothing"
+
+
+@pytest.mark.parametrize("trains_weight", [False, True])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+def test_gradients_of_an_adapted_head_are_exact(
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, trains_weight: bool
+) -> None:
+    """Wrong: a chunk's update is left out of the logits, or its gradient out of the sum."""
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk_rows * PADDED)
+    hidden, weight, targets = inputs_of(torch.float32)
+    weight.requires_grad_(trains_weight)
+    low = torch.randn(2, ROWS // 2, 3).requires_grad_()
+    update = torch.randn(PADDED, 3).requires_grad_()
+    factors = HeadFactors(hidden, weight, low, update)
+    (3.0 * linear_cross_entropy_sum(factors, targets, VOCABULARY)).backward()
+    ours = [each.grad for each in (hidden, weight, low, update)]
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight, low, update)]
+    logits = (exact[0] @ exact[1].T + exact[2] @ exact[3].T)[..., :VOCABULARY]
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    (3.0 * loss).backward()
+    assert (ours[1] is not None) == trains_weight
+    for found, each in zip(ours, exact, strict=True):
+        if found is not None:
+            assert each.grad is not None
+            torch.testing.assert_close(found.double(), each.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -74,7 +103,9 @@ def test_chunks_of_a_weights_gradient_add_up_in_fp32(
     def rank(tp: Any) -> Tensor:
         part = weight.chunk(parts)[tp.rank].clone().requires_grad_()
         cut = CutVocabulary(tp.group, parts, len(part) * tp.rank, PADDED, PADDED)
-        loss = linear_cross_entropy_sum(hidden, part, targets, cut if parts > 1 else PADDED)
+        loss = linear_cross_entropy_sum(
+            HeadFactors(hidden, part), targets, cut if parts > 1 else PADDED
+        )
         (gradient,) = torch.autograd.grad(loss, (part,))
         return gradient
 
@@ -102,7 +133,7 @@ def test_a_scale_keeps_small_gradients_in_fp16(parts: int) -> None:
         cut = CutVocabulary(tp.group, parts, size * tp.rank, vocabulary, vocabulary)
         terms = LossTerms(gradient_scale=scale)
         loss = linear_cross_entropy_sum(
-            hidden, part, targets, cut if parts > 1 else vocabulary, terms
+            HeadFactors(hidden, part), targets, cut if parts > 1 else vocabulary, terms
         )
         (gradient,) = torch.autograd.grad(loss, (part,), torch.tensor(scale))
         return gradient
@@ -162,7 +193,9 @@ def test_a_vocabulary_that_is_cut_gives_the_loss_and_gradients_of_a_whole_one(
     """Ranks of unequal rows take as many positions at a time; the last may have padding alone."""
     monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk_rows * PADDED // len(rows))
     hidden, weight, targets = inputs_of(torch.float32)
-    whole = linear_cross_entropy_sum(hidden, weight, targets, VOCABULARY, terms, adjustment)
+    whole = linear_cross_entropy_sum(
+        HeadFactors(hidden, weight), targets, VOCABULARY, terms, adjustment
+    )
     (3.0 * whole).backward()
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
 
@@ -171,7 +204,7 @@ def test_a_vocabulary_that_is_cut_gives_the_loss_and_gradients_of_a_whole_one(
         part = weight.detach()[start : start + rows[tp.rank]].clone().requires_grad_()
         own = hidden.detach().clone().requires_grad_()
         cut = CutVocabulary(tp.group, tp.degree, start, PADDED, VOCABULARY)
-        loss = linear_cross_entropy_sum(own, part, targets, cut, terms, adjustment)
+        loss = linear_cross_entropy_sum(HeadFactors(own, part), targets, cut, terms, adjustment)
         of_hidden, of_weight = torch.autograd.grad(3.0 * loss, (own, part))
         return loss.detach(), of_hidden, of_weight
 
@@ -194,7 +227,7 @@ def test_a_rank_of_a_group_never_holds_all_of_its_logits(monkeypatch: pytest.Mon
         part = weight.detach().chunk(2)[tp.rank].clone().requires_grad_()
         cut = CutVocabulary(tp.group, 2, 32 * tp.rank, PADDED, VOCABULARY)
         with LargestTensor() as seen:
-            linear_cross_entropy_sum(hidden.detach(), part, targets, cut)
+            linear_cross_entropy_sum(HeadFactors(hidden.detach(), part), targets, cut)
         return seen.elements
 
     assert max(run_ranks(2, rank)) < ROWS * 32
@@ -204,8 +237,8 @@ def test_evaluation_computes_no_gradient_of_the_head() -> None:
     """Wrong: the product with the size of the head is computed again for a gradient nobody asks."""
     weight = torch.nn.Parameter(torch.randn(600, 80))
     hidden, targets = torch.randn(2, 5, 80), torch.randint(0, 600, (2, 5))
-    expected = linear_cross_entropy_sum(hidden, weight, targets, 600)
+    expected = linear_cross_entropy_sum(HeadFactors(hidden, weight), targets, 600)
     with torch.no_grad(), LiveMemory([weight]) as memory:
-        found = linear_cross_entropy_sum(hidden, weight, targets, 600)
+        found = linear_cross_entropy_sum(HeadFactors(hidden, weight), targets, 600)
     assert found.item() == expected.item()
     assert memory.peak_bytes < weight.nbytes

@@ -14,6 +14,7 @@ from torch import Tensor
 from autohet.runtime.models.layers import linear_loss
 from autohet.runtime.models.layers.linear_loss import (
     CutVocabulary,
+    HeadFactors,
     cross_entropy_sum,
     linear_cross_entropy_sum,
 )
@@ -47,7 +48,7 @@ def test_the_fused_head_has_torchs_loss_and_gradients(
     hidden = torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
     weight = torch.randn(PADDED, WIDTH, generator=generator).requires_grad_()
     targets = targets_with_gaps()
-    found = linear_cross_entropy_sum(hidden, weight, targets, VOCABULARY, terms)
+    found = linear_cross_entropy_sum(HeadFactors(hidden, weight), targets, VOCABULARY, terms)
     ours = torch.autograd.grad(3.0 * found, (hidden, weight))
     wanted = expected_sum((hidden @ weight.T)[:, :VOCABULARY], targets, terms)
     theirs = torch.autograd.grad(3.0 * wanted, (hidden, weight))

@@ -114,7 +114,7 @@ def test_the_planner_counts_the_bytes_that_each_rank_holds(name: str) -> None:
     """With a padded vocabulary all ranks hold the same."""
     source, degrees = CONFIGS[name], (1, 2, 4, 8)
     config = load_config(ModelSection(config=source, vocabulary_multiple=64))
-    spec = model_spec_from_config(name, source, vocabulary_multiple=64)
+    spec = model_spec_from_config(name, source, rows=(None, 64))
     assert spec.max_tp_degree == max(degrees)
     for degree in degrees:
         for rank, found in enumerate(runtime_scalars(config, shares_of(*[1] * degree)).T):

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AyaVisionConfig,
     Gemma3Config,
+    Idefics3Config,
     LlavaConfig,
     Mistral3Config,
     PreTrainedModel,
@@ -67,6 +69,12 @@ MULTIMODAL: dict[str, Any] = {
         vision_config={**VISION, "model_type": "pixtral"},
         tie_word_embeddings=False,
     ),
+    "idefics3": lambda: Idefics3Config(
+        text_config={**TEXT, "model_type": "llama", "pad_token_id": 0},
+        vision_config={**VISION, "model_type": "idefics3_vision"},
+        scale_factor=1,
+        pad_token_id=0,
+    ),
     "llava of qwen2": lambda: LlavaConfig(
         text_config={**TEXT, "model_type": "qwen2"},
         vision_config={**VISION, "model_type": "clip_vision_model"},
@@ -76,20 +84,20 @@ PUBLISHED_PREFIXES = ("", "language_model.model.", "model.language_model.")
 """Prefix of the text part's tensors; empty: that which the library writes today."""
 
 
-def first_logits(section: ModelSection, cut: int = 1) -> torch.Tensor:
+def first_logits(section: ModelSection, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     """Logits of stages with the first weights of a run."""
     config = load_config(section)
     family = family_of(config)
     parameters = dict(first_weights(section, config, family.parameter_specs(config), 0))
-    hidden = TOKENS
-    for stage in stage_chain(config, parameters, [cut] * (family.num_layers(config) // cut)):
+    hidden = tokens
+    for stage in stage_chain(config, parameters, [1] * family.num_layers(config)):
         hidden = stage(hidden)
     return hidden.detach()
 
 
-def check_logits(found: torch.Tensor, model: Any) -> None:
+def check_logits(found: torch.Tensor, model: Any, tokens: torch.Tensor = TOKENS) -> None:
     with torch.no_grad():
-        expected = model.eval()(TOKENS, use_cache=False).logits
+        expected = model.eval()(tokens, use_cache=False).logits
     assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
@@ -126,10 +134,13 @@ def test_the_text_part_of_a_multimodal_model_is_the_librarys(
     check_logits(found, exported(section, tmp_path / "exported"))
 
 
-def exported(section: ModelSection, folder: Path) -> PreTrainedModel:
+def exported(section: ModelSection, folder: Path, num_tokens: int = -1) -> PreTrainedModel:
     """A whole model's export, as transformers loads it."""
     config = load_config(section)
     state = dict(first_weights(section, config, family_of(config).parameter_specs(config), 0))
+    if num_tokens > 0:
+        for name in family_of(config).vocabulary_parameters() & set(state):
+            state[name] = state[name][:num_tokens].clone()
     folder.mkdir()
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     document = config_to_export(saved_document(section), "float32")
@@ -143,6 +154,17 @@ def test_a_text_part_that_cannot_be_trained_is_refused_by_its_own_name(tmp_path:
     document = Qwen3_5Config(text_config=TEXT).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="model_type 'qwen3_5_text' cannot be trained"):
+        load_config(ModelSection(pretrained=str(tmp_path)))
+
+
+def test_a_text_part_whose_logits_the_multimodal_model_leaves_as_they_are_is_refused(
+    tmp_path: Path,
+) -> None:
+    """The library's Aya Vision leaves out the logit scale of its text model."""
+    text = {**TEXT, "model_type": "cohere2", "sliding_window": 4, "logit_scale": 0.5}
+    config = AyaVisionConfig(text_config=text, vision_config={"model_type": "siglip_vision_model"})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(ConfigError, match=r"text part \(cohere2\) scales or caps its logits"):
         load_config(ModelSection(pretrained=str(tmp_path)))
 
 
@@ -246,3 +268,49 @@ def test_fp8_blocks_of_unknown_size_are_refused(tmp_path: Path) -> None:
     quantize_fp8(tmp_path, 40, says_size=False)
     with pytest.raises(ConfigError, match=r"no weight_block_size; add its quantization_config"):
         first_logits(ModelSection(pretrained=str(tmp_path)))
+
+
+# new tokens
+# ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("name", ["llama", "llama-biased-tied", "gpt2"])
+def test_new_tokens_begin_as_the_librarys(name: str, multiple: int, tmp_path: Path) -> None:
+    """The library adds noise of 1e-9 of the covariance, which is far below what is compared."""
+    document = dict(TINY[name])
+    config = CONFIG_MAPPING[document.pop("model_type")](**document)
+    write_random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path)
+    num_tokens = config.vocab_size + 6
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    stock.resize_token_embeddings(num_tokens, mean_resizing=True)
+    section = ModelSection(
+        pretrained=str(tmp_path), vocabulary_size=num_tokens, vocabulary_multiple=multiple
+    )
+    tokens = torch.arange(num_tokens - 9, num_tokens).unsqueeze(0)
+    found = first_logits(section, tokens=tokens)[..., :num_tokens]
+    with torch.no_grad():
+        expected = stock.eval()(tokens, use_cache=False).logits
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-3
+    assert saved_document(section)["vocab_size"] == num_tokens
+    loaded = exported(section, tmp_path / "exported", num_tokens)
+    with torch.no_grad():
+        again = loaded(tokens).logits
+    assert (found - again).abs().max() / expected.abs().max() < TOLERANCE
+
+
+def test_fewer_tokens_are_refused(tmp_path: Path) -> None:
+    write_deepseek(tmp_path)
+    with pytest.raises(ConfigError, match=r"vocabulary_size is 9, but the model has \d+ tokens"):
+        load_config(ModelSection(pretrained=str(tmp_path), vocabulary_size=9))
+
+
+def test_new_tokens_that_an_adapter_would_lose_are_refused(tmp_path: Path) -> None:
+    write_deepseek(tmp_path)
+    section = ModelSection(
+        pretrained=str(tmp_path),
+        vocabulary_size=200,
+        adapter=AdapterSection(targets="o_proj", modules_to_save=("lm_head",)),
+    )
+    with pytest.raises(ConfigError, match=r"rows of model\.embed_tokens; name them"):
+        load_config(section)

@@ -5,6 +5,7 @@ loads: both with the logits of the stages that trained it.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec.structs
@@ -12,15 +13,15 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from autohet.runtime.facts.layout import state_name, tensor_specs
 from autohet.runtime.job import AdapterSection, ModelSection
 from autohet.runtime.models.config import load_config, saved_document
-from autohet.runtime.models.layers.adapters import is_adapter
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.export import ExportOptions, export_checkpoint
+from autohet.runtime.state.frozen import first_weights
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
     CheckpointFacts,
@@ -33,6 +34,12 @@ from recovery.state.layout import Layout, assign_writers
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 from tests.harness.tiny_models import TINY, random_parameters, stage_chain
+from tests.runtime.models.test_published_bases import (
+    MULTIMODAL,
+    check_logits,
+    first_logits,
+    write_random,
+)
 
 CASES = {
     "llama": AdapterSection(rank=4, alpha=8.0),
@@ -43,6 +50,23 @@ CASES = {
     "qwen3_moe": AdapterSection(rank=3, alpha=6.0, rslora=True),
     "olmoe": AdapterSection(rank=2),
 }
+SAVED = ("embed_tokens", "lm_head", "norm")
+ENDS = {
+    "saved": ("llama", AdapterSection(rank=2, targets="q_proj", modules_to_save=SAVED)),
+    "saved and tied": (
+        "llama-biased-tied",
+        AdapterSection(rank=2, targets="q_proj", modules_to_save=("embed_tokens",)),
+    ),
+    "targets": (
+        "llama",
+        AdapterSection(rank=2, alpha=0.5, targets=("all-linear", "embed_tokens", "lm_head")),
+    ),
+    "saved map of a mixture": (
+        "qwen3_moe",
+        AdapterSection(rank=2, targets="q_proj", modules_to_save=("lm_head", "k_norm")),
+    ),
+}
+"""Embedding, head and norms that are trained, whole or by an update."""
 TOKENS = torch.arange(12).reshape(2, 6)
 
 
@@ -63,16 +87,13 @@ def trained(section: ModelSection, storage: Storage) -> tuple[Manifest, dict[str
     """A checkpoint of random adapters, and all parameters, as a run would have them."""
     assert section.pretrained is not None
     config = load_config(section)
-    base = AutoModelForCausalLM.from_pretrained(section.pretrained)
-    parameters = random_parameters(config) | {
-        name: tensor.detach()
-        for name, tensor in [*base.named_parameters(), *base.named_buffers()]
-        if tensor.is_floating_point()
-    }
+    own = family_of(config).parameter_specs(config)
+    frozen = [name for name, spec in own.items() if not spec.trainable]
+    parameters = random_parameters(config) | dict(first_weights(section, config, frozen, 0))
     specs = tensor_specs(config)
     state = {name: torch.zeros(spec.shape) for name, spec in specs.items()}
     for name, tensor in parameters.items():
-        if is_adapter(name):
+        if name in own and own[name].trainable:
             state[state_name("param", name)] = tensor
     layout = Layout(
         specs, {"a/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
@@ -87,17 +108,96 @@ def trained(section: ModelSection, storage: Storage) -> tuple[Manifest, dict[str
     return manifest, parameters
 
 
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("case", ENDS)
+def test_trained_ends_are_exported(
+    case: str, multiple: int, storage: Storage, tmp_path: Path
+) -> None:
+    """With and without rows that pad the vocabulary."""
+    check_exports(*ENDS[case], multiple, storage, tmp_path)
+
+
+def test_new_tokens_are_exported_with_the_adapter(storage: Storage, tmp_path: Path) -> None:
+    """peft loads the adapter over the base with as many tokens, and the merged model has them."""
+    base = pretrained_base("llama", tmp_path / "base")
+    section = ModelSection(
+        pretrained=str(base), adapter=ENDS["saved"][1], vocabulary_size=75, vocabulary_multiple=8
+    )
+    manifest, parameters = trained(section, storage)
+    config = load_config(section)
+    (stage,) = stage_chain(config, parameters, [3])
+    tokens = torch.arange(63, 75).reshape(2, 6)
+    with torch.no_grad():
+        logits = stage(tokens)[..., :75]
+    export_checkpoint(storage, manifest, tmp_path / "adapter")
+    grown = AutoModelForCausalLM.from_pretrained(base)
+    grown.resize_token_embeddings(75)
+    export_checkpoint(storage, manifest, tmp_path / "merged", ExportOptions(merge=True))
+    for loaded in (
+        PeftModel.from_pretrained(grown, tmp_path / "adapter"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(tokens).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        AdapterSection(rank=2),
+        AdapterSection(rank=2, targets="q_proj", modules_to_save=("k_norm", "embed_tokens")),
+    ],
+    ids=["all-linear", "saved"],
+)
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_an_adapter_of_a_text_part_is_exported_for_the_whole_base(
+    name: str, adapter: AdapterSection, storage: Storage, tmp_path: Path
+) -> None:
+    """Wrong: names of the text model, which peft does not find in the base and leaves out."""
+    if adapter.modules_to_save and name != "gemma3":
+        adapter = replace(adapter, modules_to_save=("norm", "embed_tokens"))
+    torch.manual_seed(0)
+    config = MULTIMODAL[name]()
+    base = tmp_path / "base"
+    write_random(AutoModelForImageTextToText.from_config(config), base)
+    section = ModelSection(pretrained=str(base), adapter=adapter)
+    manifest, parameters = trained(section, storage)
+    (stage,) = stage_chain(load_config(section), parameters, [3])
+    with torch.no_grad():
+        logits = stage(TOKENS)
+    export_checkpoint(storage, manifest, tmp_path / "adapter")
+    export_checkpoint(storage, manifest, tmp_path / "merged", ExportOptions(merge=True))
+    whole = AutoModelForImageTextToText.from_pretrained(base)
+    for loaded in (
+        PeftModel.from_pretrained(whole, tmp_path / "adapter"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+    ):
+        with torch.no_grad():
+            found = loaded.eval()(TOKENS, use_cache=False).logits
+        assert (found - logits).abs().max() / logits.abs().max() < 1e-5
+    going_on = replace(section, adapter=AdapterSection(from_=str(tmp_path / "adapter")))
+    check_logits(first_logits(going_on, TOKENS), loaded, TOKENS)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_stock_peft_and_transformers_load_what_was_trained(
     name: str, storage: Storage, tmp_path: Path
 ) -> None:
+    check_exports(name, CASES[name], 1, storage, tmp_path)
+
+
+def check_exports(
+    name: str, adapter_section: AdapterSection, multiple: int, storage: Storage, tmp_path: Path
+) -> None:
     base = pretrained_base(name, tmp_path / "base")
-    section = ModelSection(pretrained=str(base), adapter=CASES[name])
+    section = ModelSection(
+        pretrained=str(base), adapter=adapter_section, vocabulary_multiple=multiple
+    )
     manifest, parameters = trained(section, storage)
     config = load_config(section)
     (stage,) = stage_chain(config, parameters, [3])
     with torch.no_grad():
-        logits = stage(TOKENS)
+        logits = stage(TOKENS)[..., : config.vocab_size]
 
     adapter = export_checkpoint(storage, manifest, tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(
@@ -119,6 +219,16 @@ def test_stock_peft_and_transformers_load_what_was_trained(
         plain = AutoModelForCausalLM.from_pretrained(base)(TOKENS).logits
     assert (plain - logits).abs().max() > 1e-2, "the adapter changes nothing"
     assert "adapter" not in (tmp_path / "merged" / "config.json").read_text()
+
+    # The export begins another run.
+    going_on = replace(section, adapter=AdapterSection(from_=str(tmp_path / "adapter")))
+    again = load_config(going_on)
+    names = [key for key, spec in family_of(again).parameter_specs(again).items() if spec.trainable]
+    assert set(names) <= set(parameters)
+    for each, tensor in first_weights(going_on, again, names, 0):
+        # Rows that pad the vocabulary are zeros.
+        expected = torch.where(tensor == 0, 0.0, parameters[each])
+        torch.testing.assert_close(tensor, expected)
 
 
 def test_another_base_is_refused(storage: Storage, tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.layers.dropout import (
@@ -32,7 +32,12 @@ from autohet.runtime.models.layers.dropout import (
     without_dropout,
 )
 from autohet.runtime.models.layers.recomputation import is_replaying
-from autohet.runtime.models.layers.tensor_parallel import RowParallel, TensorParallel, leave
+from autohet.runtime.models.layers.tensor_parallel import (
+    RowParallel,
+    TensorParallel,
+    VocabularyEmbedding,
+    leave,
+)
 from planner.errors import ConfigError
 
 ADAPTER = "autohet_adapter"
@@ -40,13 +45,17 @@ ADAPTER = "autohet_adapter"
 ALL_LINEAR = "all-linear"
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
+EMBEDDING_A = ".lora_embedding_A"
+EMBEDDING_B = ".lora_embedding_B"
+"""Suffixes of an embedding's matrices: A [rank, tokens] and B [hidden size, rank]."""
 
 
 @dataclass(frozen=True)
 class Adapter:
     """A job's `model.adapter`, with the model that it adapts.
 
-    base: a directory or hub id; None: the base is drawn from the seed.
+    base: a directory or hub id; None: the base is drawn from the seed. text_path: path of the text
+    model in a multimodal base; empty: the base is a text model.
     """
 
     kind: str
@@ -57,6 +66,8 @@ class Adapter:
     base: str | None = None
     revision: str | None = None
     dropout: float = 0.0
+    modules_to_save: tuple[str, ...] = ()
+    text_path: str = ""
 
     @property
     def scaling(self) -> float:
@@ -79,6 +90,27 @@ class Adapter:
             return True
         return any(_matches(pattern, module_path) for pattern in self.patterns)
 
+    def names(self, module_path: str) -> bool:
+        """Return True if the embedding or the head is a target: only a name selects it."""
+        return any(f".{module_path}".endswith(f".{each}") for each in self.patterns)
+
+    def saves(self, parameter: str) -> bool:
+        """Return True if a parameter of the base belongs to a module of `modules_to_save`."""
+        return is_saved(parameter, self.modules_to_save)
+
+
+def is_saved(parameter: str, modules: Collection[str]) -> bool:
+    """Return True if a parameter belongs to a module whose path ends in one of these texts.
+
+    As in peft, `norm` selects `input_layernorm` too.
+    """
+    path = parameter
+    while "." in path and modules:
+        path, _, _ = path.rpartition(".")
+        if path.endswith(tuple(modules)):
+            return True
+    return False
+
 
 def _matches(pattern: str, path: str) -> bool:
     is_end = path == pattern or path.endswith(f".{pattern}")
@@ -86,13 +118,18 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def set_adapter(
-    config: PreTrainedConfig, section: Any, base: str | None, revision: str | None
+    config: PreTrainedConfig,
+    section: Any,
+    base: str | None,
+    revision: str | None,
+    text_path: str = "",
 ) -> None:
     """Put a job's adapter (`AdapterSection`; None: no-op) into the model's config."""
     if section is not None:
         fields = asdict(section)
         del fields["from_"]
-        setattr(config, ADAPTER, asdict(Adapter(**fields, base=base, revision=revision)))
+        adapter = Adapter(**fields, base=base, revision=revision, text_path=text_path)
+        setattr(config, ADAPTER, asdict(adapter))
 
 
 def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
@@ -105,6 +142,7 @@ def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
     # JSON has lists for tuples.
     if not isinstance(fields["targets"], str):
         fields["targets"] = tuple(fields["targets"])
+    fields["modules_to_save"] = tuple(fields.get("modules_to_save", ()))
     return Adapter(**fields)
 
 
@@ -121,21 +159,26 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def target_paths(adapter: Adapter, layers: str, model: nn.Module) -> list[str]:
-    """Return the paths of the linear maps of the library's model that have an adapter.
+def target_paths(adapter: Adapter, layers: str, model: PreTrainedModel) -> list[str]:
+    """Return the paths of the modules of the library's model that have an adapter.
 
-    layers: path of the model's list of blocks.
+    They are linear maps of the blocks, then the embedding and the head if they are named. layers:
+    path of the model's list of blocks.
 
     Raises:
-        ConfigError: a target matches no linear map, or a block has none.
+        ConfigError: a target matches nothing, or a block has none.
     """
     prefix = f"{layers}."
     linear: list[str] = []
+    ends: list[str] = []
     for path, module in model.named_modules():
         if path.startswith(prefix) and is_linear(module):
             linear.append(path)
+        elif module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            ends.append(path)
+    named = [path for path in ends if adapter.names(path)]
     for pattern in adapter.patterns:
-        if not any(_matches(pattern, path) for path in linear):
+        if not any(_matches(pattern, path) for path in [*linear, *named]):
             raise ConfigError(_explain_unmatched(pattern, linear))
 
     found = [path for path in linear if adapter.matches(path)]
@@ -146,7 +189,40 @@ def target_paths(adapter: Adapter, layers: str, model: nn.Module) -> list[str]:
             f"model.adapter.targets match no linear map of block {index}, and a stage of"
             " such blocks alone would have nothing to train; name targets that each block has"
         )
-    return found
+    return found + named
+
+
+def check_ends(adapter: Adapter, targets: Collection[str], model: PreTrainedModel) -> None:
+    """Check `modules_to_save`, and that a tied embedding has no adapter.
+
+    targets: paths of the modules that have one.
+
+    Raises:
+        ConfigError: a name matches no module, a module with an adapter, or a tied head; or an
+        embedding that is tied to the head is a target.
+    """
+    is_tied = bool(model.config.tie_word_embeddings)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for path in targets:
+        if is_tied and model.get_submodule(path) in ends:
+            raise ConfigError(
+                f"model.adapter.targets: {path} is tied to the other end of the model, so an update"
+                " of it alone unties them; name the embedding in model.adapter.modules_to_save"
+            )
+    for name in adapter.modules_to_save:
+        one = replace(adapter, modules_to_save=(name,))
+        saved = [each for each, _ in model.named_parameters() if one.saves(each)]
+        if not saved:
+            raise ConfigError(
+                f"model.adapter.modules_to_save: '{name}' is no module of this model with weights"
+                " of its own (a tied head has those of the embedding)"
+            )
+        for path in targets:
+            if any(each.startswith(f"{path}.") for each in saved):
+                raise ConfigError(
+                    f"model.adapter.modules_to_save: '{name}' trains {path}, which has an adapter;"
+                    " leave one of them out"
+                )
 
 
 def _explain_unmatched(pattern: str, linear: Collection[str]) -> str:
@@ -167,7 +243,8 @@ def shortest_targets(paths: Collection[str], model: nn.Module) -> list[str]:
     ends = {_last_component(path) for path in paths}
     matched = set()
     for path, module in model.named_modules():
-        if is_linear(module) and _last_component(path) in ends:
+        is_map = is_linear(module) or isinstance(module, nn.Embedding)
+        if is_map and _last_component(path) in ends:
             matched.add(path)
 
     if matched == set(paths):
@@ -184,22 +261,26 @@ def initial_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole fp32 tensor) of adapters, a function of seed and name alone.
 
-    They are drawn as peft draws them: A uniform, Kaiming with a = sqrt(5), and B zero.
+    They are drawn as peft draws them: A uniform, Kaiming with a = sqrt(5), and B zero; of an
+    embedding, A zero and B normal.
     """
     for name, shape in shapes.items():
         tensor = torch.zeros(shape)
-        if name.endswith(A_SUFFIX):
+        if name.endswith((A_SUFFIX, EMBEDDING_B)):
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             # 63 bits, since torch takes a signed number.
             own_seed = int.from_bytes(digest[:8], "little") >> 1
             generator = torch.Generator().manual_seed(own_seed)
-            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+            if name.endswith(EMBEDDING_B):
+                nn.init.normal_(tensor, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
         yield name, tensor
 
 
 def is_adapter(name: str) -> bool:
     """Return True if a parameter's name is that of an adapter's matrix."""
-    return name.endswith((A_SUFFIX, B_SUFFIX))
+    return name.endswith((A_SUFFIX, B_SUFFIX, EMBEDDING_A, EMBEDDING_B))
 
 
 @dataclass
@@ -267,13 +348,16 @@ class AdaptedLinear(nn.Module):
             return total
         return total + self.bias
 
+    def low(self, x: Tensor) -> Tensor:
+        """Return A x, with dropout where the stage trains."""
+        if self.dropout is not None:
+            return self.dropout.product(x, self.lora_A)
+        found: Tensor = self.lora_A(x)
+        return found
+
     def _update(self, x: Tensor) -> Tensor:
         """Return s B A x."""
-        if self.dropout is None:
-            low = self.lora_A(x)
-        else:
-            low = self.dropout.product(x, self.lora_A)
-        update: Tensor = self.lora_B(low) * self.scaling
+        update: Tensor = self.lora_B(self.low(x)) * self.scaling
         return update
 
     def _sum_over_group(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
@@ -286,10 +370,31 @@ class AdaptedLinear(nn.Module):
         return leave(product, tp)
 
 
+class AdaptedEmbedding(VocabularyEmbedding):
+    """Embedding with a low-rank update: E[x] + s (B A)[x], of this rank's rows."""
+
+    def __init__(self, original: nn.Module, rank: int, scaling: float) -> None:
+        tp = getattr(original, "tp", None)
+        super().__init__(original, tp, getattr(original, "start", 0))
+        self.scaling = scaling
+        self.is_on = True
+        # Of the right shapes once the stage's slices are loaded.
+        self.lora_embedding_A = nn.Parameter(torch.empty(rank, rank, device="meta"))
+        self.lora_embedding_B = nn.Parameter(torch.empty(rank, rank, device="meta"))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.own_rows(tokens, self.weight)
+        if self.is_on:
+            low = self.own_rows(tokens, self.lora_embedding_A.T)
+            rows = rows + F.linear(low, self.lora_embedding_B) * self.scaling
+        return leave(rows, self.tp)
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let the model compute as its base, without the updates of its adapters."""
-    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    kinds = AdaptedLinear | AdaptedEmbedding
+    adapted = [module for module in model.modules() if isinstance(module, kinds)]
     for module in adapted:
         module.is_on = False
     try:

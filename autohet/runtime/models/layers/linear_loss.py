@@ -51,33 +51,51 @@ class CutVocabulary:
         return min(max(self.num_tokens - self.start, 0), num_rows)
 
 
+@dataclass(frozen=True)
+class HeadFactors:
+    """Factors of a head's logits: hidden @ weight.T, and with an adapter + low @ update.T.
+
+    hidden: [..., h]; weight: [V, h]; low: [..., r], scaled; update: [V, r].
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    low: Tensor | None = None
+    update: Tensor | None = None
+
+    def usable(self) -> tuple[Tensor | None, ...]:
+        """Return the factors with one row for each position, without gradients in evaluation."""
+        found: list[Tensor | None] = []
+        for each in (self.hidden, self.weight, self.low, self.update):
+            if each is not None and each.dim() > 2:
+                each = each.flatten(0, -2)
+            if each is not None and not torch.is_grad_enabled():
+                # Autograd functions are told that a parameter needs a gradient in evaluation too.
+                each = each.detach()
+            found.append(each)
+        return tuple(found)
+
+
 def linear_cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
+    factors: HeadFactors,
     targets: Tensor,
     vocabulary: int | CutVocabulary,
     terms: LossTerms = PLAIN,
     adjustment: LogitAdjustment = UNCHANGED,
 ) -> Tensor:
-    """Return the sum of cross entropy of the adjusted hidden @ weight.T over `targets`, an fp32
-    scalar.
+    """Return the sum of cross entropy of the adjusted logits over `targets`, an fp32 scalar.
 
-    hidden: [..., h]; weight: [V, h]; targets: [...] int64, -100 where a position counts nothing;
+    targets: [...] int64, -100 where a position counts nothing;
     vocabulary: its number of tokens, from which on rows of the weight pad it. Gradients are
     computed in the forward pass and scaled in the backward pass, which may run once.
 
     With a cut vocabulary the weight has this rank's rows, the sum is equal on all ranks of the
-    group, and the gradient of `hidden` is this rank's part of the sum.
+    group, and the gradients of `hidden` and `low` are this rank's parts of the sum.
     """
-    cut, num_tokens = _own_part(vocabulary, len(weight))
-    if not torch.is_grad_enabled():
-        # Autograd functions are told that a parameter needs a gradient in evaluation too.
-        hidden = hidden.detach()
-        weight = weight.detach()
+    cut, num_tokens = _own_part(vocabulary, len(factors.weight))
     return apply(
         _LinearCrossEntropy,
-        hidden.flatten(0, -2),
-        weight,
+        *factors.usable(),
         targets.flatten(),
         num_tokens,
         terms,
@@ -145,6 +163,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        low: Tensor | None,
+        update: Tensor | None,
         targets: Tensor,
         num_tokens: int,
         terms: LossTerms,
@@ -155,11 +175,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_and_gradient = _way_of(weight, replace(terms, gradient_scale=1.0), cut)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight: Tensor | None = None
+        of_low = torch.empty_like(low) if low is not None and ctx.needs_input_grad[2] else None
+        of_update = None
+        if update is not None and ctx.needs_input_grad[3]:
+            of_update = wide_zeros(update)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         size = max(1, _chunk_rows(len(weight), cut))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             logits = hidden[rows] @ weight.T
+            if low is not None and update is not None:
+                logits.addmm_(low[rows], update.T)
             slope: Tensor | float = 1.0
             if not adjustment.changes_nothing:
                 logits = adjustment.compute(logits)
@@ -170,6 +196,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += loss
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[rows])
+            if of_low is not None and update is not None:
+                torch.mm(gradient, update, out=of_low[rows])
+            if of_update is not None and low is not None:
+                _add_product(of_update, gradient, low[rows])
             if not ctx.needs_input_grad[1]:
                 continue
             if size >= len(hidden):
@@ -180,18 +210,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _add_product(of_weight, gradient, hidden[rows])
         if of_weight is not None:
             of_weight = of_weight.to(weight.dtype)
-        ctx.save_for_backward(of_hidden, of_weight)
+        if of_update is not None and update is not None:
+            of_update = of_update.to(update.dtype)
+        ctx.save_for_backward(of_hidden, of_weight, of_low, of_update)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_weight = ctx.saved_tensors
         scale = gradients[0] / ctx.scale
-        if of_hidden is not None:
-            of_hidden.mul_(scale)
-        if of_weight is not None:
-            of_weight.mul_(scale)
-        return of_hidden, of_weight, None, None, None, None, None
+        found = ctx.saved_tensors
+        for each in found:
+            if each is not None:
+                each.mul_(scale)
+        return *found, None, None, None, None, None
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

@@ -319,7 +319,7 @@ class VocabularyEmbedding(nn.Module):
     Tokens of other ranks give zeros, and the sum over ranks is whole.
     """
 
-    def __init__(self, original: nn.Module, tp: TensorParallel, start: int) -> None:
+    def __init__(self, original: nn.Module, tp: TensorParallel | None, start: int) -> None:
         super().__init__()
         self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
         self.tp = tp
@@ -327,12 +327,15 @@ class VocabularyEmbedding(nn.Module):
         self.padding_idx: int | None = getattr(original, "padding_idx", None)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return leave(self.own_rows(tokens, self.weight), self.tp)
+
+    def own_rows(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """Return the rows of `tokens` in a table of this rank's tokens; zeros for other tokens."""
         local = tokens - self.start
-        outside = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        outside = (local < 0) | (local >= len(table))
+        rows = F.embedding(local.masked_fill(outside, 0), table)
         if self.padding_idx is not None:
             # As nn.Embedding: the padding token has its row's values but teaches the row nothing.
             is_padding = (tokens == self.padding_idx).unsqueeze(-1)
             rows = torch.where(is_padding, rows.detach(), rows)
-        own_rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
-        return leave(own_rows, self.tp)
+        return rows.masked_fill(outside.unsqueeze(-1), 0.0)

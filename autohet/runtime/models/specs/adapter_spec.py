@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models.layers.adapters import B_SUFFIX
-from autohet.runtime.models.parameter_spec import ParameterSpec
+from autohet.runtime.models.layers.adapters import B_SUFFIX, is_adapter
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.specs.counted_values import count_block
 from planner.plans.model_spec import KeptValues, LayerSpec, ModelSpec
@@ -44,12 +44,28 @@ def adapt_spec(
                 key_values.append(each)
         adapted = _adapt_block(block, specs, key_values, sequence_length)
         blocks.append(replace(adapted, autograd=known[kind]))
-    # A backward pass ends before the embedding; of the head it needs the input's gradient alone.
-    embedding = replace(_frozen(spec.embedding), backward_share=0.0)
-    head = replace(_frozen(spec.head), backward_share=0.5)
+    embedding = _adapt_end(spec.embedding, by_layer.get(EMBEDDING, []))
+    head = _adapt_end(spec.head, by_layer.get(HEAD, []))
+    if family.tied_head(config) and embedding.frozen_parameters == 0:
+        head = spec.head
+    if not by_layer.get(EMBEDDING):
+        # A backward pass ends before the embedding.
+        embedding = replace(embedding, backward_share=0.0)
     return replace(
         spec, embedding=embedding, blocks=tuple(blocks), head=head, frozen_format=precision
     )
+
+
+def _adapt_end(layer: LayerSpec, trained: Sequence[ParameterSpec]) -> LayerSpec:
+    """Return the spec of embedding or head, of which these parameters are trained."""
+    added = _scalars(trained)
+    if any(not is_adapter(each.name) and len(each.shape) > 1 for each in trained):
+        # The matrix itself is trained, and all but vectors with it.
+        return layer
+    replicated = _scalars([each for each in trained if each.split_dim is None])
+    frozen = _frozen(layer)
+    # Of a frozen head a backward pass needs the input's gradient alone.
+    return replace(frozen, parameters=added, replicated_parameters=replicated, backward_share=0.5)
 
 
 def _frozen(layer: LayerSpec) -> LayerSpec:

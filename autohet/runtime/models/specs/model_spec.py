@@ -20,6 +20,7 @@ from autohet.runtime.models.config_keys import window_of
 from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.experts import check_experts, num_experts, own_correction_bias
+from autohet.runtime.models.parameter_spec import grow_vocabulary
 from autohet.runtime.models.registry import FAMILIES
 from autohet.runtime.models.specs.counted_values import count_block, count_head
 from planner.errors import ConfigError
@@ -34,23 +35,24 @@ def model_spec_from_config(
     *,
     precision: str = "bf16",
     revision: str | None = None,
-    vocabulary_multiple: int = 1,
+    rows: tuple[int | None, int] = (None, 1),
     dropout: bool = False,
 ) -> ModelSpec:
     """Return the spec of a transformers config.
 
-    `config` is a mapping with `model_type`, a path, or a hub id. vocabulary_multiple: as the job's
-    `model.vocabulary_multiple`. precision decides if the attention's scores count as kept for the
-    backward pass: flash kernels are 16-bit only. dropout: whether the model trains with that of its
-    config.
+    `config` is a mapping with `model_type`, a path, or a hub id. rows: the job's
+    `model.vocabulary_size` and `model.vocabulary_multiple`. precision decides if the attention's
+    scores count as kept for the backward pass: flash kernels are 16-bit only. dropout: whether the
+    model trains with that of its config.
 
     Raises:
         ConfigError: `config` is no such config, or a token would use more experts than there are.
     """
     loaded = read_config(config, revision)
     check_experts(loaded)
-    if vocabulary_multiple > 1:
-        loaded.vocab_size = -(-int(loaded.vocab_size) // vocabulary_multiple) * vocabulary_multiple
+    num_tokens, multiple = rows
+    grow_vocabulary(loaded, num_tokens)
+    loaded.vocab_size = -(-int(loaded.vocab_size) // multiple) * multiple
     module = _build_on_meta(loaded)
     spec = _spec(name, loaded, module, precision)
     spec = _with_windows(spec, loaded)

@@ -183,9 +183,16 @@ def adapt_blocks(blocks: Iterable[nn.Module], spec: StageSpec, rows: DropoutRows
             is_map = is_linear(module) or isinstance(module, RowParallel)
             if is_map and adapter.matches(path):
                 parent, _, child = name.rpartition(".")
-                dropout = _adapter_dropout(path, adapter, spec, rows)
-                adapted = AdaptedLinear(module, adapter.rank, adapter.scaling, dropout)
+                adapted = adapted_map(module, path, spec, rows)
                 setattr(block.get_submodule(parent), child, adapted)
+
+
+def adapted_map(module: nn.Module, path: str, spec: StageSpec, rows: DropoutRows) -> AdaptedLinear:
+    """Return the linear map at `path` with the low-rank update of the config's adapter."""
+    adapter = adapter_of(spec.config)
+    assert adapter is not None
+    dropout = _adapter_dropout(path, adapter, spec, rows)
+    return AdaptedLinear(module, adapter.rank, adapter.scaling, dropout)
 
 
 def _adapter_dropout(

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from autohet.runtime.models.layers.adapters import adapters_off
+from autohet.runtime.models.layers.adapters import (
+    AdaptedEmbedding,
+    AdaptedLinear,
+    adapter_of,
+    adapters_off,
+)
 from autohet.runtime.models.layers.experts import use_grouped_products
 from autohet.runtime.models.layers.linear_loss import (
     CutVocabulary,
+    HeadFactors,
     cross_entropy_sum,
     linear_cross_entropy_sum,
 )
@@ -32,7 +38,12 @@ from autohet.runtime.models.layers.tensor_parallel import (
 )
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
-from autohet.runtime.models.stages.block_changes import adapt_blocks, balance_routers, cut_blocks
+from autohet.runtime.models.stages.block_changes import (
+    adapt_blocks,
+    adapted_map,
+    balance_routers,
+    cut_blocks,
+)
 from autohet.runtime.models.stages.block_inputs import BlockInputs
 from autohet.runtime.models.stages.stage_dropout import StageDropout
 from autohet.runtime.models.stages.stage_spec import StageSpec
@@ -74,6 +85,7 @@ class StageModel(nn.Module):
         self._embedding_dropout = self.dropout.of_embedding() if spec.is_first else None
         cut_blocks(self.blocks, spec)
         adapt_blocks(self.blocks, spec, self.dropout.rows)
+        self._adapt_ends()
         self.dropout.add_to(self.blocks)
         self._length = SequenceLength() if spec.tp is None else spec.tp.length
         if family.has_experts:
@@ -109,6 +121,16 @@ class StageModel(nn.Module):
             is_tied = family.tied_head(spec.config)
             self.paths["head"] = family.token_embedding if is_tied else family.head
             self.head = model.get_submodule(family.head)
+
+    def _adapt_ends(self) -> None:
+        """Add the low-rank update to embedding and head if they are targets."""
+        adapter = adapter_of(self.spec.config)
+        if adapter is None:
+            return
+        if self.spec.is_first and adapter.names(self.paths["embedding"]):
+            self.embedding = AdaptedEmbedding(self.embedding, adapter.rank, adapter.scaling)
+        if self.spec.is_last and adapter.names(self.paths["head"]):
+            self.head = adapted_map(self.head, self.paths["head"], self.spec, self.dropout.rows)
 
     # blocks
     # ------------------------------------------------------------------------------
@@ -247,7 +269,8 @@ class StageModel(nn.Module):
     @property
     def _fuses_head(self) -> bool:
         """True if the loss is computed from hidden states, so that logits are never whole."""
-        return isinstance(self.head, nn.Linear) and self.head.bias is None
+        is_map = isinstance(self.head, nn.Linear | AdaptedLinear)
+        return is_map and self.head.bias is None
 
     def _before_loss(self, x: Tensor, begins: Tensor | None) -> Tensor:
         """Return what `_loss_of` takes: normalised hidden states, or logits."""
@@ -261,8 +284,12 @@ class StageModel(nn.Module):
         if not self._fuses_head:
             return self.loss_sum(states, targets)
         weight: Any = self.head.weight
+        factors = HeadFactors(states, weight)
+        if isinstance(self.head, AdaptedLinear) and self.head.is_on:
+            low = self.head.low(states) * self.head.scaling
+            factors = HeadFactors(states, weight, low, self.head.lora_B.weight)
         return linear_cross_entropy_sum(
-            states, weight, targets, self._vocabulary(), self._terms, self.logit_adjustment
+            factors, targets, self._vocabulary(), self._terms, self.logit_adjustment
         )
 
     def _vocabulary(self) -> int | CutVocabulary:
