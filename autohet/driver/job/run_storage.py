@@ -70,5 +70,6 @@ class CheckpointScalars:
         self._num_recorded = len(ledger.evaluations)
         for step, record in ledger.evaluations.items():
             self._losses[step] = record.loss
-        text = losses_text(self._losses, section.every_steps, section.keep_best)
+        every = section.fixed_steps or self._job.checkpoint_unit
+        text = losses_text(self._losses, every, section.keep_best)
         self._durable.record(EVALUATION_LOSSES, text)

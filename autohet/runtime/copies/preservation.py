@@ -46,7 +46,7 @@ class Preservation:
         self.uploads = DurableUploads(place.worker, storage, timeouts, self.transfers)
         self._disk: SnapshotWriter | None = None
         self.order: GenerationOrder | None = None
-        self.turns = Turns(job.checkpoint.every_steps)
+        self.turns = Turns(job.checkpoint.fixed_steps, job.checkpoint_unit)
 
     def begin(self, order: GenerationOrder) -> None:
         """Begin a generation, whose layout decides what this worker keeps and writes."""
@@ -54,7 +54,7 @@ class Preservation:
         self.uploads.abandon()
         self.order = order
         self.replication.begin(order)
-        self.turns = Turns(self.turns.every)
+        self.turns = Turns(self.turns.every, self.turns.unit)
         self.snapshots.begin(order)
         self._disk = self._on_disk(order)
 
