@@ -70,9 +70,11 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
         yield from log_new_deaths(memory, seen)
     yield from _announce_departures(memory, seen)
     yield from _buy(memory, seen)
-    if isinstance(memory.state, Training) and memory.script.left:
-        step = memory.ledger.committed_steps
-        yield from memory.script.due(step, seen, memory.members)
+    if isinstance(memory.state, Training):
+        yield from memory.checkpoint_pace.decide(memory, seen)
+        if memory.script.left:
+            step = memory.ledger.committed_steps
+            yield from memory.script.due(step, seen, memory.members)
 
 
 def fail_at_once(memory: JobMemory, reason: str) -> Effects:

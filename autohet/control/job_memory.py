@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autohet.control.job_state import State, Waiting
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.planning.agent_gc import AgentGc
+from autohet.control.planning.checkpoint_pace import CheckpointPace
 from autohet.control.planning.outlook import Outlook
 from autohet.control.script import Script
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from autohet.control.planning.buyer import Buyer
     from autohet.control.planning.orders import OrderBuilder
     from autohet.control.planning.proposals import Planner, PlanProposal
+    from autohet.control.states.poisoned import Fallback
     from autohet.control.values.change import Change
     from autohet.control.values.observation import Notice
     from autohet.runtime.job import Job
@@ -119,6 +121,12 @@ class JobMemory:
     """Decision to end the job."""
     warnings: WarningMemory = field(default_factory=WarningMemory)
     """Warnings on the present plan."""
+    restored_step: int | None = None
+    """Step of the last restore that a poisoned state may come from."""
+    fallback: Fallback | None = None
+    """The one try of an older checkpoint, once a restored state has proved poisoned."""
+    checkpoint_pace: CheckpointPace = field(default_factory=CheckpointPace)
+    """Interval of durable checkpoints, where the job names no steps."""
     outlook: Outlook = field(default_factory=Outlook)
     """Lives of nodes by type."""
     agent_gc: AgentGc = field(default_factory=AgentGc)

@@ -72,7 +72,7 @@ logger = logging.getLogger("autohet.worker")
 class Worker:
     """A worker for the length of a job.
 
-    `report`, `request_stop`, `interrupt`, `roll_forward` may be called from any thread.
+    `report`, the requests, `interrupt` and `roll_forward` may be called from any thread.
     """
 
     def __init__(
@@ -292,6 +292,12 @@ class Worker:
         live = self.live
         if live is not None and live.trainer is not None:
             live.trainer.voter.request_stop(checkpoint=checkpoint)
+
+    def request_checkpoint(self) -> None:
+        """Make the next step that this worker votes on durable, at all workers."""
+        live = self.live
+        if live is not None and live.trainer is not None:
+            live.trainer.voter.request_checkpoint()
 
     def interrupt(self, generation: int | None = None) -> None:
         """Leave the generation now; a step that is not committed did not happen.

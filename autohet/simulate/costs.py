@@ -21,10 +21,15 @@ def cost_field(value: float, unit: str, source: str) -> Any:
 
 @dataclass(frozen=True)
 class PushedCopies:
-    """Copies to other nodes: they take `network_share` of the network for `seconds` of a step."""
+    """Copies of the state after each step.
+
+    Those to other nodes take `network_share` of the network for `seconds` of a step. A snapshot
+    reaches host memory in `snapshot_s`.
+    """
 
     seconds: float = 0.0
     network_share: float = 0.0
+    snapshot_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,12 @@ class Costs:
         "share",
         "of a step with a snapshot after it: 0.6 to 2.1% measured (snapshot_overhead.json)",
     )
+    snapshot_slowdown: float = cost_field(
+        0.04,
+        "share",
+        "by which steps are slower while a snapshot leaves the GPU, which bounds what one costs:"
+        " 0.0235 s of a copy of 0.596 s on an H200 (gpu-h200.json)",
+    )
 
     def nccl_s(self, num_ranks: int) -> float:
         """Return the seconds to build the groups of a generation."""
@@ -164,7 +175,10 @@ class Costs:
         pushing = min(1.0, copies.seconds / step_s)
         slower_by_copies = pushing * copies.network_share / max(1 - copies.network_share, 0.1)
         slower = slower_by_uploads + slower_by_copies
-        return step_s * (1 + self.snapshot_overhead) + sync_s * slower
+        snapshot_s = min(
+            step_s * self.snapshot_overhead, copies.snapshot_s * self.snapshot_slowdown
+        )
+        return step_s + snapshot_s + sync_s * slower
 
     def restart_s(self, num_ranks: int) -> float:
         """Return the seconds to restart all processes.

@@ -54,8 +54,8 @@ MOST_FIXED = 8
 """Number of sizes of a fixed subset that are tried for each type; the best is reported."""
 WHAT = {
     "s3_only": (
-        "all GPUs under AutoHet's plans, a checkpoint every checkpoint.every_steps and none on a"
-        " notice, restarts from storage"
+        "all GPUs under AutoHet's plans, a checkpoint at checkpoint.every (auto: the best interval)"
+        " and none on a notice, restarts from storage"
     ),
     "checkpoint_restart": (
         "all GPUs under AutoHet's plans, a checkpoint on notice and at the best interval, restarts"
@@ -223,7 +223,7 @@ class TraceSimulation:
             wake=lambda moment: holder[0].wake_at(moment),
         )
         simulated_job = SimulatedJob(
-            every_steps=job.checkpoint.every_steps,
+            every_steps=job.checkpoint.fixed_steps,
             settle_s=job.elastic.arrivals_debounce_s + 0.05,
             replication_share=job.checkpoint.replicate_bandwidth_share,
             end_s=scenario.end_s,
@@ -244,6 +244,7 @@ class TraceSimulation:
         layouts = CoarseLayouts(config)
         orders = OrderBuilder(job, layouts, zones=scenario.cluster.zones)
         controller = Controller(job, workforce, planning, orders, EventLog(None))
+        workforce.workers.checkpoint_pace = controller.memory.checkpoint_pace
         self._run_controller(controller, workforce, progress)
         workforce.machines.bill.settle(workforce.now)
         return self._autohet_document(controller, workforce)
@@ -302,7 +303,7 @@ class TraceSimulation:
         if name in ("s3_only", "checkpoint_restart"):
             options = _BaselineOptions()
             if name == "s3_only":
-                every_steps = self.job.checkpoint.every_steps
+                every_steps = self.job.checkpoint.fixed_steps
                 options = _BaselineOptions(on_notice=False, every_steps=every_steps)
             choose = MixedSetups(planning, self.scenario.costs).setup
             names = [kind.name for kind in with_gpus]

@@ -70,24 +70,25 @@ class Rounds:
 class Turns:
     """Choice of the steps that become durable checkpoints, the same at every worker.
 
-    One step in `every` is chosen, and there are never two checkpoints in progress. A checkpoint is
-    of one step at all workers, so one that could begin here, but not there, would be lost. While
-    any worker still writes the previous checkpoint, the next one is owed. It is taken at the newest
-    step once no worker writes, which must be a multiple of `of_steps`. Training never waits for
-    storage.
+    One step in `every` is chosen (None: those that are asked for), and there are never two
+    checkpoints in progress. A checkpoint is of one step at all workers, so one that could begin
+    here, but not there, would be lost. While any worker still writes the previous checkpoint, the
+    next one is owed. It is taken at the newest step once no worker writes, which must be a multiple
+    of `unit`. Training never waits for storage.
     """
 
-    every: int
-    of_steps: int = 1
+    every: int | None
+    unit: int = 1
     owed: bool = False
 
-    def take(self, step: int, *, writing: bool) -> bool:
+    def take(self, step: int, *, writing: bool, asked: bool = False) -> bool:
         """Return True if `step` is to be made durable.
 
-        `writing`: some worker reported it in the vote that ended the step.
+        `writing`, `asked`: some worker reported it in the vote that ended the step.
         """
-        self.owed = self.owed or step % self.every == 0
-        if writing or not self.owed or step % self.of_steps:
+        is_due = self.every is not None and step % self.every == 0
+        self.owed = self.owed or asked or is_due
+        if writing or not self.owed or step % self.unit:
             return False
         self.owed = False
         return True

@@ -197,8 +197,11 @@ def test_when_an_evaluation_is_due(step: int, due: bool) -> None:
     [
         ({"checkpoint": {"keep_best": 2}}, "keep_best is 2, but nothing is evaluated"),
         (
-            {"evaluation": {"source": "x", "every_steps": 30}, "checkpoint": {"keep_best": 2}},
-            "every_steps, 100, is no multiple of evaluation.every_steps, 30",
+            {
+                "evaluation": {"source": "x", "every_steps": 30},
+                "checkpoint": {"keep_best": 2, "every_steps": 100},
+            },
+            "checkpoint.every, 100 steps, is no multiple of evaluation.every_steps, 30",
         ),
         (
             {

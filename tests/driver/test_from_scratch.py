@@ -5,19 +5,32 @@ that hold steps of the job.
 from __future__ import annotations
 
 import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autohet.control.job_state import Ended, Sourcing, Training
 from autohet.control.values.observation import CheckpointState
+from autohet.driver.checkpoints.cleaning import Retention
+from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.driver.checkpoints.fresh import begin_fresh_run
+from autohet.driver.job import run as run_module
+from autohet.driver.job.job_run import Outcome
 from autohet.driver.loop.controller import Controller
+from planner.errors import ConfigError
 from recovery.checkpoint.journal import begin_fresh, entry_name, read_ancestry
 from recovery.checkpoint.lease import DriverLease
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
+from recovery.storage.open import open_storage
 from tests.driver.test_controller import make, run, trained
+from tests.driver.test_durable import ticks_until
+from tests.harness.fake_job import fake_job
 from tests.harness.memory_storage import MemoryStorage
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
@@ -193,3 +206,88 @@ def test_a_fresh_run_uses_nothing_that_nodes_hold() -> None:
     run(controller, trained(controller, 2))
     assert controller.memory.ledger.records.keys() >= {0, 1}
     assert not sentences(controller, "from_scratch")
+
+
+def durable_at(root: Path) -> Durable:
+    return Durable(open_storage(str(root)), RunFacts("job", {}, {}), Retention(2), lease_s=1.0)
+
+
+def test_a_file_system_that_is_mounted_again_is_known_to_be_another_storage(
+    tmp_path: Path,
+) -> None:
+    root, away = tmp_path / "storage", tmp_path / "away"
+    first = durable_at(root)
+    first.take_lease()
+    entry = Descent(generation=1, parent=None, first_step=0, driver=first.lease.driver)
+    first.claim(entry)
+    first.claim_pool.submit(int).result(20)
+    first.close()
+    root.rename(away)
+    root.mkdir()
+
+    second = durable_at(root)
+    second.take_lease()
+    found = second.load_newest()
+    assert not found.ancestry.entries
+    shutil.rmtree(root)
+    away.rename(root)
+    second.refresh()
+    ticks_until(second, lambda: second.state().is_misplaced)
+    second.close(at_once=True)
+
+    third = durable_at(root)
+    third.take_lease()
+    assert third.load_newest().ancestry.entries.keys() == {1}
+    third.close()
+
+
+def test_a_run_whose_storage_is_back_takes_it_over_and_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcomes = [
+        Outcome(False, "empty", {}, may_pass=True, storage_is_back=True),
+        Outcome(True, "done", {}),
+    ]
+    owned = []
+
+    def once(job: Any, machines: Any, files: Any, show: Any, durable: Any) -> Outcome:
+        owned.append(durable)
+        return outcomes.pop(0)
+
+    @contextmanager
+    def take_over(job: Any) -> Iterator[str]:
+        yield "taken over"
+
+    monkeypatch.setattr(run_module, "_train_once", once)
+    monkeypatch.setattr(run_module, "_take_over", take_over)
+    monkeypatch.setattr(run_module, "check_storage", lambda *_: None)
+    files: Any = None
+    machines: Any = None
+    outcome = run_module.train_with(fake_job(), machines, files, lambda *_: None)
+    assert outcome.reason == "done"
+    assert owned == [None, "taken over"]
+
+
+@pytest.mark.parametrize("there", ["checkpoint", "driver", "journal"])
+def test_fresh_is_refused_where_something_would_be_lost(there: str, tmp_path: Path) -> None:
+    root = tmp_path / "storage"
+    job = fake_job(checkpoint={"storage": str(root)})
+    durable = durable_at(root)
+    durable.take_lease()
+    storage = durable.storage
+    durable.claim(Descent(generation=4, parent=None, first_step=0, driver=durable.lease.driver))
+    durable.claim_pool.submit(int).result(20)
+    if there == "checkpoint":
+        storage.put("step-00000008/manifest.json", b"{}")
+    if there != "driver":
+        durable.close()
+    if there == "journal":
+        begin_fresh_run(job)
+        assert read_ancestry(storage).entries.keys() == {5}
+        return
+    with pytest.raises(
+        ConfigError, match=f"--fresh: .*{'step 8' if there == 'checkpoint' else there}"
+    ):
+        begin_fresh_run(job)
+    assert read_ancestry(storage).entries.keys() == {4}
+    durable.close()

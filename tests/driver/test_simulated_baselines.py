@@ -3,12 +3,13 @@ and pay what is stated.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from autohet.simulate.baselines import RestartingTrainer, RestartPolicy, departures, paid_usd
 from autohet.simulate.comparison import compare
-from autohet.simulate.costs import Costs
+from autohet.simulate.costs import Costs, PushedCopies
 from autohet.simulate.dollars.price_file import read_prices
 from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.setups import Setup
@@ -204,3 +205,12 @@ def test_read_trace_is_what_the_trainers_see(tmp_path):
     path.write_text("time_s,node_type,num_nodes\n0,small,2\n500,small,1\n")
     trace = read_trace(path, cluster_from_document(cluster_document()), 30.0)
     assert trainer_of(list(trace)).steps_lost == 0
+
+
+@pytest.mark.parametrize(("step_s", "cost_s"), [(1.0, 0.015), (100.0, 0.06)])
+def test_a_snapshot_costs_a_share_of_a_short_step_and_of_its_copy_in_a_long_one(
+    step_s: float, cost_s: float
+) -> None:
+    costs = replace(Costs(), snapshot_overhead=0.015, snapshot_slowdown=0.04)
+    found = costs.disturbed_step_s(step_s, 0.0, 1e9, 10.0, 50, PushedCopies(snapshot_s=1.5))
+    assert found - step_s == pytest.approx(cost_s)

@@ -460,6 +460,12 @@ class ProcessFleet(OneObject):
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self.tell(workers, "request_stop", checkpoint)
 
+    def fall_back(self, step: int, generation: int) -> None:
+        self.durable.fall_back(step, generation)
+
+    def request_checkpoint(self, worker: str) -> None:
+        self.tell([worker], "request_checkpoint")
+
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
         self.tell(workers, "interrupt", generation)
 

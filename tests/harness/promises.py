@@ -200,6 +200,8 @@ class Promises:
             Building: times.rendezvous_s + times.transfer_s,
             Closing: times.step_s + times.checkpoint_s,
         }.get(type(state))
+        if isinstance(state, Sourcing) and state.wait is not None:
+            limit_s = 2 * times.quiesce_s + times.checkpoint_s
         assert limit_s is None or self.workforce.now - since <= limit_s + SLACK_S, (
             f"{state} lasts too long"
         )

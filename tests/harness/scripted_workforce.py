@@ -31,6 +31,7 @@ class Process:
     ticks_to_build: int = 0
     stop: bool = False
     saves: bool = False
+    saves_next: bool = False
 
 
 @dataclass
@@ -87,6 +88,8 @@ class ScriptedWorkforce(OneObject):
     def observe(self) -> Observation:
         self.now += TICK_S
         reports = {worker: self._live(process) for worker, process in self.processes.items()}
+        for process in self.processes.values():
+            process.saves_next = False
         return Observation(
             self.now,
             dict(self.nodes),
@@ -133,8 +136,14 @@ class ScriptedWorkforce(OneObject):
         process.report = replace(report, step=done, phase=phase)
         record = StepRecord(report.step, 1.0 / done, 1.0, 64, TICK_S, order.generation, self.now)
         saved = phase is Phase.FINISHED or (phase is Phase.STOPPED and process.saves)
+        saved = saved or self._is_saved(order)
         receipts = ((order.generation, done, ("written",)),) if saved else ()
         return replace(process.report, steps=(record,), receipts=receipts)
+
+    def _is_saved(self, order: Any) -> bool:
+        """Whether the step in flight is made durable, since some worker was asked to."""
+        members = [self.processes[w] for w in order.plan.workers if w in self.processes]
+        return any(process.saves_next for process in members)
 
     def hire(self, workers: Any) -> None:
         for worker in workers:
@@ -164,6 +173,9 @@ class ScriptedWorkforce(OneObject):
             self.processes[worker].stop = True
             self.processes[worker].saves = checkpoint
 
+    def request_checkpoint(self, worker: str) -> None:
+        self.processes[worker].saves_next = True
+
     def interrupt(self, workers: Any, generation: int) -> None:
         for worker in workers:
             process = self.processes[worker]
@@ -183,7 +195,11 @@ class ScriptedWorkforce(OneObject):
 
     def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Any) -> None:
         self.commits.append(step)
-        self.checkpoint = replace(self.checkpoint, step=step, uri=f"here/{step}")
+        self.checkpoint = self.checkpoint.followed_by(step, f"here/{step}", self.manifest(step))
+
+    def manifest(self, step: int) -> Any:
+        """What a committed checkpoint holds; None: the storage's content is of no interest."""
+        return None
 
     def release_node(self, node: str) -> None:
         self.released.append(node)

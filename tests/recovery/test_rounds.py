@@ -61,10 +61,10 @@ def test_turns_keep_their_distance_and_what_is_owed_is_taken_once_nobody_writes(
 
 def test_what_is_owed_is_taken_at_a_step_that_is_evaluated() -> None:
     """A checkpoint of another step would have no loss, and never be among the best."""
-    turns = Turns(4, of_steps=2)
+    turns = Turns(4, unit=2)
     taken = [step for step in range(1, 20) if turns.take(step, writing=4 < step <= 8)]
     assert taken == [4, 10, 12, 16]
-    turns = Turns(4, of_steps=4)
+    turns = Turns(4, unit=4)
     # Storing takes longer than the distance of two checkpoints.
     writes_until = 0
     taken = []

@@ -454,3 +454,27 @@ def test_a_disk_that_hangs_holds_up_no_generation(worker, job, store, monkeypatc
         assert not hangs.is_set()
     finally:
         hangs.set()
+
+
+def test_a_requested_checkpoint_is_made_once_and_training_goes_on(job, store, tmp_path):
+    """The next step is durable; no later one is but the last."""
+    section = replace(job.checkpoint, every_steps=None)
+    training = replace(job.training, steps=12)
+    place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    worker = Worker(place, replace(job, checkpoint=section, training=training))
+    asked = []
+    kept = worker.preservation.keep
+
+    def keep(step, state, *, durable):
+        kept(step, state, durable=durable)
+        asked.extend([step] if durable else [])
+        if step == 4:
+            worker.request_checkpoint()
+
+    worker.preservation.keep = keep
+    try:
+        worker.begin(replace(order(job, store, 1, 0), end_step=12))
+        follow(worker, Phase.FINISHED)
+    finally:
+        worker.close()
+    assert asked == [5, 12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from planner.inputs.fleet import node_of
 if TYPE_CHECKING:
     from autohet.control.values.observation import Age, CheckpointState, Observation
     from recovery.state.layout import Layout
+MOST_COSTS = 5
+"""Number of last checkpoints whose cost is averaged."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,10 @@ class EndedTransfers:
 class CheckpointLog:
     """Memory of a run's snapshots and checkpoints. Owned by the ledger.
 
-    every_steps: distance of the steps whose checkpoints are due.
+    every_steps: distance of the steps whose checkpoints are due; None: they are requested.
     """
 
-    def __init__(self, every_steps: int) -> None:
+    def __init__(self, every_steps: int | None) -> None:
         self._every_steps = every_steps
         self.uri: str | None = None
         self.step: int | None = None
@@ -110,6 +113,7 @@ class CheckpointLog:
 
         It counts from the moment at which the step was seen; None before the first such checkpoint.
         """
+        self._costs: deque[float] = deque(maxlen=MOST_COSTS)
         self._due_at: dict[int, float] = {}
         """Time at which each step that is due for a checkpoint was seen.
 
@@ -127,9 +131,24 @@ class CheckpointLog:
 
     def note_step(self, num_steps: int, now: float) -> None:
         """Note when a step that is due for a checkpoint, or the first one after it, was seen."""
+        if self._every_steps is None:
+            return
         due = num_steps - num_steps % self._every_steps
         if due == num_steps or due not in self._due_at:
             self._due_at[due] = now
+
+    def note_request(self, step: int, now: float) -> None:
+        """Note that a checkpoint of `step`, which is in flight, was requested."""
+        self._due_at[step] = now
+
+    @property
+    def cost_s(self) -> float | None:
+        """Mean seconds by which the last checkpoints lengthened training; None before the first."""
+        return sum(self._costs) / len(self._costs) if self._costs else None
+
+    def note_cost(self, cost_s: float) -> None:
+        """Note the seconds by which the newest complete checkpoint lengthened training."""
+        self._costs.append(cost_s)
 
     def awaits_commit(self, found: CheckpointState) -> bool:
         """Return True if a checkpoint whose every part is written may still be committed."""
@@ -138,6 +157,12 @@ class CheckpointLog:
         _, step = max(self._complete)
         is_refused = found.error_step == step and not found.is_retried
         return not is_refused and (self.step is None or self.step < step)
+
+    def forget_parts(self) -> None:
+        """Forget the parts of checkpoints that the run has gone back behind."""
+        self._complete = set()
+        self._receipts = {}
+        self._due_at = {}
 
     def record(
         self, seen: Observation, orders: Mapping[str, GenerationOrder], generation: int

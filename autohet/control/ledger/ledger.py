@@ -16,6 +16,7 @@ from autohet.control.ledger.failures import FailureCounts
 from autohet.control.ledger.goodput import WARM_STEPS, goodput, usual_step_s
 from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
 from autohet.control.planning.agent_gc import any_order
+from autohet.control.values.actions import CommitCheckpoint
 from autohet.control.values.effects import Effects, event
 from autohet.runtime.messages import (
     EvaluationRecord,
@@ -155,7 +156,7 @@ class Ledger:
         self.open_change: Change | None = None
         self.orders: Mapping[str, GenerationOrder] = {}
         """Orders of the present generation, by worker."""
-        self.checkpoints = CheckpointLog(job.checkpoint.every_steps)
+        self.checkpoints = CheckpointLog(job.checkpoint.fixed_steps)
         """Snapshots, checkpoints and transfers of the run."""
         self.paces = PaceLog(job.elastic.slow_steps, job.elastic.arrivals_debounce_s)
         """Compute times of the workers' last steps."""
@@ -295,7 +296,21 @@ class Ledger:
         generation = receipt[0]
         order = any_order(self.orders)
         if generation == present and order is not None:
-            yield from self.checkpoints.take_receipt(worker, receipt, order.layout, now)
+            for effect in self.checkpoints.take_receipt(worker, receipt, order.layout, now):
+                if isinstance(effect, CommitCheckpoint):
+                    self.checkpoints.note_cost(self._checkpoint_cost_s(effect.step))
+                yield effect
+
+    def _checkpoint_cost_s(self, step: int) -> float:
+        """Return the seconds by which steps took longer while `step` was being stored."""
+        usual_s = self.measured_step_s(self._generation)
+        if usual_s is None:
+            return 0.0
+        seconds = []
+        for other in range(step, self.committed_steps):
+            if other in self.records:
+                seconds.append(self.records[other].seconds)
+        return max(0.0, sum(seconds) - len(seconds) * usual_s)
 
     def _is_warm(self, record: StepRecord) -> bool:
         """Return True if a step is none of the first ones of the present generation."""

@@ -56,7 +56,8 @@ class OrderTerms:
     last_step: steps of the whole run; None while the rows of the data set are not counted.
     Early stopping may end it before. step_timeout_s: deadline of a step. change_s: expected time
     until a node leaves. evaluations: losses so far. loss_scales: those of the run so far.
-    from_scratch: begin at step 0, although training has begun.
+    from_scratch: begin at step 0, although training has begun. before_step: restore a checkpoint
+    before this step, whatever else is there.
     """
 
     last_step: int | None
@@ -65,6 +66,7 @@ class OrderTerms:
     evaluations: EvaluationLog = field(default_factory=EvaluationLog)
     loss_scales: LossScales = field(default_factory=LossScales)
     from_scratch: bool = False
+    before_step: int | None = None
 
 
 class OrderBuilder:
@@ -249,15 +251,7 @@ class OrderBuilder:
         self._note_bad(seen)
         self.ancestry = self.ancestry.joined(seen.checkpoint.ancestry)
 
-        parent: int | None = None
-        step = 0
-        transfers: TransferSchedule | None = None
-        if not terms.from_scratch:
-            # Before training has begun, what is live was drawn from the seed, and can be again.
-            live = self.live_holdings(seen, members) if self._begun else []
-            all_holdings = [*live, *self._kept(seen)]
-            parent, holdings = self._one_history(layout, all_holdings)
-            step, transfers = self._schedule(layout, holdings, seen)
+        parent, step, transfers = self._find_state(layout, seen, members, terms)
         descent = Descent(
             generation=generation,
             parent=parent if transfers else None,
@@ -309,6 +303,21 @@ class OrderBuilder:
             descent=descent,
             replication=replication,
         )
+
+    def _find_state(
+        self, layout: Layout, seen: Observation, members: Collection[str], terms: OrderTerms
+    ) -> tuple[int | None, int, TransferSchedule | None]:
+        """Return the generation and step to continue, and the transfers; None for a new state."""
+        if terms.from_scratch:
+            return None, 0, None
+        # Before training has begun, what is live was drawn from the seed, and can be drawn again.
+        live = self.live_holdings(seen, members) if self._begun else []
+        found = [*live, *self._kept(seen)]
+        if terms.before_step is not None:
+            found = _checkpoints_before(terms.before_step, found)
+        parent, holdings = self._one_history(layout, found)
+        step, transfers = self._schedule(layout, holdings, seen)
+        return parent, step, transfers
 
     def withdraw(self, generation: int) -> None:
         """Forget a generation whose orders were written and are not sent."""
@@ -436,6 +445,10 @@ class OrderBuilder:
             if source.kind != "s3" and source.step >= oldest:
                 kept.add((source, shard))
         self._bad = frozenset(kept)
+
+
+def _checkpoints_before(step: int, holdings: Iterable[Holding]) -> list[Holding]:
+    return [each for each in holdings if each.source.kind == "s3" and each.step < step]
 
 
 def _pure_sources(

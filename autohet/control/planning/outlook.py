@@ -60,6 +60,9 @@ class Outlook:
 
     lived_s: dict[str, float] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
+    losses: int = 0
+    """Times at which nodes were lost; nodes that go within `PATIENCE_S` are one loss."""
+    _lost_at: float = -math.inf
     _alive: dict[str, str] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _seen_at: float | None = None
@@ -83,9 +86,13 @@ class Outlook:
         warned = noticed - self._warned
         # A node that had a notice has been counted when that came.
         ended = (gone - self._warned) | warned
-        for name in ended - {*given_back}:
+        lost = ended - {*given_back}
+        for name in lost:
             kind = self._alive[name]
             self.ends[kind] += 1
+        if lost:
+            self.losses += seen.now - self._lost_at > PATIENCE_S
+            self._lost_at = seen.now
 
         self._warned = (self._warned | warned) & seen.nodes.keys()
         self._alive = {name: view.node_type.name for name, view in seen.nodes.items()}
@@ -97,7 +104,23 @@ class Outlook:
         return (prior_s + lived_s) / (1 + self.ends[kind])
 
     def horizon_s(self, seen: Observation, nodes: Collection[str]) -> float:
-        """Return the expected seconds until one of these nodes leaves."""
+        """Return the expected seconds until one of these nodes leaves, within bounds."""
+        rate = self._rate(seen, nodes)
+        if not rate:
+            return MOST_S
+        return min(MOST_S, max(LEAST_S, 1 / rate))
+
+    def fleet_life_s(self, seen: Observation, nodes: Collection[str]) -> float:
+        """Return the expected seconds until the next loss among these nodes.
+
+        Nodes that go together are lost once: there are as many more nodes than losses as so far.
+        """
+        rate = self._rate(seen, nodes)
+        nodes_by_loss = (1 + self.ends.total()) / (1 + self.losses)
+        return min(nodes_by_loss, len(nodes)) / rate if rate else STEADY_PRIOR_S
+
+    def _rate(self, seen: Observation, nodes: Collection[str]) -> float:
+        """Return the rate in 1/s at which these nodes leave."""
         rates = []
         for name in nodes:
             if name in seen.nodes:
@@ -106,10 +129,7 @@ class Outlook:
                 rates.append(1 / life_s)
 
         # Lives are exponential, so that the rates of independent nodes add up.
-        rate = sum(rates)
-        if not rate:
-            return MOST_S
-        return min(MOST_S, max(LEAST_S, 1 / rate))
+        return sum(rates)
 
 
 def move_s(timings: Sequence[Timing]) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autohet.control import fleet
 from autohet.control.ending import log_death, release_leaver
 from autohet.control.job_state import Building, Quiescing, State, Training
+from autohet.control.states.poisoned import note_restore
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import Dismiss, Interrupt
 from autohet.control.values.effects import Deciding, Effects, Remark, event
@@ -116,6 +117,7 @@ def _begin_training(
     entry = (state.generation, proposal.plan, proposal.predicted_step_s)
     memory.plans.append(entry)
     memory.orders.confirm()
+    note_restore(memory, change)
     yield from memory.ledger.begin_generation(state.generation, change)
 
     missing = yield from _missing_losses(memory, change)

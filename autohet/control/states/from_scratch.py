@@ -72,6 +72,9 @@ def judge_start(
     lost = f"the training state is lost: {why}"
     if seen.checkpoint.manifest is not None:
         return (yield from fail(memory, lost))
+    if memory.end.reason is not None:
+        # The job was to end once its newest step was durable.
+        return (yield from fail(memory, f"{memory.end.reason}; {lost}", may_pass=True))
     if not memory.job.elastic.restart_from_scratch:
         reason = f"{lost}; elastic.restart_from_scratch is false"
         return (yield from fail(memory, reason))
@@ -79,6 +82,7 @@ def judge_start(
         yield from _look_again(state, seen)
         return state
 
+    memory.ledger.checkpoints.forget_parts()
     sentence = (
         f"Deciding to begin again at step 0, since {lost}, and no checkpoint is in durable storage"
         f" yet: {num_steps} steps are lost"
@@ -155,4 +159,4 @@ def _may_be_found(state: Sourcing, memory: JobMemory, seen: Observation) -> bool
         return waited_s < memory.timeouts.checkpoint_s
     answered = (seen.inventories or {}).keys()
     late = seen.agents().keys() - answered
-    return bool(late) and waited_s < memory.timeouts.transfer_s
+    return bool(late) and waited_s < memory.timeouts.quiesce_s

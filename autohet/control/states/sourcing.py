@@ -100,6 +100,9 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
         evaluations=memory.ledger.evaluation_log,
         loss_scales=memory.ledger.loss_scales,
     )
+    fallback = memory.fallback
+    if fallback is not None and not fallback.is_over:
+        terms = replace(terms, before_step=fallback.step)
     try:
         book, why_lost = _write_orders(state, memory, seen, generation, terms)
     except ConfigError as error:

@@ -35,6 +35,7 @@ from autohet.control.replanning import (
     plan_decision,
     shortage_reason,
 )
+from autohet.control.states.poisoned import give_up_restored
 from autohet.control.states.quiescing import interrupt_after_death, is_overtaken
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import Dismiss, Prepare, RequestStop
@@ -65,6 +66,9 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     if seen.stop_reason:
         reason = memory.end.reason or f"stopped by {seen.stop_reason}"
         return (yield from stop_with_checkpoint(memory, seen, reason))
+    following = yield from give_up_restored(state, memory, seen)
+    if following is not None:
+        return following
     memory.end.reason = memory.end.reason or _too_many_skipped_reason(memory)
     if memory.end.reason is not None:
         return (yield from stop_with_checkpoint(memory, seen, memory.end.reason))

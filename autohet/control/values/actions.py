@@ -58,6 +58,13 @@ class RequestStop:
 
 
 @dataclass(frozen=True)
+class RequestCheckpoint:
+    """Have this worker's vote make the next step durable at all workers."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
 class Interrupt:
     """Interrupt whatever these workers wait for in this generation, or in one before it."""
 
@@ -87,6 +94,17 @@ class CommitCheckpoint:
     generation: int
     layout: Any
     receipts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class FallBack:
+    """Pass over the checkpoints from `step` on that `generation`, or one before, has written.
+
+    No-op, but for the answer in `CheckpointState.fallback`, where no older one is intact.
+    """
+
+    step: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -172,10 +190,12 @@ Action = (
     | Prepare
     | Begin
     | RequestStop
+    | RequestCheckpoint
     | Interrupt
     | RollForward
     | RequestInventories
     | CommitCheckpoint
+    | FallBack
     | ReleaseNode
     | EndAgent
     | StartAgents

@@ -131,6 +131,8 @@ class CheckpointState:
     """Errors of damaged checkpoints that are passed over, in the order in which they were found."""
     unknown: str = ""
     """Reason why the checkpoints of the present history are not known; nothing is removed then."""
+    fallback: int | None = None
+    """Step of the last `FallBack` that was answered: `manifest` is older, if there is one."""
     is_misplaced: bool = False
     """True if what this driver has written is gone: another storage lies at its place."""
     superseded: str | None = None
@@ -356,6 +358,10 @@ class Workers(Protocol):
         """Have all workers stop after the same step; with `checkpoint`, that step is uploaded."""
         ...
 
+    def request_checkpoint(self, worker: str) -> None:
+        """Have all workers make the next step durable on which this worker votes."""
+        ...
+
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
         """Interrupt whatever these workers wait for in this generation, or in one before it.
 
@@ -470,6 +476,10 @@ class Workforce(Protocol):
         self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
     ) -> None:
         """Write the manifest of a checkpoint whose every shard is uploaded."""
+        ...
+
+    def fall_back(self, step: int, generation: int) -> None:
+        """Pass over the checkpoints from `step` on, if an older one is intact."""
         ...
 
     def rehearse(self, what: Any) -> None:

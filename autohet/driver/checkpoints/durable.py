@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from autohet.control.ledger.skipped_steps import SKIPPED_FROM
+from autohet.control.states.poisoned import SKIPPED_STEPS
 from autohet.control.values.observation import CheckpointState
 from autohet.driver.checkpoints.cleaning import CheckpointCleaner, Retention
 from autohet.driver.checkpoints.resumption import require_some_intact
@@ -27,6 +29,7 @@ from recovery.checkpoint.commit import (
     checkpoint_uri,
     commit_checkpoint,
     find_newest,
+    list_checkpoints,
     of_present_history,
 )
 from recovery.checkpoint.errors import CheckpointCorrupt, Superseded
@@ -126,6 +129,12 @@ class Durable:
         self._closed = False
         self._rejected: dict[int, CheckpointCorrupt] = {}
         """Errors by step of damaged checkpoints whose manifests and sizes are right."""
+        self._passed_over: frozenset[int] = frozenset()
+        """Steps whose checkpoints are intact, and not gone on from."""
+        self._given_up = (0, 0)
+        """Generation that was given up, and the first of its steps that is not committed."""
+        self._restored_step = -SKIPPED_STEPS
+        """Step of the checkpoint that was found last, which a restore may have used."""
         self._tidied = False
 
     def record(self, key: str, value: Scalar) -> None:
@@ -202,6 +211,7 @@ class Durable:
         if newest.info is not None and newest.manifest is not None:
             with self._journal_lock:
                 self._journal.adopt_run(newest.manifest.run)
+            self._restored_step = newest.manifest.step
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
@@ -213,7 +223,8 @@ class Durable:
 
         Damage that is new shows in `state`.
         """
-        newest = find_newest(self.storage, but=self._rejected, whole=True)
+        but = self._rejected.keys() | self._passed_over
+        newest = find_newest(self.storage, but=but, whole=True)
         if self._rejected and newest.info is None:
             damaged = (*newest.damaged, *self._rejected.values())
             newest = replace(newest, damaged=damaged)
@@ -261,7 +272,16 @@ class Durable:
         """
         with self._lock:
             self._reads_under_way += 1
-        self.work_pool.submit(self._guard, lambda: self._refresh(suspects), None)
+
+        def work() -> None:
+            try:
+                self._reject(suspects)
+                self.load_newest()
+            finally:
+                with self._lock:
+                    self._reads_under_way -= 1
+
+        self.work_pool.submit(self._guard, work, None)
 
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
         """Write the manifest of `step`; the result shows in `state`.
@@ -275,6 +295,25 @@ class Durable:
         work = partial(self._commit, wanted)
         self.work_pool.submit(self._guard, work, wanted)
 
+    def fall_back(self, step: int, generation: int) -> None:
+        """Pass over the checkpoints from `step` on of `generation` and of those before it.
+
+        If no older one is intact, nothing changes. `CheckpointState.fallback` answers.
+        """
+
+        def work() -> None:
+            later = {info.step for info in list_checkpoints(self.storage) if info.step >= step}
+            but = self._rejected.keys() | later
+            older = find_newest(self.storage, but=but, whole=True)
+            if older.manifest is not None and not older.unknown:
+                self._passed_over = frozenset(later)
+                self._given_up = (generation, step)
+                self._adopt(older.manifest)
+            with self._lock:
+                self._state = replace(self._state, fallback=step)
+
+        self.work_pool.submit(self._guard, work, None)
+
     def _retry_when_due(self) -> None:
         with self._lock:
             is_due = time.monotonic() >= self._retry_at and not self._closed
@@ -285,14 +324,6 @@ class Durable:
         if due is not None:
             self.work_pool.submit(self._guard, partial(self._commit, due), due)
 
-    def _refresh(self, suspects: Collection[Suspect]) -> None:
-        try:
-            self._reject(suspects)
-            self.load_newest()
-        finally:
-            with self._lock:
-                self._reads_under_way -= 1
-
     def _commit(self, wanted: _Commit) -> None:
         step = wanted.step
         generation = wanted.generation
@@ -300,6 +331,9 @@ class Durable:
             self._scalars |= self._model_files.store(self.storage)
             self._model_files = None
 
+        given_up, first_step = self._given_up
+        if generation <= given_up and step >= first_step:
+            return
         self._check_journal()
         ancestry = self.state().ancestry
         if not of_present_history(ancestry, generation, step):
@@ -320,7 +354,13 @@ class Durable:
         manifest = commit_checkpoint(
             self.storage, step, wanted.layout, wanted.receipts, facts, ancestry=ancestry
         )
+        self._rejected.pop(step, None)
+        self._passed_over -= {step}
         self._adopt(manifest)
+        is_proved = step > self._restored_step + SKIPPED_STEPS
+        if self._scalars.get(SKIPPED_FROM) is not None or not is_proved:
+            # The checkpoints before may be gone back to: they stay until weights have changed.
+            return
 
         kept = self.cleaner.retain(generation)
         if kept is not None:

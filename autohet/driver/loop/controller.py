@@ -32,6 +32,7 @@ from autohet.control.values.actions import (
     Dismiss,
     Drain,
     EndAgent,
+    FallBack,
     GiveBack,
     HandOver,
     Hire,
@@ -39,6 +40,7 @@ from autohet.control.values.actions import (
     Prepare,
     Rehearse,
     ReleaseNode,
+    RequestCheckpoint,
     RequestInventories,
     RequestStop,
     RollForward,
@@ -192,6 +194,8 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.workers.begin(orders)
         case RequestStop(workers, checkpoint):
             workforce.workers.request_stop(workers, checkpoint=checkpoint)
+        case RequestCheckpoint(worker):
+            workforce.workers.request_checkpoint(worker)
         case Interrupt(workers, generation):
             workforce.workers.interrupt(workers, generation)
         case RollForward(workers, generation, vote):
@@ -200,6 +204,8 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.request_inventories()
         case CommitCheckpoint(step, generation, layout, receipts):
             workforce.commit_checkpoint(step, generation, layout, receipts)
+        case FallBack(step, generation):
+            workforce.fall_back(step, generation)
         case ReleaseNode(node):
             workforce.node_agents.release_node(node)
         case EndAgent(node):

@@ -92,6 +92,9 @@ class WorkerActor:
     def request_stop(self, checkpoint: bool) -> None:
         self._here().request_stop(checkpoint=checkpoint)
 
+    def request_checkpoint(self) -> None:
+        self._here().request_checkpoint()
+
     def interrupt(self, generation: int) -> None:
         self._here().interrupt(generation)
 

@@ -100,6 +100,9 @@ class RayWorkers:
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._send(workers, lambda handle: handle.request_stop.remote(checkpoint))
 
+    def request_checkpoint(self, worker: str) -> None:
+        self._send([worker], lambda handle: handle.request_checkpoint.remote())
+
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
         self._send(workers, lambda handle: handle.interrupt.remote(generation))
 

@@ -98,6 +98,9 @@ class RayWorkforce:
     ) -> None:
         self._durable.commit(step, generation, layout, receipts)
 
+    def fall_back(self, step: int, generation: int) -> None:
+        self._durable.fall_back(step, generation)
+
     def rehearse(self, what: Rehearse) -> None:
         assert self.rehearsal is not None, "no script, no rehearsal"
         self.rehearsal(what)

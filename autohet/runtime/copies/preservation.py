@@ -46,11 +46,7 @@ class Preservation:
         self.uploads = DurableUploads(place.worker, storage, timeouts, self.transfers)
         self._disk: SnapshotWriter | None = None
         self.order: GenerationOrder | None = None
-        # The best checkpoints are known by the losses of their own steps.
-        of_steps = 1
-        if job.checkpoint.keep_best is not None and job.evaluation is not None:
-            of_steps = job.evaluation.every_steps
-        self.turns = Turns(job.checkpoint.every_steps, of_steps)
+        self.turns = Turns(job.checkpoint.fixed_steps, job.checkpoint_unit)
         self._newest_snapshot: int | None = None
         self._newest_durable: int | None = None
         """Steps that `keep` was last called with in this generation, and made durable."""
@@ -61,7 +57,7 @@ class Preservation:
         self.uploads.abandon()
         self.order = order
         self.replication.begin(order)
-        self.turns = Turns(self.turns.every, self.turns.of_steps)
+        self.turns = Turns(self.turns.every, self.turns.unit)
         self._newest_snapshot = None
         self._newest_durable = None
         self.snapshots.begin(order)

@@ -199,13 +199,22 @@ class Job:
             f"evaluation.source has weights, {weights}, but its rows are read in their order;"
             " leave weights out",
         )
-        every = self.checkpoint.every_steps
+        every = self.checkpoint.fixed_steps
         require(
-            best is None or every % evaluation.every_steps == 0,
-            f"checkpoint.keep_best is {best}, but checkpoint.every_steps, {every}, is no multiple"
+            best is None or every is None or every % evaluation.every_steps == 0,
+            f"checkpoint.keep_best is {best}, but checkpoint.every, {every} steps, is no multiple"
             f" of evaluation.every_steps, {evaluation.every_steps}: a checkpoint has a loss where"
             " its own step is evaluated",
         )
+
+    @property
+    def checkpoint_unit(self) -> int:
+        """Steps of which a checkpoint's step is a multiple, where the job does not name them.
+
+        The best checkpoints are known by their loss: then each step of one is evaluated.
+        """
+        is_scored = self.checkpoint.keep_best is not None and self.evaluation is not None
+        return self.evaluation.every_steps if is_scored else 1
 
     @property
     def evaluation_data(self) -> DataSection | None:

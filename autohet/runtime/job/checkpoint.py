@@ -1,6 +1,7 @@
 """The `checkpoint` section: durable checkpoints, snapshots and copies on other nodes."""
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,10 @@ from autohet.runtime.job.requirements import require, require_at_least
 
 DEFAULT_NUM_KEPT = 3
 """Checkpoints: the newest, the one before it, which may be in use by a reader, and one more."""
+SECONDS_BY_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_STEPS = re.compile(r"(\d+)(?: *steps?)?")
+_PART = re.compile(r"(\d+(?:\.\d+)?) *(seconds?|sec|s|minutes?|min|m|hours?|h|days?|d)(?![a-z]) *")
+_DURATION = re.compile(f"(?:{_PART.pattern})+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +27,15 @@ class CheckpointSection:
 
     Every node must see the directory. null: runs/<job name>/checkpoints.
     """
-    every_steps: int = 100
-    """Steps between durable checkpoints; one more is made when the run ends or is told to stop.
+    every: int | str = "auto"
+    """Interval of durable checkpoints: steps (`500`), a duration (`10m`, `1h30m`) or `auto`.
 
-    A checkpoint waits while the one before it is still being stored.
+    auto: as far apart as costs least (Young and Daly), from the measured cost of a checkpoint and
+    step and the expected life of the fleet, and at most 10 minutes of training. One more is made
+    when the run ends or is told to stop. A checkpoint waits while the one before is being stored.
     """
+    every_steps: int | None = None
+    """Steps between durable checkpoints: the same as a number of steps in `every`."""
     keep: int | Literal["all"] | None = None
     """Number of newest committed checkpoints that retention leaves; null: 3.
 
@@ -80,6 +89,16 @@ class CheckpointSection:
             "checkpoint.storage is empty; give an s3:// URI or a directory, or leave it out",
         )
         require_at_least("checkpoint.every_steps", self.every_steps, 1)
+        require(
+            self.every_steps is None or self.every == "auto",
+            f"checkpoint.every is {self.every} and checkpoint.every_steps {self.every_steps}; give"
+            " one of them",
+        )
+        require(
+            self.every == "auto" or (self.fixed_steps or self.every_s or 0) > 0,
+            f"checkpoint.every is {self.every!r}; give auto, a number of steps (500) or a duration"
+            " (90s, 10m, 1h30m)",
+        )
         require_at_least("checkpoint.keep", self.num_kept, 1)
         require_at_least("checkpoint.keep_best", self.keep_best, 1)
         require(
@@ -111,6 +130,25 @@ class CheckpointSection:
             f"checkpoint.replicate_zone is '{self.replicate_zone}'; choose same, any or other",
         )
         require_at_least("checkpoint.replicate_usd_per_hour", self.replicate_usd_per_hour, 0)
+
+    @property
+    def fixed_steps(self) -> int | None:
+        """Steps between durable checkpoints; None if the job names none."""
+        if self.every_steps is not None:
+            return self.every_steps
+        if isinstance(self.every, int):
+            return self.every
+        match = _STEPS.fullmatch(self.every.strip())
+        return int(match[1]) if match else None
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds of training between durable checkpoints; None if the job names none."""
+        text = "" if isinstance(self.every, int) else self.every.strip()
+        if not _DURATION.fullmatch(text):
+            return None
+        parts = _PART.findall(text)
+        return sum(float(number) * SECONDS_BY_UNIT[unit[0]] for number, unit in parts)
 
     @property
     def num_kept(self) -> int | None:

@@ -78,7 +78,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "evaluation.every_steps": ("eval_steps", "eval_strategy"),
     "evaluation.at_start": ("eval_on_start",),
     "checkpoint.storage": ("output_dir",),
-    "checkpoint.every_steps": ("save_steps", "save_strategy"),
+    "checkpoint.every": ("save_steps", "save_strategy"),
     "checkpoint.keep": ("save_total_limit",),
     "checkpoint.keep_best": ("load_best_model_at_end", "metric_for_best_model"),
     "parallelism.microbatch_sequences": ("micro_batch_size",),

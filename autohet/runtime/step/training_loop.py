@@ -155,8 +155,11 @@ class TrainingLoop:
             preservation.record_vote(
                 pending=vote.replicating > 0, failed=vote.replication_failures > 0
             )
-            due = preservation.turns.take(trainer.step, writing=vote.writing > 0)
-            durable = due or vote.checkpoints > 0 or trainer.step == order.end_step
+            due = preservation.turns.take(
+                trainer.step, writing=vote.writing > 0, asked=vote.checkpoints > 0
+            )
+            is_last = vote.checkpoints > 0 and vote.stops > 0
+            durable = due or is_last or trainer.step == order.end_step
             preservation.keep(trainer.step, trainer.state, durable=durable)
         except RecoveryError as error:
             logger.warning("step %d is not preserved: %s", trainer.step, error)

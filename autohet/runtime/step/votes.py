@@ -134,6 +134,7 @@ class Voter:
     """Loss of preferences, which counts pairs; None: another objective."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _checkpoint: threading.Event = field(default_factory=threading.Event)
+    _next_checkpoint: threading.Event = field(default_factory=threading.Event)
 
     def request_stop(self, *, checkpoint: bool = False) -> None:
         """Ask all workers to stop after the same step.
@@ -143,6 +144,13 @@ class Voter:
         if checkpoint:
             self._checkpoint.set()
         self._stop.set()
+
+    def request_checkpoint(self) -> None:
+        """Ask all workers to make the next step durable that this worker votes on, and go on.
+
+        Any thread may call it.
+        """
+        self._next_checkpoint.set()
 
     def contribution(
         self,
@@ -158,6 +166,9 @@ class Voter:
         overflows is None if the worker computes in another format.
         """
         sums: dict[str, Tensor | float] = {"squared_norm": squares, "parted": parted}
+        if self._next_checkpoint.is_set():
+            self._next_checkpoint.clear()
+            sums["checkpoints"] = 1.0
         if self.preservation_status is not None:
             status = self.preservation_status()
             sums["replicating"] = status.pending
@@ -171,7 +182,7 @@ class Voter:
         self, loss: Tensor, num_targets: Tensor, sums: Mapping[str, Tensor | float]
     ) -> Tensor:
         """Return this worker's elements of a vote: losses, requests, and other `sums` by field."""
-        sums = {**sums, "stops": self._stop.is_set(), "checkpoints": self._checkpoint.is_set()}
+        sums = {"checkpoints": self._checkpoint.is_set(), **sums, "stops": self._stop.is_set()}
         if self.counts_loss:
             sums |= {"loss_sum": loss, "tokens": num_targets}
             if self.preference is not None:

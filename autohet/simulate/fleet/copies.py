@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from autohet.runtime.messages import Phase
@@ -20,12 +20,12 @@ class SimulatedCopies:
         """Same as `Observation.inventories`."""
         self._holdings: list[Holding] = []
 
-    def answer_inventories(self, is_reachable: Callable[[str], bool]) -> None:
-        """Have the agents of all reachable nodes answer which copies they hold."""
-        self.inventories = {}
+    def answer_inventories(self, nodes: Iterable[str]) -> None:
+        """Have the agents of these nodes, which are reachable, answer which copies they hold."""
+        self.inventories = {node: [] for node in nodes}
         for copy in self._holdings:
-            if is_reachable(copy.source.node):
-                self.inventories.setdefault(copy.source.node, []).append(copy)
+            if copy.source.node in self.inventories:
+                self.inventories[copy.source.node].append(copy)
 
     def keep_newest_round(self, generation: SimulatedGeneration | None) -> None:
         """Record the copies that other nodes' agents hold of this generation.

@@ -21,12 +21,12 @@ Older ones are of no interest.
 class SimulatedJob:
     """Settings of the simulated job.
 
-    every_steps: steps between two checkpoints. settle_s: seconds for which the controller gathers
-    arrivals. replication_share: part of a node's network for copies to other nodes. end_s: nothing
-    happens after it.
+    every_steps: steps between two checkpoints; None: the controller requests each. settle_s:
+    seconds for which the controller gathers arrivals. replication_share: part of a node's network
+    for copies to other nodes. end_s: nothing happens after it.
     """
 
-    every_steps: int
+    every_steps: int | None
     settle_s: float
     replication_share: float = 0.25
     tokens_by_step: int = 0
@@ -51,19 +51,23 @@ class SimulatedGeneration:
     stop: bool = False
     upload: bool = False
     """True if the step after which all stop is uploaded."""
+    saves: bool = False
+    """True if a checkpoint was requested that has not begun."""
     members: frozenset[str] = frozenset()
     first_member: str = ""
     records: list[StepRecord] = field(default_factory=list)
     uploads: list[tuple[float, int]] = field(default_factory=list)
     """Uploaded checkpoints, as (second of the upload's end, step)."""
 
-    def due(self, now: float) -> list[float]:
+    def due(self, now: float, due_in_steps: int | None) -> list[float]:
         """Return the times of events that the controller waits for, but the end of the building.
 
-        They are the ends of uploads, the step after which all stand, and the first step of a
-        change, which ends it.
+        They are the ends of uploads, the step after which all stand, the first step of a change,
+        which ends it, and the step after `due_in_steps` steps: a checkpoint is requested then.
         """
         moments = []
+        if self.phase is Phase.TRAINING and due_in_steps is not None:
+            moments.append(self.step_ends_at + max(0, due_in_steps - 1) * self.step_s)
         is_awaited = self.stop or self.step == self.order.start_step
         if self.phase is Phase.TRAINING and is_awaited:
             moments.append(self.step_ends_at)
@@ -87,11 +91,14 @@ class SimulatedGeneration:
         self.span.num_steps = self.step - self.order.start_step
 
         self._record_steps(first, first_ended_at, job.tokens_by_step)
-        self._begin_uploads(first, first_ended_at, job.every_steps)
+        if job.every_steps is None:
+            self._begin_requested_upload(first, first_ended_at)
+        else:
+            self._begin_uploads(first, first_ended_at, job.every_steps)
         if self.stop:
             self.phase = Phase.STOPPED
-            is_regular_checkpoint = self.step % job.every_steps == 0
-            if self.upload and not is_regular_checkpoint:
+            is_uploaded = any(step == self.step for _, step in self.uploads)
+            if self.upload and not is_uploaded:
                 self.uploads.append((first_ended_at + self.upload_s, self.step))
         return True
 
@@ -112,6 +119,17 @@ class SimulatedGeneration:
             # The state of `step` is there when the step before it has ended.
             begun_at = first_ended_at + (step - 1 - first) * self.step_s
             self.uploads.append((begun_at + self.upload_s, step))
+
+    def _begin_requested_upload(self, first: int, first_ended_at: float) -> None:
+        """Begin to upload the first step from `first` on that ends once no upload is in flight."""
+        if not self.saves:
+            return
+        free_at = max((ends_at for ends_at, _ in self.uploads), default=0.0)
+        later = max(0, math.ceil((free_at - first_ended_at) / self.step_s))
+        if first + later < self.step:
+            self.saves = False
+            begun_at = first_ended_at + later * self.step_s
+            self.uploads.append((begun_at + self.upload_s, first + later + 1))
 
     def drop_news(self, now: float) -> None:
         """Drop the records and finished uploads that the controller has seen."""

@@ -22,6 +22,12 @@ def upload_s(orders: Mapping[str, GenerationOrder], bytes_per_s: float) -> float
     return max(by_node.values()) / bytes_per_s
 
 
+def snapshot_s(orders: Mapping[str, GenerationOrder], bytes_per_s: float) -> float:
+    """Return the seconds until the state of the slowest worker is in host memory."""
+    layout = next(iter(orders.values())).layout
+    return max(map(layout.bytes_of, layout.workers)) / bytes_per_s
+
+
 def push_s(orders: Mapping[str, GenerationOrder]) -> float:
     """Return the seconds of one round of copies to other nodes: those of the slowest worker."""
     seconds = [0.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from autohet.control.planning.checkpoint_pace import MOST_S, CheckpointPace
 from autohet.control.values.observation import Loss
 from autohet.runtime.messages import (
     GenerationOrder,
@@ -20,7 +21,7 @@ from autohet.simulate.fleet.clock import SimulatedClock
 from autohet.simulate.fleet.copies import SimulatedCopies
 from autohet.simulate.fleet.generation import MOVING, SimulatedGeneration, SimulatedJob
 from autohet.simulate.fleet.machines import SimulatedMachines
-from autohet.simulate.fleet.order_bytes import push_s, upload_s
+from autohet.simulate.fleet.order_bytes import push_s, snapshot_s, upload_s
 from autohet.simulate.trained_span import TrainedSpan
 from planner.inputs.fleet import node_of
 from planner.plans.plan import Plan
@@ -45,6 +46,8 @@ class SimulatedWorkers:
         self.spans: list[TrainedSpan] = []
         self.losses: dict[str, Loss] = {}
         self.s3_requests = S3Requests()
+        self.checkpoint_pace = CheckpointPace()
+        """The controller's, by which it requests checkpoints."""
         self._machines = machines
         self._copies = copies
         self._pace = pace
@@ -109,13 +112,17 @@ class SimulatedWorkers:
         undisturbed_s, sync_s = self._pace(order.plan)
         network_bytes_per_s = self._machines.slowest_network([node_of(each) for each in members])
         rounds_every = max(1, order.replicate_every_steps)
-        copies = PushedCopies(pushing_s / rounds_every, self._job.replication_share)
+        copies = PushedCopies(
+            pushing_s / rounds_every,
+            self._job.replication_share,
+            snapshot_s(orders, self._costs.snapshot_bytes_per_s),
+        )
         step_s = self._costs.disturbed_step_s(
             undisturbed_s,
             sync_s,
             network_bytes_per_s,
             uploading_s,
-            self._job.every_steps,
+            self._job.every_steps or self._steps_between_requests(undisturbed_s),
             copies,
         )
         span = TrainedSpan(
@@ -138,6 +145,10 @@ class SimulatedWorkers:
             first_member=members[0],
         )
 
+    def _steps_between_requests(self, step_s: float) -> int:
+        """Return the interval of the checkpoints that the controller requests, as known now."""
+        return self.checkpoint_pace.steps or max(1, round(MOST_S / step_s))
+
     def _drop_steps_from(self, step: int) -> None:
         """Remove the steps from this one on, which are lost."""
         for span in self.spans:
@@ -151,6 +162,10 @@ class SimulatedWorkers:
         if self.generation is not None:
             self.generation.stop = True
             self.generation.upload = checkpoint
+
+    def request_checkpoint(self, worker: str) -> None:
+        if self.generation is not None:
+            self.generation.saves = True
 
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
         running = self.generation

@@ -97,8 +97,11 @@ class SimulatedWorkforce:
         """
         now = self.now
         moments = self._due() + self.clock.pending_wakes()
-        if self.workers.generation is not None:
-            moments += self.workers.generation.due(now)
+        generation = self.workers.generation
+        if generation is not None:
+            moments += generation.due(
+                now, self.workers.checkpoint_pace.due_in_steps(generation.step)
+            )
 
         for look_s in self._looks_s:
             look_at = self.clock.changed_at + look_s
@@ -152,7 +155,8 @@ class SimulatedWorkforce:
 
     def request_inventories(self) -> None:
         self.copies.keep_newest_round(self.workers.generation)
-        self.copies.answer_inventories(self.machines.is_reachable)
+        machines = self.machines
+        self.copies.answer_inventories(filter(machines.is_reachable, machines.nodes))
         self.clock.wake_soon()
 
     def commit_checkpoint(
@@ -164,6 +168,9 @@ class SimulatedWorkforce:
             step, f"simulated/step-{step:08d}", SimulatedManifest(step, generation, layout.shards)
         )
         self.copies.keep_checkpoint(step, generation, layout)
+
+    def fall_back(self, step: int, generation: int) -> None:
+        raise AssertionError("no simulated step is skipped")
 
     def rehearse(self, what: Any) -> None:
         raise AssertionError("there is no script")
