@@ -146,6 +146,7 @@ class Cloud:
         terms = terms_at(prices)
         self.prices = dict(prices)
         self.kinds = {kind.name: kind for kind in terms.market.cluster.node_types}
+        self.kinds["own"] = replace(KIND, name="own")
         market = replace(terms.market, counts=first)
         job = fake_job(parallelism={"min_pipelines": 1, **wishes})
         self.buyer = Buyer(job, Answered(), market)  # type: ignore[arg-type]
@@ -217,9 +218,11 @@ def test_what_is_replaced_goes_although_it_trains_on() -> None:
     cloud = Cloud({"big": 1.0, "small": 0.5, "floor": 9.0}, {"big": 1}, objective="cost")
     cloud.prices["small"] = 0.0
     cloud.look("big-0", times=3)
-    cloud.start("small-0", "small-1")
-    cloud.look("big-0", "small-0", "small-1", times=round(SURPLUS_S / LOOK_S) + 2)
-    assert cloud.returned == ["big-0"]
+    cloud.prices["own"] = 7.0
+    cloud.start("small-0", "small-1", "own-0")
+    everything = ("big-0", "small-0", "small-1", "own-0")
+    cloud.look(*everything, times=round(SURPLUS_S / LOOK_S) + 2)
+    assert cloud.returned == ["big-0"], "somebody's own node is not the buyer's to give back"
 
 
 def test_where_nothing_is_within_the_bound_nothing_is_paid_for() -> None:

@@ -178,13 +178,16 @@ class Buyer:
         have_come = is_any_wanted and not any(missing.values())
         is_late = seen.now - self._switched_at > SURPLUS_S
         prices = fleet.prices_of(seen, seen.nodes)
+        # Nodes of other types were started by somebody else, who pays for them.
+        bought = {kind.name for kind in market.cluster.node_types}
         # Idle and dear ones first.
         order = sorted(seen.nodes, key=lambda n: (n in used, -(prices[n] or 0.0), n))
         returned = []
         for name in order:
             kind = seen.nodes[name].node_type.name
             floor = max(wanted.get(kind, 0), market.standing.get(kind, 0))
-            if name in self.released or name in seen.notices or kept[kind] <= floor:
+            is_going = name in self.released or name in seen.notices
+            if is_going or kind not in bought or kept[kind] <= floor:
                 continue
             is_beyond = self._bound is not None and usd > self._bound * (1 + 1e-9)
             if is_beyond or not is_any_wanted or (have_come and (name not in used or is_late)):
