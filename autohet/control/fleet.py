@@ -15,6 +15,13 @@ from autohet.runtime.messages import Phase, WorkerReport
 from planner.inputs.fleet import Fleet, node_of
 
 MOST_NAMED = 6
+PRICE_CHANGE = 0.01
+"""Share by which a price must have changed before another plan is looked for.
+
+A search for less would find nothing that earns a move.
+"""
+NodePrices = Mapping[str, float | None]
+"""USD per hour of each node; None: not known."""
 
 
 def usable_nodes(observation: Observation) -> tuple[str, ...]:
@@ -66,6 +73,59 @@ def fleet_of(
             node = replace(node, node_type=slowed)
         nodes.append(node)
     return Fleet(generation=generation, nodes=tuple(nodes))
+
+
+def prices_of(observation: Observation, names: Collection[str]) -> dict[str, float | None]:
+    """Return the present price of each of these nodes that lives."""
+    nodes = observation.nodes
+    return {name: nodes[name].node_type.usd_per_hour for name in names if name in nodes}
+
+
+def total_usd_per_hour(prices: NodePrices, names: Collection[str]) -> float:
+    """Return the price of these nodes in USD per hour; a node without a price counts as free."""
+    return sum(prices.get(name) or 0.0 for name in names)
+
+
+def is_repriced(before: float | None, now: float | None) -> bool:
+    """Return True if a price has changed by more than `PRICE_CHANGE`, or has become known."""
+    if before is None or now is None:
+        return before != now
+    return abs(now - before) > PRICE_CHANGE * max(now, before)
+
+
+def find_repriced(
+    observation: Observation, names: Collection[str], before: NodePrices, must: Collection[str]
+) -> FleetEvent | None:
+    """Return the nodes whose price has changed clearly since `before`, as one event; else None.
+
+    must: nodes whose price counts however little it has changed.
+    """
+    now = prices_of(observation, names)
+    nodes_by_phrase: dict[str, list[str]] = {}
+    for name in sorted(now.keys() & before.keys()):
+        has_changed = now[name] != before[name]
+        if is_repriced(before[name], now[name]) or (has_changed and name in must):
+            phrase = f"{_price_phrase(now[name])} instead of {_price_phrase(before[name])}"
+            nodes_by_phrase.setdefault(phrase, []).append(name)
+    if not nodes_by_phrase:
+        return None
+
+    phrases = []
+    for phrase, nodes in sorted(nodes_by_phrase.items()):
+        verb = "costs" if len(nodes) == 1 else "cost"
+        phrases.append(f"{_first_few(nodes)} {verb} {phrase}")
+    changed = sorted(name for nodes in nodes_by_phrase.values() for name in nodes)
+    return FleetEvent(
+        cause="price",
+        nodes=tuple(changed),
+        workers=(),
+        happened_at=observation.now,
+        reason=", ".join(phrases),
+    )
+
+
+def _price_phrase(usd: float | None) -> str:
+    return "an unknown price" if usd is None else f"{usd:.4g} $/h"
 
 
 def workers_to_hire(observation: Observation) -> tuple[str, ...]:
@@ -194,6 +254,10 @@ def named(workers: Sequence[str]) -> str:
             names.append(found[0])
         else:
             names.append(f"{node} ({len(found)} workers)")
+    return _first_few(names)
+
+
+def _first_few(names: list[str]) -> str:
     if len(names) > MOST_NAMED:
         first = names[: MOST_NAMED - 1]
         names = [*first, f"{len(names) - len(first)} more"]

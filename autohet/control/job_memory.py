@@ -107,6 +107,8 @@ class JobMemory:
     """Highest number of a generation that was prepared; no other generation gets it."""
     planned_nodes: frozenset[str] = frozenset()
     """Living nodes that the plan was made for."""
+    asked_prices: dict[str, float | None] = field(default_factory=dict)
+    """Price of each node of the last fleet that the planner was asked about, in USD per hour."""
     plans: list[tuple[int, Plan, float]] = field(default_factory=list)
     """Generation, plan and predicted seconds a step of all generations that have trained."""
     postponed: Change | None = None

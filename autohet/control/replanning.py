@@ -46,8 +46,10 @@ def shortage_reason(memory: JobMemory, seen: Observation, usable: Collection[str
 def build_fleet(memory: JobMemory, seen: Observation, usable: Collection[str]) -> Fleet:
     """Build the fleet that the planner is asked about.
 
-    Also sets what the planner is to expect of these nodes: horizon and cost of a move.
+    Also sets what the planner is to expect of these nodes (horizon and cost of a move), and
+    remembers their prices.
     """
+    memory.asked_prices = fleet.prices_of(seen, usable)
     horizon_s = _horizon_s(memory, seen, usable)
     cost_s = move_s(memory.ledger.timings)
     memory.planning.expect(horizon_s, cost_s)

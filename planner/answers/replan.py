@@ -4,7 +4,8 @@ The criterion is the number of sequences trained until the next change, less the
 For a plan with step time t that needs m seconds to move to and is expected to last h seconds, the
 useful work is (h - m) / t steps of one batch each. m counts the bytes that workers must fetch
 because they do not hold them yet. If the previous plan cannot continue, the cost that every move
-has is not counted against h.
+has is not counted against h. Under the objective "cost" the criterion is the dollars of the plan's
+nodes in h, divided by that work.
 """
 
 import math
@@ -24,7 +25,14 @@ from planner.search.bounds.bound import NO_PROOF, proof_of
 from planner.search.memory import cost_like, may_be_without_room
 from planner.search.problem import limits
 from planner.search.problem.cost_tables import tables_of
-from planner.search.problem.request import Answer, Idle, Rejected, Request, SearchReport
+from planner.search.problem.request import (
+    Answer,
+    Idle,
+    Rejected,
+    Request,
+    SearchReport,
+    narrow_to,
+)
 from planner.search.walk.improve import Improver, Judge, tries_for
 from planner.search.walk.judge import fewest_in_flight, unacceptable
 from planner.search.walk.moves import Moves
@@ -37,7 +45,7 @@ from planner.strategies.autohet_uneven import (
     uneven_groups,
     uneven_stages,
 )
-from planner.strategies.pareto import search_objective
+from planner.strategies.pareto import may_use_all, search_objective
 from planner.strategies.zones import search_zones, spans_zones
 
 LayerPart = tuple[str, int, int]
@@ -121,7 +129,7 @@ def replan(
     horizon_s = migration.horizon_s
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
-    request = replace(request, cost=cost_like(request.cost, previous))
+    request = _without_unpriced(replace(request, cost=cost_like(request.cost, previous)))
     alive = set(request.fleet.workers)
     holders = holders or holders_of(previous)
     held = {worker: layers for worker, layers in holders.items() if worker in alive}
@@ -160,6 +168,20 @@ def replan(
     return _decision(best, kept, judged, searched, request.clock() - begin)
 
 
+def _without_unpriced(request: Request) -> Request:
+    """Return the request without nodes that have no price, if the price decides and others have.
+
+    They would count as free.
+    """
+    if request.objective == "time" and request.max_usd_per_hour is None:
+        return request
+    nodes = request.fleet.nodes
+    priced = tuple(node for node in nodes if node.node_type.usd_per_hour is not None)
+    if not priced or len(priced) == len(nodes):
+        return request
+    return narrow_to(request, replace(request.fleet, nodes=priced))
+
+
 def _relax(request: Request) -> Request | None:
     """Return the request without the first limit that may be dropped if no plan fits.
 
@@ -174,10 +196,16 @@ def _relax(request: Request) -> Request | None:
 
 @dataclass(frozen=True)
 class _Scored:
+    """Plan with the seconds of the move to it and its useful work.
+
+    spent: what a sequence costs by the request's objective: seconds of the horizon, or dollars.
+    """
+
     plan: Plan
     prediction: Prediction
     seconds: float
     useful: float
+    spent: float
 
 
 @dataclass(frozen=True)
@@ -213,32 +241,57 @@ class _Judged:
             return None
         if plan != self.previous:
             seconds = migration_s(plan, request, self.held, self.migration)
-        return _Scored(plan, prediction, seconds, self.useful_sequences(prediction, seconds))
+        return self.scored(plan, prediction, seconds)
+
+    def scored(self, plan: Plan, prediction: Prediction, seconds: float) -> _Scored:
+        useful = self.useful_sequences(prediction, seconds)
+        spent = math.inf
+        if useful:
+            spent = self.horizon_s * self._usd_or_one(prediction) / useful
+        return _Scored(plan, prediction, seconds, useful, spent)
+
+    def pace(self, prediction: Prediction) -> float:
+        """Return what a step costs by the objective, without a move."""
+        return prediction.step_time_s * self._usd_or_one(prediction)
+
+    def _usd_or_one(self, prediction: Prediction) -> float:
+        """Return the factor by which the objective weighs a plan's seconds."""
+        if self.request.objective == "time":
+            return 1.0
+        return prediction.usd_per_hour or 0.0
 
     def useful_sequences(self, prediction: Prediction, seconds: float) -> float:
         """Return the sequences that a plan trains within the horizon after its move."""
         left = max(0.0, self.horizon_s - seconds)
         return left / prediction.step_time_s * self.request.global_batch_sequences
 
-    def seconds_a_batch(self, plan: Plan) -> float:
+    def spent_a_batch(self, plan: Plan) -> float:
         """Return the seconds of the horizon per global batch, including the move.
 
-        Infinite if the plan may not be chosen.
+        Under the objective "cost" they are weighed by the plan's price. Infinite if the plan may
+        not be chosen.
         """
         prediction = self.request.cost.predict(plan)
         left = self.horizon_s - migration_s(plan, self.request, self.held, self.migration)
         if left <= 0 or unacceptable(self.request, plan, prediction) is not None:
             return math.inf
-        return prediction.step_time_s * self.horizon_s / left
+        batch_s = prediction.step_time_s * self.horizon_s / left
+        return batch_s * self._usd_or_one(prediction)
 
 
 def _choice(scored: list[_Scored], previous: Plan) -> tuple[_Scored, _Scored | None]:
     """Return the plan to have and, if it is among the candidates, the previous plan."""
-    best = min(scored, key=lambda each: (-each.useful, each.seconds))
+    best = min(scored, key=lambda each: (each.spent, -each.useful, each.seconds))
     stays = [each for each in scored if each.plan == previous]
     kept = stays[0] if stays else None
     # A move must earn clearly more than no move, as predictions have errors.
-    if kept is not None and best.useful <= kept.useful * 1.01:
+    if kept is None:
+        return best, None
+    are_both_free = kept.spent == best.spent == 0.0
+    is_better = (
+        best.useful > kept.useful * 1.01 if are_both_free else best.spent * 1.01 < kept.spent
+    )
+    if not is_better:
         best = kept
     return best, kept
 
@@ -246,26 +299,23 @@ def _choice(scored: list[_Scored], previous: Plan) -> tuple[_Scored, _Scored | N
 def _last_resort(judged: _Judged) -> tuple[list[_Scored], Answer | None]:
     """Return a plan that saves memory by means of last resort, if there is one."""
     try:
-        request = replace(judged.request, objective="time", spmd=False)
-        answer = plan_with("autohet", request)
+        answer = plan_with("autohet", replace(judged.request, spmd=False))
     except InfeasibleError:
         return [], None
     # Not `judged.score`: `working_ahead` of this cost model may choose other numbers in flight.
     seconds = migration_s(answer.plan, judged.request, judged.held, judged.migration)
-    useful = judged.useful_sequences(answer.prediction, seconds)
-    return [_Scored(answer.plan, answer.prediction, seconds, useful)], answer
+    return [judged.scored(answer.plan, answer.prediction, seconds)], answer
 
 
 def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
     """Search a plan on the whole fleet; None if no plan fits.
 
-    Without seeds nothing else fits, so smaller sets of nodes are searched too, as a bound on their
-    price may require it.
+    Smaller sets of nodes are searched too if the price decides, or without seeds, when nothing else
+    fits.
     """
-    request = replace(request, objective="time")
 
     def search(part: Request) -> Answer:
-        if seeds:
+        if seeds and part.objective == "time" and may_use_all(part):
             return search_with_uneven(part, seeds)
         return search_objective(search_with_uneven, part)
 
@@ -292,7 +342,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
         if plan is not None:
             found.append(working_ahead(plan))
 
-    best = min(found, key=judged.seconds_a_batch, default=None)
+    best = min(found, key=judged.spent_a_batch, default=None)
     if best is None:
         return found
     uses_whole_fleet = set(best.workers) == alive
@@ -308,7 +358,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     def broken(plan: Plan) -> list[int]:
         return [i for i, each in enumerate(plan.pipelines) if not touched.isdisjoint(each.workers)]
 
-    judge = Judge(judged.seconds_a_batch, request.cost.steps.pipelines_at_least_s, working_ahead)
+    judge = Judge(judged.spent_a_batch, request.cost.steps.pipelines_at_least_s, working_ahead)
     tries = tries_for(len(alive)) // limits.WALKS
     found.append(Improver(moves, judge).walk(best, tries, broken))
 
@@ -322,10 +372,10 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     if cut is not None:
         starts.append(working_ahead(cut))
     if starts:
-        even_s = min(judged.seconds_a_batch(plan) for plan in found)
+        even_s = min(judged.spent_a_batch(plan) for plan in found)
         quickest = min(starts, key=judge.score)
         uneven = Improver(moves, judge).walk(quickest, tries, broken)
-        if judged.seconds_a_batch(uneven) * limits.MIN_SPEEDUP <= even_s:
+        if judged.spent_a_batch(uneven) * limits.MIN_SPEEDUP <= even_s:
             found.append(uneven)
     return found
 
@@ -464,31 +514,59 @@ def _decision(
     return ReplanDecision(
         "stay" if best.plan == judged.previous else "move",
         Answer("autohet", best.plan, best.prediction, report, rejected, idle),
-        _reason(best, kept, searched, judged.horizon_s),
+        _reason(best, kept, searched, judged),
         best.seconds,
         best.useful,
         searched is not None,
     )
 
 
-def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, horizon_s: float) -> str:
-    step = best.prediction.step_time_s
+def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, judged: _Judged) -> str:
+    by_cost = judged.request.objective == "cost"
+    horizon_s = judged.horizon_s
+    now = _rate_phrase(best, by_cost)
+    better = "cheaper" if by_cost else "faster"
     if kept is best:
-        if searched is None or searched.prediction.step_time_s >= step * (1 - 1e-9):
-            return f"staying: no plan of this fleet is faster than the present {step:.4g} s a step"
-        gain = step / searched.prediction.step_time_s - 1
+        found = math.inf if searched is None else judged.pace(searched.prediction)
+        present = judged.pace(best.prediction)
+        if found >= present * (1 - 1e-9):
+            return f"staying: no plan of this fleet is {better} than the present {now}"
+        gain = present / found - 1 if found else math.inf
         return (
-            f"staying at {step:.4g} s a step: a plan {gain:.1%} faster exists, but moving to it"
-            f" would not earn its cost within {horizon_s:.0f} s"
+            f"staying at {now}: a plan {gain:.1%} {better} exists, but moving to it would not earn"
+            f" its cost within {horizon_s:.0f} s"
         )
-    text = f"moving in about {best.seconds:.1f} s to {step:.4g} s a step"
+    text = f"moving in about {best.seconds:.1f} s to {now}"
     stages = uneven_stages(best.plan)
     if stages:
         text += f" ({sentence(stages)})"
     if kept is None:
-        return f"{text}: the present plan uses workers that are gone"
+        return f"{text}: the present plan {_why_not_kept(judged)}"
+    if by_cost:
+        return f"{text} from {_rate_phrase(kept, by_cost)}"
     gain = best.useful / max(kept.useful, 1e-9) - 1
     return (
         f"{text} from {kept.prediction.step_time_s:.4g} s:"
         f" {gain:.1%} more sequences in {horizon_s:.0f} s"
     )
+
+
+def _rate_phrase(scored: _Scored, by_cost: bool) -> str:
+    prediction = scored.prediction
+    phrase = f"{prediction.step_time_s:.4g} s a step"
+    if by_cost:
+        phrase += f" and {prediction.usd_per_million_tokens or 0.0:.4g} $ a million tokens"
+    return phrase
+
+
+def _why_not_kept(judged: _Judged) -> str:
+    """Return why the previous plan is no candidate, as the predicate of a sentence."""
+    request = judged.request
+    previous = judged.previous
+    if not set(previous.workers) <= set(request.fleet.workers):
+        return "uses workers that are gone"
+    limit = request.max_usd_per_hour
+    usd = request.cost.predict(previous).usd_per_hour
+    if limit is not None and usd is not None and usd > limit:
+        return f"costs {usd:.2f} $/h, and max_usd_per_hour is {limit:.2f}"
+    return "does not fit any more"

@@ -134,7 +134,7 @@ def search_objective(search: Search, request: Request, *, may_idle: bool = True)
     For "pareto" it is the fastest of the front, with the front attached. may_idle: see
     `pareto_front`.
     """
-    if request.objective == "time" and _may_use_all(request):
+    if request.objective == "time" and may_use_all(request):
         return search(request)
 
     front: list[Answer] = []
@@ -156,7 +156,7 @@ def search_objective(search: Search, request: Request, *, may_idle: bool = True)
     return _with_report(best, front, found)
 
 
-def _may_use_all(request: Request) -> bool:
+def may_use_all(request: Request) -> bool:
     """Return True if the whole fleet is within the price limit and the bound on nodes."""
     if request.bound is not None and not request.bound.allows_fleet(request.fleet):
         return False

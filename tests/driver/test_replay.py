@@ -384,3 +384,38 @@ def test_only_values_of_this_distribution_are_made_from_a_record() -> None:
     ):
         with pytest.raises(ValueError, match="no class of a recorded value"):
             decode({"@": name})
+
+
+def test_a_replay_follows_the_same_prices(tmp_path: Path) -> None:
+    """A bound is exceeded: other nodes are asked for, and those beyond it are given back."""
+    path = tmp_path / "observations.jsonl"
+    job = fake_job(
+        steps=60,
+        elastic={"step_timeout_s": 30, "debounce_s": 0.2},
+        parallelism={"max_usd_per_hour": 4.0},
+    )
+    small = replace(KIND, usd_per_hour=0.5, max_nodes=4)
+    other = replace(KIND, name="other", gpu_type="A10G", usd_per_hour=0.9, max_nodes=2)
+    market = Market(Cluster("aws", (small, other)), {}, {"small": 3})
+    workforce, recorder = ScriptedWorkforce(small), Recorder(path)
+    for index in range(3):
+        workforce.join(f"small-{index}")
+    planning = RecordedPlanning(make_planning(job), recorder)
+    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
+    controller = Controller(job, workforce, planning, orders, EventLog(None))
+    controller.recorder, controller.memory.buyer = recorder, Buyer(job, planning, market)
+    recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)
+    run(controller, trained(controller, 5))
+
+    workforce.prices = {"small": 1.8}
+    for name, view in workforce.nodes.items():
+        dear = Node(name, replace(small, usd_per_hour=1.8))
+        workforce.nodes[name] = replace(view, node=dear)
+    run(controller, lambda: bool(workforce.asked and workforce.notices))
+    assert workforce.asked[-1]["other"] == 2
+    run(controller, lambda: len(controller.memory.members) < 3)
+    controller.tick()
+    recorder.close()
+    found = replay_run(path)
+    assert found.difference is None
+    assert found.ticks > 10

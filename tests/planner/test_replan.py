@@ -218,3 +218,45 @@ def test_where_the_price_rises_above_the_bound_fewer_nodes_are_used() -> None:
         < len(whole.nodes)
     )
     assert decision.answer.prediction.usd_per_hour <= asked.max_usd_per_hour
+
+
+def priced(of: Fleet, **usd_by_gpu: float) -> Fleet:
+    """Return the fleet at these prices of a node by GPU type."""
+    nodes = []
+    for node in of.nodes:
+        usd = usd_by_gpu.get(node.node_type.gpu_type)
+        nodes.append(replace(node, node_type=replace(node.node_type, usd_per_hour=usd)))
+    return replace(of, nodes=tuple(nodes))
+
+
+@pytest.mark.thorough
+def test_a_replan_follows_the_objective_of_the_job() -> None:
+    """Wrong: a replan that looks for the fastest plan whatever the job asks for."""
+    whole = fleet(("A100", 1, 1), ("A10G", 2, 1))
+    kinds = {"A100": 4.0, "A10G": 0.5}
+    asked = replace(request(priced(whole, **kinds), 24), objective="cost", time_limit_s=1.0)
+    present = plan_with("autohet", request(whole, 24)).plan
+    decision = replan(present, asked, migration=MigrationCost(horizon_s=3600))
+    best = plan_with("autohet", asked).prediction.usd_per_million_tokens
+    assert decision.kind == "move"
+    assert decision.answer.prediction.usd_per_million_tokens == pytest.approx(best, rel=0.01)
+    assert "$ a million tokens" in decision.reason
+
+    soon = replan(present, asked, migration=MigrationCost(fixed_s=5, horizon_s=6))
+    assert soon.kind == "stay", "the move is not worth its dollars"
+    free = replace(asked, **{"fleet": priced(whole, A100=0.0, A10G=0.0)})
+    free = replace(free, cost=request(free.fleet, 24).cost)
+    slow = plan_with("autohet", asked).plan
+    found = replan(slow, free, migration=MigrationCost(horizon_s=3600))
+    assert found.answer.step_time_s < free.cost.predict(slow).step_time_s, "free and faster"
+
+
+@pytest.mark.thorough
+def test_nodes_without_a_price_are_no_free_ones() -> None:
+    whole = fleet(("A100", 1, 1), ("A10G", 2, 1))
+    known = priced(whole, A10G=0.5)
+    asked = replace(request(known, 24), objective="cost", time_limit_s=1.0)
+    names = tuple(node.name for node in known.nodes if node.node_type.gpu_type == "A100")
+    present = plan_with("autohet", request(without(whole, *names), 24)).plan
+    decision = replan(present, asked)
+    assert not set(decision.answer.used_nodes) & set(names)

@@ -9,16 +9,21 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from autohet.control import fleet
 from autohet.control.planning.buying import (
+    Counts,
     IdleNodes,
     Market,
     Refusals,
     Shortage,
     Wanted,
     fallback,
+    largest,
     releasable,
+    usd_per_hour,
     with_spares,
 )
+from autohet.control.planning.price_follower import PriceFollower, decides_by_price
 from autohet.control.planning.starts import on_their_way, overdue_causes
 from autohet.control.values.actions import Action, AskForNodes, GiveBack
 
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from autohet.runtime.job import Job
 
 LOOK_S = 5.0
+SURPLUS_S = 300.0
+"""Seconds after which a node that other nodes replace is given back although it trains."""
 STILL = "Deciding to ask for the same nodes still"
 
 
@@ -43,11 +50,12 @@ class Buyer:
         self._patience = job.elastic.patience
         self._idle_s = self._patience * job.elastic.idle_release_s
         self._bound = job.parallelism.max_usd_per_hour
+        self._follower: PriceFollower | None = None
+        if decides_by_price(job) and not self._fixed:
+            self._follower = PriceFollower(job, planning, market)
         self._refusals = Refusals()
         self._idle = IdleNodes(self._idle_s)
         self._refused: frozenset[str] = frozenset()
-        self.knows_prices = False
-        """True once spot prices have been seen: a search for them comes only once."""
         self.released: set[str] = set()
         """Living nodes that were given back."""
         self._base = dict(market.counts)
@@ -57,6 +65,7 @@ class Buyer:
         self._search: Pending[Wanted] | None = None
         self._why = ""
         self._looked_at = -LOOK_S
+        self._switched_at = 0.0
 
     def decide(
         self, seen: Observation, members: Collection[str], *, training: bool
@@ -70,7 +79,10 @@ class Buyer:
         self._looked_at = seen.now
         self.released &= seen.nodes.keys()
         market = self._market.at(seen.prices)
-        sentences = self._answer_refusals(seen, market)
+        if self._follower is None:
+            sentences = self._answer_refusals(seen, market)
+        else:
+            sentences = self._follow_prices(self._follower, seen, market)
         if self._fixed:
             return [], sentences
 
@@ -84,6 +96,14 @@ class Buyer:
 
         actions: list[Action] = []
         wanted = with_spares(self._base, seen, used, market, self._bound)
+        if self._follower is not None:
+            surplus = self._release_surplus(seen, used, wanted, market)
+            names = ", ".join(surplus)
+            if surplus:
+                sentences.append(f"Deciding to give {names} back, since other nodes are wanted")
+            returned += surplus
+            # What still trains is not the autoscaler's to take away while other nodes start.
+            wanted = largest(wanted, self._count_kept(seen, used))
         if wanted != self.asked:
             actions.append(AskForNodes(wanted))
             self.asked = wanted
@@ -92,10 +112,9 @@ class Buyer:
         return actions, sentences
 
     def _answer_refusals(self, seen: Observation, market: Market) -> list[str]:
-        """Search for other nodes when the refused types have changed, or spot prices become known.
+        """Search for other nodes when the refused types have changed.
 
-        Spot prices count the first time, where the job bounds its price: they show what the bound
-        allows. Returns sentences for the log.
+        Returns sentences for the log.
         """
         before = self._refused
         alive = self._count_kept(seen)
@@ -104,23 +123,17 @@ class Buyer:
             failed = seen.launches.failed
             self._refused = self._refusals.look(failed, alive, seen.now, overdue)
         new = self._refused - before
-        prices_are_new = bool(seen.prices) and not self.knows_prices
-        self.knows_prices |= prices_are_new
-
-        if self._refused != before:
-            words = refusal_words(self._refused, seen.launches, overdue)
-            self._why = words or "all types are tried again"
-            if self._fixed:
-                if not self._refused:
-                    return []
-                return [f"{STILL}, since {self._why}, and elastic.request_nodes names them"]
-            has_only_grown = self._refused > before
-            if self._search is None and has_only_grown and not self._asks_for(new):
-                return [f"{STILL}, since {self._why}, and the plan uses none of them"]
-        elif prices_are_new and self._bound is not None and not self._fixed:
-            self._why = "spot prices are known"
-        else:
+        if self._refused == before:
             return self._take_answer()
+        words = refusal_words(self._refused, seen.launches, overdue)
+        self._why = words or "all types are tried again"
+        if self._fixed:
+            if not self._refused:
+                return []
+            return [f"{STILL}, since {self._why}, and elastic.request_nodes names them"]
+        has_only_grown = self._refused > before
+        if self._search is None and has_only_grown and not self._asks_for(new):
+            return [f"{STILL}, since {self._why}, and the plan uses none of them"]
 
         if self._search is not None:
             self._search.drop()
@@ -129,6 +142,67 @@ class Buyer:
         shortage = Shortage(market, self._refused, dict(alive))
         self._search = self._planning.consider(fallback, shortage)
         return self._take_answer()
+
+    def _follow_prices(
+        self, follower: PriceFollower, seen: Observation, market: Market
+    ) -> list[str]:
+        """Choose anew which nodes to pay for, if prices or refusals have changed."""
+        alive = self._count_kept(seen)
+        overdue = overdue_causes(seen, self._patience)
+        if seen.launches is not None:
+            failed = seen.launches.failed
+            self._refused = self._refusals.look(failed, alive, seen.now, overdue)
+        most = {name: alive.get(name, 0) for name in self._refused}
+        refusal = refusal_words(self._refused, seen.launches, overdue)
+        why = follower.reason_to_choose(market, self._base, most, refusal)
+        if not why:
+            return []
+        found = follower.choose(market, self._base, most, self._kept_usd(seen))
+        if found.counts is None or found.counts == self._base:
+            return [f"{STILL}, since {why}"] if why == refusal else []
+        self._base = dict(found.counts)
+        self._switched_at = seen.now
+        reason = f"{why}, and {found.reason}" if found.reason else why
+        return [f"Deciding to ask for {_words(self._base)}, since {reason}"]
+
+    def _kept_usd(self, seen: Observation) -> float:
+        """Return the price of the living nodes that are not given back, in USD per hour."""
+        kept = [name for name in seen.nodes if name not in self.released]
+        return fleet.total_usd_per_hour(fleet.prices_of(seen, kept), kept)
+
+    def _release_surplus(
+        self, seen: Observation, used: Collection[str], wanted: Counts, market: Market
+    ) -> tuple[str, ...]:
+        """Give back nodes that are not wanted, once those that are have come.
+
+        At once, whatever trains on them, if none are wanted, or as long as all nodes cost more than
+        the bound together. Returns their names.
+        """
+        kept = self._count_kept(seen)
+        missing = {name: max(0, number - kept[name]) for name, number in wanted.items()}
+        usd = self._kept_usd(seen) + usd_per_hour(missing, market.cluster)
+        is_any_wanted = any(wanted.values())
+        have_come = is_any_wanted and not any(missing.values())
+        is_late = seen.now - self._switched_at > SURPLUS_S
+        prices = fleet.prices_of(seen, seen.nodes)
+        # Nodes of other types were started by somebody else, who pays for them.
+        bought = {kind.name for kind in market.cluster.node_types}
+        # Idle and dear ones first.
+        order = sorted(seen.nodes, key=lambda n: (n in used, -(prices[n] or 0.0), n))
+        returned = []
+        for name in order:
+            kind = seen.nodes[name].node_type.name
+            floor = max(wanted.get(kind, 0), market.standing.get(kind, 0))
+            is_going = name in self.released or name in seen.notices
+            if is_going or kind not in bought or kept[kind] <= floor:
+                continue
+            is_beyond = self._bound is not None and usd > self._bound * (1 + 1e-9)
+            if is_beyond or not is_any_wanted or (have_come and (name not in used or is_late)):
+                returned.append(name)
+                kept[kind] -= 1
+                usd -= prices[name] or 0.0
+        self.released.update(returned)
+        return tuple(returned)
 
     def _asks_for(self, kinds: Collection[str]) -> bool:
         """Return True if nodes of one of these types are wanted."""
@@ -150,17 +224,13 @@ class Buyer:
         if is_same:
             return []
         self._base = dict(found.counts)
-        nodes = []
-        for name, count in sorted(self._base.items()):
-            if count:
-                nodes.append(f"{count} {name}")
-        return [f"Deciding to ask for {', '.join(nodes)}, since {self._why}"]
+        return [f"Deciding to ask for {_words(self._base)}, since {self._why}"]
 
-    def _count_kept(self, seen: Observation) -> Counter[str]:
+    def _count_kept(self, seen: Observation, among: Collection[str] | None = None) -> Counter[str]:
         """Return the number of living nodes of each type, without those that are released."""
         kept: Counter[str] = Counter()
         for name, view in seen.nodes.items():
-            if name not in self.released:
+            if name not in self.released and (among is None or name in among):
                 kept[view.node_type.name] += 1
         return kept
 
@@ -185,6 +255,11 @@ class Buyer:
             # As many are requested as remain, or the autoscaler would start another one.
             self._base[kind] = min(requested, kept[kind])
         return returned
+
+
+def _words(counts: Counts) -> str:
+    nodes = [f"{count} {name}" for name, count in sorted(counts.items()) if count]
+    return ", ".join(nodes) or "no node"
 
 
 def refusal_words(

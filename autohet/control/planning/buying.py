@@ -78,7 +78,7 @@ class Market:
 
     def all_that_stand(self, counts: Counts) -> dict[str, int]:
         """Return the nodes by type that exist when `counts` is requested."""
-        return _largest(counts, self.standing)
+        return largest(counts, self.standing)
 
     def at(self, prices: Mapping[str, float]) -> Market:
         """Return this market at these prices of node types (USD per hour).
@@ -93,7 +93,7 @@ class Market:
         return replace(self, cluster=priced)
 
 
-def _largest(counts: Counts, others: Counts) -> dict[str, int]:
+def largest(counts: Counts, others: Counts) -> dict[str, int]:
     """Return the larger of two numbers of nodes, for each type that either names."""
     found = {}
     for name in {*counts, *others}:
@@ -212,7 +212,7 @@ def _counts_within(
         # A type that neither has is named, too: `capped` leaves types alone that it is not given.
         names = [kind.name for kind in cluster.node_types]
         none = dict.fromkeys(names, 0)
-        narrower = capped(cluster, _largest(none | counts, standing))
+        narrower = capped(cluster, largest(none | counts, standing))
         if narrower == among:
             break
         among = narrower

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from autohet.runtime.job import Job
     from planner.cost.model import CostModel
     from planner.cost.prediction import Prediction
+    from planner.inputs.cluster import Cluster
     from planner.inputs.fleet import Fleet, NodeBound
     from planner.plans.plan import Plan
+    from planner.strategies.speeds import FleetSpeeds
 
 MOST_LISTED = 8  # pipelines, in a sentence
 Q = TypeVar("Q")
@@ -138,6 +140,12 @@ class Planner(Protocol):
 
     def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         """Return a pending `work(planner, question)`, whose result the caller does not wait for."""
+
+    def fleet_speeds(self, cluster: Cluster, also: Sequence[Mapping[str, int]]) -> FleetSpeeds:
+        """Return the step times of the fleets that the cluster may become, whatever their price.
+
+        also: fleets, by nodes by type, that are among them in any case.
+        """
 
     def host_memory_lacks(self, proposal: PlanProposal) -> list[str]:
         """Return one sentence for each node type whose host memory is short."""

@@ -57,7 +57,10 @@ Each is a mapping by worker.
 
 
 def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[State]:
-    """Answer the most urgent news: death, stop, end, notice, arrival, speed, finished search."""
+    """Answer the most urgent news.
+
+    In this order: death, stop, end, notice, arrival, price, speed, finished search.
+    """
     members = memory.members
     trouble = fleet.find_deaths_or_failures(seen, members)
     if trouble is not None:
@@ -98,6 +101,10 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     arrived = _find_arrivals(state, memory, seen)
     if arrived:
         return (yield from _on_arrival(state, memory, arrived, seen))
+
+    repriced = _find_repriced(memory, seen)
+    if repriced is not None:
+        return (yield from _reconsider(state, memory, repriced, seen))
 
     slowed = {}
     paces = _paces(memory)
@@ -203,11 +210,7 @@ def _plan_without(
     usable = fleet.usable_nodes(seen)
     proposal, why = ask_for_plan(memory, seen, usable, change)
     if proposal is None:
-        reason = f"{trouble.reason} and {why}"
-        sentence = f"Deciding to stop and wait, since {reason}"
-        yield event("decision", memory.generation, sentence)
-        memory.postponed = change
-        return (yield from stop_with_checkpoint(memory, seen, reason, then_wait=why))
+        return (yield from _stop_and_wait(memory, change, why, seen))
 
     yield plan_decision(memory, proposal, trouble.reason)
     waits_s = patience_s(memory.ledger.timings)
@@ -233,6 +236,16 @@ def _plan_without(
     )
     yield event("decision", memory.generation, sentence)
     return state
+
+
+def _stop_and_wait(
+    memory: JobMemory, change: Change, why: str, seen: Observation
+) -> Deciding[Closing]:
+    """Stop with a checkpoint, and wait until there is a plan again. why: reason for having none."""
+    reason = f"{change.reason} and {why}"
+    yield event("decision", memory.generation, f"Deciding to stop and wait, since {reason}")
+    memory.postponed = change
+    return (yield from stop_with_checkpoint(memory, seen, reason, then_wait=why))
 
 
 def _needed_s(memory: JobMemory, seen: Observation) -> float:
@@ -324,7 +337,7 @@ def _move(
     return Quiescing(change, deadline, interrupted=False, proposal=proposal, prepared=prepared)
 
 
-# Arrivals and speeds
+# Arrivals, prices and speeds
 # --------------------------------------------------------------------------------------
 
 
@@ -350,6 +363,25 @@ def _on_arrival(
         cause="arrival", nodes=arrived, workers=(), happened_at=seen.now, reason=reason
     )
     return (yield from _reconsider(state, memory, trouble, seen))
+
+
+def _find_repriced(memory: JobMemory, seen: Observation) -> fleet_event.FleetEvent | None:
+    """Return the changes of prices since the last search, where the job decides by price."""
+    wishes = memory.job.parallelism
+    if wishes.objective == "time" and wishes.max_usd_per_hour is None:
+        return None
+    used = seen.nodes_with(memory.members)
+    must = used if _is_beyond_bound(memory, seen) else ()
+    return fleet.find_repriced(seen, fleet.usable_nodes(seen), memory.asked_prices, must)
+
+
+def _is_beyond_bound(memory: JobMemory, seen: Observation) -> bool:
+    """Return True if the nodes that train cost more than the job allows."""
+    bound = memory.job.parallelism.max_usd_per_hour
+    if bound is None:
+        return False
+    used = seen.nodes_with(memory.members)
+    return fleet.total_usd_per_hour(fleet.prices_of(seen, used), used) > bound * (1 + 1e-9)
 
 
 def _paces(memory: JobMemory) -> Paces | None:
@@ -508,6 +540,9 @@ def _weigh(
         proposal = considering.search.result()
     except ConfigError as error:
         state.considering = None
+        if _is_beyond_bound(memory, seen):
+            change = begin_change(memory, trouble, seen)
+            return (yield from _stop_and_wait(memory, change, str(error), seen))
         return (yield from _keep_plan(state, memory, trouble, str(error)))
     if proposal is None:
         return state

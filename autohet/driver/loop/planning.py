@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
@@ -26,6 +26,7 @@ from planner.cost.memory.host_memory import sentences
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
+from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import Fleet, NodeBound
 from planner.inputs.zones import ZoneTable
 from planner.plans.plan import Plan
@@ -33,6 +34,8 @@ from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import require_disjoint_holders
 from planner.strategies import Answer, Request, plan_with
 from planner.strategies.autohet_uneven import check_like_gpus
+from planner.strategies.pareto import may_use_all
+from planner.strategies.speeds import FleetSpeeds, fleet_speeds
 
 REPLANNING_STRATEGY = "autohet"
 
@@ -49,6 +52,11 @@ class Question:
     horizon_s: float
     move_s: float
     thorough: bool | None
+
+
+def chooses_nodes(request: Request) -> bool:
+    """Return True if a search compares parts of the fleet, since the price decides."""
+    return request.objective != "time" or not may_use_all(request)
 
 
 def replanned(asked: Question) -> ReplanDecision:
@@ -126,8 +134,8 @@ class Planning:
             wrong.
         """
         fixed = self._fixed_plan(fleet)
-        if fixed is not None:
-            return fixed
+        if fixed is not None and self._is_affordable(fixed):
+            return _or_stay(fixed, current)
 
         cost = self.make_cost(fleet)
         request = self.request(fleet, cost)
@@ -138,9 +146,18 @@ class Planning:
 
         if current is None or not self.can_repair:
             answer = plan_with(self.job.parallelism.strategy, request)
-            return self._proposal(answer, cost)
+            return _or_stay(self._proposal(answer, cost), current)
+        if thorough is None and chooses_nodes(request):
+            # A search among fleets takes long: it follows once the job trains on the repair.
+            thorough = False
         question = self.question(current, request, thorough)
         return self.concluded(replanned(question), cost)
+
+    def _is_affordable(self, fixed: PlanProposal) -> bool:
+        """Return True unless the plan that the job names costs more than the job's bound now."""
+        bound = self.job.parallelism.max_usd_per_hour
+        usd = fixed.prediction.usd_per_hour
+        return bound is None or usd is None or usd <= bound
 
     @property
     def can_repair(self) -> bool:
@@ -169,6 +186,16 @@ class Planning:
         `work` is a function of a module that asks this planner several things.
         """
         return _AtOnce(lambda: work(self, question))
+
+    def fleet_speeds(self, cluster: Cluster, also: Sequence[Mapping[str, int]]) -> FleetSpeeds:
+        """Return the step times of the fleets that the cluster may become, whatever their price.
+
+        also: fleets, by nodes by type, that are among them in any case.
+        """
+        kinds = tuple(replace(kind, usd_per_hour=None) for kind in cluster.node_types)
+        fleet = replace(cluster, node_types=kinds).fleet()
+        request = replace(self.request(fleet, self.make_cost(fleet)), bound=cluster.bound)
+        return fleet_speeds(self.job.parallelism.strategy, request, also)
 
     def host_memory_lacks(self, proposal: PlanProposal) -> list[str]:
         """Return one sentence for each node type whose host memory is short."""
@@ -322,6 +349,13 @@ class Planning:
 
         cost = self.make_cost(fleet, one_format=True)
         return PlanProposal(plan, cost.predict(plan), cost)
+
+
+def _or_stay(proposal: PlanProposal, current: PlanProposal | None) -> PlanProposal:
+    """Return the advice to stay if the proposed plan is the present one."""
+    if current is None or current.plan != proposal.plan:
+        return proposal
+    return replace(proposal, stay=True, reason="staying: the plan is the present one")
 
 
 def _spmd_compute_s(proposal: PlanProposal, factors: Mapping[str, float]) -> dict[str, float]:

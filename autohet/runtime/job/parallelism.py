@@ -43,7 +43,10 @@ class ParallelismSection:
     objective: Literal["time", "cost"] = "time"
     """Objective of the planner; time: least step time; cost: least money per token."""
     max_usd_per_hour: float | None = None
-    """Bound on the price of the workers used, in dollars an hour; null: no bound."""
+    """Bound on the price of the nodes used, in dollars an hour; null: no bound.
+
+    It is held while prices move, and covers idle nodes too where the job buys its nodes.
+    """
     max_zones: int | None = None
     """Limit on the zones that a plan may span.
 
@@ -86,7 +89,8 @@ class ParallelismSection:
     plan: str | None = None
     """Path of a plan to run as it is while all its workers are there; null: the planner chooses.
 
-    It is refused if it keeps a layer on fewer nodes than `min_pipelines` or `redundancy` ask for.
+    While it costs more than `max_usd_per_hour`, the planner chooses too. It is refused if it keeps
+    a layer on fewer nodes than `min_pipelines` or `redundancy` ask for.
     """
 
     def __post_init__(self) -> None:
