@@ -35,6 +35,7 @@ class InstanceType:
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
     usd_per_hour: float | None
+    vcpus: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ def _parse_row(row: Mapping[str, str]) -> InstanceType:
         intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
         inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
         usd_per_hour=float(usd_per_hour) if usd_per_hour else None,
+        vcpus=int(row["vcpus"]) if row["vcpus"] else None,
     )
 
 

@@ -1,11 +1,12 @@
 """Cluster: the nodes that may exist, read from a Ray cluster-launcher YAML."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.inputs.autoscaling import AutoscaledType, autoscaling_config
 from planner.inputs.catalogue import (
     InstanceType,
     canonical_gpu_type,
@@ -14,19 +15,18 @@ from planner.inputs.catalogue import (
     may_have_gpus,
 )
 from planner.inputs.cluster_documents import (
-    DEFAULT_HEAD,
     NODE_TYPE_KEYS,
     TOP_KEYS,
-    accelerator_count,
     derived_labels,
-    instance_type_of,
     provider_type,
     read_cluster_yaml,
     refuse_other_documents,
     with_legacy_types,
 )
-from planner.inputs.documents import check_keys, is_integer, read_mapping
+from planner.inputs.documents import check_keys, read_mapping
 from planner.inputs.fleet import Fleet, Node, NodeBound, NodeType
+from planner.inputs.kuberay import ANY_INSTANCE, NOT_PLANNED, POD
+from planner.inputs.machines import pods_on
 from planner.inputs.node_labels import (
     RAY_ACCELERATOR_LABEL,
     check_label_names,
@@ -42,8 +42,6 @@ from planner.inputs.node_labels import (
 from planner.inputs.zones import EC2_ZONES, ZoneTable, read_zone_table
 
 GIB = 2**30
-MOST_NODES = 100_000
-"""Nodes of a cluster, at most; a larger number is a missing bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +92,19 @@ def node_type_from_labels(
     instance_type: str | None = None,
     max_nodes: int = 1,
     *,
-    shares_machine: bool = False,
+    pod: Mapping[str, float] | None = None,
 ) -> NodeType:
     """A node type from its labels, which override the catalogue's row of `instance_type`.
 
-    num_gpus None takes the catalogue's number. shares_machine: a node that has some of its
-    machine's GPUs (a pod) has that part of its price, network and memory. ConfigError names every
-    label that would supply a missing fact.
+    num_gpus None takes the catalogue's number. pod: what a node requests which is a pod (`cpu`):
+    it has its part of the machine's price, network and memory. ConfigError names every label
+    that would supply a missing fact.
     """
     check_label_names(labels, name)
     row = find_instance_type(instance_type or "")
     if num_gpus is None and row:
         num_gpus = row.num_gpus
-    part = _part_of(row, num_gpus, name) if shares_machine else 1.0
+    part = 1.0 if pod is None else _part_of(row, num_gpus, pod, name)
     gpu_type = _gpu_type(labels, row)
     memory_gib = label_number(labels, "gpu-memory-gib", name)
     host_memory_gib = label_number(labels, "host-memory-gib", name)
@@ -154,26 +152,41 @@ def node_type_from_labels(
 def _gpu_type(labels: Mapping[str, str], row: InstanceType | None) -> str | None:
     """Return the GPU type of the labels, else of the instance type.
 
-    It is spelled as the instance type's row has it, if they mean the same device.
+    It is spelled as the instance type's row has it, if they mean the same device: Ray's `A100` says
+    nothing of the memory, which the machine does.
     """
     named = label_text(labels, "gpu-type") or labels.get(RAY_ACCELERATOR_LABEL)
     if row is None:
         return named or None
-    if not named or canonical_gpu_type(named) == canonical_gpu_type(row.gpu_type):
+    if not named or row.gpu_type.upper().startswith(f"{named.upper()}-"):
+        return row.gpu_type
+    if canonical_gpu_type(named) == canonical_gpu_type(row.gpu_type):
         return row.gpu_type
     return named
 
 
-def _part_of(row: InstanceType | None, num_gpus: int | None, name: str) -> float:
-    """Part of its machine that a node has, by GPUs."""
+def _part_of(
+    row: InstanceType | None, num_gpus: int | None, pod: Mapping[str, float], name: str
+) -> float:
+    """Part of its machine that a pod takes: by GPUs and vCPUs no more of its kind fit.
+
+    Raises:
+        ConfigError: not even one fits.
+    """
     if row is None or not num_gpus:
         return 1.0
-    if num_gpus > row.num_gpus:
-        raise ConfigError(
-            f"node type '{name}' has {num_gpus} GPUs on a {row.name}, which has {row.num_gpus}: no"
-            " such node can start; ask for fewer"
-        )
-    return num_gpus / row.num_gpus
+    number = pods_on(row, num_gpus, pod)
+    if number:
+        return 1 / number
+    asked = f"{num_gpus} GPUs"
+    has = row.num_gpus
+    if num_gpus <= row.num_gpus:
+        asked = f"{pod['cpu']:g} vCPUs"
+        has = row.vcpus or 0
+    raise ConfigError(
+        f"node type '{name}' has {asked} on a {row.name}, which has {has}: no such node can start;"
+        " ask for fewer"
+    )
 
 
 def cluster_from_yaml(path: str | Path) -> Cluster:
@@ -190,13 +203,13 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
     top = with_legacy_types(top)
     check_keys(top, where, TOP_KEYS, frozenset({"cluster_name", "available_node_types"}))
     types = read_mapping(top["available_node_types"], "available_node_types")
-    bounds = NodeCounts.of(top, types, where)
+    autoscaling = autoscaling_config(top, where)
     found: list[NodeType] = []
     errors: list[str] = []
     notes = [str(note) for note in top.get("notes") or ()]
     for name in types:
         try:
-            kind = _node_type(name, types[name], top, bounds.most[name], notes)
+            kind = _node_type(types[name], autoscaling.types[name], top, notes)
         except ConfigError as error:
             errors.append(str(error))
             continue
@@ -205,154 +218,97 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
     if errors:
         raise ConfigError("; ".join(errors))
     if not found:
-        raise ConfigError(_why_no_types(types, where, notes))
+        vsphere = provider_type(top) == "vsphere"
+        raise ConfigError(_why_no_types(types, where, notes, vsphere=vsphere))
     # nodes of an emulated fleet are started by its script, whatever an autoscaler would allow
     emulated = provider_type(top) == "fake_multinode"
     return Cluster(
         name=str(top["cluster_name"]),
         node_types=tuple(found),
-        bound=None if emulated else bounds.of_planned(found),
+        bound=None if emulated else autoscaling.bound_of(found),
         notes=tuple(notes),
         zones=read_zone_table(top, where),
     )
 
 
-def _why_no_types(types: Mapping[str, Any], where: str, notes: Sequence[str]) -> str:
+def _why_no_types(
+    types: Mapping[str, Any], where: str, notes: Sequence[str], *, vsphere: bool
+) -> str:
     """Return the message for a file without node types to plan on."""
     reasons = list(notes)
     for name, entry in types.items():
         unknown = why_gpus_are_unknown(name, entry)
         if unknown:
             reasons.append(unknown)
+    if vsphere:
+        reasons.append(
+            "it is Ray's file for vSphere, whose VM classes say nothing of GPUs: add GPU under"
+            " resources and labels of what its machines have"
+        )
     what = f"no node type of {where} has GPUs and max_workers above 0"
     return "; ".join([what, *dict.fromkeys(reasons)])
 
 
-@dataclass(frozen=True)
-class NodeCounts:
-    """Minimum and maximum number of nodes by type; the head counts as a node of its type.
-
-    least: nodes that always exist.
-    max_workers: Ray's bound on all nodes but the head.
-    head: node type of the head; None for a part of a file that names no head, which Ray would not
-    launch.
-    """
-
-    head: str | None
-    least: Mapping[str, int]
-    most: Mapping[str, int]
-    max_workers: int
-
-    @staticmethod
-    def of(top: Mapping[str, Any], types: Mapping[str, Any], where: str) -> "NodeCounts":
-        """Fill in the counts as Ray does.
-
-        See fill_node_type_min_max_workers and validate_config in `ray/autoscaler/_private/util.py`.
-        """
-        default_head = DEFAULT_HEAD if DEFAULT_HEAD in types else None
-        head = top.get("head_node_type", default_head)
-        if head is not None and head not in types:
-            raise ConfigError(
-                f"head_node_type of {where} is '{head}', which is not one of its node types"
-                f" ({', '.join(types)})"
-            )
-        if head is None:
-            limit = _count(top, "max_workers", where, MOST_NODES)
-            own_limit = min(limit, _default_max_workers(top))
-        else:
-            limit = _count(top, "max_workers", where, _default_max_workers(top))
-            own_limit = limit
-
-        least: dict[str, int] = {}
-        most: dict[str, int] = {}
-        for name in types:
-            what = f"node type '{name}'"
-            entry = read_mapping(types[name], what)
-            # Ray starts no workers of the head's type unless the file says so.
-            default = 0 if name == head else own_limit
-            least[name] = _count(entry, "min_workers", what, 0)
-            most[name] = _count(entry, "max_workers", what, default)
-            if least[name] > most[name]:
-                raise ConfigError(
-                    f"min_workers of {what} is {least[name]}, above its max_workers {most[name]}"
-                )
-
-        num_least = sum(least.values())
-        if num_least > limit:
-            raise ConfigError(
-                f"max_workers of {where} is {limit}, below the sum of min_workers"
-                f" {num_least}: Ray refuses that; raise it"
-            )
-        if head is None and "max_workers" not in top:
-            limit = sum(most.values())
-        if head is not None:
-            most[head] += 1
-        return NodeCounts(head, least, most, limit)
-
-    def of_planned(self, kinds: Sequence[NodeType]) -> "NodeBound | None":
-        """The bound on nodes that are planned on; None where no more can exist anyway."""
-        planned = {kind.name for kind in kinds}
-        num_others = sum(count for name, count in self.least.items() if name not in planned)
-        most = self.max_workers - num_others
-        if self.head in planned:
-            most += 1
-        num_possible = sum(min(kind.max_nodes, most) for kind in kinds)
-        if num_possible <= most:
-            return None
-
-        standing = {}
-        for kind in kinds:
-            number = self.least[kind.name] + (kind.name == self.head)
-            if number:
-                standing[kind.name] = number
-        return NodeBound(most, tuple(sorted(standing.items())))
-
-
-def _default_max_workers(top: Mapping[str, Any]) -> int:
-    """Return Ray's default for a file without max_workers (`ray/autoscaler/*/defaults.yaml`)."""
-    return {"spark": 8, "vsphere": 5}.get(str(provider_type(top)), 2)
-
-
-def _count(document: Mapping[str, Any], key: str, what: str, default: int) -> int:
-    value = document.get(key, default)
-    if not is_integer(value) or not 0 <= value <= MOST_NODES:
-        raise ConfigError(
-            f"{key} of {what} must be an integer of at least 0 and at most {MOST_NODES}, not"
-            f" {value!r}"
-        )
-    return value
-
-
 def _node_type(
-    name: str, entry: Mapping[str, Any], top: Mapping[str, Any], most: int, notes: list[str]
+    entry: Mapping[str, Any], kind: AutoscaledType, top: Mapping[str, Any], notes: list[str]
 ) -> NodeType | None:
     """Return a node type with GPUs; None if it has none or may not exist.
 
     `notes` gets the reason if it may have GPUs that are left out.
     """
+    name = kind.name
     check_keys(entry, f"node type '{name}'", NODE_TYPE_KEYS)
     labels = read_labels(entry, name)
     config = read_mapping(entry.get("node_config") or {}, f"node_config of '{name}'")
     derived = derived_labels(config, top)
-    instance = instance_type_of(config)
-    resources = read_mapping(entry.get("resources") or {}, f"resources of '{name}'")
-    gpus = resources.get("GPU")
+    instance = kind.instance_type
+    gpus = kind.resources.get("GPU")
     if gpus is None:
-        gpus = accelerator_count(config)
-    if gpus is None and find_instance_type(instance or "") is None:
         # Resources without a GPU say that a node of no known instance type has none.
-        is_silent = instance is None and not resources
+        is_silent = instance is None and not kind.resources
         if is_silent or (instance is not None and may_have_gpus(instance)):
             notes.append(unknown_instance_note(name, instance))
         return None
-    if gpus == 0 or most == 0:
+    notes += [note for note in (kind.note, config.get(NOT_PLANNED)) if note]
+    if gpus == 0 or kind.max_nodes == 0 or NOT_PLANNED in config:
         return None
-    return node_type_from_labels(
-        name,
-        {**derived, **labels},
-        None if gpus is None else read_num_gpus(gpus, name),
-        instance,
-        most,
-        # KubeRay's nodes are pods, several of which may be on one machine.
-        shares_machine=provider_type(top) == "kuberay",
+    # KubeRay's nodes are pods, several of which may be on one machine.
+    pod = config.get(POD, {}) if provider_type(top) == "kuberay" else None
+    made = [
+        node_type_from_labels(
+            name,
+            {**derived, **labels},
+            read_num_gpus(gpus, name),
+            machine,
+            kind.max_nodes,
+            pod=pod,
+        )
+        for machine in config.get(ANY_INSTANCE) or (kind.instance_type,)
+    ]
+    return _least_of(made, config.get(ANY_INSTANCE) or ())
+
+
+def _least_of(kinds: Sequence[NodeType], machines: Sequence[str]) -> NodeType:
+    """Return a node that may be on any of several machines: the least of each, the dearest price.
+
+    Raises:
+        ConfigError: they have different GPUs.
+    """
+    first = kinds[0]
+    gpu_types = {kind.gpu_type for kind in kinds}
+    if len(gpu_types) > 1:
+        raise ConfigError(
+            f"node type '{first.name}' may be on {', '.join(machines)}, whose GPUs differ"
+            f" ({', '.join(sorted(gpu_types))}); make a group of each, or name one GPU in its"
+            " nodeSelector"
+        )
+    prices = [kind.usd_per_hour for kind in kinds if kind.usd_per_hour is not None]
+    memories = [kind.host_memory_bytes for kind in kinds if kind.host_memory_bytes is not None]
+    return replace(
+        first,
+        gpu_memory_bytes=min(kind.gpu_memory_bytes for kind in kinds),
+        intra_node_bytes_per_s=min(kind.intra_node_bytes_per_s for kind in kinds),
+        inter_node_bytes_per_s=min(kind.inter_node_bytes_per_s for kind in kinds),
+        usd_per_hour=max(prices) if len(prices) == len(kinds) else None,
+        host_memory_bytes=min(memories, default=None),
     )

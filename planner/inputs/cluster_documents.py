@@ -13,8 +13,6 @@ from planner.errors import ConfigError
 from planner.inputs.kuberay import DERIVED, as_launcher_document, device_name, is_kuberay
 
 LABEL_PREFIX = "autohet.io/"
-DEFAULT_HEAD = "ray.head.default"
-"""The head's node type in Ray's own defaults, which a file without `head_node_type` gets."""
 LEGACY_HEAD = "ray-legacy-head-node-type"
 LEGACY_WORKER = "ray-legacy-worker-node-type"
 TOP_KEYS = frozenset(
@@ -72,6 +70,9 @@ _HELM_KEYS = frozenset({"head", "worker", "additionalWorkerGroups"})
 _ANYSCALE_KEYS = frozenset(
     {"cloud", "cloud_id", "compute_config", "worker_node_types", "image_uri", "build_id"}
 )
+_SKY_RESOURCES = frozenset(
+    {"accelerators", "any_of", "cloud", "infra", "instance_type", "ordered", "use_spot"}
+)
 Json = Mapping[str, Any]
 
 
@@ -87,6 +88,7 @@ def read_cluster_yaml(path: str | Path) -> object:
 
     try:
         text = Path(path).read_text()
+        _refuse_scripts(text, f"cluster '{path}'")
         documents = [found for found in yaml.safe_load_all(text) if found is not None]
     except OSError as error:
         raise ConfigError(f"cannot read cluster '{path}': {error.strerror}") from None
@@ -104,6 +106,20 @@ def read_cluster_yaml(path: str | Path) -> object:
     return document
 
 
+def _refuse_scripts(text: str, where: str) -> None:
+    if re.search(r"^#SBATCH\b", text, re.MULTILINE):
+        raise ConfigError(
+            f"{where} is a Slurm script, which `sbatch` reads. In its allocation `autohet train`"
+            " needs no cluster file; to plan, give a Ray cluster file with these machines as node"
+            " types"
+        )
+    if text.startswith("#!"):
+        raise ConfigError(
+            f"{where} is a script ({text.splitlines()[0]}), no cluster file; give a Ray"
+            " cluster-launcher file or a RayCluster"
+        )
+
+
 def _the_cluster(documents: list[object], where: str) -> object:
     """Return the one document that describes a cluster.
 
@@ -112,6 +128,11 @@ def _the_cluster(documents: list[object], where: str) -> object:
     flat = list[object]()
     for document in documents:
         flat += _items(document)
+        if isinstance(document, Mapping) and _is_sky_task(document):
+            raise ConfigError(
+                f"{where} is a SkyPilot task, which `sky launch` reads; give a Ray cluster file,"
+                " from whose node types `autohet sky` writes such tasks"
+            )
     if len(flat) <= 1:
         return flat[0] if flat else None
     clusters = [document for document in flat if is_kuberay(document) and _brings(document)]
@@ -130,6 +151,15 @@ def _the_cluster(documents: list[object], where: str) -> object:
     raise ConfigError(
         f"{where} holds {len(clusters)} clusters ({', '.join(names)}); give a file with one"
     )
+
+
+def _is_sky_task(document: Json) -> bool:
+    """Return True for SkyPilot's keys (docs.skypilot.co, "Task YAML"), which Ray's files lack."""
+    if {"apiVersion", "provider", "available_node_types"} & set(document):
+        return False
+    resources = document.get("resources")
+    asks = isinstance(resources, Mapping) and bool(_SKY_RESOURCES & set(resources))
+    return asks or "num_nodes" in document or {"run", "setup"} <= set(document)
 
 
 def _items(document: object) -> Iterator[object]:
@@ -161,6 +191,11 @@ def refuse_other_documents(top: Json, where: str) -> None:
             f"{where} is an Anyscale compute config; `ray up` does not read it. Give a Ray"
             " cluster-launcher file with available_node_types"
         )
+    if provider_type(top) == "vsphere":
+        raise ConfigError(
+            f"{where} is Ray's file for vSphere without node types; add available_node_types with"
+            " GPU under resources and labels of what its machines have"
+        )
     if provider_type(top) == "local":
         raise ConfigError(
             f"{where} lists machines (provider local) and not what they have; name node types under"
@@ -173,23 +208,35 @@ def refuse_other_documents(top: Json, where: str) -> None:
 
 
 def with_legacy_types(top: Json) -> Json:
-    """A file of `head_node` and `worker_nodes` as Ray rewrites it
-    (`ray/autoscaler/_private/util.py`, merge_legacy_yaml_with_defaults).
+    """Rewrite a file of `head_node` or `worker_nodes` as Ray does.
+
+    See merge_legacy_yaml_with_defaults in `ray/autoscaler/_private/util.py`. A part that is missing
+    is a machine without GPUs there.
     """
-    if "available_node_types" in top or not (top.get("head_node") and top.get("worker_nodes")):
+    head = top.get("head_node")
+    workers = top.get("worker_nodes")
+    if "available_node_types" in top or not (head or workers):
         return top
-    most = top.get("max_workers", 2)
-    types = {
-        LEGACY_HEAD: {"node_config": top["head_node"], "min_workers": 0, "max_workers": 0},
-        LEGACY_WORKER: {
-            "node_config": top["worker_nodes"],
-            "min_workers": top.get("min_workers", 0),
-            "max_workers": most,
-        },
+    types: dict[str, dict[str, Any]] = {
+        LEGACY_HEAD: {"min_workers": 0, "max_workers": 0},
+        LEGACY_WORKER: {"min_workers": 0},
     }
-    for name, key in ((LEGACY_HEAD, "head_node"), (LEGACY_WORKER, "worker_nodes")):
-        types[name]["resources"] = top[key].get("resources") or {}
+    if workers:
+        types[LEGACY_WORKER] = {
+            "min_workers": top.get("min_workers", 0),
+            "max_workers": top.get("max_workers", 2),
+        }
+    for name, config in ((LEGACY_HEAD, head), (LEGACY_WORKER, workers)):
+        given = dict(config or {"resources": {"CPU": 2}})
+        types[name]["resources"] = given.pop("resources", None) or {}
+        types[name]["node_config"] = given
     return {**top, "available_node_types": types, "head_node_type": LEGACY_HEAD}
+
+
+def default_head(top: Json, types: Json) -> str | None:
+    """Return the head's type in Ray's own defaults, if the file has such a type; else None."""
+    name = "ray_head_default" if provider_type(top) == "gcp" else "ray.head.default"
+    return name if name in types else None
 
 
 def provider_type(top: Json) -> object:
@@ -224,16 +271,22 @@ def derived_labels(config: Json, top: Json) -> dict[str, str]:
     found = dict(config.get(DERIVED) or {})
     if _is_spot(config):
         found[LABEL_PREFIX + "spot"] = "true"
-    placement = config.get("Placement") or {}
-    provider = top.get("provider") or {}
-    zone = placement.get("AvailabilityZone") or provider.get("availability_zone")
-    # a list of zones says only where the node may be
-    if isinstance(zone, str) and "," not in zone:
-        found[LABEL_PREFIX + "zone"] = zone
+    zones = zones_of(config, top)
+    if len(zones) == 1:
+        # several say only where the node may be
+        found[LABEL_PREFIX + "zone"] = min(zones)
     for item in _accelerators(config):
         name = str(item.get("acceleratorType", "")).rsplit("/", 1)[-1]
         found[LABEL_PREFIX + "gpu-type"] = device_name(name)
     return found
+
+
+def zones_of(config: Json, top: Json) -> frozenset[str]:
+    """Return the zones that a node type or its file names; Ray takes several between commas."""
+    placement = config.get("Placement") or {}
+    provider = top.get("provider") or {}
+    named = placement.get("AvailabilityZone") or provider.get("availability_zone") or ""
+    return frozenset(part.strip() for part in str(named).split(",") if part.strip())
 
 
 def _is_spot(config: Json) -> bool:

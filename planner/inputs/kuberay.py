@@ -10,6 +10,7 @@ selector and node affinity.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +18,14 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from planner.errors import ConfigError
-from planner.inputs.catalogue import find_gpu_type
 from planner.inputs.documents import is_integer, read_mapping
 from planner.inputs.kuberay_drains import drain_notes
+from planner.inputs.machines import PART_OF_A_CARD, device_name, possible_machines
 from planner.inputs.zones import ZONE_LINKS
 
 HEAD = "headgroup"
 """Name of the head's group in Ray's autoscaler."""
 GPU_RESOURCE = "nvidia.com/gpu"
-INSTANCE_TYPES = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
 ZONES = ("topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone")
 SPOT = {
     "karpenter.sh/capacity-type": "spot",
@@ -48,6 +48,23 @@ GPU_LABELS = (
 Karpenter, CoreWeave."""
 DERIVED = "autohet"
 """Key of a node type's `node_config` for labels derived here, which Ray does not know."""
+NOT_PLANNED = "autohet-not-planned"
+"""Key of a node type's `node_config` with the reason why its GPUs are not planned on."""
+ANY_INSTANCE = "InstanceTypes"
+"""Key of a node type's `node_config` with the machines of which its nodes may be."""
+POD = "autohet-pod"
+"""Key of a node type's `node_config` with the vCPUs that a pod requests."""
+SHARED = {
+    "cloud.google.com/gke-gpu-partition-size": None,
+    "cloud.google.com/gke-gpu-sharing-strategy": None,
+    "cloud.google.com/gke-max-shared-clients-per-gpu": None,
+    "nvidia.com/gpu.sharing-strategy": "none",
+}
+"""Node labels that say that pods get parts of a GPU, and the value that says that they do not."""
+SHARING_ANNOTATIONS = ("gpu-fraction", "gpu-memory")
+"""Annotations of a pod that gets a part of a GPU: NVIDIA's KAI scheduler."""
+FACTS = ("autohet.io/", "ray.io/accelerator-type")
+"""Labels that state facts of a node, wherever a chart can set them."""
 UNBOUNDED = 2**31 - 1
 """Value that the API server writes for an absent `maxReplicas`."""
 Json = Mapping[str, Any]
@@ -206,8 +223,12 @@ def _node_type(
         "labels": dict(group.get("labels") or {}),
         "min_workers": least,
         "max_workers": most,
-        "node_config": _placement(pod, group, resources),
+        "node_config": {},
     }
+    found["node_config"] = _placement(pod, group, found["resources"]["GPU"], name)
+    reason = _other_gpus(resources, name)
+    if reason:
+        found["node_config"][NOT_PLANNED] = reason
     for theirs, ours in (("priority", "priority"), ("idleTimeoutSeconds", "idle_timeout_s")):
         if group.get(theirs) is not None:
             found[ours] = group[theirs]
@@ -226,7 +247,20 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[st
     requests = resources.get("requests") or {}
     # Where both are given, Ray's autoscaler reads the limit.
     given = {**requests, **limits}
-    shape = {"GPU": _num_gpus(own, start, given, name, notes)}
+    shape: dict[str, Any] = {
+        "GPU": _num_gpus(own, start, [*limits.items(), *requests.items()], name)
+    }
+    claims = [str(claim.get("name")) for claim in resources.get("claims") or ()]
+    if claims and not shape["GPU"]:
+        notes.append(
+            f"group '{name}' has devices by resource claims ({', '.join(claims)}), of which Ray"
+            " knows nothing: give their number as num-gpus in rayStartParams"
+        )
+    notes += [
+        f"group '{name}' has slices of a GPU ({key}): they are not planned on"
+        for key in given
+        if key.startswith("nvidia.com/mig-")
+    ]
     cpus = None
     if "CPU" in own:
         cpus = _round_up(own["CPU"], f"CPU of group '{name}'")
@@ -239,20 +273,46 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[st
     standard = {"CPU", "GPU", "TPU", "memory"}
     for key in own.keys() - standard:
         shape[key] = _round_up(own[key], f"{key} of group '{name}'")
+    if not own and "resources" in start:
+        shape |= _start_resources(start["resources"], name)
     return shape
 
 
-def _num_gpus(own: Json, start: Json, given: Json, name: str, notes: list[str]) -> int:
+def _num_gpus(own: Json, start: Json, given: list[tuple[str, Any]], name: str) -> int:
+    """Return the GPUs that Ray counts, of whatever maker."""
     if "GPU" in own:
         return _round_up(own["GPU"], f"GPU of group '{name}'")
     if "num-gpus" in start:
         return _whole(start["num-gpus"], f"num-gpus of group '{name}'")
-    for key in given:
-        if key.startswith("nvidia.com/mig-"):
-            notes.append(f"group '{name}' has slices of a GPU ({key}): they are not planned on")
-        if key.endswith("gpu") and key != GPU_RESOURCE:
-            notes.append(f"group '{name}' has other GPUs than NVIDIA's ({key}): not planned on")
-    return _round_up(given.get(GPU_RESOURCE, 0), f"{GPU_RESOURCE} of group '{name}'")
+    for key, value in given:
+        if key.endswith("gpu"):
+            number = _round_up(value, f"{key} of group '{name}'")
+            if number:
+                return number
+    return 0
+
+
+def _start_resources(text: object, name: str) -> dict[str, int]:
+    """Return the resources of `rayStartParams`: JSON within quotes for a shell, as Ray reads it."""
+    try:
+        found = json.loads(str(text)[1:-1].replace("\\", ""))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(map(is_integer, found.values())):
+        raise ConfigError(
+            f"resources in rayStartParams of group '{name}' is {text!r}; Ray's autoscaler reads"
+            """ JSON within quotes there, as '"{\\"name\\": 1}"'"""
+        )
+    return found
+
+
+def _other_gpus(resources: Json, name: str) -> str:
+    """Return why a pod's GPUs are not planned on; empty if they may be."""
+    given = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    others = [key for key in given if key.endswith("gpu") and key != GPU_RESOURCE]
+    if not others or GPU_RESOURCE in given:
+        return ""
+    return f"group '{name}' has other GPUs than NVIDIA's ({others[0]}): not planned on"
 
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
@@ -324,24 +384,75 @@ def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield str(expression["key"]), tuple(map(str, values))
 
 
-def _placement(pod: Json, group: Json, resources: Json) -> dict[str, Any]:
+def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> dict[str, Any]:
     """Instance type, zone and market of the pod's node, and labels derived from it."""
     needed = _required_labels(pod)
+    for label, values in needed.items():
+        if re.fullmatch(r"\$\{?\w+\}?", values[0]):
+            raise ConfigError(
+                f"{label} of group '{name}' is {values[0]}: the file is a template; render it first"
+                " (`envsubst`)"
+            )
     found: dict[str, Any] = {}
-    instances = _first(needed, INSTANCE_TYPES)
-    if len(instances) == 1:
-        found["InstanceType"] = instances[0]
+    requests = _pod_requests(pod)
+    machines = possible_machines(needed, num_gpus, requests, f"group '{name}'")
+    if len(machines) == 1:
+        found["InstanceType"] = machines[0]
+    elif machines:
+        found[ANY_INSTANCE] = list(machines)
     zones = _first(needed, ZONES)
     if len(zones) == 1:
         found["Placement"] = {"AvailabilityZone": zones[0]}
     for label, value in SPOT.items():
         if needed.get(label) == (value,):
             found["InstanceMarketOptions"] = {"MarketType": "spot"}
-    limits = {**(resources.get("limits") or {}), **(group.get("resources") or {})}
-    derived = {**_gpu_type(needed), **_memory(limits)}
+    products = _first(needed, GPU_LABELS)
+    shared = [f"{key}={needed[key][0]}" for key, no in SHARED.items() if _is_named(needed, key, no)]
+    annotations = ((group.get("template") or {}).get("metadata") or {}).get("annotations") or {}
+    shared += [key for key in SHARING_ANNOTATIONS if key in annotations]
+    shared += [product for product in products if PART_OF_A_CARD.search(product)]
+    if shared:
+        found[NOT_PLANNED] = f"group '{name}' has parts of a GPU ({shared[0]}): not planned on"
+    first = (pod.get("containers") or [{}])[0].get("resources") or {}
+    limits = {**(first.get("limits") or {}), **(group.get("resources") or {})}
+    derived = {**_gpu_type(products), **_memory(limits), **_stated_facts(group)}
     if derived:
         found[DERIVED] = derived
+    if requests:
+        found[POD] = requests
     return found
+
+
+def _is_named(needed: Mapping[str, tuple[str, ...]], label: str, no: str | None) -> bool:
+    return label in needed and needed[label] != (no,)
+
+
+def _pod_requests(pod: Json) -> dict[str, float]:
+    """Return the vCPUs (`cpu`) that Kubernetes reserves for a pod; empty if it reserves none.
+
+    A container that requests none has its limit reserved.
+    """
+    cpus = 0.0
+    for container in pod.get("containers") or ():
+        resources = container.get("resources") or {}
+        given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+        cpus += quantity(given.get("cpu", 0)) or 0.0
+    return {"cpu": cpus} if cpus else {}
+
+
+def _stated_facts(group: Json) -> dict[str, str]:
+    """Return facts in labels that Ray's autoscaler does not read: start parameters and the pod's.
+
+    The Helm chart can set these, and not the group's own labels.
+    """
+    metadata = (group.get("template") or {}).get("metadata") or {}
+    found = dict(metadata.get("labels") or {})
+    text = str((group.get("rayStartParams") or {}).get("labels") or "").strip("\"'")
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if equals:
+            found[key.strip()] = value.strip()
+    return {key: str(value) for key, value in found.items() if key.startswith(FACTS)}
 
 
 def _first(needed: Mapping[str, tuple[str, ...]], labels: tuple[str, ...]) -> tuple[str, ...]:
@@ -352,41 +463,10 @@ def _first(needed: Mapping[str, tuple[str, ...]], labels: tuple[str, ...]) -> tu
     return ()
 
 
-def _gpu_type(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    names = _first(needed, GPU_LABELS)
+def _gpu_type(names: tuple[str, ...]) -> dict[str, str]:
     if len(names) != 1:
         return {}
     return {"autohet.io/gpu-type": device_name(names[0])}
-
-
-_MAKERS = ("NVIDIA", "TESLA", "GEFORCE", "QUADRO")
-"""Words of a product's name that tell no device from another."""
-
-
-def device_name(product: str) -> str:
-    """Return the catalogue's name of a device by a product name.
-
-    Such names are NVIDIA's, GKE's, Karpenter's and AWS's: NVIDIA-A100-SXM4-80GB, nvidia-tesla-t4,
-    nvidia-h100-mega-80gb. The name itself is returned if no device is known by a part of it.
-    """
-    gib = ""
-    plain = []
-    for word in re.split(r"[-_ ]", product.upper()):
-        is_size = re.fullmatch(r"\d+GB", word) is not None
-        if is_size and not gib:
-            gib = word.removesuffix("GB")
-        is_variant = is_size or re.fullmatch(r"SXM\d?|MEGA|HBM\d\w?", word)
-        if word and word not in _MAKERS and not is_variant:
-            plain.append(word)
-
-    # the longest known part wins, and of two devices of one name the one with that memory
-    for end in range(len(plain), 0, -1):
-        name = "-".join(plain[:end])
-        candidates = [f"{name}-{gib}", name] if gib else [name]
-        for candidate in candidates:
-            if find_gpu_type(candidate) is not None:
-                return candidate
-    return product
 
 
 def _memory(limits: Json) -> dict[str, str]:

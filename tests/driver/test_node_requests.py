@@ -45,12 +45,17 @@ def test_every_fleet_of_a_shipped_file_is_launched_as_it_is_meant(name: str) -> 
         assert schedule_launches(document, request) == standing(document) | counts, counts
 
 
-def file_of(**types: dict[str, Any]) -> dict[str, Any]:
+AWS = {"type": "aws", "region": "us-east-1"}
+RACKS = {"type": "external", "module": "racks.Provider"}
+"""A provider for which Ray looks nothing up."""
+
+
+def file_of(provider: dict[str, Any] = RACKS, /, **types: dict[str, Any]) -> dict[str, Any]:
     head = {"node_config": {"InstanceType": "m5.2xlarge"}, "resources": {"CPU": 8}}
     return {
         "cluster_name": "public",
         "max_workers": 20,
-        "provider": {"type": "aws", "region": "us-east-1"},
+        "provider": provider,
         "head_node_type": "head",
         "available_node_types": {"head": head, **types},
     }
@@ -95,6 +100,63 @@ def test_what_version_1_launches_is_asked_of_version_1s_scheduler() -> None:
     assert not request.labelled
 
 
+def test_types_of_ec2_are_told_apart_by_the_gpus_that_ray_looks_up() -> None:
+    document = unlabelled() | {"provider": AWS}
+    cluster = cluster_from_document(document)
+    request = node_request(cluster, document, {"g5": 4})
+    assert schedule_launches(document, request) == {"g5": 4}
+    assert request.bundles[0]["accelerator_type:A10G"] == 1
+    with pytest.raises(ConfigError, match=r"would launch .*p4d.* where 2 p4de .* is meant"):
+        node_request(cluster, document, {"p4de": 2})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ({"head_node_type": "gpus"}, {"gpus": 2, "more": 1}),
+        ({"head_node_type": "ray.head.default"}, {"gpus": 3, "more": 1}),
+        ({}, {"gpus": 3, "more": 1}),
+    ],
+    ids=["head of a worker's type", "head of its own", "Ray's default head"],
+)
+def test_a_head_with_gpus_takes_no_workers_place(
+    version: int, head: dict[str, str], expected: dict[str, int]
+) -> None:
+    """A bundle that the head can hold launches nothing: it has to be asked for, too."""
+    gpus = machine("g5.12xlarge", most=4)
+    document = file_of(AWS, gpus=gpus, more=machine("g6e.12xlarge"))
+    del document["head_node_type"], document["available_node_types"]["head"]
+    document |= head
+    if head.get("head_node_type") != "gpus":
+        gpu_head = {"node_config": {"InstanceType": "g5.12xlarge"}}
+        document["available_node_types"]["ray.head.default"] = gpu_head
+    cluster = cluster_from_document(document)
+    counts = {"gpus": 3, "more": 1}
+    request = node_request(cluster, document, counts, version=version)
+    assert schedule_launches(document, request, version=version) == expected
+    without_head = [b for b in request.bundles if "accelerator_type:L40S" not in b][1:]
+    others = NodeRequest(tuple(without_head), tuple({} for _ in without_head))
+    assert schedule_launches(document, others, version=version) != expected
+
+
+def test_a_type_whose_gpus_ray_does_not_know_is_not_asked_for() -> None:
+    """Elsewhere than on EC2 the autoscaler knows what the file states, and a node what it has."""
+    azure = {"azure_arm_parameters": {"vmSize": "Standard_NC24ads_A100_v4"}}
+    document = file_of({"type": "azure"}, gpu={"node_config": azure, "max_workers": 4})
+    with pytest.raises(ConfigError, match=r"'gpu' states no GPU .*add resources: \{GPU: 1\}"):
+        cluster_from_document(document)
+    assert schedule_launches(document, NodeRequest(({"GPU": 1},), ({},))) == {}
+    document["available_node_types"]["gpu"]["min_workers"] = 2
+    (kind,) = cluster_from_document(document).node_types
+    assert kind.max_nodes == 2
+    document["available_node_types"]["gpu"]["resources"] = {"GPU": 1}
+    (kind,) = cluster_from_document(document).node_types
+    request = node_request(cluster_from_document(document), document, {"gpu": 4})
+    assert kind.max_nodes == 4
+    assert schedule_launches(document, request) == {"gpu": 4}
+
+
 def test_a_resource_of_its_own_names_a_type() -> None:
     """On the head of `ray up` each type of EC2's GPU machines has `accelerator_type:...`."""
     document = unlabelled()
@@ -120,7 +182,7 @@ def test_equal_labels_on_a_small_and_a_large_machine_do_not_hide_a_larger_launch
 
 def test_more_nodes_than_the_files_bound_are_not_asked_for() -> None:
     """Ray would launch none of them: one bundle that has no place and it launches nothing."""
-    document = file_of(g5=machine("g5.xlarge", most=8)) | {"max_workers": 4}
+    document = file_of(AWS, g5=machine("g5.xlarge", most=8)) | {"max_workers": 4}
     cluster = cluster_from_document(document)
     with pytest.raises(ConfigError, match=r"would launch no node .* max_workers .* is 4"):
         node_request(cluster, document, {"g5": 6})
@@ -128,7 +190,7 @@ def test_more_nodes_than_the_files_bound_are_not_asked_for() -> None:
 
 def test_nodes_that_stand_are_not_asked_for_twice() -> None:
     floor = machine("g5.xlarge", min_workers=2, labels={"node-type": "floor"})
-    document = file_of(floor=floor, more=machine("g6.xlarge", labels={"node-type": "more"}))
+    document = file_of(AWS, floor=floor, more=machine("g6.xlarge", labels={"node-type": "more"}))
     cluster = cluster_from_document(document)
     request = node_request(cluster, document, {"floor": 1, "more": 2})
     assert schedule_launches(document, request) == {"floor": 2, "more": 2}

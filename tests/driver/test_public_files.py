@@ -241,8 +241,8 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
         "'worker' names no instance type; GPUs that it has must be said under resources",
     ),
     "azure: a machine that the catalogue lacks": (
-        [legacy(AZURE, *[{"azure_arm_parameters": {"vmSize": "Standard_NC6s_v3"}}] * 2)],
-        "Standard_NC6s_v3.*is not in the catalogue",
+        [legacy(AZURE, *[{"azure_arm_parameters": {"vmSize": "Standard_NC6s_v2"}}] * 2)],
+        "Standard_NC6s_v2.*is not in the catalogue",
     ),
     "gcp: a T4 without its machine's links": (
         [

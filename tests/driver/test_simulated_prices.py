@@ -100,6 +100,31 @@ def recorded(tmp_path, history=HISTORY, document=ZONED, begin=None):
 # ------------------------------------------------------------------------------
 
 
+def test_the_shipped_file_takes_what_the_documented_command_prints(tmp_path):
+    """The command asks a whole region; the file's nodes come in any of its zones."""
+    document = yaml.safe_load(Path("cluster_configs/aws-mixed-spot.yaml").read_text())
+    provider = document["provider"]
+    zones = sorted(zone.strip() for zone in provider["availability_zone"].split(","))
+    other = provider["region"] + "f"
+    assert len(zones) > 1
+    assert other not in zones
+    history = [
+        entry("g5.2xlarge", zones[0], "05:00:00", "0.50"),
+        entry("g5.2xlarge", zones[1], "06:00:00", "0.40"),
+        entry("g5.2xlarge", zones[0], "07:00:00", "0.30"),
+        entry("g5.2xlarge", other, "05:30:00", "9.00"),
+    ]
+    found = recorded(tmp_path, {"SpotPriceHistory": history}, document)
+    assert sorted(found.rows) == [(0.0, "g5", 0.5), (3600.0, "g5", 0.4)]
+    assert f"{zones[0]}, {zones[1]}" in found.sources["g5"]
+    abroad = [entry("g5.2xlarge", "eu-west-1a", "05:00:00", "0.50")]
+    with pytest.raises(ConfigError, match=f"in eu-west-1a; node type 'g5' is in {zones[0]}"):
+        recorded(tmp_path, {"SpotPriceHistory": abroad}, document)
+    del provider["availability_zone"]
+    with pytest.raises(ConfigError, match=f"node type 'g5' is in {provider['region']}"):
+        recorded(tmp_path, {"SpotPriceHistory": abroad}, document)
+
+
 def test_a_history_becomes_rows_of_the_nodes_own_instance_type_zone_and_market(tmp_path):
     found = recorded(tmp_path)
     assert sorted(found.rows) == [(-3600.0, "g5", 0.48), (0.0, "g6", 0.4), (7200.0, "g5", 0.6)]

@@ -15,6 +15,7 @@ from planner.inputs.catalogue import (
 )
 from planner.inputs.cluster import cluster_from_document, cluster_from_yaml, node_type_from_labels
 from planner.inputs.fleet import Fleet, Node
+from planner.inputs.machines import ec2_gpu_name
 
 LABELS = {
     "autohet.io/gpu-type": "T4",
@@ -71,6 +72,23 @@ def test_rays_own_label_names_the_gpu_type_where_ours_does_not():
         "ray.io/accelerator-type": "A100-40G"
     }
     assert node_type_from_labels("n", labels, 8).gpu_type == "A100-40"
+
+
+@pytest.mark.parametrize(
+    ("instance", "label", "expected"),
+    [
+        ("p4de.24xlarge", "A100", "A100-80"),
+        ("a2-ultragpu-8g", "A100", "A100-80"),
+        ("Standard_ND96amsr_A100_v4", "A100", "A100-80"),
+        ("p4d.24xlarge", "A100", "A100-40"),
+        ("p3dn.24xlarge", "V100", "V100-32"),
+        ("p4d.24xlarge", "A100-80", "A100-80"),
+        ("g6e.xlarge", "L4", "L4"),
+    ],
+)
+def test_rays_label_names_a_device_whose_memory_the_machine_says(instance, label, expected):
+    labels = {"ray.io/accelerator-type": label}
+    assert node_type_from_labels("n", labels, 1, instance).gpu_type == expected
 
 
 def test_spot_and_zone_come_from_the_launchers_own_keys():
@@ -249,12 +267,19 @@ def test_machines_without_gpus_are_known_from_those_that_the_catalogue_lacks():
         assert not may_have_gpus(name), name
 
 
-def test_the_catalogues_host_memory_is_what_describe_instance_types_says():
+def test_the_catalogues_figures_are_what_describe_instance_types_says():
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
     known = {name: row for name, row in instance_types().items() if name in INSTANCE_TYPES}
-    assert instance_types().keys() - known.keys() == {"p3.2xlarge", "p3.8xlarge", "p3.16xlarge"}
+    assert instance_types().keys() - known.keys() == {
+        "p3.2xlarge",
+        "p3.8xlarge",
+        "p3.16xlarge",
+        "p6e-gb200.36xlarge",
+    }
     for name, row in known.items():
+        assert row.vcpus == INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"], name
+        assert ec2_gpu_name(row) == INSTANCE_TYPES[name]["GpuInfo"]["Gpus"][0]["Name"], name
         assert row.host_memory_bytes == INSTANCE_TYPES[name]["MemoryInfo"]["SizeInMiB"] * 2**20, (
             name
         )
@@ -457,6 +482,16 @@ def test_a_legacy_file_is_read_as_ray_rewrites_it():
         (
             "apiVersion: v1\nkind: Pod\n---\napiVersion: v1\nkind: Secret\n",
             "none of which is a Ray",
+        ),
+        ("resources: {accelerators: A100:8}\nnum_nodes: 2\nrun: train\n", "a SkyPilot task"),
+        ("name: pipeline\n---\nsetup: a\nrun: b\n", "a SkyPilot task"),
+        ("#!/bin/bash\n#SBATCH --gres=gpu:8\nsrun ray start --head\n", "a Slurm script"),
+        ("#!/bin/bash\nray up: [\n", "is a script"),
+        ("cluster_name: c\nprovider: {type: vsphere}\n", "file for vSphere"),
+        (
+            "cluster_name: c\nprovider: {type: vsphere}\n"
+            "available_node_types: {a: {resources: {}}}\n",
+            "file for vSphere",
         ),
     ],
 )

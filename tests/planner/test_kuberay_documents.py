@@ -291,3 +291,156 @@ def test_the_shipped_cluster_has_none_of_these_lacks() -> None:
     assert budget["spec"]["selector"]["matchLabels"] == head
     pods = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
     assert all(each["template"]["metadata"]["annotations"] for each in pods)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cpus", "share"),
+    [("1", "40", 1.0), ("1", "20", 0.5), ("1", "12", 0.25), ("2", "4", 0.5), ("3", "4", 1.0)],
+)
+def test_a_pod_takes_of_its_machine_what_no_other_of_its_kind_can_have(
+    gpus: str, cpus: str, share: float
+) -> None:
+    """A g5.12xlarge has 4 GPUs and 48 vCPUs: beside 40 of them no second pod starts."""
+    pod = group(gpus=gpus, selector=on("g5.12xlarge"))
+    limits = pod["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits["cpu"] = cpus
+    assert kinds_of(cluster(pod))["gpu"].usd_per_hour == pytest.approx(5.672 * share)
+    limits["cpu"] = "64"
+    with pytest.raises(ConfigError, match=r"64 vCPUs on a g5\.12xlarge, which has 48"):
+        kinds_of(cluster(pod))
+
+
+@pytest.mark.parametrize(
+    ("selector", "gpus", "expected"),
+    [
+        (
+            {
+                "karpenter.k8s.aws/instance-family": "g5",
+                "karpenter.k8s.aws/instance-size": "xlarge",
+            },
+            "1",
+            ("A10G", 1.006),
+        ),
+        ({"karpenter.k8s.aws/instance-family": "g5"}, "8", ("A10G", 16.288)),
+        ({"karpenter.k8s.aws/instance-gpu-name": "l40s"}, "4", ("L40S", 15.06559)),
+        ({"eks.amazonaws.com/instance-family": "p4de"}, "8", ("A100-80", 27.44705)),
+        (
+            {
+                "karpenter.k8s.aws/instance-category": "p",
+                "karpenter.k8s.aws/instance-generation": "4",
+                "karpenter.k8s.aws/instance-gpu-name": "a100",
+                "node.kubernetes.io/instance-type": "p4d.24xlarge",
+            },
+            "8",
+            ("A100-40", 21.957642),
+        ),
+        ({"cloud.google.com/gke-accelerator": "nvidia-h100-mega-80gb"}, "8", ("H100-80", None)),
+        ({"cloud.google.com/gke-accelerator": "nvidia-a100-80gb"}, "1", ("A100-80", None)),
+        ({"karpenter.azure.com/sku-name": "Standard_NC24ads_A100_v4"}, "1", ("A100-80", None)),
+    ],
+)
+def test_machines_are_known_by_what_their_labels_leave(
+    selector: dict[str, str], gpus: str, expected: tuple[str, float | None]
+) -> None:
+    """Of several that remain the dearest counts, and the least of each figure."""
+    kind = kinds_of(cluster(group(gpus=gpus, selector=selector)))["gpu"]
+    price = kind.usd_per_hour
+    assert (kind.gpu_type, price if price is None else pytest.approx(price)) == expected
+
+
+def of_types(*names: str) -> dict[str, Any]:
+    term = {"key": "node.kubernetes.io/instance-type", "operator": "In", "values": list(names)}
+    required = {"nodeSelectorTerms": [{"matchExpressions": [term]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+
+
+def test_several_types_are_planned_as_the_least_and_priced_as_the_dearest() -> None:
+    pod = group()
+    pod["template"]["spec"]["affinity"] = of_types("g6e.2xlarge", "g6e.4xlarge")
+    kind = kinds_of(cluster(pod))["gpu"]
+    assert (kind.gpu_type, kind.usd_per_hour) == ("L40S", 3.00424)
+    assert kind.inter_node_bytes_per_s == 5e9 / 8
+    pod["template"]["spec"]["affinity"] = of_types("g6e.2xlarge", "g5.4xlarge")
+    with pytest.raises(ConfigError, match=r"g5\.4xlarge, g6e\.2xlarge.*A10G, L40S"):
+        kinds_of(cluster(pod))
+    with pytest.raises(ConfigError, match="no machine of the catalogue with these labels"):
+        kinds_of(cluster(group(gpus="16", selector={"karpenter.k8s.aws/instance-family": "g5"})))
+
+
+def test_resources_of_the_start_parameters_are_read_as_ray_reads_them() -> None:
+    """Ray's own function is the judge, of what it refuses too."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _derive_autoscaling_config_from_ray_cr,
+    )
+
+    start = {"resources": '"{\\"pool-a\\": 1, \\"ssd\\": 4}"'}
+    document = cluster(group(selector=on("g5.xlarge"), rayStartParams=start))
+    rays = _derive_autoscaling_config_from_ray_cr(copy.deepcopy(document))
+    ours = as_launcher_document(document, "the file")["available_node_types"]["gpu"]["resources"]
+    theirs = rays["available_node_types"]["gpu"]["resources"]
+    assert ours == {name: theirs[name] for name in theirs if name != "memory"}
+    assert ours["pool-a"] == 1
+    for text in ('{"pool-a": 1}', '"{\\"pool-a\\": 0.5}"', "pool-a"):
+        start["resources"] = text
+        with pytest.raises((ValueError, AssertionError)):
+            _derive_autoscaling_config_from_ray_cr(copy.deepcopy(document))
+        with pytest.raises(ConfigError, match="resources in rayStartParams of group 'gpu'"):
+            kinds_of(document)
+
+
+def test_facts_are_read_where_a_chart_can_set_them() -> None:
+    facts = {"autohet.io/gpu-type": "T4", "autohet.io/gpu-memory-gib": "15", **LABELS}
+    of_pod = group("of-pod")
+    of_pod["template"]["metadata"] = {"labels": facts}
+    labels = ",".join(f"{name}={value}" for name, value in facts.items())
+    of_start = group("of-start", rayStartParams={"labels": labels})
+    kinds = kinds_of(cluster(of_pod, of_start))
+    assert {name: kind.gpu_type for name, kind in kinds.items()} == {
+        "of-pod": "T4",
+        "of-start": "T4",
+    }
+    launcher = as_launcher_document(cluster(of_start), "the file")
+    assert not launcher["available_node_types"]["of-start"]["labels"], "Ray does not schedule by it"
+
+
+@pytest.mark.parametrize(
+    ("selector", "limits", "said"),
+    [
+        ({"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB-MIG-3g.20gb"}, {}, "parts of a GPU"),
+        ({"nvidia.com/gpu.product": "A10G-SHARED"}, {}, "parts of a GPU"),
+        ({"cloud.google.com/gke-gpu-partition-size": "1g.5gb"}, {}, "parts of a GPU"),
+        ({"cloud.google.com/gke-max-shared-clients-per-gpu": "4"}, {}, "parts of a GPU"),
+        ({}, {"nvidia.com/gpu": 0, "amd.com/gpu": 8}, "has other GPUs than NVIDIA's"),
+    ],
+)
+def test_what_is_no_whole_card_is_not_planned_on(
+    selector: dict[str, str], limits: dict[str, Any], said: str
+) -> None:
+    part = group("part", selector=on("g5.xlarge") | selector)
+    container = part["template"]["spec"]["containers"][0]
+    if limits:
+        container["resources"]["limits"] = {"cpu": "4", "amd.com/gpu": 8}
+    launcher = as_launcher_document(cluster(part, group("whole", selector=on("g5.xlarge"))), "f")
+    found = cluster_from_document(launcher)
+    assert [kind.name for kind in found.node_types] == ["whole"]
+    assert any(said in note for note in found.notes)
+    # the autoscaler counts them all the same
+    assert launcher["available_node_types"]["part"]["resources"]["GPU"] > 0
+
+
+def test_a_slice_and_a_shared_card_keep_their_names() -> None:
+    assert device_name("NVIDIA-A100-SXM4-40GB-MIG-3g.20gb") == "A100-40-MIG-3g.20gb"
+    assert device_name("NVIDIA-A10G-SHARED") == "A10G-SHARED"
+
+
+def test_gpus_by_resource_claims_are_said_to_be_unknown_to_ray() -> None:
+    claimed = group("claimed", gpus=0, selector=on("g5.xlarge"))
+    container = claimed["template"]["spec"]["containers"][0]
+    container["resources"]["claims"] = [{"name": "gpus"}]
+    claimed["template"]["spec"]["resourceClaims"] = [
+        {"name": "gpus", "resourceClaimTemplateName": "one-gpu"}
+    ]
+    with pytest.raises(ConfigError, match=r"resource claims \(gpus\).*num-gpus in rayStartParams"):
+        kinds_of(cluster(claimed))
+    claimed["rayStartParams"] = {"num-gpus": "1"}
+    assert kinds_of(cluster(claimed))["claimed"].num_gpus == 1

@@ -127,16 +127,6 @@ def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
     return kind not in LOCAL_FILE_SYSTEMS
 
 
-def check_min_workers(job: Job, cluster: Cluster) -> None:
-    """Check that the cluster may grow to the job's minimum of workers."""
-    most = cluster.most_gpus()
-    if job.elastic.min_workers > most:
-        raise ConfigError(
-            f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has"
-            f" {most} GPUs at the most; lower it, or raise max_workers"
-        )
-
-
 def check_paces(job: Job, cluster: Cluster) -> None:
     """Check that the job names the speed of each emulated GPU type.
 

@@ -19,7 +19,6 @@ from autohet.driver.emulated.rehearsal import check_script
 from autohet.driver.job.checks import (
     check_data,
     check_fit,
-    check_min_workers,
     check_paces,
     check_shared_storage,
     check_storage_path,
@@ -30,7 +29,7 @@ from autohet.driver.job.run_record import steps_told
 from autohet.driver.job.supervise import is_restart
 from autohet.driver.loop.planning import make_planning
 from autohet.driver.ray.cluster_file import first_nodes, is_emulated
-from autohet.driver.ray.requests.scaling import check_wish, standing_nodes
+from autohet.driver.ray.requests.scaling import check_min_workers, check_wish, standing_nodes
 from autohet.driver.ray.this_machine import for_this_machine, is_this_machine
 from autohet.driver.sources.instance_types import with_described_types
 from autohet.runtime.job import Job
@@ -71,8 +70,10 @@ def prepare(
         check_writable(events_path)
     check_fit(job)
     document = find_document(job, cluster_path, address)
-    if document is not None and is_this_machine(document):
-        job = for_this_machine(job, document)
+    if document is not None:
+        document = with_described_types(document)
+        if is_this_machine(document):
+            job = for_this_machine(job, document)
     cluster = _cluster_of(job, document)
 
     emulated = document is not None and is_emulated(document) and address is None
@@ -98,7 +99,7 @@ def _cluster_of(job: Job, document: Mapping[str, Any] | None) -> Cluster | None:
     """Return the cluster of a document, without nodes that cannot compute the job's precision."""
     if document is None:
         return None
-    cluster = cluster_from_document(with_described_types(document))
+    cluster = cluster_from_document(document)
     for note in cluster.notes:
         logger.warning("Without effect: %s", note)
     check_wish(cluster, job.elastic.request_nodes or {})

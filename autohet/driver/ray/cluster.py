@@ -28,6 +28,8 @@ from planner.inputs.fleet import NodeType
 
 logger = logging.getLogger("autohet.ray")
 GROUP_LABEL = "ray.io/node-group"
+HEAD_RESOURCE = "node:__internal_head__"
+"""Resource that Ray gives to the head alone."""
 # a node that wants a certain name in plans (emulated fleets, bare machines)
 NAME_LABEL = "autohet-node-name"
 STATUS_KEY = b"autohet:status:"
@@ -44,6 +46,7 @@ class RayNode:
     num_gpus: int
     labels: Mapping[str, str]
     host_name: str = ""
+    is_head: bool = False
 
     @property
     def gpu_type(self) -> str:
@@ -116,12 +119,14 @@ def living_nodes() -> list[RayNode]:
     """Return the GPU nodes that Ray counts as alive, in a stable order."""
     found = []
     for entry in ray.nodes():
-        gpus = int(entry.get("Resources", {}).get("GPU", 0))
+        resources = entry.get("Resources", {})
+        gpus = int(resources.get("GPU", 0))
         if entry["Alive"] and gpus > 0:
             labels = dict(entry.get("Labels") or {})
             group = labels.get(GROUP_LABEL, "")
             address, host = entry["NodeManagerAddress"], entry["NodeManagerHostname"]
-            node = RayNode(entry["NodeID"], address, group, gpus, labels, host)
+            is_head = HEAD_RESOURCE in resources
+            node = RayNode(entry["NodeID"], address, group, gpus, labels, host, is_head)
             if not group:
                 # The autoscaler sets the label; nodes that were started by hand have none.
                 node = replace(node, group=node.gpu_type or "node")

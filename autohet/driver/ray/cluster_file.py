@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.cluster_documents import read_cluster_yaml
 
 
@@ -27,6 +28,5 @@ def is_emulated(document: Mapping[str, Any]) -> bool:
 
 def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of nodes of each type that an emulated fleet starts with."""
-    types = document["available_node_types"].items()
-    head = document["head_node_type"]
-    return {name: entry.get("min_workers", 0) for name, entry in types if name != head}
+    types = autoscaling_config(document).types
+    return {name: kind.min_workers for name, kind in types.items() if not kind.is_head}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.inputs.catalogue import (
     GpuType,
@@ -25,11 +25,12 @@ logger = logging.getLogger("autohet")
 ASSUMED_INTRA_NODE_GBPS = 128.0
 """Rate assumed between the GPUs of a node: PCIe 3.0 with 16 lanes, one direction."""
 TIMEOUT_S = 5.0
+Document = TypeVar("Document")
 Describe = Callable[[Sequence[str], str | None], Mapping[str, Mapping[str, Any]]]
 """Asks EC2 for instance types in a region; returns what it says by type, without unknown ones."""
 
 
-def with_described_types(document: object, describe: Describe | None = None) -> object:
+def with_described_types(document: Document, describe: Describe | None = None) -> Document:
     """Return a cluster document whose unknown EC2 instance types have the facts that EC2 tells.
 
     A document of another provider, or without such types, is returned as it is. What EC2 does not
@@ -42,7 +43,8 @@ def with_described_types(document: object, describe: Describe | None = None) -> 
     region = (document.get("provider") or {}).get("region")
     ask = describe or describe_types
     described = ask(sorted(set(unknown.values())), region)
-    completed = copy.deepcopy(dict(document))
+    completed = copy.deepcopy(document)
+    assert isinstance(completed, dict)
     for name, instance_type in unknown.items():
         facts = described.get(instance_type)
         if facts is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from autohet.driver.sources.watch import Watch
 from autohet.runtime.process.metadata_server import InstanceFacts
+from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.catalogue import instance_types
 from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import NodeType
@@ -93,22 +94,12 @@ def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotT
     Types whose price is given by a label are left out.
     """
     found = {}
-    provider = document.get("provider") or {}
+    types = autoscaling_config(document).types if document else {}
     for kind in cluster.node_types:
-        entry = document["available_node_types"].get(kind.name) or {}
-        config = entry.get("node_config") or {}
-        instance = config.get("InstanceType")
-        has_own_price = PRICE_LABEL in (entry.get("labels") or {})
-        if not kind.spot or instance not in instance_types() or has_own_price:
-            continue
-
-        # Ray takes several zones between commas, for a node type and for the whole file.
-        placement = config.get("Placement") or {}
-        named = placement.get("AvailabilityZone") or provider.get("availability_zone") or ""
-        parts = [zone.strip() for zone in named.split(",")]
-        zones = frozenset(zone for zone in parts if zone)
-        region = provider.get("region") or region_of(min(zones, default=""))
-        found[kind.name] = SpotType(instance, zones, region)
+        known = types[kind.name]
+        instance = known.instance_type
+        if kind.spot and instance in instance_types() and PRICE_LABEL not in known.labels:
+            found[kind.name] = SpotType(instance, known.zones, known.region)
     return found
 
 

@@ -6,20 +6,27 @@ The file is EC2's answer to `describe-spot-price-history` or a CSV.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from autohet.driver.sources.spot_prices import PRICE_LABEL, PricePoint, price_points
+from autohet.driver.sources.spot_prices import (
+    PRICE_LABEL,
+    PricePoint,
+    SpotType,
+    price_points,
+)
 from autohet.simulate.dollars.prices import PriceRow
 from planner.errors import ConfigError
+from planner.inputs.autoscaling import AutoscaledType, autoscaling_config
 from planner.inputs.catalogue import PRICES_AS_OF
 from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import NodeType
+from planner.inputs.zones import region_of
 
 COLUMNS = ("time_s", "node_type", "usd_per_hour")
 HISTORY = "SpotPriceHistory"
@@ -57,10 +64,8 @@ def read_prices(
         raise ConfigError(f"cannot read prices '{path}': {why}") from None
 
     if text.lstrip()[:1] in ("{", "["):
-        instances = {}
-        for kind in cluster.node_types:
-            instances[kind.name] = _instance(_entry(document, kind.name))
-        return _from_history(_by_place(text, path), path, cluster, instances, begin)
+        places = _places(cluster, document)
+        return _from_history(_by_place(text, path), path, cluster, places, begin)
     if begin is not None:
         raise ConfigError(
             f"prices '{path}' are a CSV, whose time_s counts from the trace's begin: leave out"
@@ -72,29 +77,34 @@ def read_prices(
 
 def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) -> dict[str, str]:
     """Return the source of each node type's price; the text says so if the price is constant."""
+    types = autoscaling_config(document).types if document is not None else {}
     found = {}
     for kind in cluster.node_types:
         recorded_source = recorded.sources.get(kind.name)
-        found[kind.name] = recorded_source or _constant_source(kind, _entry(document, kind.name))
+        found[kind.name] = recorded_source or _constant_source(kind, types.get(kind.name))
     return found
 
 
-def _constant_source(kind: NodeType, entry: Mapping[str, Any]) -> str:
+def _constant_source(kind: NodeType, known: AutoscaledType | None) -> str:
     if kind.usd_per_hour is None:
         return "no price is known: its hours count as free"
-    if PRICE_LABEL in (entry.get("labels") or {}):
+    if known is not None and PRICE_LABEL in known.labels:
         return f"constant, the cluster file's label {PRICE_LABEL}"
-    return f"constant, the catalogue's price of {_instance(entry) or None}: {PRICES_AS_OF}"
+    instance = None if known is None else known.instance_type
+    return f"constant, the catalogue's price of {instance}: {PRICES_AS_OF}"
 
 
-def _entry(document: object, name: str) -> Mapping[str, Any]:
-    types = document.get("available_node_types") if isinstance(document, Mapping) else None
-    return (types or {}).get(name) or {}
-
-
-def _instance(entry: Mapping[str, Any]) -> str:
-    """Return the instance type that the cluster file names; empty if it names none."""
-    return str((entry.get("node_config") or {}).get("InstanceType") or "")
+def _places(cluster: Cluster, document: object) -> dict[str, SpotType]:
+    """Return each node type's instance type (empty if unknown), zones and region."""
+    types = autoscaling_config(document).types if document is not None else {}
+    found = {}
+    for kind in cluster.node_types:
+        known = types.get(kind.name)
+        found[kind.name] = SpotType("", frozenset(), "")
+        if known is not None:
+            instance = known.instance_type or ""
+            found[kind.name] = SpotType(instance, known.zones, known.region)
+    return found
 
 
 # EC2's answer
@@ -123,19 +133,19 @@ def _from_history(
     by_place: ByPlace,
     path: str | Path,
     cluster: Cluster,
-    instances: Mapping[str, str],
+    places: Mapping[str, SpotType],
     begin: datetime | None,
 ) -> RecordedPrices:
     found = {}
     for kind in cluster.node_types:
         if kind.spot:
-            points = _points_of(kind, instances[kind.name], by_place, path)
+            points = _points_of(kind, places[kind.name], by_place, path)
             if points:
                 found[kind.name] = points
     if not found:
         known = ", ".join(sorted({instance for instance, _ in by_place})) or "none"
         spot_names = [kind.name for kind in cluster.node_types if kind.spot]
-        wanted = ", ".join(instances[name] or "no instance type" for name in spot_names)
+        wanted = ", ".join(places[name].instance_type or "no instance type" for name in spot_names)
         raise ConfigError(
             f"prices '{path}' have nothing for any spot node type of the cluster: they are of"
             f" {known}, the cluster's spot nodes of {wanted or 'none'}"
@@ -171,20 +181,48 @@ def _source_of(points: Sequence[PricePoint], begin: datetime) -> str:
 
 
 def _points_of(
-    kind: NodeType, instance: str, by_place: ByPlace, path: str | Path
+    kind: NodeType, spot: SpotType, by_place: ByPlace, path: str | Path
 ) -> Sequence[PricePoint]:
-    zones = sorted(zone for of, zone in by_place if of == instance)
-    if not zones or kind.zone in zones:
-        return by_place.get((instance, kind.zone), ())
-    if kind.zone or len(zones) > 1:
-        where = "names no zone: set the label 'autohet.io/zone'"
-        if kind.zone:
-            where = f"is in {kind.zone}"
+    """Return the prices of a node type: of its zone, or of the dearest in which it may come.
+
+    `SpotPrices` takes the dearest for a run, too: a bound on the price holds wherever a node comes.
+    """
+    zones = sorted(zone for of, zone in by_place if of == spot.instance_type)
+    if not zones:
+        return ()
+    allowed = {kind.zone} if kind.zone else spot.zones
+    possible = []
+    for zone in zones:
+        in_region = not spot.region or region_of(zone) in ("", spot.region)
+        if zone in allowed or (not allowed and in_region):
+            possible.append(zone)
+    if not possible:
+        where = ", ".join(sorted(allowed)) or spot.region
         raise ConfigError(
-            f"prices '{path}' have {instance} in {', '.join(zones)}; node type '{kind.name}'"
-            f" {where}"
+            f"prices '{path}' have {spot.instance_type} in {', '.join(zones)}; node type"
+            f" '{kind.name}' is in {where}"
         )
-    return by_place[instance, zones[0]]
+    if len(possible) > 1 and not allowed and not spot.region:
+        raise ConfigError(
+            f"prices '{path}' have {spot.instance_type} in {', '.join(zones)}; node type"
+            f" '{kind.name}' names no zone: set the label 'autohet.io/zone' if it comes in one"
+            " alone, or the provider's region"
+        )
+    return _dearest([by_place[spot.instance_type, zone] for zone in possible])
+
+
+def _dearest(series: Sequence[Sequence[PricePoint]]) -> Sequence[PricePoint]:
+    """Return the highest price of several zones over time, from when all of them have one."""
+    if len(series) == 1:
+        return series[0]
+    zones = ", ".join(points[0].zone for points in series)
+    current: dict[str, float] = {}
+    found: list[PricePoint] = []
+    for point in sorted(itertools.chain(*series), key=lambda point: point.since):
+        current[point.zone] = point.usd_per_hour
+        if len(current) == len(series):
+            found.append(point._replace(zone=zones, usd_per_hour=max(current.values())))
+    return found
 
 
 # a CSV

@@ -47,7 +47,10 @@ class RayAutoscaler:
         drain(node_id, reason, left_s)
 
     def give_back(self, node: str) -> None:
-        """Give an idle node back: Ray drains it, which shows as its notice."""
+        """Give an idle node back: Ray drains it, which shows as its notice.
+
+        The head stays: no autoscaler ends it, and the driver runs there.
+        """
         tracked = self._observer.nodes.get(node)
-        if tracked is not None:
+        if tracked is not None and not tracked.ray_node.is_head:
             drain(tracked.ray_node.node_id, "idle", None)

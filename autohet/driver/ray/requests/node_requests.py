@@ -10,7 +10,6 @@ nodes.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.errors import ConfigError
-from planner.inputs.catalogue import find_instance_type
+from planner.inputs.autoscaling import AutoscaledType, AutoscalingConfig, autoscaling_config
 from planner.inputs.cluster import Cluster
-from planner.inputs.cluster_documents import instance_type_of
+from planner.inputs.cluster_documents import provider_type
 
 Counts = Mapping[str, int]
 Json = Mapping[str, Any]
@@ -48,98 +47,103 @@ def node_request(
 ) -> NodeRequest:
     """Return the simplest request for which Ray launches `counts` nodes by type.
 
-    These nodes come in addition to those that stand already.
+    The head and the nodes of `min_workers` are among them: Ray has these in any case.
 
     Raises:
         ConfigError: no request names these types in this file; it says what Ray would launch
         instead, and which labels to add.
     """
-    types = prepare_types(document)
-    limit = max_workers_of(document, types)
-    wanted: dict[str, int] = {}
-    for name, entry in types.items():
-        # Ray launches `min_workers` in any case, and counts them towards a request.
-        number = max(counts.get(name, 0), entry["min_workers"])
-        if number:
-            wanted[name] = number
-
+    config = autoscaling_config(document)
+    wanted = config.workers(counts)
     instead: dict[str, int] = {}
-    for request in _candidates(cluster, types, counts, version):
-        found = schedule_launches(document, request, version=version)
+    for request in _candidates(config, counts, wanted, version):
+        found = _schedule(config, request, version)
         if found == wanted:
             return request
         if not instead:
             instead = found
     prices = {kind.name: kind.usd_per_hour for kind in cluster.node_types}
-    raise ConfigError(_refusal(counts, (wanted, instead), limit, version, prices))
+    said = (
+        f"Ray's autoscaler would launch {_words(instead, prices)} where {_words(wanted, prices)} is"
+        " meant"
+    )
+    raise ConfigError(_refusal(said, config, wanted, provider_type(document), version))
 
 
 def _candidates(
-    cluster: Cluster, types: Mapping[str, Json], counts: Counts, version: int
+    config: AutoscalingConfig, counts: Counts, wanted: Counts, version: int
 ) -> Iterator[NodeRequest]:
     """Yield requests from simple to specific.
 
-    They are by Ray's labels, by all labels of the file, and with the type's own resources too.
+    They are by Ray's labels, by all labels of the file, and with the type's own resources too; each
+    for `counts` alone, then with all nodes that stand.
     """
-    if not any(counts.values()):
+    workers = {name: counts.get(name, 0) - kind.is_head for name, kind in config.types.items()}
+    if max(workers.values(), default=0) <= 0:
         yield NodeRequest()
         return
     # Version 1 knows no labels.
     prefixes = ("ray.io/", "") if version == 2 else (None,)
     for resources in ({"GPU", "CPU"}, None):
         for prefix in prefixes:
-            bundles: list[Mapping[str, float]] = []
-            selectors: list[Mapping[str, str]] = []
-            for kind in cluster.node_types:
-                entry = types[kind.name]
-                count = counts.get(kind.name, 0)
-                bundles += [_shape(entry, kind.num_gpus, resources)] * count
-                selectors += [_selector(entry, prefix)] * count
-            yield NodeRequest(tuple(bundles), tuple(selectors))
+            for numbers in (workers, wanted):
+                yield _request(config, numbers, resources, prefix)
 
 
-def _shape(entry: Json, num_gpus: int, resources: set[str] | None) -> dict[str, float]:
+def _request(
+    config: AutoscalingConfig, workers: Counts, resources: set[str] | None, prefix: str | None
+) -> NodeRequest:
+    """Return a request for these workers and the head, which would else take a worker's place."""
+    bundles: list[Mapping[str, float]] = []
+    selectors: list[Mapping[str, str]] = []
+    for name, kind in config.types.items():
+        if kind.resources.get("GPU"):
+            number = max(0, workers.get(name, 0)) + kind.is_head
+            bundles += [_shape(kind.resources, resources)] * number
+            selectors += [_selector(kind.labels, prefix)] * number
+    return NodeRequest(tuple(bundles), tuple(selectors))
+
+
+def _shape(stated: Mapping[str, float], resources: set[str] | None) -> dict[str, float]:
     """Return the resources to ask for: those named, or all that the type states for None."""
-    stated = entry["resources"]
     if resources is None:
         names = stated.keys() - NOT_ASKED_FOR
     else:
         names = resources & stated.keys()
 
-    shape: dict[str, float] = {"GPU": num_gpus}
+    shape: dict[str, float] = {"GPU": stated["GPU"]}
     for name in sorted(names):
         if stated[name]:
             shape[name] = stated[name]
     return shape
 
 
-def _selector(entry: Json, prefix: str | None) -> dict[str, str]:
+def _selector(labels: Mapping[str, str], prefix: str | None) -> dict[str, str]:
     if prefix is None:
         return {}
-    labels = entry.get("labels") or {}
     return {name: value for name, value in labels.items() if name.startswith(prefix)}
 
 
 def _refusal(
-    counts: Counts,
-    meant_and_launched: tuple[Counts, Counts],
-    limit: int,
-    version: int,
-    prices: Mapping[str, float | None],
+    said: str, config: AutoscalingConfig, wanted: Counts, provider: object, version: int
 ) -> str:
-    meant, instead = meant_and_launched
-    said = (
-        f"Ray's autoscaler would launch {_words(instead, prices)} where {_words(meant, prices)} is"
-        " meant"
-    )
-    if sum(meant.values()) > limit:
-        return f"{said}: max_workers of the cluster file is {limit}; raise it, or ask for fewer"
-    named = sorted(name for name in counts if counts[name])
+    """Return the message that Ray would launch other nodes (`said`), with the remedy."""
+    if sum(wanted.values()) > config.max_workers:
+        return (
+            f"{said}: max_workers of the cluster file is {config.max_workers}; raise it, or ask for"
+            " fewer"
+        )
     if version != 2:
-        resources = "; ".join(f"{name}: resources: {{{name}: 1}}" for name in named)
+        resources = "; ".join(f"{name}: resources: {{{name}: 1}}" for name in sorted(wanted))
         return f"{said}, since version 1 knows no labels; give each type a resource ({resources})"
-    labels = "; ".join(f"{name}: labels: {{node-type: {name}}}" for name in named)
-    return f"{said}, since no label tells their types apart; add one to each ({labels})"
+    labels = "; ".join(f"{name}: labels: {{node-type: {name}}}" for name in sorted(wanted))
+    said = f"{said}, since no label tells their types apart; add one to each ({labels})"
+    if provider != "kuberay":
+        return said
+    resources = "; ".join(
+        f'{name}: resources: \'"{{\\"{name}\\": 1}}"\'' for name in sorted(wanted)
+    )
+    return f"{said}, or a resource in rayStartParams, as the Helm chart can ({resources})"
 
 
 def _words(counts: Counts, prices: Mapping[str, float | None]) -> str:
@@ -163,24 +167,22 @@ def schedule_launches(document: Json, request: NodeRequest, *, version: int = 2)
 
     The cluster of this file starts from its head alone.
     """
-    types = prepare_types(document)
-    limit = max_workers_of(document, types)
-    head = str(document.get("head_node_type"))
+    return _schedule(autoscaling_config(document), request, version)
 
+
+def _schedule(config: AutoscalingConfig, request: NodeRequest, version: int) -> dict[str, int]:
     # The scheduler logs what it would launch; here nothing is launched.
     scheduler_logger = logging.getLogger("ray.autoscaler.v2.scheduler")
     level = scheduler_logger.level
     scheduler_logger.setLevel(logging.WARNING)
     try:
         scheduled = _schedule_v2 if version == 2 else _schedule_v1
-        return scheduled(types, head, limit, request)
+        return scheduled(config, request)
     finally:
         scheduler_logger.setLevel(level)
 
 
-def _schedule_v2(
-    types: Mapping[str, Json], head: str, limit: int, request: NodeRequest
-) -> dict[str, int]:
+def _schedule_v2(config: AutoscalingConfig, request: NodeRequest) -> dict[str, int]:
     from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
     from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
     from ray.autoscaler.v2.schema import AutoscalerInstance
@@ -189,25 +191,22 @@ def _schedule_v2(
     pb2: Any = generated
 
     configs = {}
-    for name, entry in types.items():
-        most = entry["max_workers"]
-        if name == head:
-            # The head is a node of its type, but no worker.
-            most += 1
+    for name, kind in config.types.items():
         configs[name] = NodeTypeConfig(
             name=name,
-            min_worker_nodes=entry["min_workers"],
-            max_worker_nodes=most,
-            priority=entry.get("priority", 0),
-            resources=entry["resources"],
-            labels=entry.get("labels") or {},
+            min_worker_nodes=kind.min_workers,
+            # The head is a node of its type, but no worker.
+            max_worker_nodes=kind.max_nodes,
+            priority=kind.priority,
+            resources=dict(kind.resources),
+            labels=dict(kind.labels),
         )
 
     instances = []
-    if head in types:
+    if config.head is not None:
         instance = pb2.Instance(
             instance_id="head",
-            instance_type=head,
+            instance_type=config.head,
             status=pb2.Instance.ALLOCATED,
             node_kind=pb2.NodeKind.HEAD,
         )
@@ -216,7 +215,7 @@ def _schedule_v2(
     scheduling_request = SchedulingRequest(
         disable_launch_config_check=True,
         node_type_configs=configs,
-        max_num_nodes=limit + 1,
+        max_num_nodes=config.max_workers + 1,
         cluster_resource_constraints=resource_constraints(request),
         current_instances=instances,
     )
@@ -250,9 +249,7 @@ def resource_constraints(request: NodeRequest) -> list[Any]:
     return [demand.ClusterResourceConstraint(resource_requests=grouped)]
 
 
-def _schedule_v1(
-    types: Mapping[str, Json], head: str, limit: int, request: NodeRequest
-) -> dict[str, int]:
+def _schedule_v1(config: AutoscalingConfig, request: NodeRequest) -> dict[str, int]:
     from functools import partial
 
     from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
@@ -263,48 +260,34 @@ def _schedule_v1(
 
     availability = NodeAvailabilitySummary(node_availabilities={})
     scorer = partial(_default_utilization_scorer, node_availability_summary=availability)
-    # Ray's function changes what it is given.
-    known = copy.deepcopy({name: dict(entry) for name, entry in types.items()})
+    known = {name: _as_entry(kind) for name, kind in config.types.items()}
     counts = {}
     resources = []
-    if head in types:
-        counts[head] = 1
-        resources.append(dict(known[head]["resources"]))
+    if config.head is not None:
+        counts[config.head] = 1
+        resources.append(dict(known[config.head]["resources"]))
     bundles: list[Any] = [dict(bundle) for bundle in request.bundles]
     _, _, found = _add_min_workers_nodes(
-        resources, counts, known, limit, head, bundles, utilization_scorer=scorer
+        resources,
+        counts,
+        known,
+        config.max_workers,
+        config.head or "",
+        bundles,
+        utilization_scorer=scorer,
     )
     return {str(name): int(count) for name, count in found.items() if count}
 
 
+def _as_entry(kind: AutoscaledType) -> dict[str, Any]:
+    return {
+        "resources": dict(kind.resources),
+        "labels": dict(kind.labels),
+        "min_workers": kind.min_workers,
+        "max_workers": kind.max_workers,
+    }
+
+
 def prepare_types(document: Json) -> dict[str, dict[str, Any]]:
-    """Return a document's node types with bounds and resources as Ray fills them in.
-
-    `ray up` asks EC2 for the resources of an instance type
-    (`ray/autoscaler/_private/aws/node_provider.py`); here the catalogue replaces that call.
-    """
-    head = document.get("head_node_type")
-    limit = int(document.get("max_workers", 2))
-    found = {}
-    for name, entry in document["available_node_types"].items():
-        instance_type = instance_type_of(entry.get("node_config") or {})
-        row = find_instance_type(instance_type or "")
-        stated = dict(entry.get("resources") or {})
-        if row is not None and "GPU" not in stated:
-            stated["GPU"] = row.num_gpus
-        # Ray's default: no further node of the head's type, any number of the others'.
-        most = 0 if name == head else limit
-        found[name] = {
-            **entry,
-            "resources": stated,
-            "min_workers": entry.get("min_workers", 0),
-            "max_workers": entry.get("max_workers", most),
-        }
-    return found
-
-
-def max_workers_of(document: Json, types: Mapping[str, Json]) -> int:
-    """Return Ray's bound on all workers; for a document without a head, that of its types."""
-    if "max_workers" in document or "head_node_type" in document:
-        return int(document.get("max_workers", 2))
-    return sum(entry["max_workers"] for entry in types.values())
+    """Return a document's node types with bounds and resources as Ray fills them in."""
+    return {name: _as_entry(kind) for name, kind in autoscaling_config(document).types.items()}

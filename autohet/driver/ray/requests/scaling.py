@@ -26,6 +26,7 @@ from autohet.driver.ray.requests.node_requests import NodeRequest, node_request
 from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
+from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.cluster import Cluster, cluster_from_document
 
 logger = logging.getLogger("autohet")
@@ -82,6 +83,16 @@ def check_wish(cluster: Cluster, wish: Mapping[str, int]) -> None:
         )
 
 
+def check_min_workers(job: Job, cluster: Cluster) -> None:
+    """Check that the cluster may grow to the job's minimum of workers."""
+    most = cluster.most_gpus()
+    if job.elastic.min_workers > most:
+        raise ConfigError(
+            f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has"
+            f" {most} GPUs at the most; lower it, or raise max_workers"
+        )
+
+
 def autoscaler_version() -> int:
     """Return the autoscaler version of the cluster that this process is connected to.
 
@@ -106,13 +117,11 @@ def autoscaler_launches() -> bool:
 
 
 def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
-    """Return the nodes by type that stand without any request."""
-    types = document.get("available_node_types", {})
-    standing = {}
-    for kind in cluster.node_types:
-        entry = types.get(kind.name, {})
-        standing[kind.name] = entry.get("min_workers", 0)
-    return standing
+    """Return the nodes by type that stand without any request: the head, and `min_workers`."""
+    if not document:
+        return {}
+    config = autoscaling_config(document)
+    return config.standing(kind.name for kind in cluster.node_types)
 
 
 class FleetRequest:
@@ -171,11 +180,16 @@ class FleetRequest:
     def ask(self) -> None:
         if not self.bundles:
             return
-        parts = [f"{count} {name}" for name, count in sorted(self.counts.items()) if count]
+        asked = dict(self.counts)
+        head = autoscaling_config(self._document).head
+        if asked.get(head or "", 0):
+            # The head is there already.
+            asked[head or ""] -= 1
+        parts = [f"{count} {name}" for name, count in sorted(asked.items()) if count]
         logger.info(
             "Asking Ray's autoscaler for %s: $%.2f an hour by the file's prices%s",
             ", ".join(parts),
-            usd_per_hour(self.counts, self.cluster),
+            usd_per_hour(asked, self.cluster),
             self.hint,
         )
         self._send()
@@ -229,3 +243,29 @@ def fleet_request(
         if wishes.objective == "time" and wishes.max_usd_per_hour is None:
             return FleetRequest(cluster, document, counts, ANY_PRICE)
     return FleetRequest(cluster, document, counts)
+
+
+def planned_launch(
+    job: Job, cluster: Cluster, document: Mapping[str, Any], best: Mapping[str, int]
+) -> dict[str, Any] | None:
+    """Return what Ray launches for a plan that uses `best` nodes, as `autohet train` asks for it.
+
+    None for a document that Ray does not launch: an emulated fleet, a part of a file.
+
+    Raises:
+        ConfigError: `autohet train` would refuse the job on this cluster.
+    """
+    config = autoscaling_config(document)
+    if is_emulated(document) or config.head is None:
+        return None
+    check_wish(cluster, job.elastic.request_nodes or {})
+    check_min_workers(job, cluster)
+    request = fleet_request(job, cluster, document, None, best)
+    launched = config.workers(request.counts)
+    nodes = {config.head: 1, **launched}
+    nodes[config.head] = 1 + launched.get(config.head, 0)
+    return {
+        "head": config.head,
+        "launched": launched,
+        "usd_per_hour": usd_per_hour(nodes, cluster),
+    }

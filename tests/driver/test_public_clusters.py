@@ -1,0 +1,180 @@
+"""Cluster files of people who run Ray, against Ray's own reading and scheduling of them.
+
+What is planned is what Ray launches and what is priced; what cannot be planned is one sentence.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from moto.ec2.models.instance_types import INSTANCE_TYPES
+from ray.autoscaler._private.aws import node_provider as aws
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr,
+)
+from ray.autoscaler._private.util import prepare_config
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig as RaysConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.schema import AutoscalerInstance
+from ray.core.generated import instance_manager_pb2
+
+from autohet.driver.ray.requests.node_requests import (
+    NodeRequest,
+    node_request,
+    resource_constraints,
+)
+from planner.errors import ConfigError
+from planner.inputs.autoscaling import AutoscaledType, AutoscalingConfig
+from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.cluster_documents import read_cluster_yaml
+
+PUBLIC = yaml.safe_load((Path(__file__).parent / "public_clusters.yaml").read_text())
+PLANNED = {case["source"]: case for case in PUBLIC if "planned" in case}
+REFUSED = {case["source"]: case for case in PUBLIC if "refused" in case}
+LEGACY = ("autoscaling_mode", "head_node", "initial_workers", "worker_nodes")
+LEGACY += ("target_utilization_fraction",)
+"""Keys that Ray's rewriting leaves and its schema (2.60) refuses; earlier releases took them."""
+SLURM = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=64
+srun ray start --head --num-gpus 4
+"""
+"""As volcengine/verl, examples/slurm/ray_on_slurm.slurm."""
+pb2: Any = instance_manager_pb2
+
+
+def written(documents: list[dict[str, Any]], directory: Path) -> Path:
+    path = directory / "cluster.yaml"
+    path.write_text(yaml.safe_dump_all(documents))
+    return path
+
+
+def rays_config(document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> RaysConfig:
+    """Ray's own reading: of a RayCluster by its autoscaler on KubeRay, of a file by `ray up`."""
+    document = copy.deepcopy(document)
+    if "apiVersion" not in document:
+        described = [{"InstanceType": name, **row} for name, row in INSTANCE_TYPES.items()]
+        monkeypatch.setattr(aws, "list_ec2_instances", lambda *_: described)
+        config = prepare_config(document)
+        for key in LEGACY:
+            config.pop(key, None)
+        if config["provider"]["type"] == "aws":
+            config = aws.AWSNodeProvider.fillout_available_node_types_resources(config)
+        return RaysConfig(config, skip_content_hash=True)
+
+    spec = document["spec"]
+    spec = spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec
+    for group in spec["workerGroupSpecs"]:
+        group.setdefault("minReplicas", 0)  # the API server's default
+        if not spec.get("enableInTreeAutoscaling"):
+            # no autoscaler runs: KubeRay makes the replicas
+            group["minReplicas"] = group["maxReplicas"] = group["replicas"]
+    resource = {"metadata": {"name": "cluster", "namespace": "default"}, "spec": spec}
+    return RaysConfig(_derive_autoscaling_config_from_ray_cr(resource), skip_content_hash=True)
+
+
+def ray_launches(config: RaysConfig, request: NodeRequest) -> dict[str, int]:
+    """The workers that Ray's scheduler launches beside the head."""
+    head = pb2.Instance(
+        instance_id="head",
+        instance_type=config.get_head_node_type(),
+        status=pb2.Instance.ALLOCATED,
+        node_kind=pb2.NodeKind.HEAD,
+    )
+    reply = ResourceDemandScheduler().schedule(
+        SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=config.get_node_type_configs(),
+            max_num_nodes=config.get_max_num_nodes(),
+            cluster_resource_constraints=resource_constraints(request),
+            current_instances=[AutoscalerInstance(im_instance=head)],
+        )
+    )
+    found: dict[str, int] = {}
+    for launch in reply.to_launch:
+        found[launch.instance_type] = found.get(launch.instance_type, 0) + launch.count
+    return found
+
+
+def largest_fleets(cluster: Cluster) -> list[dict[str, int]]:
+    """All nodes of each type alone, and of all types if the file's bound allows that."""
+    whole = {kind.name: kind.max_nodes for kind in cluster.node_types}
+    alone = [{name: count} for name, count in whole.items()]
+    return alone if cluster.bound is not None else [*alone, whole]
+
+
+def test_there_are_forty_public_files() -> None:
+    sources = {case["source"] for case in PUBLIC}
+    assert len(sources) == len(PUBLIC)
+    assert len(PUBLIC) + 1 >= 40
+
+
+@pytest.mark.parametrize("source", PLANNED)
+def test_what_is_planned_is_what_ray_launches_and_what_is_priced(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = PLANNED[source]
+    document: Any = read_cluster_yaml(written(case["documents"], tmp_path))
+    cluster = cluster_from_document(document)
+    expected = case["planned"]
+    found = {}
+    for kind in cluster.node_types:
+        found[kind.name] = {
+            "gpu_type": kind.gpu_type,
+            "num_gpus": kind.num_gpus,
+            "nodes": kind.max_nodes,
+            "usd_per_hour": kind.usd_per_hour and pytest.approx(kind.usd_per_hour),
+        }
+    assert found == expected
+
+    rays = rays_config(case["documents"][0], monkeypatch)
+    minimums = {name: kind.min_worker_nodes for name, kind in rays.get_node_type_configs().items()}
+    head = rays.get_head_node_type()
+    for counts in largest_fleets(cluster):
+        launched = ray_launches(rays, node_request(cluster, document, counts))
+        for name, minimum in minimums.items():
+            workers = counts.get(name, 0) - (name == head)
+            assert launched.get(name, 0) == max(minimum, workers), (name, counts)
+
+
+@pytest.mark.parametrize("source", REFUSED)
+def test_what_cannot_be_planned_is_one_sentence(source: str, tmp_path: Path) -> None:
+    case = REFUSED[source]
+    with pytest.raises(ConfigError) as refused:
+        cluster_from_document(read_cluster_yaml(written(case["documents"], tmp_path)))
+    assert case["refused"] in str(refused.value)
+
+
+def test_a_slurm_script_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ray_on_slurm.slurm"
+    path.write_text(SLURM)
+    with pytest.raises(ConfigError, match="is a Slurm script, which `sbatch` reads"):
+        read_cluster_yaml(path)
+
+
+def test_the_vcpus_that_a_quota_must_allow_are_those_of_the_largest_fleet() -> None:
+    """Of all fleets that the bounds allow, found by trying each."""
+    chance = random.Random(0)
+    for _ in range(200):
+        types = {}
+        for name in ("a", "b", "c"):
+            least = chance.randrange(2)
+            most = least + chance.randrange(3)
+            types[name] = AutoscaledType(name, None, {}, {}, least, most, is_head=name == "a")
+        limit = sum(kind.min_workers for kind in types.values()) + chance.randrange(5)
+        weights = {name: chance.choice((0, 4, 48)) for name in types}
+        ranges = [range(kind.min_workers, kind.max_workers + 1) for kind in types.values()]
+        allowed = [counts for counts in itertools.product(*ranges) if sum(counts) <= limit]
+        totals = [
+            sum(number * weights[name] for number, name in zip(counts, types, strict=True))
+            for counts in allowed
+        ]
+        config = AutoscalingConfig("a", limit, types)
+        assert config.largest_total(weights) == max(totals) + weights["a"]
