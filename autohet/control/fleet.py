@@ -148,6 +148,20 @@ def _may_start(observation: Observation, worker: str) -> bool:
     return loss is None or not loss.for_good
 
 
+def starting_workers(observation: Observation) -> tuple[str, ...]:
+    """Return the workers that have no process yet, without those that wait for others' GPUs."""
+    workers = workers_to_hire(observation)
+    return tuple(worker for worker in workers if node_of(worker) not in observation.busy)
+
+
+def describe_busy(observation: Observation) -> str:
+    """Describe the nodes whose GPUs others use; empty without any."""
+    by_user: dict[str, list[str]] = {}
+    for name, user in sorted(observation.busy.items()):
+        by_user.setdefault(user, []).append(name)
+    return "; ".join(f"{user} uses the GPUs of {', '.join(by)}" for user, by in by_user.items())
+
+
 def preparing_nodes(observation: Observation) -> tuple[str, ...]:
     """Return the living nodes without a notice whose data is not ready yet."""
     found = []
@@ -409,22 +423,13 @@ def find_arrivals(
     return tuple(name for name in usable if name not in planned and name not in declined)
 
 
-def more_may_arrive(
-    observation: Observation,
-    arrived: Collection[str],
-    planned: Collection[str],
-    debounce_s: float,
-    start_s: float,
-) -> bool:
-    """Return True while more nodes may be on their way with those that have `arrived`.
+def starting_until(
+    observation: Observation, planned: Collection[str], start_s: float
+) -> float | None:
+    """Return the time until which nodes that came are waited for while their processes start.
 
-    The newest must be `debounce_s` old, and nodes that came less than `start_s` ago are waited for
-    while their processes start.
+    None where no process starts. start_s: limit on the time since a node came.
     """
-    newest_at = max(observation.nodes[name].joined_at for name in arrived)
-    if observation.now - newest_at < debounce_s:
-        return True
-
-    starting = observation.nodes_with(workers_to_hire(observation)) - set(planned)
-    joined_at = [observation.nodes[name].joined_at for name in starting]
-    return any(observation.now - joined < start_s for joined in joined_at)
+    starting = observation.nodes_with(starting_workers(observation)) - set(planned)
+    limits = [observation.nodes[name].joined_at + start_s for name in starting]
+    return max([limit for limit in limits if observation.now < limit], default=None)

@@ -136,7 +136,9 @@ class Preparing:
 class Training:
     """Training, perhaps while another plan is looked for or further notices are waited for.
 
-    declined: nodes that have joined, and for which the plan was not changed.
+    declined: nodes that have joined, and for which the plan was not changed. on_probation: nodes of
+    which it is logged that they have to live for longer first. look_at: time at which arrivals are
+    answered if nothing else happens.
     """
 
     generation: int
@@ -145,6 +147,8 @@ class Training:
     considering: Considering | None = None
     leaving: Leaving | None = None
     preparing: Preparing | None = None
+    on_probation: frozenset[str] = field(default_factory=frozenset)
+    look_at: float | None = None
 
     @property
     def reason(self) -> str:

@@ -263,6 +263,8 @@ class TraceSimulation:
             state = controller.state
             if isinstance(state, Training) and state.leaving is not None:
                 workforce.wake_at(state.leaving.until)
+            if isinstance(state, Training) and state.look_at is not None:
+                workforce.wake_at(state.look_at)
             if progress is not None and workforce.now - reported_at > end_s / 200:
                 reported_at = workforce.now
                 progress(min(1.0, reported_at / end_s))

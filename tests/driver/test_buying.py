@@ -77,6 +77,7 @@ class World:
         self.prices: dict[str, float] = {}
         self.launches: Launches | None = None
         """What is known of launches; None: `failed`, and nothing else."""
+        self.busy: dict[str, str] = {}
         self.buyer = Buyer(job, planning, replace(market, counts=self.counts))
 
     def look(
@@ -86,6 +87,7 @@ class World:
             seen_of(self.cluster, now, risks, **counts),
             launches=self.launches or Launches(self.failed, newest_cause(REASON)),
             prices=self.prices,
+            busy=self.busy,
         )
         actions, said = self.buyer.decide(seen, members, training=bool(members))
         self.said += said

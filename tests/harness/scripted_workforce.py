@@ -55,6 +55,8 @@ class ScriptedWorkforce(OneObject):
     rehearsed: list[Any] = field(default_factory=list)
     asked: list[dict[str, int]] = field(default_factory=list)
     launches: Launches | None = None
+    waits: dict[str, str] = field(default_factory=dict)
+    """Nodes on which no process starts, since somebody else uses the GPUs."""
     prices: dict[str, float] = field(default_factory=dict)
     commits: list[int] = field(default_factory=list)
     inventories: Any = None
@@ -103,6 +105,7 @@ class ScriptedWorkforce(OneObject):
             ("here", 1),
             launches=self.launches,
             prices=dict(self.prices),
+            busy=dict(self.waits),
         )
 
     def _live(self, process: Process) -> WorkerReport:
@@ -147,7 +150,7 @@ class ScriptedWorkforce(OneObject):
 
     def hire(self, workers: Any) -> None:
         for worker in workers:
-            if worker not in self.processes:
+            if worker not in self.processes and worker.split("/")[0] not in self.waits:
                 self.losses.pop(worker, None)
                 self.processes[worker] = Process(WorkerReport(worker, 1, 0, Phase.IDLE, 0, None))
 

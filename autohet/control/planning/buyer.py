@@ -244,7 +244,8 @@ class Buyer:
         coming = {node.node_type for node in on_their_way(seen, self._patience)}
         is_complete = coming <= self._refused
         unused = self._idle.look(seen, used, training=training and is_complete)
-        idle = [name for name in unused if name not in self.released]
+        # Whoever uses the GPUs of a node would lose it.
+        idle = [name for name in unused if name not in self.released and name not in seen.busy]
         returned = releasable(idle, seen, self._market.standing)
         self.released.update(returned)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from planner.inputs.fleet import node_of
 
 if TYPE_CHECKING:
-    from autohet.control.values.change import Timing
+    from autohet.control.values.change import Change, Timing
     from autohet.control.values.observation import Notice, Observation
     from autohet.runtime.job.elastic import Timeouts
     from recovery.state.layout import Layout
@@ -48,6 +48,14 @@ URGENT = 0.25
 A restore that would take more asks that node only for what no other node has.
 """
 PATIENCE_S = 60.0
+ON_THEIR_WAY_S = 180.0
+"""Seconds for which the first of several arrivals is left idle while others are on their way."""
+CHURN_S = 1800.0
+MAX_LOST_SHARE = 0.03
+"""Share of the last CHURN_S seconds that moves for nodes that come and go may take."""
+LEAST_ENDS = 2
+"""Ends of a type within CHURN_S seconds by which its nodes come and go."""
+MOST_PROBATION_S = 600.0
 
 
 @dataclass
@@ -63,6 +71,8 @@ class Outlook:
     losses: int = 0
     """Times at which nodes were lost; nodes that go within `PATIENCE_S` are one loss."""
     _lost_at: float = -math.inf
+    recent_ends: dict[str, list[float]] = field(default_factory=dict)
+    """Times of the ends of each type within the last CHURN_S seconds."""
     _alive: dict[str, str] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _seen_at: float | None = None
@@ -90,12 +100,37 @@ class Outlook:
         for name in lost:
             kind = self._alive[name]
             self.ends[kind] += 1
+            recent = [at for at in self.recent_ends.get(kind, ()) if at >= seen.now - CHURN_S]
+            self.recent_ends[kind] = [*recent, seen.now]
         if lost:
             self.losses += seen.now - self._lost_at > PATIENCE_S
             self._lost_at = seen.now
 
         self._warned = (self._warned | warned) & seen.nodes.keys()
         self._alive = {name: view.node_type.name for name, view in seen.nodes.items()}
+
+    def on_probation(
+        self, seen: Observation, names: Collection[str], move_cost_s: float, lost_s: float
+    ) -> dict[str, float]:
+        """Return the nodes for which no move is worth it yet, with the time until which.
+
+        Nodes of its type come and go, it is a replacement, and moving to it and away from it again
+        would bring the cost of the last CHURN_S seconds' changes (`lost_s`) above MAX_LOST_SHARE of
+        them. It has to live for long enough first. A change that comes anyway uses it at once.
+        """
+        if lost_s + 2 * move_cost_s <= MAX_LOST_SHARE * CHURN_S:
+            return {}
+        probation_s = min(MOST_PROBATION_S, 2 * move_cost_s / MAX_LOST_SHARE)
+        found = {}
+        for name in names:
+            view = seen.nodes[name]
+            ends = self.recent_ends.get(view.node_type.name, ())
+            recent = [at for at in ends if at >= seen.now - CHURN_S]
+            comes_and_goes = len(recent) >= LEAST_ENDS and recent[0] <= view.joined_at
+            until = view.joined_at + probation_s
+            if comes_and_goes and seen.now < until:
+                found[name] = until
+        return found
 
     def life_s(self, kind: str, *, spot: bool) -> float:
         """Return the expected life of a node of this type from now on, in seconds."""
@@ -151,6 +186,28 @@ def gather_s(timings: Sequence[Timing], debounce_s: float) -> float:
     if not any(timing.is_move for timing in timings):
         return debounce_s
     return max(debounce_s, patience_s(timings))
+
+
+def recent_cost_s(changes: Sequence[Change], now: float) -> tuple[float, float]:
+    """Return the seconds without a step of the last CHURN_S seconds' changes: all, and the mean."""
+    seconds = []
+    for change in reversed(changes):
+        if change.detected_at < now - CHURN_S:
+            break
+        if change.cause != "start":
+            seconds.append(change.seconds()["total"])
+    return sum(seconds), sum(seconds) / max(1, len(seconds))
+
+
+def gathers_arrivals_until(joined_at: Sequence[float], debounce_s: float, num_coming: int) -> float:
+    """Return the time at which arrivals are answered, if no other node comes.
+
+    joined_at: times at which they have joined. num_coming: nodes that are known to be on their way.
+    """
+    until = max(joined_at) + debounce_s
+    if num_coming:
+        until = max(until, min(joined_at) + ON_THEIR_WAY_S)
+    return until
 
 
 def patience_s(timings: Sequence[Timing]) -> float:

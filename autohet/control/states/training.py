@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,18 @@ from autohet.control.job_state import (
 )
 from autohet.control.planning.agent_gc import any_order
 from autohet.control.planning.outlook import (
+    CHURN_S,
     gather_s,
+    gathers_arrivals_until,
     gathers_until,
+    move_s,
     needed_s,
     patience_s,
     prepares_until,
+    recent_cost_s,
     slowest_move_s,
 )
+from autohet.control.planning.starts import on_their_way
 from autohet.control.replanning import (
     ask_for_plan,
     begin_change,
@@ -98,7 +104,7 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
 
     # A node that comes again by its old name is asked about again.
     state.declined &= seen.nodes.keys()
-    arrived = _find_arrivals(state, memory, seen)
+    arrived = yield from _find_arrivals(state, memory, seen)
     if arrived:
         return (yield from _on_arrival(state, memory, arrived, seen))
 
@@ -341,16 +347,51 @@ def _move(
 # --------------------------------------------------------------------------------------
 
 
-def _find_arrivals(state: Training, memory: JobMemory, seen: Observation) -> tuple[str, ...]:
+def _find_arrivals(
+    state: Training, memory: JobMemory, seen: Observation
+) -> Deciding[tuple[str, ...]]:
+    """Return the nodes that have come, once no more of them are waited for."""
+    state.look_at = None
     arrived = fleet.find_arrivals(seen, memory.planned_nodes, state.declined)
     if not arrived:
         return ()
-    debounce_s = memory.job.elastic.arrivals_debounce_s
-    gathering_s = gather_s(memory.ledger.timings, debounce_s)
-    start_s = memory.timeouts.worker_start_s
-    if fleet.more_may_arrive(seen, arrived, memory.planned_nodes, gathering_s, start_s):
+    timings = memory.ledger.timings
+    lost_s, mean_s = recent_cost_s(memory.ledger.changes, seen.now)
+    cost_s = max(move_s(timings), mean_s)
+    probation = memory.outlook.on_probation(seen, arrived, cost_s, lost_s)
+    yield from _announce_probation(state, memory, seen, probation)
+    proven = [name for name in arrived if name not in probation]
+    if not proven:
+        state.look_at = min(probation.values())
         return ()
-    return arrived
+
+    elastic = memory.job.elastic
+    joined_at = [seen.nodes[name].joined_at for name in proven]
+    coming = on_their_way(seen, elastic.patience)
+    debounce_s = gather_s(timings, elastic.arrivals_debounce_s)
+    until = gathers_arrivals_until(joined_at, debounce_s, len(coming))
+    start_s = memory.timeouts.worker_start_s
+    starts_until = fleet.starting_until(seen, memory.planned_nodes, start_s)
+    until = max(until, starts_until or until)
+    if seen.now < until:
+        state.look_at = until
+        return ()
+    return tuple(proven)
+
+
+def _announce_probation(
+    state: Training, memory: JobMemory, seen: Observation, probation: Mapping[str, float]
+) -> Effects:
+    """Log once why no move is made yet for each of these nodes."""
+    for name in sorted(probation.keys() - state.on_probation):
+        kind = seen.nodes[name].node_type.name
+        number = len(memory.outlook.recent_ends[kind])
+        sentence = (
+            f"Deciding to leave {name} idle for {probation[name] - seen.now:.0f} s unless the fleet"
+            f" changes anyway, since {number} {kind} have gone within {CHURN_S / 60:.0f} minutes"
+        )
+        yield event("decision", memory.generation, sentence)
+    state.on_probation = frozenset(probation)
 
 
 def _on_arrival(

@@ -29,7 +29,7 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
     usable = fleet.usable_nodes(seen)
     num_workers = fleet.count_workers(seen, usable)
     is_short = num_workers < elastic.min_workers
-    starting = fleet.workers_to_hire(seen)
+    starting = fleet.starting_workers(seen)
     preparing = fleet.preparing_nodes(seen)
     if state.since == 0.0 or (preparing and is_short):
         # The data takes the time that it takes: the patience is for a fleet that does not come.
@@ -52,6 +52,9 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
         coming = describe_starting(seen)
         if coming:
             state.reason += f" (nodes to come: {coming})"
+        busy = fleet.describe_busy(seen)
+        if busy:
+            state.reason += f"; {busy}"
     yield from _announce_wait(memory, state, seen, late=is_late, short=is_short)
     if seen.now - state.since > elastic.fleet_patience_s:
         reason = f"waited {elastic.fleet_patience_s:.0f} s: {state.reason}"

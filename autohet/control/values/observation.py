@@ -274,6 +274,8 @@ class Observation:
     """
     failures: Failures | None = None
     """Failures of the last ticks; None if the tick before finished."""
+    busy: Mapping[str, str] = field(default_factory=dict)
+    """Nodes on which workers wait for GPUs, by name, each with who uses these."""
     left_out: frozenset[str] = frozenset()
     """Nodes that the controller leaves out of plans for a while."""
 

@@ -6,7 +6,13 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autohet.control.values.observation import NodeView, Notice
+from autohet.control.values.observation import (
+    Launches,
+    NodeView,
+    Notice,
+    StartingNode,
+    StartState,
+)
 from autohet.runtime.messages import AgentEndpoint
 from autohet.simulate.costs import Costs
 from autohet.simulate.dollars.bill import Bill
@@ -52,6 +58,16 @@ class SimulatedMachines:
     def _missed_at(self, name: str) -> float:
         """Return the second at which Ray notices that a dead node is dead."""
         return self.dead[name] + self._costs.detect_s
+
+    def launches(self) -> Launches:
+        """Return the machines that boot, as an autoscaler reports them."""
+        boot_s = self._costs.boot_s + self._costs.install_s
+        starting = []
+        for name, ready_at in self._booting.items():
+            kind, _ = self.bill.machines[name]
+            state = StartState.STARTING
+            starting.append(StartingNode(name, kind.name, state, ready_at - boot_s))
+        return Launches({}, starting=tuple(starting), polled_at=self._clock.now)
 
     def notices(self) -> dict[str, Notice]:
         return dict(self._notices)

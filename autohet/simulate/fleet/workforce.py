@@ -72,6 +72,7 @@ class SimulatedWorkforce:
             self.copies.inventories,
             self._checkpoint,
             store=("simulated", 1),
+            launches=self.machines.launches(),
         )
 
     def wake_at(self, moment: float) -> None:

@@ -1,0 +1,165 @@
+"""Nodes that come one after another, and nodes that leave and come again: SIMULATED time, the real
+controller. The share of the time without a step is bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autohet.control.planning.outlook import (
+    CHURN_S,
+    MAX_LOST_SHARE,
+    ON_THEIR_WAY_S,
+    Outlook,
+    gathers_arrivals_until,
+)
+from autohet.control.values.observation import Launches, Notice, StartingNode, StartState
+from autohet.driver.loop.controller import Controller
+from autohet.runtime.job import Job
+from autohet.simulate.costs import Costs
+from autohet.simulate.simulation import Scenario, TraceSimulation
+from autohet.simulate.spot_trace import TraceEvent
+from tests.driver.test_controller import causes, make, run, trained
+from tests.driver.test_outlook import SPOT, seen
+from tests.driver.test_simulation import CLUSTER, job_document
+from tests.harness.scripted_workforce import ScriptedWorkforce
+
+START_S = 100.0
+"""Time at which the first nodes of a trace train."""
+
+
+def simulate(trace: list[TraceEvent], end_s: float) -> tuple[dict[str, Any], float]:
+    """Return the document, and the share of the seconds after START_S that had no step."""
+    job = Job.from_document(job_document(horizon_s=None))
+    scenario = Scenario(job, CLUSTER, trace, end_s, Costs(boot_s=20.0, process_start_s=5.0))
+    found = TraceSimulation(scenario).run("local_first")
+    lost_s = sum(change["seconds"]["total"] for change in found["reconfigurations"])
+    return found, lost_s / (end_s - START_S)
+
+
+def arrival(at: float, name: str, kind: str = "small") -> TraceEvent:
+    return TraceEvent(at, "arrival", name, kind)
+
+
+@pytest.mark.parametrize("apart_s", [5.0, 20.0, 21.5])
+def test_eight_arrivals_one_after_another_are_two_moves_at_the_most(apart_s: float) -> None:
+    """Wrong: each is answered once the debounce is over, and costs a move."""
+    names = [(f"small-{i}", "small") for i in range(1, 4)] + [(f"big-{i}", "big") for i in range(4)]
+    names.append(("pair-0", "pair"))
+    trace = [arrival(0.0, "small-0")]
+    trace += [arrival(300.0 + i * apart_s, *name) for i, name in enumerate(names)]
+    found, _ = simulate(trace, 900.0)
+    assert 1 <= len(found["reconfigurations"]) <= 2
+
+
+def flapping(names: list[str], notice_s: float | None, events: int = 21) -> list[TraceEvent]:
+    """Return a trace in which these nodes in turn leave and come again within 30 minutes."""
+    trace = [arrival(0.0, f"small-{i}") for i in range(4)]
+    period_s = 1800.0 / events
+    for index in range(events):
+        at = 400.0 + index * period_s
+        name = names[index % len(names)]
+        kind = "small"
+        if notice_s is not None:
+            trace.append(TraceEvent(at - notice_s, "notice", name, kind, gone_s=at))
+        trace += [TraceEvent(at, "death", name, kind), arrival(at + 15.0, name)]
+    return sorted(trace, key=lambda event: event.time_s)
+
+
+@pytest.mark.parametrize("notice_s", [None, 30.0])
+def test_consolidations_in_a_row_cost_a_bounded_share_of_the_time(notice_s: float | None) -> None:
+    found, share = simulate(flapping(["small-3"], notice_s), 400.0 + 1800.0)
+    assert share <= MAX_LOST_SHARE
+    assert any("have gone within 30 minutes" in each for each in found["decisions"])
+
+
+def test_a_node_that_stays_after_others_came_and_went_is_used_in_the_end() -> None:
+    found, _ = simulate(flapping(["small-3"], None), 400.0 + 1800.0 + 1200.0)
+    last = found["reconfigurations"][-1]
+    assert (last["cause"], last["nodes"]) == ("arrival", ["small-3"])
+
+
+def pool(**nodes: Any) -> tuple[Controller, ScriptedWorkforce]:
+    return make(steps=10**6, **nodes)
+
+
+def starting(workforce: ScriptedWorkforce, *names: str) -> None:
+    nodes = tuple(StartingNode(name, "small", StartState.STARTING, 0.0) for name in names)
+    workforce.launches = Launches({}, starting=nodes, polled_at=workforce.now)
+
+
+def passes(controller: Controller, workforce: ScriptedWorkforce, seconds: float) -> None:
+    end = workforce.now + seconds
+    run(controller, lambda: workforce.now >= end)
+
+
+def test_an_arrival_waits_for_what_is_known_to_start_and_no_longer() -> None:
+    controller, workforce = pool(nodes=2)
+    run(controller, trained(controller, 5))
+    starting(workforce, "i-2")
+    workforce.join("small-8")
+    passes(controller, workforce, 20.0)
+    assert causes(controller) == []
+    workforce.launches = Launches({})
+    workforce.join("small-9")
+    run(controller, lambda: bool(causes(controller)))
+    assert causes(controller) == ["arrival"]
+    assert {"small-8/0", "small-9/0"} <= set(controller.memory.members)
+
+
+def test_what_has_no_room_is_not_waited_for() -> None:
+    controller, workforce = pool(nodes=2)
+    run(controller, trained(controller, 5))
+    node = StartingNode("pod", "small", StartState.UNSCHEDULABLE, workforce.now)
+    workforce.launches = Launches({}, starting=(node,), polled_at=workforce.now)
+    workforce.join("small-9")
+    passes(controller, workforce, 10.0)
+    assert causes(controller) == ["arrival"]
+
+
+def test_the_first_of_several_waits_for_a_bounded_time() -> None:
+    assert gathers_arrivals_until([0.0, 7.0], 2.0, 0) == 9.0
+    assert gathers_arrivals_until([0.0, 7.0], 2.0, 1) == ON_THEIR_WAY_S
+    late = ON_THEIR_WAY_S + 20.0
+    assert gathers_arrivals_until([0.0, late], 2.0, 5) == late + 2.0
+
+
+def ended(*names: str) -> tuple[Outlook, Any]:
+    """Return an outlook in which these nodes have ended from 100 s on, and an observation."""
+    outlook = Outlook()
+    fleet = dict.fromkeys(names, SPOT)
+    outlook.look(seen(99.0, **fleet))
+    for index, name in enumerate(names):
+        del fleet[name]
+        outlook.look(seen(100.0 + index, **fleet))
+    replacement = seen(200.0, new=SPOT)
+    (view,) = replacement.nodes.values()
+    return outlook, replace(replacement, nodes={"new": replace(view, joined_at=150.0)})
+
+
+def test_a_replacement_is_on_probation_where_nodes_come_and_go_and_changes_cost_too_much() -> None:
+    budget_s = MAX_LOST_SHARE * CHURN_S
+    outlook, now = ended("a", "b")
+    assert outlook.on_probation(now, ["new"], 5.0, budget_s - 10.0) == {}
+    found = outlook.on_probation(now, ["new"], 5.0, budget_s - 9.0)
+    assert found == pytest.approx({"new": 150.0 + 10 / MAX_LOST_SHARE})
+    later = replace(now, now=151.0 + 10 / MAX_LOST_SHARE)
+    assert outlook.on_probation(later, ["new"], 5.0, 1e9) == {}, "it has lived for long enough"
+    quiet = replace(now, now=102.0 + CHURN_S)
+    assert outlook.on_probation(quiet, ["new"], 1e9, 1e9) == {}, "nothing has gone of late"
+    once, now = ended("a")
+    assert once.on_probation(now, ["new"], 5.0, 1e9) == {}, "one end is no coming and going"
+    (view,) = now.nodes.values()
+    before = replace(now, nodes={"new": replace(view, joined_at=50.0)})
+    assert outlook.on_probation(before, ["new"], 5.0, 1e9) == {}, "it replaces none of them"
+
+
+def test_a_node_with_a_notice_counts_as_gone_from_then_on() -> None:
+    outlook = Outlook()
+    outlook.look(seen(0.0, a=SPOT))
+    outlook.look(seen(50.0, {"a": Notice("a", "test", 50.0)}, a=SPOT))
+    outlook.look(seen(150.0))
+    assert outlook.recent_ends == {"spot": [50.0]}
