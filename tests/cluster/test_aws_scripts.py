@@ -33,8 +33,8 @@ SHIPPED = f"resolve:ssm:{BASE}"
 NOTICE = {"instance-id": "i-0123456789abcdef0", "instance-action": "terminate"}
 
 
-def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    done = subprocess.run(
+def run_script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments],
         capture_output=True,
         text=True,
@@ -42,6 +42,10 @@ def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
         check=False,
         env={**os.environ, **environment},
     )
+
+
+def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    done = run_script(name, *arguments, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -98,6 +102,14 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
         assert notice is not None
         assert notice.deadline is not None
         assert 100 < notice.deadline - driver_now() <= 121
+        unread = made["queue"] + "-unread"
+        attributes = client("sqs").get_queue_attributes(QueueUrl=unread, AttributeNames=["All"])
+        redrive = client("sqs").get_queue_attributes(
+            QueueUrl=made["queue"], AttributeNames=["RedrivePolicy"]
+        )["Attributes"]["RedrivePolicy"]
+        target = json.loads(redrive)["deadLetterTargetArn"]
+        assert target == attributes["Attributes"]["QueueArn"], "what nobody can read is kept"
+        assert attributes["Attributes"]["MessageRetentionPeriod"] == "1209600"
         assert "Messages" not in client("sqs").receive_message(QueueUrl=made["queue"]), (
             "it is deleted"
         )
@@ -175,6 +187,130 @@ def test_a_second_project_takes_nothing_from_the_first() -> None:
         assert "arn:aws:s3:::first" not in theirs
         assert "role/autohet-llama-worker" in theirs
         assert ":autohet-llama-*" in theirs
+
+
+def test_a_second_run_adds_a_region_and_a_prefix_and_takes_nothing() -> None:
+    """Jobs of the first region and prefix run on under the same roles."""
+    publish_base_image("ami-east")
+    publish_base_image("ami-west", "us-west-2")
+    arguments = ("prepare", "--bucket", "twice", "--project", "twice")
+    with s3_server() as server:
+        iam = boto3.client("iam", endpoint_url=server.endpoint, region_name="us-east-1")
+        script(*arguments, "--prefix", "gpt2", **server.environment)
+        trust = iam.get_role(RoleName="autohet-twice-worker")["Role"]["AssumeRolePolicyDocument"]
+        own = {"Sid": "Mine", "Effect": "Allow", "Principal": {"AWS": "123456789012"}}
+        trust["Statement"].append({**own, "Action": "sts:AssumeRole"})
+        iam.update_assume_role_policy(
+            RoleName="autohet-twice-worker", PolicyDocument=json.dumps(trust)
+        )
+        done = run_script(
+            *(*arguments, "--prefix", "llama", "--region", "us-west-2"),
+            **server.environment,
+        )
+        assert done.returncode == 0, done.stderr
+
+        def resources(role: str, policy: str, sid: str) -> list[str]:
+            found = iam.get_role_policy(RoleName=role, PolicyName=policy)["PolicyDocument"]
+            (statement,) = [each for each in found["Statement"] if each["Sid"] == sid]
+            if sid == "Listing":
+                return sorted(statement["Condition"]["StringLike"]["s3:prefix"])
+            return sorted(statement["Resource"])
+
+        assert resources("autohet-twice-worker", "worker-policy", "Objects") == [
+            "arn:aws:s3:::twice/gpt2/*",
+            "arn:aws:s3:::twice/llama/*",
+        ]
+        assert resources("autohet-twice-worker", "worker-policy", "Listing") == [
+            "gpt2/*",
+            "llama/*",
+        ]
+        queues = resources("autohet-twice-driver", "driver-policy", "Notices")
+        assert [queue.split(":")[3] for queue in queues] == ["us-east-1", "us-west-2"]
+        trust = iam.get_role(RoleName="autohet-twice-worker")["Role"]["AssumeRolePolicyDocument"]
+        assert "Mine" in [statement.get("Sid") for statement in trust["Statement"]]
+        assert "arn:aws:s3:::twice/gpt2/*" in done.stderr, "what is kept is said"
+        assert "bucket twice is in us-east-1, the nodes in us-west-2" in done.stderr
+
+
+def test_a_bucket_of_ones_own_is_described_where_it_may_lose_or_cost_something() -> None:
+    publish_base_image("ami-now")
+    deny = {"Sid": "NoHttp", "Effect": "Deny", "Principal": "*", "Action": "s3:PutObject"}
+    key = "arn:aws:kms:us-east-1:123456789012:key/1"
+    with s3_server() as server:
+        s3 = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+        s3.create_bucket(Bucket="owned")
+        statement = {**deny, "Resource": "arn:aws:s3:::owned/*"}
+        policy = {"Version": "2012-10-17", "Statement": [statement]}
+        s3.put_bucket_policy(Bucket="owned", Policy=json.dumps(policy))
+        encryption = {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": key}
+        s3.put_bucket_encryption(
+            Bucket="owned",
+            ServerSideEncryptionConfiguration={
+                "Rules": [{"ApplyServerSideEncryptionByDefault": encryption}]
+            },
+        )
+        rule = {"ID": "old", "Status": "Enabled", "Filter": {"Prefix": ""}}
+        rules = [{**rule, "Expiration": {"Days": 7}}]
+        s3.put_bucket_lifecycle_configuration(
+            Bucket="owned", LifecycleConfiguration={"Rules": rules}
+        )
+        done = run_script("prepare", "--bucket", "owned", **server.environment)
+    assert done.returncode == 0, done.stderr
+    for word in (key, "denies s3:PutObject (NoHttp)", "rule old", "after 7 days"):
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("name", ["prepare", "check", "efa"])
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"AWS_PROFILE": "nobody"}, "nobody"),
+        ({"AWS_PROFILE": "sso"}, "log in"),
+        ({"AWS_CONFIG_FILE": "/nowhere"}, "no AWS credentials here"),
+    ],
+)
+def test_an_identity_that_aws_does_not_have_ends_a_script_in_a_sentence(
+    name: str, environment: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text(
+        "[profile sso]\nregion = us-east-1\nsso_region = us-east-1\nsso_account_id = 1\n"
+        "sso_role_name = r\nsso_start_url = https://example.awsapps.com/start\n"
+    )
+    file = tmp_path / "cluster.yaml"
+    file.write_text(PUBLIC % SHIPPED)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("AWS_")}
+    clean |= {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": str(tmp_path / "config")}
+    clean |= {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "HOME": str(tmp_path)}
+    arguments = {
+        "prepare": ["--bucket", "b"],
+        "check": [str(file)],
+        "efa": [str(file), "--subnet", "s"],
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments[name]],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+        env={**clean, **environment},
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert words in done.stderr + done.stdout
+
+
+def test_a_path_that_is_not_there_or_no_yaml_ends_a_script_in_a_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [")
+    for path in (broken, tmp_path / "none.yaml", tmp_path):
+        for arguments in (
+            ["check", str(path)],
+            ["prepare", "--bucket", "b", "--pin", str(path)],
+            ["efa", str(path), "--subnet", "s"],
+        ):
+            done = run_script(*arguments)
+            assert done.returncode == 1
+            assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 PUBLIC = """# a file that nobody here wrote

@@ -114,6 +114,7 @@ def enveloped(body: str) -> str:
         (HOOK, [MINE], 30.0),
         (health(900), [MINE, OTHER], 900.0),
         (BLOCK, [""], 600.0),
+        (BLOCK.replace("Block Reservation", "Block"), [""], 600.0),
     ],
 )
 def test_each_payload_names_its_instances_and_their_end(
@@ -135,6 +136,7 @@ def test_each_payload_names_its_instances_and_their_end(
         health(900, statusCode="closed"),
         event("EC2 Instance State-change Notification", {"instance-id": MINE, "state": "running"}),
         event("Capacity Block Reservation Delivered", {"capacity-reservation-id": "cr-1"}),
+        event("Capacity Block Delivered", {"capacity-reservation-id": "cr-1"}),
         json.dumps({"Event": "autoscaling:TEST_NOTIFICATION", "Time": iso(0)}),
     ],
 )
@@ -152,6 +154,7 @@ def test_what_announces_no_end_says_nothing(body: str) -> None:
         event("EC2 Spot Instance Interruption Warning", {"instance-id": 5}),
         event("Capacity Block Reservation Expiration Warning", {"capacity-reservation-id": "cr"}),
         event("AWS Health Event", {"service": "EC2"}, source="evil"),
+        event("EC2 Instance Gone By Another Name", {"instance-id": MINE}),
     ],
 )
 def test_garbage_is_unreadable(body: str) -> None:
@@ -160,7 +163,8 @@ def test_garbage_is_unreadable(body: str) -> None:
 
 
 def test_the_rule_of_prepare_matches_every_payload() -> None:
-    for body in (SPOT, RESERVATION, HOOK, BLOCK, health(1)):
+    present = BLOCK.replace("Block Reservation", "Block")
+    for body in (SPOT, RESERVATION, HOOK, BLOCK, present, health(1)):
         document = json.loads(body)
         assert document["source"] in RULE["source"]
         assert document.get("detail-type", document.get("detail_type")) in RULE["detail-type"]
@@ -246,14 +250,20 @@ def test_an_end_that_is_far_away_is_a_risk_until_it_is_near() -> None:
         source.close()
 
 
-def test_what_cannot_be_read_is_kept_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "body",
+    ['{"what": "is this"}', event("EC2 Instance Gone By Another Name", {"instance-id": MINE})],
+)
+def test_what_cannot_be_read_is_kept_and_said_once(
+    body: str, caplog: pytest.LogCaptureFixture
+) -> None:
     queue = QueueAtNow()
     queue.works = True
     source = QueueNotices(QUEUE_URL, lambda url: queue, 0.02)
     try:
         with caplog.at_level(logging.WARNING, "autohet.sources"):
             for _ in range(3):
-                queue.waiting.append('{"what": "is this"}')
+                queue.waiting.append(body)
                 wait(lambda: not queue.waiting)
             queue.waiting.append(SPOT)
             wait(lambda: queue.deleted == 1)

@@ -62,6 +62,17 @@ def test_the_head_touches_instances_of_its_own_clusters_alone() -> None:
     assert not any("SecurityGroup" in action or "KeyPair" in action for action in allowed)
 
 
+def test_the_head_may_launch_into_a_reservation_and_from_a_template() -> None:
+    """A capacity block is a reservation that instances are launched into."""
+    allowed = [
+        arn.split(":")[-1]
+        for statement in statements("head")
+        if as_list(statement["Action"]) == ["ec2:RunInstances"]
+        for arn in as_list(statement["Resource"])
+    ]
+    assert {"capacity-reservation/*", "launch-template/*"} <= set(allowed)
+
+
 def test_only_the_driver_deletes() -> None:
     deleting = [s for s in statements("worker") if "s3:DeleteObject" in as_list(s["Action"])]
     assert [s["Resource"] for s in deleting] == ["arn:aws:s3:::runs/*/reader-*.lease"]

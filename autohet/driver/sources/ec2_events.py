@@ -38,12 +38,14 @@ WARNINGS = (
     "EC2 Capacity Reservation Instance Interruption Warning",
     "EC2 Interruptible Capacity Reservation Instance Interruption Warning",
 )
-BLOCK_ENDS = "Capacity Block Reservation Expiration Warning"
+BLOCK_ENDS = ("Capacity Block Expiration Warning", "Capacity Block Reservation Expiration Warning")
+"""Names of one event; AWS's guide had the second one until 2026."""
+BLOCK_BEGINS = ("Capacity Block Delivered", "Capacity Block Reservation Delivered")
 HOOK = "EC2 Instance-terminate Lifecycle Action"
 HEALTH = "AWS Health Event"
 RULE = {
     "source": ["aws.ec2", "aws.autoscaling", "aws.health"],
-    "detail-type": [*WARNINGS, RISK, CHANGED, BLOCK_ENDS, HOOK, HEALTH],
+    "detail-type": [*WARNINGS, RISK, CHANGED, *BLOCK_ENDS, HOOK, HEALTH],
 }
 """EventBridge's pattern for all of these events; `scripts/aws/prepare` creates a rule with it."""
 SOURCES = frozenset(RULE["source"])
@@ -52,7 +54,7 @@ Json = Mapping[str, Any]
 
 
 class UnreadableMessage(ValueError):
-    """Raised for a message that is nothing that EventBridge sends."""
+    """Raised for a message that is no event, or an event of a kind that is unknown here."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def parse_events(
         RecursionError,
     ) as error:
         raise UnreadableMessage(
-            f"not an event of EC2's: {body[:80]!r} ({type(error).__name__})"
+            f"not an event of EC2's: {body[:80]!r} ({type(error).__name__}: {str(error)[:120]})"
         ) from None
     _check_origin(document, moment - now, account)
 
@@ -164,7 +166,7 @@ def _announcements(kind: str, detail: Json, made_unix_s: float) -> Iterator[_Ann
     elif kind == CHANGED:
         if detail.get("state") in ENDING:
             yield _Announced(detail["instance-id"], str(detail["state"]), 0.0)
-    elif kind == BLOCK_ENDS:
+    elif kind in BLOCK_ENDS:
         end = _unix_s(detail["end-date"])
         if end is None:
             raise ValueError("no end date")
@@ -176,6 +178,8 @@ def _announcements(kind: str, detail: Json, made_unix_s: float) -> Iterator[_Ann
             yield _Announced(detail["EC2InstanceId"], "the auto scaling group ends it", HOOK_S)
     elif kind == HEALTH:
         yield from _of_health(detail, made_unix_s)
+    elif kind not in BLOCK_BEGINS:
+        raise ValueError(f"an event of an unknown kind, {kind[:80]!r}")
 
 
 def _of_health(detail: Json, made_unix_s: float) -> Iterator[_Announced]:
