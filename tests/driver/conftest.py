@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from planner.search.problem import limits
@@ -9,10 +11,12 @@ from planner.search.problem import limits
 WHOLE = limits.MOST_TRIES
 
 
-@pytest.fixture(autouse=True)
-def _few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Walk a tenth as far: tests/planner tests how good a plan is."""
-    monkeypatch.setattr(limits, "MOST_TRIES", 120)
+@pytest.fixture(autouse=True, scope="module")
+def _few_tries() -> Iterator[None]:
+    """Walk a tenth as far, in fixtures of a module too: tests/planner tests how good a plan is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "MOST_TRIES", 120)
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from autohet.cli.main import main
 from autohet.control import failures, fleet
 from autohet.control.planning import buyer, buying
 from autohet.control.planning.buyer import Buyer
@@ -80,16 +81,11 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_hashes(
-    record: Path,
+def test_the_command_prints_what_was_replayed(
+    record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sets of names come in another order there: nothing that is decided may hang on it."""
-    command = [sys.executable, "-m", "autohet.cli.main", "replay", str(record.parent), "--json"]
-    done = subprocess.run(
-        command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    assert main(["replay", str(record.parent), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in record.read_text().splitlines()[1:]]
     assert found["difference"] is None
     assert found["ticks"] == len(lines) > 50
@@ -146,11 +142,16 @@ for path in sys.argv[1:]:
 """  # noqa: E501
 
 
-def test_deciding_reads_and_writes_no_file_no_network_and_no_clock(
+def test_deciding_depends_on_no_hashes_no_file_no_network_and_no_clock(
     record: Path, failed: Path, bought: Path
 ) -> None:
+    """Sets of names come in another order there: nothing that is decided may hang on it.
+
+    Deciding reads and writes no file, no network and no clock.
+    """
     command = [sys.executable, "-c", WATCHED, str(record), str(failed), str(bought)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert all(int(decisions) > 10 for decisions in done.stdout.split()), done.stdout
 

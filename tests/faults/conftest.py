@@ -20,6 +20,13 @@ from tests.harness.struck_run import Result, Strike, StruckRun, losses_by_step
 FEW_STEPS = 12
 """Length of runs whose strike comes at step 6, and which need no checkpoint after it."""
 
+SHORT_STEPS = 16
+"""Length of runs that are struck at a point of step 6 or 8: a change, and two checkpoints after it.
+
+Where a test's own condition decides when to strike, a slow driver would meet it after the end.
+"""
+SHORT = {"steps": SHORT_STEPS, "decay_steps": SHORT_STEPS}
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -35,6 +42,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     alone = tmp_path_factory.mktemp("alone")
     server_address()
     return Scene(shared, train_alone(alone, shared))
+
+
+@pytest.fixture(scope="session")
+def short_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """What an undisturbed run of `SHORT_STEPS` gives."""
+    alone = tmp_path_factory.mktemp("alone")
+    return Scene(scene.shared, train_alone(alone, scene.shared, training=SHORT))
 
 
 @pytest.fixture

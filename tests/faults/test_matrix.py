@@ -17,10 +17,11 @@ import torch
 from autohet.driver.loop.replay import replay_run
 from recovery.checkpoint.commit import newest_checkpoint
 from recovery.storage.open import open_storage
-from tests.faults.conftest import Scene
+from tests.faults.conftest import SHORT, Scene
+from tests.faults.conftest import SHORT_STEPS as STEPS
 from tests.faults.fault_matrix import COVERING, MATRIX
 from tests.harness.driver_life import DriverLife
-from tests.harness.exact_job import STEPS, Reference, differing_shards, exact_job, train_alone
+from tests.harness.exact_job import Reference, differing_shards, exact_job, train_alone
 from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
 from tests.harness.living import is_alive
@@ -68,9 +69,9 @@ FREEZE_S = HEARTBEAT_S + 1.0
 def check_outcome(directory: Path, reference: Reference, events: list[dict[str, Any]]) -> None:
     """Every loss, and every bit of the committed state, as in the undisturbed run."""
     assert losses_by_step(events) == list(reference.losses)
-    assert (
-        differing_shards(str(directory / "checkpoints"), STEPS, reference, history_of(events)) == []
-    )
+    storage = str(directory / "checkpoints")
+    steps = len(reference.losses)
+    assert differing_shards(storage, steps, reference, history_of(events)) == []
 
 
 def cells(in_ci: Collection[str]) -> list[Any]:
@@ -80,18 +81,28 @@ def cells(in_ci: Collection[str]) -> list[Any]:
     ]
 
 
+def train_short(scene: Scene, directory: Path, sections: Mapping[str, Mapping[str, Any]]) -> Scene:
+    """What an undisturbed run of a cell's job gives."""
+    return Scene(scene.shared, train_alone(directory, scene.shared, **shortened(sections)))
+
+
+def shortened(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {**sections, "training": {**SHORT, **sections.get("training", {})}}
+
+
 @pytest.mark.parametrize("strike", cells(COVERING))
-def test_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
-    (_driver_cell if strike.scope == "driver" else _fleet_cell)(strike, scene, tmp_path, memory)
+def test_cell(strike: Strike, short_scene: Scene, tmp_path: Path, memory: Path) -> None:
+    run_cell = _driver_cell if strike.scope == "driver" else _fleet_cell
+    run_cell(strike, short_scene, tmp_path, memory)
 
 
 @pytest.mark.parametrize(
     "strike", [cell for cell in cells(DEFERRED) if cell.values[0].scope != "driver"]
 )
 def test_cell_on_groups_with_cuda_semantics(
-    strike: Strike, scene: Scene, tmp_path: Path, memory: Path
+    strike: Strike, short_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    _fleet_cell(strike, scene, tmp_path, memory, {BACK_END: "deferred"})
+    _fleet_cell(strike, short_scene, tmp_path, memory, {BACK_END: "deferred"})
 
 
 @pytest.mark.gpu
@@ -107,14 +118,12 @@ def test_cell_over_nccl_on_one_gpu(
 @pytest.fixture(scope="module")
 def gpu_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     """The undisturbed run is on the GPU, too: its update rounds otherwise than the CPU's."""
-    return Scene(
-        scene.shared, train_alone(tmp_path_factory.mktemp("alone"), scene.shared, **ON_GPU)
-    )
+    return train_short(scene, tmp_path_factory.mktemp("alone"), ON_GPU)
 
 
 @pytest.fixture(scope="module")
 def large_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return Scene(scene.shared, train_alone(tmp_path_factory.mktemp("alone"), scene.shared, **LARGE))
+    return train_short(scene, tmp_path_factory.mktemp("alone"), LARGE)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +153,7 @@ def _fleet_cell(
     environment: Mapping[str, str] = MappingProxyType({}),
     sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
-    job = exact_job(tmp_path, scene.shared, memory, **sections)
+    job = exact_job(tmp_path, scene.shared, memory, **shortened(sections))
     with nothing_left(memory):
         run = StruckRun(job, tmp_path, strike, records=strike.mode == "notice")
         run.fleet.environment.update(environment)
@@ -173,7 +182,7 @@ def _driver_cell(
     sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
     given = {**sections, "elastic": {"heartbeat_timeout_s": HEARTBEAT_S}}
-    job = exact_job(tmp_path, scene.shared, memory, **given)
+    job = exact_job(tmp_path, scene.shared, memory, **shortened(given))
     lives: list[DriverLife] = []
     with nothing_left(memory):
         try:

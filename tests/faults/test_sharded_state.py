@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from autohet.control.values.observation import Observation
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import PLAN, STEPS, differing_shards, exact_job
+from tests.faults.conftest import SHORT, Scene
+from tests.harness.exact_job import PLAN, differing_shards, exact_job
 from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation
@@ -41,12 +41,9 @@ def sharded_plan() -> dict[str, Any]:
 
 def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None:
     assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert (
-        differing_shards(
-            str(directory / "checkpoints"), STEPS, scene.reference, history_of(result.events)
-        )
-        == []
-    )
+    storage = str(directory / "checkpoints")
+    steps = len(scene.reference.losses)
+    assert differing_shards(storage, steps, scene.reference, history_of(result.events)) == []
     changes = result.summary["reconfigurations"]
     assert changes
     assert result.summary["steps_lost"] <= most_lost, changes
@@ -55,15 +52,16 @@ def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_worker_goes_and_its_nodes_snapshot_serves(
-    name: str, scene: Scene, tmp_path: Path, memory: Path
+    name: str, short_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     strike = Strike(*name.split("-"), step=6)
-    job = exact_job(tmp_path, scene.shared, memory, sharded_plan(), checkpoint=NO_CHECKPOINT)
+    given = {"checkpoint": NO_CHECKPOINT, "training": SHORT}
+    job = exact_job(tmp_path, short_scene.shared, memory, sharded_plan(), **given)
     with nothing_left(memory):
         result = StruckRun(job, tmp_path, strike).run()
         assert result.ok, result.reason
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"
-    check(result, tmp_path, scene, CELLS[name])
+    check(result, tmp_path, short_scene, CELLS[name])
 
 
 def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
