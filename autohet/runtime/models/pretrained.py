@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,11 @@ SCALES = re.compile(
 """Pattern of tensors of quantized weights that are no parameters."""
 FP8_SCALE = "_scale_inv"
 """Suffix of the tensor of scales beside an fp8 weight (transformers, finegrained_fp8)."""
+SizeRange = tuple[int, int]
+"""Least and greatest number of rows or columns of a block."""
+BlockSizes = tuple[SizeRange, SizeRange]
+ANY_SIZE: SizeRange = (1, sys.maxsize)
+AXES = ("rows", "columns")
 FP8_BESIDE = re.compile(r"\.(activation_scale|input_scale|activation_scale_inv)$")
 """Pattern of activation scales beside fp8 weights; dequantized weights need none."""
 SAMPLED_BYTES = 4096
@@ -100,7 +106,7 @@ def pretrained_parameters(
     specs = family.parameter_specs(config)
     files = _files_by_tensor(path, revision)
     _check_names(path, config, family, files, only=names)
-    block = _block_size(path, revision)
+    block = _block_sizes(path, revision, files)
     for name in sorted(names):
         sources = _sources(name, config, family, files)
         tensor = _read_joined(path, sources, files, block)
@@ -335,16 +341,42 @@ def _block_scales(stored: str) -> str:
     return stored.removesuffix(BLOCKS) + BLOCK_SCALES
 
 
-def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
-    """Return the rows and columns per scale of an fp8 weight; None if the config gives none."""
-    block = _quantization_of(path, revision).get("weight_block_size")
-    if not block:
-        return None
-    return int(block[0]), int(block[1])
+def _block_sizes(path: str, revision: str | None, files: Mapping[str, str]) -> BlockSizes:
+    """Return the possible rows and columns per scale of fp8 weights.
+
+    Without a size in the config they are those that all shapes in the files leave.
+    """
+    given = _quantization_of(path, revision).get("weight_block_size")
+    if given:
+        rows, columns = int(given[0]), int(given[1])
+        return (rows, rows), (columns, columns)
+    found = ANY_SIZE, ANY_SIZE
+    for name, file in files.items():
+        scale_name = f"{name}{FP8_SCALE}"
+        if scale_name not in files:
+            continue
+        with _open(file) as reader, _open(files[scale_name]) as scale_reader:
+            shape = reader.get_slice(name).get_shape()
+            grid = scale_reader.get_slice(scale_name).get_shape()
+        if len(shape) == len(grid) == 2 and grid != [1, 1]:
+            rows, columns = map(_sizes_by_count, shape, grid)
+            found = _common(found[0], rows), _common(found[1], columns)
+    return found
+
+
+def _sizes_by_count(length: int, count: int) -> SizeRange:
+    """Return the block sizes that cut `length` into `count` blocks; the last may be smaller."""
+    if count == 1:
+        return length, ANY_SIZE[1]
+    return -(-length // count), -(-length // (count - 1)) - 1
+
+
+def _common(one: SizeRange, other: SizeRange) -> SizeRange:
+    return max(one[0], other[0]), min(one[1], other[1])
 
 
 def _read_joined(
-    path: str, sources: Sources, files: Mapping[str, str], block: tuple[int, int] | None
+    path: str, sources: Sources, files: Mapping[str, str], block: BlockSizes
 ) -> Tensor:
     """Read a whole parameter in fp32; the experts of a stack one after the other."""
     if len(sources) == 1 and len(sources[0]) == 1:
@@ -365,9 +397,7 @@ def _read_joined(
     return stack
 
 
-def _read(
-    path: str, stored: str, files: Mapping[str, str], block: tuple[int, int] | None
-) -> Tensor:
+def _read(path: str, stored: str, files: Mapping[str, str], block: BlockSizes) -> Tensor:
     """Read a whole tensor in fp32, dequantized."""
     with _open(files[stored]) as reader:
         tensor = reader.get_tensor(stored)
@@ -390,11 +420,14 @@ def _read(
 
 
 def _dequantize(
-    path: str, stored: str, tensor: Tensor, scales: Tensor, block: tuple[int, int] | None
+    path: str, stored: str, tensor: Tensor, scales: Tensor, block: BlockSizes
 ) -> Tensor:
     """Multiply `tensor` [m, n] by its scales, one for each block.
 
     uint8 scales are exponents (E8M0).
+
+    Raises:
+        ConfigError: the scales fit no block size, or several, which give other weights.
     """
     factors = scales.float()
     if scales.dtype == torch.uint8:
@@ -402,25 +435,26 @@ def _dequantize(
     weight = tensor.float()
     if factors.numel() == 1:
         return weight * factors.reshape(())
-    rows, columns = weight.shape
-    grid = tuple(factors.shape)
-    # Without a block's size in the config it follows from the number of scales, if that divides a
-    # side into blocks of a power of two: a last block that is cut would be taken for a whole one.
-    sizes = block or (-(-rows // grid[0]), -(-columns // grid[-1]))
-    if block is None and any(size & (size - 1) for size in sizes):
-        raise ConfigError(
-            f"{stored} in '{path}' has shape {(rows, columns)} and scales of shape {grid}, but the"
-            " config has no weight_block_size; add its quantization_config again"
-        )
-    expected_grid = (-(-rows // sizes[0]), -(-columns // sizes[1]))
-    if grid != expected_grid:
-        raise ConfigError(
-            f"{stored} in '{path}' has shape {(rows, columns)} and scales of shape {grid}, which do"
-            f" not fit blocks of {sizes}; {DEQUANTIZE_FIRST}"
-        )
-    # Blocks at the lower and the right border may be smaller.
-    by_row = factors.repeat_interleave(sizes[0], 0)[:rows]
-    by_element = by_row.repeat_interleave(sizes[1], 1)[:, :columns]
+    shape, grid = tuple(weight.shape), tuple(factors.shape)
+    what = f"{stored} in '{path}' has shape {shape} and scales of shape {grid}"
+    if len(shape) != 2 or len(grid) != 2:
+        raise ConfigError(f"{what}, not a matrix with a scale for each block; {DEQUANTIZE_FIRST}")
+    by_element = factors
+    for axis in (0, 1):
+        own = _sizes_by_count(shape[axis], grid[axis])
+        least, most = _common(own, block[axis])
+        if least > most:
+            sizes = block[0][0], block[1][0]
+            raise ConfigError(f"{what}, which do not fit blocks of {sizes}; {DEQUANTIZE_FIRST}")
+        if grid[axis] > 1 and least < most:
+            raise ConfigError(
+                f"{what}, which fit blocks of {least} to {most} {AXES[axis]}, and the checkpoint's"
+                f" {CONFIG_FILE} has no quantization_config; put it back, with weight_block_size,"
+                f" or {DEQUANTIZE_FIRST}"
+            )
+        # Blocks at the lower and the right border may be smaller.
+        size = min(least, shape[axis])
+        by_element = by_element.repeat_interleave(size, axis).narrow(axis, 0, shape[axis])
     return weight * by_element
 
 

@@ -406,6 +406,64 @@ def test_fp8_weights_are_dequantized_as_the_library_does(model_type: str, tmp_pa
     assert not hasattr(load_config(source(tmp_path)), "quantization_config")
 
 
+def fp8_maps(
+    folder: Path, shape: tuple[int, int], block: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """A checkpoint with fp8 maps of random scales whose blocks only their shapes tell.
+
+    Returns the maps, dequantized element by element.
+    """
+    document = {**TINY["llama"], "hidden_size": shape[1], "intermediate_size": shape[0]}
+    write_checkpoint(folder, document | {"num_attention_heads": 1, "num_key_value_heads": 1})
+    generator = torch.Generator().manual_seed(1)
+    expected = {}
+
+    def quantize(state: dict[str, torch.Tensor]) -> None:
+        for name in [each for each in state if "up_proj" in each or "gate_proj" in each]:
+            stored = state[name].to(torch.float8_e4m3fn)
+            grid = [-(-length // size) for length, size in zip(shape, block, strict=True)]
+            scales = torch.rand(grid, generator=generator) + 0.5
+            state[name], state[f"{name}_scale_inv"] = stored, scales
+            expected[name] = stored.float().clone()
+            for row in range(shape[0]):
+                for column in range(shape[1]):
+                    expected[name][row, column] *= scales[row // block[0], column // block[1]]
+
+    change_tensors(folder, quantize)
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((50, 24), (1, 24)),  # a scale for each row
+        ((130, 16), (8, 16)),  # ceil(130 / 17) is 8, and 7.6 rows would be no size
+        ((50, 34), (3, 34)),
+        ((37, 24), (37, 1)),
+        ((61, 40), (4, 2)),
+    ],
+)
+def test_fp8_blocks_without_a_size_are_known_where_shapes_leave_one(
+    shape: tuple[int, int], block: tuple[int, int], tmp_path: Path
+) -> None:
+    expected = fp8_maps(tmp_path, shape, block)
+    config = load_config(source(tmp_path))
+    found = dict(pretrained_parameters(str(tmp_path), config, FAMILIES["llama"], list(expected)))
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"), [((40, 24), (16, 24)), ((48, 32), (16, 16)), ((300, 16), (128, 16))]
+)
+def test_fp8_blocks_of_which_several_fit_are_refused(
+    shape: tuple[int, int], block: tuple[int, int], tmp_path: Path
+) -> None:
+    fp8_maps(tmp_path, shape, block)
+    with pytest.raises(ConfigError, match="put it back, with weight_block_size"):
+        our_logits(tmp_path, torch.arange(LENGTH).unsqueeze(0))
+
+
 def test_fp8_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {**TINY["llama"], "intermediate_size": 48})
     quantize_fp8(tmp_path, 16, weight_block_size=[128, 128])
