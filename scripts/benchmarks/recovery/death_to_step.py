@@ -5,9 +5,10 @@ each second goes.
 
 Two pipelines of two stages of TP 2 on four nodes of two workers, real processes, the exact model
 (its state is small: what is timed is detection, planning, groups and the first step, not bytes). A
-process or a node is killed or frozen at step 20, or a node gets a notice; seconds are those of the
-controller's own `reconfigure` event, and beside them what a bystander's clock saw from the strike to
-the step. The heartbeat is the default unless given, and Ray's own health check (64 s by default) tells nothing.
+process or a node is killed or frozen at step 20, or a node gets a notice. Seconds are those of the
+controller's own `reconfigure` event, and beside them what a bystander's clock saw from the strike
+to the step. The heartbeat is the default unless given, and Ray's own health check (64 s by default)
+tells nothing.
 """
 
 from __future__ import annotations
