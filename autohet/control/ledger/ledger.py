@@ -5,6 +5,7 @@ Holds losses by step, step times, reconfigurations, snapshots and checkpoints.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from autohet.control.ledger.checkpoint_log import CheckpointLog
 from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.failures import FailureCounts
-from autohet.control.ledger.goodput import WARM_STEPS, goodput, usual_step_s
 from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
 from autohet.control.planning.agent_gc import any_order
 from autohet.control.values.actions import CommitCheckpoint
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from autohet.control.values.change import Change, Timing
     from autohet.control.values.observation import Observation
     from autohet.runtime.job import Job
+
+
+WARM_STEPS = 1
+"""First steps of a generation, which pay for what later ones do not."""
 
 
 @dataclass(frozen=True)
@@ -470,20 +474,27 @@ class Ledger:
 
         None where nothing was measured.
         """
-        return usual_step_s(self.step_seconds.get(generation, []))
+        seconds = self.step_seconds.get(generation, [])
+        if not seconds:
+            return None
+        return statistics.median(seconds[WARM_STEPS:] or seconds)
 
     def goodput(self) -> float | None:
-        """Return the goodput of this driver's steps so far; evaluations are no part of the time.
+        """Return the usual time of this driver's steps that count over the time that passed.
 
-        None before the first step.
+        Evaluations are no part of that time. None before the first step.
         """
         if self._began_at is None or self._last_step_at is None:
             return None
         kept = Counter(record.generation for record in self.records.values())
         evaluated_s = sum(record.seconds for record in self.evaluations.values())
         elapsed_s = self._last_step_at - self._began_at - evaluated_s
-        share = goodput(kept, self.step_seconds, elapsed_s)
-        return None if share is None else round(share, 4)
+        useful_s = 0.0
+        for generation, number in kept.items():
+            useful_s += number * (self.measured_step_s(generation) or 0.0)
+        if not useful_s or elapsed_s <= 0:
+            return None
+        return round(min(1.0, useful_s / elapsed_s), 4)
 
 
 def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:
