@@ -4,6 +4,8 @@ goes on.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts, Interrupted
 from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.messages import EvaluationRecord
+from autohet.runtime.parallel.place import Place
 from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.step.row_count import RowsDiffer, hashes_of
 from autohet.runtime.step.step_commit import EvaluationEnded
 from autohet.runtime.step.trainer import StageTrainer
 from autohet.runtime.step.votes import Vote
@@ -127,6 +131,41 @@ def test_a_batch_without_counted_targets_is_a_step() -> None:
     assert (result.tokens, result.loss, result.gradient_norm) == (0, 0.0, 0.0)
     assert trainer.step == 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.state.values())
+
+
+class Misdealt(Place):
+    """A place that takes other rows than the plan says, of equal number and length."""
+
+    def sequences(self, microbatch: int) -> range:
+        rows = super().sequences(microbatch)
+        wrong = {"doubled": 0, "beyond": 4, "shifted": 1}[MISTAKE.get()]
+        if MISTAKE.get() == "doubled":
+            return super().sequences(wrong)
+        return range(rows.start + wrong, rows.stop + wrong)
+
+
+MISTAKE: ContextVar[str] = ContextVar("mistake")
+
+
+@pytest.mark.parametrize("mistake", ["doubled", "beyond", "shifted"])
+def test_a_step_of_other_rows_than_its_batch_has_does_not_happen(mistake: str) -> None:
+    """The number of targets is right: only the positions tell."""
+    trainer, rows = trainer_of(LLAMA)
+    MISTAKE.set(mistake)
+    place = trainer.place
+    trainer.place = Misdealt(**{each.name: getattr(place, each.name) for each in fields(place)})
+    before = copy_of(trainer)
+
+    def any_rows(step: int, sequences: range) -> Any:
+        return rows(step, range(len(sequences)))
+
+    with pytest.raises(RowsDiffer, match="step 0 did not happen"):
+        trainer.train_step(any_rows)
+    assert (trainer.step, trainer.prepared, trainer.last_vote) == (0, None, None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state.items())
+    trainer.place = place
+    trainer.train_step(rows)
+    assert trainer.step == 1
 
 
 def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
@@ -303,3 +342,11 @@ def test_an_evaluation_is_a_plain_loss_and_leaves_no_trace(microbatches: int) ->
         assert torch.equal(evaluated.state[name], tensor), name
     evaluated.voter.request_stop(checkpoint=True)
     assert evaluated.evaluate(held_out) == EvaluationEnded(checkpoint=True)
+
+
+def test_sums_of_row_hashes_tell_batches_apart() -> None:
+    """Wrong: a sum of the positions themselves, which 0 + 3 and 1 + 2 share."""
+    hashes = [hashes_of(number + 1) - hashes_of(number) for number in range(2000)]
+    assert len(set(hashes)) == 2000
+    assert max(hashes) < 2**32
+    assert hashes[0] + hashes[3] != hashes[1] + hashes[2]

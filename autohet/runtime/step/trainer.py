@@ -34,6 +34,7 @@ from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.pacing import Pacer
 from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
+from autohet.runtime.step.row_count import RowCount
 from autohet.runtime.step.stage_parts import StageGroups, StageParts
 from autohet.runtime.step.step_commit import Trainer
 from autohet.runtime.step.votes import Vote
@@ -75,6 +76,8 @@ class StageTrainer(Trainer):
         groups = parts.groups or StageGroups.build(plan, generation.groups, place)
         counts_loss = place.is_last and place.tp_rank == 0
         super().__init__(setup, generation, hooks, groups.world, counts_loss=counts_loss)
+        self._rows = RowCount()
+        self.voter.rows = self._rows
         if scales_gradients(plan, precision):
             self.loss_scale = generation.loss_scale
         self.stage = parts.stage
@@ -148,8 +151,15 @@ class StageTrainer(Trainer):
         self._begin_scaled()
         step = self.step
         self._relative_works = []
+        self._rows.clear()
+
+        def microbatch(m: int) -> Batch:
+            sequences = self.place.sequences(m)
+            self._rows.add(sequences)
+            return batch(step, sequences)
+
         loss, num_targets = self._executor.run(
-            lambda m: batch(step, self.place.sequences(m)),
+            microbatch,
             self._enter,
             before_last_backward=self.gradient_sync.last_backward,
             begins=None if self._begins is None else self._microbatch_begins,
@@ -192,7 +202,13 @@ class StageTrainer(Trainer):
         for m in range(self.place.pipeline.num_microbatches):
             if self.place.sequences(m).start < present:
                 count += 1
-        batch = partial(self._evaluation_part, rows.batch, index)
+        self._rows.clear()
+
+        def batch(m: int) -> Batch:
+            sequences = self.place.sequences(m)
+            self._rows.add(range(sequences.start, min(sequences.stop, present)))
+            return rows.batch(index, sequences)
+
         begins = None
         if rows.isolated:
             begins = partial(self._evaluation_part, rows.begins, index)

@@ -15,6 +15,7 @@ from autohet.runtime.groups import GenerationGroups, Group, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.messages import Rewards, SkipReason
 from autohet.runtime.parallel.preference import PreferenceLoss
+from autohet.runtime.step.row_count import RowCount
 from recovery.peers.replication_rounds import PreservationStatus
 
 
@@ -30,7 +31,8 @@ class Vote:
     replication round is in flight, `replication_failures` those whose part has failed, and
     `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
     shard are not bit-equal (`replica_check`): then the step did not happen. `overflows` is not zero
-    if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale.
+    if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale. `rows`
+    and `row_hashes` count the rows whose losses were computed (`row_count`).
 
     `squared_norm` is that of the gradient of `loss_sum`, the sum (not the mean) of the global
     batch's losses; NaN or infinite if a gradient is.
@@ -50,6 +52,8 @@ class Vote:
     pairs: int = 0
     preferred: int = 0
     reward_margin_sum: float = 0.0
+    rows: int = 0
+    row_hashes: int = 0
 
     @property
     def num_losses(self) -> int:
@@ -132,6 +136,8 @@ class Voter:
     """Returns the worker's contribution to the vote about its copies; None: it has none."""
     preference: PreferenceLoss | None = None
     """Loss of preferences, which counts pairs; None: another objective."""
+    rows: RowCount | None = None
+    """Rows whose losses this worker has computed; None: the plan's workers do not count them."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _checkpoint: threading.Event = field(default_factory=threading.Event)
     _next_checkpoint: threading.Event = field(default_factory=threading.Event)
@@ -185,6 +191,8 @@ class Voter:
         sums = {"checkpoints": self._checkpoint.is_set(), **sums, "stops": self._stop.is_set()}
         if self.counts_loss:
             sums |= {"loss_sum": loss, "tokens": num_targets}
+            if self.rows is not None:
+                sums |= {"rows": self.rows.number, "row_hashes": self.rows.hashes}
             if self.preference is not None:
                 sums |= self.preference.sums
         mine = torch.zeros(len(PLACES), dtype=torch.float64, device=self.device)
