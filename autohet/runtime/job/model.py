@@ -16,10 +16,10 @@ class AdapterSection:
     kind: Literal["lora"] = "lora"
     """Kind of adapter: LoRA."""
     from_: str | None = None
-    """Adapter to go on with, written by `peft` or by an export: a directory, `s3://bucket/prefix`,
-    or a hub id (`org/name@revision`).
+    """Adapter to go on with, which `peft` or an export has written.
 
-    Its rank, alpha and targets are taken; the job's are checked if given.
+    A directory, `s3://bucket/prefix`, or a hub id (`org/name@revision`). Its rank, alpha and
+    targets are taken; the job's are checked if given.
     """
     rank: int | None = None
     """Rank of the update: rows of A and columns of B; null: 16, or that of `from`."""
@@ -33,8 +33,7 @@ class AdapterSection:
     Embedding and head get one if they are named: `[all-linear, embed_tokens, lm_head]`.
     """
     modules_to_save: tuple[str, ...] = ()
-    """Modules whose own weights are trained too, and stored with the adapter: `embed_tokens`,
-    `lm_head`, `input_layernorm`.
+    """Modules whose own weights are trained and stored with the adapter, such as `lm_head`.
 
     A name is the end of modules' paths, as in peft: `norm` is all norms. A tied head is trained
     with `embed_tokens`.

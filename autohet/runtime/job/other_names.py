@@ -3,7 +3,7 @@
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model.pretrained": ("base_model", "model_name_or_path", "model_name", "model_id"),
     "model.revision": ("model_revision", "revision_of_model"),
-    "model.vocabulary_size": ("resize_token_embeddings", "added_tokens", "new_tokens"),
+    "model.vocabulary_size": ("resize_token_embeddings", "resize_vocab"),
     "model.adapter.modules_to_save": ("lora_modules_to_save",),
     "model.adapter": ("peft_config", "lora_config", "use_peft"),
     "model.adapter.rank": ("r", "lora_r", "lora_rank"),

@@ -103,7 +103,8 @@ def _warn_of_frozen_experts(model_type: str) -> None:
     """Log, once per process, what `all-linear` does not adapt."""
     logger.warning(
         "model.adapter.targets is all-linear, but the routed experts of %s are stacks of weights,"
-        " not linear maps: they stay frozen, and attention, dense and shared maps are adapted",
+        " not linear maps: they stay frozen, and attention, dense and shared maps are adapted;"
+        " model.adapter.modules_to_save: [experts] trains them whole",
         model_type,
     )
 

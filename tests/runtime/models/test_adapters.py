@@ -76,6 +76,10 @@ ENDS: dict[str, tuple[str, AdapterSection]] = {
         "gemma2-untied",
         AdapterSection(rank=4, targets=("q_proj", "model.embed_tokens")),
     ),
+    "saved experts": (
+        "qwen3_moe",
+        AdapterSection(rank=3, targets="q_proj", modules_to_save=("mlp.experts", "mlp.gate")),
+    ),
     "positions": (
         "gpt2-untied",
         AdapterSection(rank=3, targets=("c_attn", "lm_head"), modules_to_save=("wpe", "wte")),
@@ -287,6 +291,14 @@ def test_a_config_without_any_dropout_drops_nothing(name: str) -> None:
         drops.append(stage.dropout.drops)
     assert drops == [True, False]
     assert adapter_of(config) != adapter_of(without_any_dropout(config))
+
+
+@pytest.mark.parametrize("target", ["mlp.experts", "gate_up_proj", "experts.down_proj"])
+def test_routed_experts_as_targets_are_refused_by_name(target: str) -> None:
+    adapter = AdapterSection(targets=("q_proj", target))
+    config = adapted_config("mixtral", adapter)
+    with pytest.raises(ConfigError, match="names routed experts"):
+        family_of(config).parameter_specs(config)
 
 
 @pytest.mark.parametrize("target", ["layers.1.self_attn.q_proj", "lm_head"])

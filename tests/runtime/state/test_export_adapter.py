@@ -61,6 +61,10 @@ ENDS = {
         "llama",
         AdapterSection(rank=2, alpha=0.5, targets=("all-linear", "embed_tokens", "lm_head")),
     ),
+    "saved experts": (
+        "qwen3_moe",
+        AdapterSection(rank=2, targets="q_proj", modules_to_save=("experts",)),
+    ),
     "saved map of a mixture": (
         "qwen3_moe",
         AdapterSection(rank=2, targets="q_proj", modules_to_save=("lm_head", "k_norm")),

@@ -45,6 +45,8 @@ ADAPTER = "autohet_adapter"
 ALL_LINEAR = "all-linear"
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
+EXPERT_NAMES = frozenset({"experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj"})
+"""Names under which other tools adapt routed experts."""
 EMBEDDING_A = ".lora_embedding_A"
 EMBEDDING_B = ".lora_embedding_B"
 """Suffixes of an embedding's matrices: A [rank, tokens] and B [hidden size, rank]."""
@@ -179,6 +181,7 @@ def target_paths(adapter: Adapter, layers: str, model: PreTrainedModel) -> list[
     named = [path for path in ends if adapter.names(path)]
     for pattern in adapter.patterns:
         if not any(_matches(pattern, path) for path in [*linear, *named]):
+            _refuse_experts(pattern, prefix, model)
             raise ConfigError(_explain_unmatched(pattern, linear))
 
     found = [path for path in linear if adapter.matches(path)]
@@ -223,6 +226,18 @@ def check_ends(adapter: Adapter, targets: Collection[str], model: PreTrainedMode
                     f"model.adapter.modules_to_save: '{name}' trains {path}, which has an adapter;"
                     " leave one of them out"
                 )
+
+
+def _refuse_experts(pattern: str, prefix: str, model: nn.Module) -> None:
+    """Raise ConfigError if an unmatched target means the routed experts of a block."""
+    stacks = [path for path, weight in model.named_parameters() if weight.dim() == 3]
+    in_blocks = any(path.startswith(prefix) for path in stacks)
+    if in_blocks and _last_component(pattern) in EXPERT_NAMES:
+        raise ConfigError(
+            f"model.adapter.targets: '{pattern}' names routed experts, which are stacks of weights"
+            " without adapters; name attention's maps, and train experts whole by"
+            " model.adapter.modules_to_save: [experts]"
+        )
 
 
 def _explain_unmatched(pattern: str, linear: Collection[str]) -> str:

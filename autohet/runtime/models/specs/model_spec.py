@@ -50,9 +50,10 @@ def model_spec_from_config(
     """
     loaded = read_config(config, revision)
     check_experts(loaded)
-    num_tokens, multiple = rows
-    grow_vocabulary(loaded, num_tokens)
-    loaded.vocab_size = -(-int(loaded.vocab_size) // multiple) * multiple
+    if rows != (None, 1):
+        num_tokens, multiple = rows
+        grow_vocabulary(loaded, num_tokens)
+        loaded.vocab_size = -(-int(loaded.vocab_size) // multiple) * multiple
     module = _build_on_meta(loaded)
     spec = _spec(name, loaded, module, precision)
     spec = _with_windows(spec, loaded)
