@@ -16,7 +16,9 @@ from autohet.cli.outputs import check_output
 from autohet.cli.plan_answers import evaluate_given, first_plan, search_plan
 from autohet.cli.plan_inputs import Session, open_session
 from autohet.cli.plan_options import add_options
+from autohet.control.planning.buying import nodes_of
 from autohet.runtime.facts.planning import PlanningInputs
+from planner.cost.parameters import OURS
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
 from planner.plans.plan import Plan
@@ -63,6 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         code = 0
     else:
         document, chosen, code = search_plan(session)
+        document["launch"] = _launch(session, chosen)
 
     document["framework"] = session.framework
     document["cluster_notes"] = list(session.cluster.notes)
@@ -73,6 +76,23 @@ def _run(args: argparse.Namespace) -> int:
     _write_outputs(session, chosen)
     _print(session, document)
     return code
+
+
+def _launch(session: Session, plan: Plan | None) -> dict[str, Any] | None:
+    """Describe what Ray launches for the plan; None where `autohet train` would ask for nothing.
+
+    Raises:
+        ConfigError: no request names the plan's nodes, so `autohet train` would refuse them.
+    """
+    if plan is None or session.framework != OURS:
+        return None
+    # Ray takes a second to import, which a plan that nobody launches need not wait for.
+    scaling = importlib.import_module("autohet.driver.ray.requests.scaling")
+    best = nodes_of(plan, session.fleet)
+    found: dict[str, Any] | None = scaling.planned_launch(
+        session.job, session.cluster, session.document, best
+    )
+    return found
 
 
 def _training(inputs: PlanningInputs) -> dict[str, Any]:

@@ -62,7 +62,17 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
     notes += _assumption_lines(document)
     for note in notes:
         console.print(Text(note, style="dim"))
+    _print_launch(console, document.get("launch"))
     _print_training(console, document.get("training"))
+
+
+def _print_launch(console: Console, launch: Document | None) -> None:
+    if launch is None:
+        return
+    workers = [f"{number} {name}" for name, number in launch["launched"].items()]
+    launched = ", ".join(workers) or "no worker"
+    cost = f"${launch['usd_per_hour']:.2f} an hour for all nodes with GPUs"
+    console.print(Text(f"Ray launches {launched}: {cost}, by the known prices.", style="dim"))
 
 
 ACTIVATION_MEMORY = {

@@ -3,9 +3,10 @@
 import argparse
 import csv
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from autohet.driver.sources.instance_types import with_described_types
 from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
@@ -22,6 +23,7 @@ from planner.cost.parameters import (
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
+from planner.inputs.documents import read_mapping
 from planner.inputs.fleet import Fleet
 from planner.plans.plan import Plan
 
@@ -46,6 +48,8 @@ class Session:
     calibration: Calibration | None
     given: Sequence[tuple[str, Plan]]
     """Plans of `--evaluate`, with their paths."""
+    document: Mapping[str, Any] = field(default_factory=dict)
+    """The cluster file's document."""
 
     def cost_model(self, plan: Plan | None = None) -> CostModel:
         """Return the model for a plan's own sequence length and model name, else for the job's."""
@@ -73,7 +77,9 @@ def open_session(args: argparse.Namespace) -> Session:
         ConfigError: names what cannot be read or used.
     """
     job = Job.from_yaml(args.job)
-    document = with_described_types(read_cluster_yaml(args.cluster))
+    document = with_described_types(
+        read_mapping(read_cluster_yaml(args.cluster), f"cluster '{args.cluster}'")
+    )
     cluster = cluster_from_document(document, f"cluster '{args.cluster}'")
     inputs = planning_inputs(job, profile=args.profile, links=args.links, zones=cluster.zones)
 
@@ -92,7 +98,9 @@ def open_session(args: argparse.Namespace) -> Session:
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
         parameters = calibration.parameters
-    return Session(args, job, inputs, cluster, fleet, framework, parameters, calibration, given)
+    return Session(
+        args, job, inputs, cluster, fleet, framework, parameters, calibration, given, document
+    )
 
 
 def framework_of(args: argparse.Namespace, job: Job, given: Sequence[Plan]) -> str:

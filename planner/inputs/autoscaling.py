@@ -17,9 +17,9 @@ from planner.inputs.cluster_documents import (
     accelerator_count,
     default_head,
     instance_type_of,
+    named_zones,
     provider_type,
     with_legacy_types,
-    zones_of,
 )
 from planner.inputs.documents import is_integer, read_mapping
 from planner.inputs.fleet import NodeBound, NodeType
@@ -189,7 +189,7 @@ def _autoscaled_type(
             resources["GPU"] = num_gpus
             note = _unstated_gpus(name, num_gpus, provider_type(top)) if least < most else ""
             most = least
-    zones = zones_of(config, top)
+    zones = named_zones(config, top)
     region = (top.get("provider") or {}).get("region") or region_of(min(zones, default=""))
     return AutoscaledType(
         name=name,

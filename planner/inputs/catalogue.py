@@ -109,6 +109,15 @@ def may_have_gpus(instance_type: str) -> bool:
     return _WITHOUT_GPUS.fullmatch(instance_type.removeprefix("ml.")) is None
 
 
+_PARTS_OF_GPUS = re.compile(r"(g6f|gr6f)\.\w+|Standard_NV(6|12|18)ads_A10_v5")
+"""Machines of EC2 and Azure that have a part of a GPU."""
+
+
+def has_part_of_gpu(instance_type: str) -> bool:
+    """Return True for a machine whose GPU is a slice of a card."""
+    return _PARTS_OF_GPUS.fullmatch(instance_type.removeprefix("ml.")) is not None
+
+
 def _read_instance_types(name: str) -> dict[str, InstanceType]:
     return {row["instance_type"]: _parse_row(row) for row in read_rows(name)}
 

@@ -274,18 +274,13 @@ def _node_type(
         return None
     # KubeRay's nodes are pods, several of which may be on one machine.
     pod = config.get(POD, {}) if provider_type(top) == "kuberay" else None
-    made = [
-        node_type_from_labels(
-            name,
-            {**derived, **labels},
-            read_num_gpus(gpus, name),
-            machine,
-            kind.max_nodes,
-            pod=pod,
-        )
-        for machine in config.get(ANY_INSTANCE) or (kind.instance_type,)
-    ]
-    return _least_of(made, config.get(ANY_INSTANCE) or ())
+    facts = {**derived, **labels}
+    num_gpus = read_num_gpus(gpus, name)
+    machines = config.get(ANY_INSTANCE) or (instance,)
+    made = []
+    for machine in machines:
+        made.append(node_type_from_labels(name, facts, num_gpus, machine, kind.max_nodes, pod=pod))
+    return _least_of(made, machines)
 
 
 def _least_of(kinds: Sequence[NodeType], machines: Sequence[str]) -> NodeType:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
-from planner.inputs.kuberay import DERIVED, as_launcher_document, device_name, is_kuberay
+from planner.inputs.kuberay import DERIVED, as_launcher_document, is_kuberay
+from planner.inputs.machines import device_name
 
 LABEL_PREFIX = "autohet.io/"
 LEGACY_HEAD = "ray-legacy-head-node-type"
@@ -271,7 +272,7 @@ def derived_labels(config: Json, top: Json) -> dict[str, str]:
     found = dict(config.get(DERIVED) or {})
     if _is_spot(config):
         found[LABEL_PREFIX + "spot"] = "true"
-    zones = zones_of(config, top)
+    zones = named_zones(config, top)
     if len(zones) == 1:
         # several say only where the node may be
         found[LABEL_PREFIX + "zone"] = min(zones)
@@ -281,7 +282,7 @@ def derived_labels(config: Json, top: Json) -> dict[str, str]:
     return found
 
 
-def zones_of(config: Json, top: Json) -> frozenset[str]:
+def named_zones(config: Json, top: Json) -> frozenset[str]:
     """Return the zones that a node type or its file names; Ray takes several between commas."""
     placement = config.get("Placement") or {}
     provider = top.get("provider") or {}

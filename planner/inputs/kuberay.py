@@ -218,7 +218,7 @@ def _node_type(
     containers = pod.get("containers") or [{}]
     resources = read_mapping(containers[0].get("resources") or {}, f"resources of group '{name}'")
     least, most = num_nodes
-    found = {
+    found: dict[str, Any] = {
         "resources": _shape(group, resources, name, notes),
         "labels": dict(group.get("labels") or {}),
         "min_workers": least,
@@ -256,11 +256,9 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[st
             f"group '{name}' has devices by resource claims ({', '.join(claims)}), of which Ray"
             " knows nothing: give their number as num-gpus in rayStartParams"
         )
-    notes += [
-        f"group '{name}' has slices of a GPU ({key}): they are not planned on"
-        for key in given
-        if key.startswith("nvidia.com/mig-")
-    ]
+    for key in given:
+        if key.startswith("nvidia.com/mig-"):
+            notes.append(f"group '{name}' has slices of a GPU ({key}): they are not planned on")
     cpus = None
     if "CPU" in own:
         cpus = _round_up(own["CPU"], f"CPU of group '{name}'")

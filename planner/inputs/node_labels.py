@@ -8,7 +8,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from planner.errors import ConfigError
-from planner.inputs.catalogue import all_instance_types, find_instance_type
+from planner.inputs.catalogue import (
+    all_instance_types,
+    find_instance_type,
+    has_part_of_gpu,
+)
 from planner.inputs.cluster_documents import LABEL_PREFIX, instance_type_of
 from planner.inputs.documents import is_number, parse_number, read_mapping
 
@@ -148,6 +152,8 @@ def unknown_instance_note(name: str, instance: str | None) -> str:
     """Return why a node type may have GPUs that are not planned on."""
     if instance is None:
         return f"'{name}' names no instance type; GPUs that it has must be said under resources"
+    if has_part_of_gpu(instance):
+        return f"instance type '{instance}' of '{name}' has a part of a GPU: it is not planned on"
     hint = ""
     close = get_close_matches(instance, sorted(all_instance_types()), n=1)
     if close:

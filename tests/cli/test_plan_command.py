@@ -466,3 +466,40 @@ def test_a_given_plan_names_formats_that_its_workers_have(case, capsys):
             seconds[compute] = json.loads(captured.out)["predicted"]["step_time_s"]
     assert "computes bf16, for which its worker t4-0/0 (T4) has no units" in captured.err
     assert seconds["fp16"] < seconds["fp32"]
+
+
+LAUNCHED = """
+cluster_name: c
+max_workers: 4
+provider: {type: aws, region: us-east-1}
+available_node_types:
+  ray.head.default: {node_config: {InstanceType: g5.xlarge}}
+  p4d: {node_config: {InstanceType: p4d.24xlarge}, max_workers: 2}
+  p4de: {node_config: {InstanceType: p4de.24xlarge}, max_workers: 2}
+"""
+
+
+def test_a_plan_says_what_ray_launches_and_refuses_what_train_would(case, capsys):
+    """EC2 calls the GPUs of both machines A100, so Ray cannot be asked for the second alone."""
+    (case / "cluster.yaml").write_text(LAUNCHED)
+    for wish, launched, usd_per_hour in (("{}", {}, 1.006), ("{p4d: 1}", {"p4d": 1}, 22.963642)):
+        (case / "job.yaml").write_text(f"{JOB}elastic: {{request_nodes: {wish}}}\n")
+        assert _run(case, "--json") == 0
+        launch = json.loads(capsys.readouterr().out)["launch"]
+        assert launch["head"] == "ray.head.default"
+        assert launch["launched"] == launched
+        assert launch["usd_per_hour"] == pytest.approx(usd_per_hour)
+    assert _run(case) == 0
+    assert "Ray launches 1 p4d: $22.96 an hour" in " ".join(capsys.readouterr().out.split())
+
+    (case / "job.yaml").write_text(f"{JOB}elastic: {{request_nodes: {{p4de: 2}}}}\n")
+    assert _run(case) == 2
+    assert "where 2 p4de (54.89 $/h) is meant" in capsys.readouterr().err
+    (case / "job.yaml").write_text(f"{JOB}elastic: {{request_nodes: {{p5: 1}}}}\n")
+    assert _run(case) == 2
+    assert "names 'p5'" in capsys.readouterr().err
+    # a part of a file is planned on and launched by nobody
+    (case / "cluster.yaml").write_text(CLUSTER)
+    (case / "job.yaml").write_text(JOB)
+    assert _run(case, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["launch"] is None

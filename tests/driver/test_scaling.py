@@ -3,6 +3,7 @@ wishes.
 """
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,7 +11,8 @@ from ray.autoscaler._private.util import prepare_config
 
 from autohet.control.planning.buying import best_counts, capped, standing_first, with_min_workers
 from autohet.driver.loop.planning import make_planning
-from autohet.driver.ray.requests import scaling
+from autohet.driver.ray.cluster import RayNode
+from autohet.driver.ray.requests import autoscaler, scaling
 from autohet.driver.ray.requests.scaling import (
     check_wish,
     fleet_request,
@@ -160,6 +162,36 @@ def test_an_emulated_fleet_is_not_asked_for():
     cluster = cluster_from_document(document)
     assert not fleet_request(job, cluster, document, None, None).bundles
     assert fleet_request(job, cluster, document, "10.0.0.1:6379", None).bundles
+
+
+def test_an_idle_head_is_not_given_back(monkeypatch):
+    """It may be of a worker's type, and the driver runs there."""
+    drained = []
+    monkeypatch.setattr(autoscaler, "drain", lambda node_id, *_: drained.append(node_id))
+    nodes = {}
+    for name, is_head in (("g5-0", True), ("g5-1", False)):
+        ray_node = RayNode(name, "10.0.0.1", "g5", 1, {}, is_head=is_head)
+        nodes[name] = SimpleNamespace(ray_node=ray_node)
+    requests = autoscaler.RayAutoscaler(SimpleNamespace(nodes=nodes))
+    requests.give_back("g5-0")
+    requests.give_back("g5-1")
+    assert drained == ["g5-1"]
+
+
+def test_a_head_with_gpus_stands_and_is_not_in_what_is_asked_for(aws, monkeypatch, caplog):
+    document, _ = aws
+    gpu_head = {"node_config": {"InstanceType": "g6e.12xlarge"}}
+    types = {**document["available_node_types"], "head": gpu_head}
+    document = {**document, "available_node_types": types}
+    cluster = cluster_from_document(document)
+    assert standing_nodes(cluster, document)["head"] == 1
+    sent = []
+    monkeypatch.setattr(scaling, "request_resources", lambda **request: sent.append(request))
+    request = fleet_request(shortest_job(), cluster, document, None, {"head": 1, "p4d": 1})
+    with caplog.at_level(logging.INFO, "autohet"):
+        request.ask()
+    assert "for 1 p4d: $" in caplog.text
+    assert [bundle["GPU"] for bundle in sent[0]["bundles"]] == [4, 8]
 
 
 def test_the_file_that_the_head_was_started_from(tmp_path, caplog):

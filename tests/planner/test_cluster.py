@@ -408,6 +408,16 @@ def test_types_that_the_catalogue_lacks_are_named_beside_known_ones():
     assert "did you mean p4d.24xlarge?" in cluster.notes[1]
 
 
+@pytest.mark.parametrize("machine", ["g6f.xlarge", "Standard_NV6ads_A10_v5"])
+def test_a_machine_with_a_part_of_a_gpu_is_named_as_one(machine):
+    document = _file({}, part=_type(machine, max_workers=1), g5=_type("g5.xlarge", max_workers=1))
+    found = cluster_from_document(document)
+    assert [kind.name for kind in found.node_types] == ["g5"]
+    assert found.notes == (
+        f"instance type '{machine}' of 'part' has a part of a GPU: it is not planned on",
+    )
+
+
 def test_all_that_a_file_lacks_is_said_at_once():
     unknown = _type("x9.unknown", resources={"GPU": 2})
     document = _file({"max_workers": 9}, one=unknown, two=_type("y9.unknown", resources={"GPU": 1}))

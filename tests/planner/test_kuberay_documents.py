@@ -13,7 +13,8 @@ import yaml
 from planner.errors import ConfigError
 from planner.inputs.cluster import cluster_from_document, cluster_from_yaml
 from planner.inputs.fleet import NodeType
-from planner.inputs.kuberay import as_launcher_document, device_name, quantity
+from planner.inputs.kuberay import as_launcher_document, quantity
+from planner.inputs.machines import device_name
 
 LABELS = {"autohet.io/intra-node-gbps": "128", "autohet.io/inter-node-gbps": "16"}
 

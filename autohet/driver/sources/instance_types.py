@@ -25,12 +25,14 @@ logger = logging.getLogger("autohet")
 ASSUMED_INTRA_NODE_GBPS = 128.0
 """Rate assumed between the GPUs of a node: PCIe 3.0 with 16 lanes, one direction."""
 TIMEOUT_S = 5.0
-Document = TypeVar("Document")
+ClusterDocument = TypeVar("ClusterDocument")
 Describe = Callable[[Sequence[str], str | None], Mapping[str, Mapping[str, Any]]]
 """Asks EC2 for instance types in a region; returns what it says by type, without unknown ones."""
 
 
-def with_described_types(document: Document, describe: Describe | None = None) -> Document:
+def with_described_types(
+    document: ClusterDocument, describe: Describe | None = None
+) -> ClusterDocument:
     """Return a cluster document whose unknown EC2 instance types have the facts that EC2 tells.
 
     A document of another provider, or without such types, is returned as it is. What EC2 does not
