@@ -86,7 +86,7 @@ def test_what_is_asked_for_is_told_with_its_price_and_that_nothing_bounds_it(
     aws, caplog, monkeypatch, parallelism, said
 ):
     document, cluster = aws
-    monkeypatch.setattr(scaling, "request_resources", lambda **request: None)
+    monkeypatch.setattr(scaling, "put_request", lambda *_, wait: None)
     request = fleet_request(
         shortest_job(parallelism=parallelism), cluster, document, None, {"p4d": 1, "g6e": 2}
     )
@@ -145,13 +145,13 @@ def test_a_change_that_no_request_names_leaves_what_was_asked_for(aws, monkeypat
     document, cluster = aws
     document = {**document, "max_workers": 4}
     sent = []
-    monkeypatch.setattr(scaling, "request_resources", lambda **request: sent.append(request))
+    monkeypatch.setattr(scaling, "put_request", lambda bundles, *_, wait: sent.append(bundles))
     request = fleet_request(
         shortest_job(elastic={"request_nodes": {"g5": 2}}), cluster, document, None, None
     )
     request.change({"g5": 3})
     request.change({"g5": 8})
-    assert [len(each["bundles"]) for each in sent] == [3]
+    assert [len(bundles) for bundles in sent] == [3]
     assert request.counts == {"g5": 3}
     assert "max_workers of the cluster file is 4" in caplog.text
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import services, utils
 from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as LocalCluster
 
-from autohet.driver.ray.cluster import NAME_LABEL
+from autohet.driver.ray.cluster import NAME_LABEL, private_session
 from autohet.driver.ray.cluster_file import first_nodes
 from planner.errors import ConfigError
 
@@ -72,9 +72,10 @@ class EmulatedFleet:
             "num_gpus": 0,
             "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
+            "session_name": private_session(),
             **self.head_arguments,
         }
-        with _environment(HEALTH_CHECKS), _groups_of_their_own():
+        with _environment(HEALTH_CHECKS), _groups_of_their_own(), _without_address_file():
             self.cluster = LocalCluster(initialize_head=True, head_node_args=head_arguments)
 
         if counts is None:
@@ -189,6 +190,18 @@ def _groups_of_their_own() -> Iterator[None]:
         yield
     finally:
         module.ConsolePopen = before
+
+
+@contextmanager
+def _without_address_file() -> Iterator[None]:
+    """Keep Ray from naming this cluster to every program here as the one to join."""
+    module: Any = utils
+    before = module.write_ray_address
+    module.write_ray_address = lambda *_: None
+    try:
+        yield
+    finally:
+        module.write_ray_address = before
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from autohet.driver.loop.controller import Controller
 from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.recorder import RecordedPlanning, Recorder
 from autohet.driver.loop.run_directories import run_id
+from autohet.driver.ray.gpu_users import publish_name
 from autohet.driver.ray.requests.scaling import FleetRequest
 from autohet.driver.ray.this_machine import threads_of_a_worker
 from autohet.driver.ray.workers import WorkerSettings
@@ -141,6 +142,7 @@ class JobRun:
             answer.
         """
         self.durable.take_lease()
+        publish_name(self.job.name)
         found = self.durable.load_newest()
         memory = self.controller.memory
         memory.generation = found.ancestry.newest or 0

@@ -33,6 +33,7 @@ from autohet.driver.loop.stop_signals import ignore_signals, stop_on_signals, un
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.requests.scaling import fleet_request
+from autohet.driver.ray.this_machine import gpu_ids, is_this_machine, reserved
 from autohet.driver.report.write import leave_report
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
@@ -234,13 +235,15 @@ def connection(
         "ignore_reinit_error": True,
     }
     if document is not None and is_emulated(document) and address is None:
+        devices = gpu_ids(document) if is_this_machine(document) else []
         fleet = EmulatedFleet(document, lambda name: node_directories(job, name))
-        try:
-            ray.init(address=fleet.start(), **options)
-            yield fleet
-        finally:
-            with ignore_signals():
-                fleet.close()
+        with reserved(devices, job.name):
+            try:
+                ray.init(address=fleet.start(), **options)
+                yield fleet
+            finally:
+                with ignore_signals():
+                    fleet.close()
         return
     if ray.is_initialized() and address is None:
         # A notebook's own connection: it is used, and stays when the run has ended.

@@ -46,7 +46,7 @@ def read_status(address: str | None) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: there is no such cluster.
     """
-    ray_cluster.connect(address)
+    ray_cluster.connect(address, private=True)
     try:
         now = time.time()
         statuses = ray_cluster.read_statuses()

@@ -11,11 +11,13 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray._private import services
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import state as ray_state
@@ -33,6 +35,8 @@ HEAD_RESOURCE = "node:__internal_head__"
 # a node that wants a certain name in plans (emulated fleets, bare machines)
 NAME_LABEL = "autohet-node-name"
 STATUS_KEY = b"autohet:status:"
+PRIVATE_SESSION = "session_autohet_"
+"""Start of the names of sessions that no other run joins."""
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -66,32 +70,71 @@ def quieten() -> None:
     )
 
 
+def private_session() -> str:
+    """Return a new name for the session of a Ray that a run starts for itself."""
+    return f"{PRIVATE_SESSION}{uuid.uuid4().hex[:12]}"
+
+
 def is_named(address: str | None) -> bool:
     """Return true if the user names a cluster."""
     return bool(address or os.environ.get("RAY_ADDRESS"))
 
 
 def runs_here() -> bool:
-    """Return true if this machine belongs to a living Ray cluster."""
+    """Return true if this machine belongs to a living Ray cluster, other than a run's own."""
     try:
-        _reach("auto")
+        _reach(None)
     except (ConnectionError, OSError, ValueError):
         return False
     return True
 
 
-def _reach(address: str) -> str:
+def _reach(address: str | None, *, private: bool = False) -> str:
     """Return the address of the GCS; raise the connection's error if it refuses."""
-    found = canonicalize_bootstrap_address_or_die(address)
+    if is_named(address):
+        found = canonicalize_bootstrap_address_or_die(address or "auto")
+    else:
+        found = _find_here(private)
     host, _, port = found.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     return str(found)
 
 
-def connect(address: str | None, **options: Any) -> None:
+def _find_here(private: bool) -> str:
+    """Return the address of the cluster that this machine belongs to.
+
+    private: where there is none, that of the one Ray that a run has started for itself.
+
+    Raises:
+        ConnectionError: there is none, or several.
+    """
+    shared = set()
+    own = set()
+    for process in services.psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"]
+        if not services._is_raylet_process(command):
+            continue
+        # A process that has set its title has all arguments in one.
+        options = dict(word.partition("=")[::2] for word in " ".join(command).split(" "))
+        session = options.get("--session-name", "")
+        addresses = own if session.startswith(PRIVATE_SESSION) else shared
+        addresses.add(options.get("--gcs-address", ""))
+
+    latest = services.find_bootstrap_address(None)
+    if latest and latest not in own and (latest in shared or not shared):
+        return str(latest)
+    found = shared or (own if private else set())
+    if len(found) != 1:
+        which = ", ".join(sorted(found)) or "none"
+        raise ConnectionError(f"the Ray clusters that run here are {which}")
+    return str(found.pop())
+
+
+def connect(address: str | None, *, private: bool = False, **options: Any) -> None:
     """Connect `ray.init` to a running cluster.
 
-    It is the one at `address`, or at $RAY_ADDRESS, or the one that this machine belongs to.
+    It is the one at `address`, or at $RAY_ADDRESS, or the one that this machine belongs to;
+    `private`: else the one that a run has started here for itself.
 
     Raises:
         ConfigError: there is none. Ray itself would retry for minutes; here a refused connection is
@@ -100,7 +143,7 @@ def connect(address: str | None, **options: Any) -> None:
     where = address or "this machine"
     remedy = "start one, or give --address or an emulated --cluster"
     try:
-        found = _reach(address or "auto")
+        found = _reach(address, private=private)
     except (ConnectionError, OSError, ValueError) as error:
         raise ConfigError(f"no Ray cluster at {where}: {error}; {remedy}") from None
     try:

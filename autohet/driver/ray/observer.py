@@ -17,6 +17,7 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agents.agent_calls import AgentReport, Inventories
 from autohet.driver.ray.agents.agent_commands import AgentCommands
 from autohet.driver.ray.data_watch import DataWatch
+from autohet.driver.ray.gpu_users import gpu_users
 from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.reports.merge_reports import merge_reports
 from autohet.driver.ray.reports.newest_reports import LatestReport, Reports
@@ -34,6 +35,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST, DATA_ROWS
 from autohet.runtime.messages import Phase, WorkerReport
 from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import node_of
 
 logger = logging.getLogger("autohet")
 
@@ -46,6 +48,11 @@ reported by other sources.
 """
 DRAINS_S = 0.5
 """Seconds between two polls of Ray for its drains, of 0.6 ms each."""
+BUSY_S = 5.0
+"""Seconds after which a worker that has not started may wait for its GPU, and between two looks."""
+FREED_S = 20.0
+SLOW_START_S = 60.0
+"""Seconds after which a process that has not started counts as one that waits for its GPU."""
 BEATS = 4
 """Heartbeats per `suspicion_s` of a worker that has no news.
 
@@ -99,6 +106,9 @@ class RayObserver:
         self.agent_commands = AgentCommands(self.timeouts, calls)
         self._data = DataWatch(job)
         self._nodes_read_at = -math.inf
+        self._busy_read_at = -math.inf
+        self._busy_at: dict[str, float] = {}
+        """Time at which each node was last found in others' use."""
         self.tracked = TrackedNodes(job, run_id, cluster)
         self.nodes = self.tracked.in_use
         self.workers: dict[str, Any] = {}
@@ -129,6 +139,7 @@ class RayObserver:
             self._read_nodes(now)
         if self.agent_reports.fresh():
             self._judge_data(now)
+        self._find_busy(now)
         self.find_losses(now)
 
         silent = self._losses.freezes.silent_nodes
@@ -164,7 +175,42 @@ class RayObserver:
             transfers=self.agent_commands.take_handed_over(),
             launches=launches,
             prices=self._prices.of(self.spot_types),
+            busy=dict(self.busy),
         )
+
+    @property
+    def busy(self) -> Mapping[str, str]:
+        """Nodes whose GPUs others use, and who."""
+        return self._losses.busy
+
+    def _find_busy(self, now: float) -> None:
+        """Find the nodes on which workers wait since others use the GPUs.
+
+        A node counts as free once nobody else has used it for FREED_S: a job whose worker has died
+        starts it again within that.
+        """
+        if now - self._busy_read_at < BUSY_S:
+            return
+        self._busy_read_at = now
+        known = self._losses.busy
+        waits_s = dict.fromkeys(known.keys() & self.nodes.keys(), math.inf)
+        for worker, answer in self.worker_reports.answers.items():
+            name = node_of(worker)
+            waited_s = now - answer.asked_at
+            if answer.heard_at is None and name in self.nodes and waited_s >= BUSY_S:
+                waits_s.setdefault(name, waited_s)
+
+        ids = {name: self.nodes[name].ray_node.node_id for name in waits_s}
+        slow = [ids[name] for name, waited_s in waits_s.items() if waited_s >= SLOW_START_S]
+        users = gpu_users(set(ids.values()), slow) if ids else {}
+        busy = {}
+        for name, node_id in ids.items():
+            if node_id in users:
+                busy[name] = users[node_id]
+                self._busy_at[name] = now
+            elif name in known and now - self._busy_at[name] < FREED_S:
+                busy[name] = known[name]
+        self._losses.busy = busy
 
     def _judge_data(self, now: float) -> None:
         """Compare the data of all nodes that have reported, and record the digest they agree on."""

@@ -7,15 +7,20 @@ not matter, since there is no second machine.
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from autohet.runtime.job import Job
 from autohet.runtime.profiling.device_profile import device_gpu_type
+from planner.errors import ConfigError
 from planner.inputs.catalogue import instance_types
 
 NODE_TYPE = "this-machine"
@@ -80,6 +85,47 @@ def launcher_document(gpu_type: str, count: int, memory_bytes: int, cores: int) 
 
 def is_this_machine(document: Mapping[str, Any]) -> bool:
     return bool(document.get("cluster_name") == NODE_TYPE)
+
+
+@contextmanager
+def reserved(devices: Sequence[str], job: str) -> Iterator[None]:
+    """Reserve these GPUs of this machine, by their ids, for the length of the block.
+
+    Runs that each have a Ray of their own would otherwise share GPUs unknowingly. The lock of a
+    process that is killed ends with it.
+
+    Raises:
+        ConfigError: another run has one of them.
+    """
+    with ExitStack() as stack:
+        for device in devices:
+            path = Path(tempfile.gettempdir(), f"autohet-gpu-{device}.lock")
+            if not path.exists():
+                path.touch()
+            # Another user's file can be locked, but not written.
+            is_own = os.access(path, os.W_OK)
+            file = stack.enter_context(path.open("r+" if is_own else "r"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"GPU {device} of this machine is used by {file.read().strip()}; wait for its"
+                    " end, or give each run GPUs of its own by CUDA_VISIBLE_DEVICES"
+                ) from None
+            if is_own:
+                file.truncate(0)
+                file.write(f"job '{job}' (process {os.getpid()})\n")
+                file.flush()
+        yield
+
+
+def gpu_ids(document: Mapping[str, Any]) -> list[str]:
+    """Return the ids of the GPUs that this machine's document is of; empty on its CPU."""
+    labels = document["available_node_types"][NODE_TYPE]["labels"]
+    if labels["autohet.io/gpu-type"] == "CPU":
+        return []
+    indices = range(torch.cuda.device_count())
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
 
 
 def threads_of_a_worker(job: Job, emulated: Mapping[str, Any] | None) -> int:

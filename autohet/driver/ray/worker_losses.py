@@ -12,6 +12,7 @@ from autohet.driver.ray.recent_failures import RecentFailures
 from autohet.driver.ray.reports.newest_reports import LatestReport, Reports
 from autohet.driver.ray.reports.silence import FreezeDetector, Heard
 from autohet.runtime.job.elastic import Timeouts
+from planner.inputs.fleet import node_of
 
 MAX_WORKER_STARTS = 3
 """Starts of a worker that dies each time before its first word."""
@@ -25,6 +26,8 @@ class WorkerLosses:
 
     def __init__(self, timeouts: Timeouts, calls: AgentCalls, reports: Reports) -> None:
         self.by_worker: dict[str, Loss] = {}
+        self.busy: Mapping[str, str] = {}
+        """Nodes whose GPUs others use, and who: workers there wait for Ray to start them."""
         self.freezes = FreezeDetector(timeouts, calls)
         self._timeouts = timeouts
         self._reports = reports
@@ -48,6 +51,8 @@ class WorkerLosses:
     def _check(self, worker: str, answer: LatestReport, now: float) -> None:
         """Lose a worker that has died, or has been silent for too long."""
         never_heard = answer.heard_at is None
+        if never_heard and answer.error is None and node_of(worker) in self.busy:
+            return
         if answer.error is not None:
             if never_heard:
                 self._failed_starts.add(worker, now)

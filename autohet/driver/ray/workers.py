@@ -40,6 +40,10 @@ class RayWorkers:
             tracked = observer.nodes.get(node_of(worker))
             if tracked is None:
                 continue
+            if tracked.view.node.name in observer.busy:
+                # In Ray's queue it would take the GPU of another job's worker that dies.
+                self.dismiss([worker])
+                continue
             if worker in observer.workers:
                 loss = observer.losses.get(worker)
                 if loss is None or now - loss.seen_at < observer.timeouts.heartbeat_s:

@@ -1,7 +1,7 @@
 """Standing request for whole nodes to Ray's autoscaler, which brings replacements too.
 
-Workers and agents reserve no resources, so without this request Ray sees no demand and starts no
-node beyond `min_workers`. The request is for the nodes of the best plan of the largest fleet: a
+Workers wait for nodes that are there, so without this request Ray sees no demand and starts no node
+beyond `min_workers`. The request is for the nodes of the best plan of the largest fleet: a
 node that no plan would use is not bought. It names shapes of whole nodes, and it is sent only after
 Ray's own scheduler has launched exactly those nodes for it (`node_requests`).
 """
@@ -16,12 +16,12 @@ from typing import Any
 
 import ray
 import yaml
-from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import RayError
 
 from autohet.control.planning.buying import Market, completed, may_exist, usd_per_hour
 from autohet.driver.ray.cluster_file import is_emulated
+from autohet.driver.ray.requests.broker import put_request
 from autohet.driver.ray.requests.node_requests import NodeRequest, node_request
 from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job
@@ -127,10 +127,9 @@ def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, i
 class FleetRequest:
     """Standing request of one job; `withdraw` ends it.
 
-    The autoscaler then takes idle nodes down after its own time-out. A Ray cluster has one such
-    request: two jobs with requests of their own on one cluster overwrite each other's. counts:
-    nodes by type; hint: text appended to the log message. ConfigError if no request names these
-    nodes.
+    The autoscaler then takes idle nodes down after its own time-out. The broker adds the requests
+    of all jobs on a cluster. counts: nodes by type; hint: text appended to the log message.
+    ConfigError if no request names these nodes.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class FleetRequest:
             usd_per_hour(asked, self.cluster),
             self.hint,
         )
-        self._send()
+        self._send(wait=True)
 
     def change(self, counts: Mapping[str, int]) -> None:
         """Request these counts from now on; keep the old request if no request names them."""
@@ -204,18 +203,14 @@ class FleetRequest:
         self.counts = dict(counts)
         self._send()
 
-    def _send(self) -> None:
-        bundles = [dict(each) for each in self.bundles]
-        # Only version 2 of the autoscaler knows selectors.
-        selectors = None
-        if self._request.labelled:
-            selectors = [dict(each) for each in self.selectors]
-        request_resources(bundles=bundles, bundle_label_selectors=selectors)
+    def _send(self, *, wait: bool = False) -> None:
+        selectors = self.selectors or [{}] * len(self.bundles)
+        put_request(self.bundles, selectors, wait=wait)
 
     def withdraw(self) -> None:
         try:
             if self.bundles:
-                request_resources(bundles=[])
+                put_request((), ())
         except (RayError, RuntimeError) as error:
             logger.warning("the request for nodes was not withdrawn: %s", error)
 
