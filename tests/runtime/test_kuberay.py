@@ -12,13 +12,16 @@ import secrets
 import subprocess
 import sys
 import tempfile
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from ray.autoscaler._private.kuberay import node_provider
 
+from autohet.driver.ray.cluster_file import read_document
 from autohet.driver.ray.requests.node_requests import node_request
 from planner.errors import ConfigError
 from planner.inputs.cluster import cluster_from_document, cluster_from_yaml
@@ -482,3 +485,42 @@ def test_a_network_policy_closes_the_pods_of_the_shipped_cluster() -> None:
     assert dashboard["ports"] == [{"protocol": "TCP", "port": 8265}]
     submitter = load(JOB)["spec"]["submitterPodTemplate"]["metadata"]["labels"]
     assert {"podSelector": {"matchLabels": submitter}} in dashboard["from"]
+
+
+def test_a_job_plans_by_the_cluster_that_was_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Kubernetes answers has more than the file: its status, and who set what. Its groups are
+    those of today, not of the image's copy.
+    """
+    applied = load(CLUSTER)
+    applied["metadata"] |= {"uid": "u", "managedFields": [{}], "resourceVersion": "1"}
+    applied["status"] = {"state": "ready"}
+    applied["spec"]["workerGroupSpecs"][1]["maxReplicas"] = 3
+    asked = []
+
+    def get(self: Any, path: str) -> dict[str, Any]:
+        asked.append((self._namespace, path))
+        return applied
+
+    monkeypatch.setattr(node_provider.KubernetesHttpApiClient, "get", get)
+    started: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda program, words: started.extend(words))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    entrypoint = load(JOB)["spec"]["entrypoint"]
+    assert not re.search(r"[&;|<>\"'$]", entrypoint), "KubeRay's submitter is a shell"
+    _, script, *arguments = entrypoint.split()
+    path = ROOT / Path(script).relative_to("/opt/autohet")
+    train: Any = SourceFileLoader("kuberay_train", str(path)).load_module()
+    train.NAMESPACE = tmp_path / "namespace"
+    train.NAMESPACE.write_text("team")
+    train.main(arguments)
+    assert asked == [("team", f"rayclusters/{load(CLUSTER)['metadata']['name']}")]
+    assert (started[:3], started[4:]) == (["autohet", "train", "--cluster"], arguments[1:])
+    kinds = {kind.name: kind.max_nodes for kind in planned(Path(started[3])).node_types}
+    assert kinds == {"p4d": 2, "g6e": 3, "g5": 8, "g5-floor": 1}
+
+
+def planned(path: Path) -> Any:
+    """Return the cluster as `autohet train --cluster` reads it."""
+    return cluster_from_document(read_document(path))

@@ -332,7 +332,7 @@ class RayObserver:
 
 def _watched_node(name: str, node: ray_cluster.RayNode, answer: LatestReport | None) -> WatchedNode:
     report: AgentReport | None = None if answer is None else answer.value
-    aliases = (node.node_id, node.address, node.host_name)
+    aliases: tuple[str, ...] = (node.node_id, node.address, node.host_name)
     if answer is None or report is None or answer.told_at is None:
         return WatchedNode(name, node.node_id, aliases=aliases)
     instance = None

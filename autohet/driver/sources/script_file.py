@@ -174,7 +174,7 @@ class Line:
 def nodes_by_name(nodes: Sequence[WatchedNode]) -> dict[str, str]:
     """Return Ray's id of each node by every name that is its alone."""
     counts = Counter(alias for node in nodes for alias in {*node.aliases})
-    by_name = {}
+    by_name: dict[str, str] = {}
     for node in nodes:
         by_name |= {alias: node.ray_id for alias in node.aliases if alias and counts[alias] == 1}
     # The name in plans comes last: no address of another machine hides it.
