@@ -9,6 +9,7 @@ later requests for that region. Data and checkpoints both read through this modu
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import threading
@@ -21,6 +22,7 @@ import boto3
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, InvalidConfigError
+from botocore.loaders import create_loader
 
 from recovery.storage.protocol import StorageOptions
 
@@ -129,7 +131,7 @@ class S3Client:
             request.headers["Content-MD5"] = b64encode(digest).decode()
 
     def _make(self) -> Any:
-        core = botocore.session.Session()
+        core = make_session()
         timeout_s = self._options.request_timeout_s
         config = Config(
             max_pool_connections=2 * self._options.concurrency,
@@ -153,13 +155,33 @@ class S3Client:
         return client
 
 
+@functools.cache
+def _descriptions(data_path: str | None) -> dict[Any, Any]:
+    """Return the parsed service descriptions on this path, which all sessions of a process share.
+
+    botocore parses them anew for each session, which is most of what a client's start costs.
+    """
+    return {}
+
+
+def make_session() -> botocore.session.Session:
+    """Make a session, which reads configuration and credentials anew."""
+    core = botocore.session.Session()
+    data_path = core.get_config_variable("data_path")
+    loader = create_loader(data_path)
+    # botocore's own argument for a cache is without effect.
+    loader._cache = _descriptions(data_path)  # type: ignore[attr-defined]
+    core.register_component("data_loader", loader)
+    return core
+
+
 def make_client(core: botocore.session.Session | None = None, config: Config | None = None) -> Any:
     """Make boto3's S3 client from the standard chain, `config` on top of it.
 
     Raises:
         BotoCoreError: the configuration cannot be used.
     """
-    session = boto3.session.Session(botocore_session=core or botocore.session.Session())
+    session = boto3.session.Session(botocore_session=core or make_session())
     region = session.region_name or DEFAULT_REGION
     try:
         return session.client("s3", config=config, region_name=region)

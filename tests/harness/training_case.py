@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,7 +96,6 @@ class Seat:
     borrowed: BorrowedState | None = None
     """The state, from one update to the next: a snapshot may be reading it."""
 
-    raised_at: float = 0.0
     blocked: Any = None
 
 
@@ -240,13 +238,10 @@ def train(case: Case, steps: int) -> list[tuple[float, float]]:
     """Train; losses and gradient norms by step. Nothing may write to the state but the updates."""
     assert SEAT.trainer is not None
     results = []
-    try:
-        for _ in range(steps):
-            SEAT.borrowed = BorrowedState(SEAT.trainer.state)
-            result = SEAT.trainer.train_step(rows_of(case))
-            results.append((result.loss, result.gradient_norm))
-    finally:
-        SEAT.raised_at = time.monotonic()
+    for _ in range(steps):
+        SEAT.borrowed = BorrowedState(SEAT.trainer.state)
+        result = SEAT.trainer.train_step(rows_of(case))
+        results.append((result.loss, result.gradient_norm))
     return results
 
 
@@ -382,18 +377,10 @@ def _hook(phase: str, step: int) -> None:
         wait_until(lambda: _HOLD["phase"] != phase, f"the release from {phase}")
 
 
-def interrupt() -> float:
-    """Interrupt the trainer's generation from another thread; returns the time at which that
-    began.
-    """
-    begun = time.monotonic()
+def interrupt() -> None:
+    """Interrupt the trainer's generation from another thread."""
     assert SEAT.groups is not None
     SEAT.groups.interrupt()
-    return begun
-
-
-def raised_at() -> float:
-    return SEAT.raised_at
 
 
 def progress() -> tuple[int, int | None, Any, str]:

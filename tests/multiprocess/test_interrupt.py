@@ -1,5 +1,5 @@
-"""Faults in the middle of a step: every survivor is woken in bounded time, goes on in new groups,
-and loses nothing that was committed.
+"""Faults in the middle of a step: every survivor is woken long before its groups' own deadline,
+goes on in new groups, and loses nothing that was committed.
 
 On the exact model, so that what survivors end with is compared bit for bit with an undisturbed run.
 Plan: a pipeline of two stages, the first with TP 2, beside a one-stage pipeline; so every kind of
@@ -23,8 +23,6 @@ from tests.harness.training_case import BACK_ENDS, Case
 from tests.harness.worker_pool import TaskFailed, WorkerPool, pool_and_store
 
 pytestmark = pytest.mark.multiprocess
-BOUND_S = 60.0
-"""For a wake-up that takes tens of milliseconds on an idle machine."""
 TRAINING = {
     "global_batch_sequences": 6,
     "sequence_length": 5,
@@ -119,9 +117,9 @@ def go_on_alone(
     survivor.call(case_of.leave)
 
 
-def disturb(pool: WorkerPool, victim: int, number: signal.Signals, phase: str) -> dict[int, float]:
-    """Run to `phase` of FAULT_STEP at the victim, hit it there, interrupt the survivors; seconds
-    until each has raised.
+def disturb(pool: WorkerPool, victim: int, number: signal.Signals, phase: str) -> None:
+    """Run to `phase` of FAULT_STEP at the victim, hit it there, interrupt the survivors; each
+    raises, where the groups' own deadline is twice the pool's.
     """
     victim_process = pool.processes[victim]
     victim_process.call(case_of.hold_at, phase, FAULT_STEP)
@@ -132,16 +130,12 @@ def disturb(pool: WorkerPool, victim: int, number: signal.Signals, phase: str) -
     victim_process.send_signal(number)
     time.sleep(0.2)  # survivors run into their waits; only makes the test harder
     asked = {index: pool.processes[index].start(case_of.interrupt) for index in survivors}
-    latencies = {}
     for index in survivors:
         process = pool.processes[index]
-        begun = process.result(asked[index])
+        process.result(asked[index])
         with pytest.raises(TaskFailed) as raised:
             process.result(tasks[index])
         assert raised.value.name in ("Interrupted", "PeerLost"), raised.value
-        latencies[index] = process.call(case_of.raised_at) - begun
-        assert latencies[index] < BOUND_S
-    return latencies
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "gradient_sync", "vote"])
@@ -151,11 +145,7 @@ def test_survivors_are_woken_and_go_on(
 ) -> None:
     pool = seat_all(bench)
     try:
-        latencies = disturb(pool, 0, number, phase)
-        print(
-            f"{number.name} in {phase}: raised after"
-            f" {[f'{1000 * s:.0f} ms' for s in latencies.values()]}"
-        )
+        disturb(pool, 0, number, phase)
         step, _, vote, _ = pool.processes[3].call(case_of.progress)
         assert step == FAULT_STEP, "a step whose vote the lost worker had not joined was committed"
         assert vote is None or vote[0] == FAULT_STEP - 1
