@@ -135,7 +135,9 @@ def test_a_worker_goes_on_with_an_adapter_that_peft_wrote(
     settings = LoraConfig(
         r=3, task_type="CAUSAL_LM", target_modules=["v_proj"], modules_to_save=["lm_head"]
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(job.model.pretrained), settings)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(str(job.model.pretrained)), settings
+    )
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.requires_grad:
@@ -154,8 +156,8 @@ def test_a_worker_goes_on_with_an_adapter_that_peft_wrote(
     assert job.data is not None
     dataset = prepare_dataset(job.data, job.training.sequence_length)
     rows = Batches(dataset, job.training.seed, job.training.global_batch_sequences, CPU)
-    stock = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(job.model.pretrained),
+    stock: Any = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(str(job.model.pretrained)),
         tmp_path / "adapter",
         is_trainable=True,
     )

@@ -408,12 +408,14 @@ class AdaptedEmbedding(VocabularyEmbedding):
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let the model compute as its base, without the updates of its adapters."""
-    kinds = AdaptedLinear | AdaptedEmbedding
-    adapted = [module for module in model.modules() if isinstance(module, kinds)]
-    for module in adapted:
-        module.is_on = False
+    adapted: list[AdaptedLinear | AdaptedEmbedding] = []
+    for module in model.modules():
+        if isinstance(module, AdaptedLinear | AdaptedEmbedding):
+            adapted.append(module)
+    for each in adapted:
+        each.is_on = False
     try:
         yield
     finally:
-        for module in adapted:
-            module.is_on = True
+        for each in adapted:
+            each.is_on = True
