@@ -276,9 +276,9 @@ def _node_type(
     pod = config.get(POD, {}) if provider_type(top) == "kuberay" else None
     facts = {**derived, **labels}
     num_gpus = read_num_gpus(gpus, name)
-    machines = config.get(ANY_INSTANCE) or (instance,)
+    machines = config.get(ANY_INSTANCE) or ()
     made = []
-    for machine in machines:
+    for machine in machines or (instance,):
         made.append(node_type_from_labels(name, facts, num_gpus, machine, kind.max_nodes, pod=pod))
     return _least_of(made, machines)
 
