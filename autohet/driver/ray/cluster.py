@@ -108,8 +108,8 @@ def _find_here(private: bool) -> str:
     Raises:
         ConnectionError: there is none, or several.
     """
-    shared = set()
-    own = set()
+    shared: set[str] = set()
+    own: set[str] = set()
     for process in services.psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"]
         if not services._is_raylet_process(command):

@@ -68,10 +68,11 @@ class Requests:
 
 def send_to_autoscaler(nodes: list[Any]) -> None:
     """Request these (bundle, label selector) of Ray's autoscaler."""
+    bundles = [bundle for bundle, _ in nodes]
     selectors = [selector for _, selector in nodes]
     # Only version 2 of the autoscaler knows selectors.
-    labelled = {"bundle_label_selectors": selectors} if any(selectors) else {}
-    request_resources(bundles=[bundle for bundle, _ in nodes], **labelled)
+    labelled = selectors if any(selectors) else None
+    request_resources(bundles=bundles, bundle_label_selectors=labelled)
 
 
 def living_jobs() -> set[str]:
@@ -79,7 +80,7 @@ def living_jobs() -> set[str]:
     return {job["JobID"] for job in ray_state.job_table() if not job["IsDead"]}
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)  # type: ignore[call-overload]
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
 class RequestBroker:
     """Actor that holds the requests; it outlives the jobs."""
 
