@@ -24,11 +24,11 @@ def run_script(name: str, main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except (BotoCoreError, ClientError, OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        print(f"{name}: {describe(error)}", file=sys.stderr)
+        print(f"{name}: {describe_error(error)}", file=sys.stderr)
         return 1
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return what happened and what to do, on one line."""
     text = " ".join(str(error).split())[:300]
     match error:

@@ -16,9 +16,9 @@ from typing import Any
 from autohet.runtime.process.metadata_server import (
     LINK_LOCAL,
     TIMEOUT_S,
-    Answer,
     InstanceFacts,
     InstanceNotice,
+    MetadataAnswer,
     MetadataServer,
     MetadataUnavailable,
     unix_time,
@@ -95,7 +95,7 @@ class AzureMetadata:
         body = json.dumps({"StartRequests": [{"EventId": event_id}]}).encode()
         self._request("POST", EVENTS, body)
 
-    def _notice(self, event: Any, answer: Answer) -> InstanceNotice | None:
+    def _notice(self, event: Any, answer: MetadataAnswer) -> InstanceNotice | None:
         """Return the notice of an event; None if it is another machine's, or over."""
         if not isinstance(event, Mapping) or not isinstance(event.get("Resources"), list):
             raise MetadataUnavailable(f"{EVENTS} holds {str(event)[:80]!r}, which is no event")
@@ -120,7 +120,7 @@ class AzureMetadata:
 
     def _request(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None
-    ) -> Answer:
+    ) -> MetadataAnswer:
         answer = self._server.request(method, path, {"Metadata": "true"}, body, timeout_s)
         if answer.status != 200:
             raise MetadataUnavailable(f"Azure's metadata service answered {answer.status}")

@@ -17,9 +17,9 @@ from typing import Any
 from autohet.runtime.process.metadata_server import (
     LINK_LOCAL,
     TIMEOUT_S,
-    Answer,
     InstanceFacts,
     InstanceNotice,
+    MetadataAnswer,
     MetadataServer,
     MetadataUnavailable,
     unix_time,
@@ -140,7 +140,7 @@ class GoogleMetadata:
             raise MetadataUnavailable(f"Google's metadata server answered {status} for {key}")
         return answer.text
 
-    def _get(self, key: str) -> Answer | None:
+    def _get(self, key: str) -> MetadataAnswer | None:
         """Return the answer for a key of the instance; None for 404."""
         if os.environ.get(DISABLED_VARIABLE, "").lower() == "true":
             raise MetadataUnavailable(f"{DISABLED_VARIABLE} is set")

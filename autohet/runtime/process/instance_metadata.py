@@ -16,9 +16,9 @@ from contextlib import suppress
 from autohet.runtime.process.metadata_server import (
     LINK_LOCAL,
     TIMEOUT_S,
-    Answer,
     InstanceFacts,
     InstanceNotice,
+    MetadataAnswer,
     MetadataServer,
     MetadataUnavailable,
     unix_time,
@@ -115,13 +115,13 @@ class InstanceMetadata:
             raise MetadataUnavailable(f"the metadata service knows no {path}")
         return answer.text
 
-    def _document(self, path: str) -> tuple[Mapping[str, object], Answer] | None:
+    def _document(self, path: str) -> tuple[Mapping[str, object], MetadataAnswer] | None:
         answer = self._get(path)
         if answer is None:
             return None
         return answer.document(path), answer
 
-    def _get(self, path: str) -> Answer | None:
+    def _get(self, path: str) -> MetadataAnswer | None:
         """Return the answer for `path`; None for 404. A refused token is renewed once."""
         answer = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
         if answer.status == 401:
@@ -148,7 +148,7 @@ class InstanceMetadata:
             self._token_until = time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S
         return self._token
 
-    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
+    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> MetadataAnswer:
         if os.environ.get(DISABLED_VARIABLE, "").lower() == "true":
             raise MetadataUnavailable(f"{DISABLED_VARIABLE} is set")
         return self._server.request(method, path, headers)

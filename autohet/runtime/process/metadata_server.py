@@ -91,7 +91,7 @@ class CloudMetadata(Protocol):
 
 
 @dataclass(frozen=True)
-class Answer:
+class MetadataAnswer:
     """Answer of the service, with the clocks of both sides.
 
     `asked_at`: monotonic time before the request was sent. `date_unix_s`: the service's clock at
@@ -151,7 +151,7 @@ class MetadataServer:
         headers: Mapping[str, str],
         body: bytes | None = None,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> MetadataAnswer:
         """Send a request without any proxy of the environment."""
         timeout = timeout_s or self._timeout_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
@@ -162,7 +162,7 @@ class MetadataServer:
             text = response.read(MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
             found = {name.lower(): value for name, value in response.getheaders()}
             date = _service_time(found.get("date"))
-            return Answer(response.status, text, asked_at, date, found)
+            return MetadataAnswer(response.status, text, asked_at, date, found)
         except (OSError, http.client.HTTPException) as error:
             raise MetadataUnavailable(
                 f"no metadata service at {self._host}:{self._port}: {type(error).__name__}: {error}"
