@@ -109,6 +109,15 @@ def test_a_job_that_has_to_stand_for_a_move_wants_more_for_it() -> None:
     assert chosen(replace(free, bound=5.0), {"big": 1}, 3.0) == {"small": 2}
 
 
+def test_what_trains_is_not_given_up_for_nodes_that_were_refused() -> None:
+    """Wrong: a running fleet that goes each time a refused type is tried again."""
+    usd = {"big": 2.0, "small": 0.9, "floor": 9.0}
+    terms = terms_at(usd, bound=4.2, horizon_s=1e5)
+    assert chosen(terms, {"small": 1}, 0.9) == {"big": 2}
+    doubtful = replace(terms, doubtful=frozenset({"big"}))
+    assert chosen(doubtful, {"small": 1}, 0.9) == {"big": 1, "small": 2}
+
+
 def test_nodes_that_stand_are_paid_for_and_used() -> None:
     usd = {"big": 4.0, "small": 0.1, "floor": 2.0}
     terms = terms_at(usd, standing={"floor": 1}, objective="cost", bound=2.0)
