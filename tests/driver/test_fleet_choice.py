@@ -45,7 +45,7 @@ def terms_at(
         replace(KIND, name=name, usd_per_hour=prices[name], spot=name != "floor", max_nodes=2)
         for name in NAMES
     )
-    market = Market(Cluster("", kinds), dict.fromkeys(NAMES, 0) | (standing or {}), {})
+    market = Market(Cluster("", kinds), {name: (standing or {}).get(name, 0) for name in NAMES}, {})
     return Terms(market, most=most or {}, **wishes)  # type: ignore[arg-type]
 
 
