@@ -226,6 +226,12 @@ def _use(result: dict[str, Any], use: str) -> str:
     return f"{dollars[use]:,.2f}"
 
 
+def _number(result: dict[str, Any], name: str) -> str:
+    """Return a number that only runs of jobs that decide by price have."""
+    value = result.get(name)
+    return "-" if value is None else f"{value:.2f}"
+
+
 def _usd_per_million(result: dict[str, Any]) -> str:
     usd = result["usd_per_million_tokens"]
     if usd is None:
@@ -252,5 +258,7 @@ PAID: Columns = (
     ("for data between zones", lambda r: _use(r, "between_zones")),
     ("for requests to S3", lambda r: _use(r, "s3_requests")),
     ("dollars a million tokens", _usd_per_million),
+    ("  over the best fleet at each moment", lambda r: _number(r, "usd_per_token_over_hindsight")),
+    ("longest time beyond the bound, s", lambda r: _number(r, "longest_beyond_bound_s")),
 )
 TABLES = (TRAINED, CHANGED, PAID)

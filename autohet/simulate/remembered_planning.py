@@ -12,10 +12,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Generic
 
-from autohet.control.planning.proposals import PendingSearch, PlanProposal
+from autohet.control.planning.proposals import (
+    Pending,
+    PendingSearch,
+    Planner,
+    PlanProposal,
+    Q,
+    T,
+)
 from autohet.driver.loop.planning import Planning
 from autohet.runtime.facts.planning import PlanningInputs
 from autohet.simulate.costs import SMALL_FLEET_GPUS, Costs
@@ -23,10 +32,12 @@ from planner.answers.replan import MigrationCost, align, holders_of, replan
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
+from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import Fleet, Node, node_of
 from planner.plans.plan import Plan, Stage
 from planner.search.problem.request import Request
 from planner.strategies import plan_with
+from planner.strategies.speeds import FleetSpeeds
 
 PricedKind = tuple[str, float, float | None]
 """Node type's name, slowdown, and, for a job that decides by price, dollars an hour."""
@@ -68,6 +79,8 @@ class SearchCache:
     """Symmetric plan of each (node type, number of nodes)."""
     speed: dict[PricedKind, float] = field(default_factory=dict)
     """Blocks a second of one node of each type alone."""
+    speeds: dict[tuple[object, ...], FleetSpeeds] = field(default_factory=dict)
+    """Step times of the fleets of a cluster, by its node types and the fleets asked for by name."""
     cost: CostModel | None = None
     """Cost model of the fleet with the most node types so far."""
     num_searches: int = 0
@@ -195,6 +208,20 @@ class RememberedPlanning(Planning):
         self._wake(ready_at)
         return _Later(self, fleet, current, ready_at)
 
+    def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
+        """Same as `Planning.consider`; its result is available after a whole search's time."""
+        ready_at = self.clock() + self.costs.whole_search_s
+        self._wake(ready_at)
+        return _LaterWork(self, work, question, ready_at)
+
+    def fleet_speeds(self, cluster: Cluster, also: Sequence[Mapping[str, int]]) -> FleetSpeeds:
+        """Same as `Planning.fleet_speeds`, asked for once."""
+        names = tuple(kind.name for kind in cluster.node_types)
+        key = (names, tuple(tuple(sorted(counts.items())) for counts in also))
+        if key not in self.memory.speeds:
+            self.memory.speeds[key] = super().fleet_speeds(cluster, also)
+        return self.memory.speeds[key]
+
     def answer(
         self,
         fleet: Fleet,
@@ -242,7 +269,9 @@ class RememberedPlanning(Planning):
 
         # The nodes' types differ with every change of price; their kinds only where it matters.
         kinds = tuple((node.name, self.kind_of(node)) for node in counted.nodes)
-        key = (kinds, plan, redundant, thorough)
+        # The bound differs where a part of the job's own pays for nodes that stand anyway.
+        bound = self.job.parallelism.max_usd_per_hour
+        key = (kinds, plan, redundant, thorough, bound)
         if key not in self.memory.answers:
             begun = time.process_time()
             try:
@@ -413,6 +442,27 @@ def _text_of(kind: PricedKind) -> str:
     if usd_per_hour is None:
         return f"{name}@{slowdown:g}"
     return f"{name}@{slowdown:g}@{usd_per_hour!r}"
+
+
+class _LaterWork(Generic[Q, T]):
+    """Answer of `work` to a question, available at `ready_at`."""
+
+    def __init__(
+        self,
+        planning: RememberedPlanning,
+        work: Callable[[Planner, Q], T],
+        question: Q,
+        ready_at: float,
+    ) -> None:
+        self._planning = planning
+        self._answer = partial(work, planning, question)
+        self._ready_at = ready_at
+
+    def result(self) -> T | None:
+        return None if self._planning.clock() < self._ready_at else self._answer()
+
+    def drop(self) -> None:
+        """Drop the work: no-op, since nothing runs in the background."""
 
 
 class _Later:

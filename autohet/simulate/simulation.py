@@ -11,8 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autohet.control.job_state import Training
+from autohet.control.planning.buyer import Buyer
+from autohet.control.planning.buying import Market, best_counts, completed
+from autohet.control.planning.fleet_choice import Terms
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.outlook import MOST_S
+from autohet.control.planning.price_follower import decides_by_price
 from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.controller import Controller
 from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
@@ -27,6 +31,7 @@ from autohet.simulate.baselines import (
     paid_usd,
 )
 from autohet.simulate.costs import Costs
+from autohet.simulate.dollars.hindsight import best_usd_per_step, longest_beyond_s
 from autohet.simulate.dollars.price_file import RecordedPrices
 from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.dollars.spending import usd_document, zone_bill
@@ -245,9 +250,55 @@ class TraceSimulation:
         orders = OrderBuilder(job, layouts, zones=scenario.cluster.zones)
         controller = Controller(job, workforce, planning, orders, EventLog(None))
         workforce.workers.checkpoint_pace = controller.memory.checkpoint_pace
+        if decides_by_price(job) and job.elastic.request_nodes is None:
+            market = self._market(trace)
+            workforce.machines.request(market.counts)
+            controller.memory.buyer = Buyer(job, planning, market)
         self._run_controller(controller, workforce, progress)
         workforce.machines.bill.settle(workforce.now)
-        return self._autohet_document(controller, workforce)
+        document = self._autohet_document(controller, workforce)
+        if decides_by_price(job):
+            document |= self._price_document(planning, trace, document)
+        return document
+
+    def _price_document(
+        self,
+        planning: RememberedPlanning,
+        trace: Sequence[TraceEvent],
+        document: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return how a run kept the job's bound, and its dollars beside the best in hindsight."""
+        end_s = self.scenario.end_s
+        bound = self.job.parallelism.max_usd_per_hour
+        beyond_s = None
+        if bound is not None:
+            beyond_s = longest_beyond_s(document["machines"], self.prices, bound, end_s)
+        market = self._market(trace)
+        speeds = planning.fleet_speeds(market.cluster, [market.counts])
+        terms = Terms.of(self.job, market)
+        best = best_usd_per_step(terms, speeds, trace, self.prices, end_s)
+        ratio = None
+        if best and document["steps"]:
+            ratio = document["usd"] / document["steps"] / best
+        return {"longest_beyond_bound_s": beyond_s, "usd_per_token_over_hindsight": ratio}
+
+    def _market(self, trace: Sequence[TraceEvent]) -> Market:
+        """Return the market of the trace's node types at the first prices, and the first request.
+
+        Nothing is requested while no fleet is within the job's bound on its price.
+        """
+        kinds = self.prices.at(self.scenario.kinds, 0.0)
+        traded = {event.node_type for event in trace}
+        node_types = tuple(kind for kind in kinds.values() if kind.name in traded)
+        cluster = replace(self.scenario.cluster, node_types=node_types)
+        # It is asked before the clock runs.
+        planning = RememberedPlanning(self.inputs, self.memory, self.scenario.costs)
+        try:
+            best = best_counts(planning, cluster, {})
+        except ConfigError:
+            best = {}
+        counts = completed(best, cluster, {}, self.job.elastic.min_workers) if best else {}
+        return Market(cluster, {}, counts)
 
     def _run_controller(
         self,
@@ -292,6 +343,7 @@ class TraceSimulation:
         zones = zone_bill(records, spans)
         requests = workforce.workers.s3_requests
         document |= usd_document(bill.usd, zones, requests, self.scenario.costs)
+        document["machines"] = bill.lives
         document["gpu_hours_after_ten_minutes"] = round(bill.paid_gpu_s / 3600, 3)
         document["idle_gpu_hours_after_ten_minutes"] = round(bill.idle_gpu_s / 3600, 3)
         return document

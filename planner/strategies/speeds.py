@@ -54,6 +54,10 @@ class FleetSpeeds:
                 seconds.append(speed.step_s)
         return min(seconds, default=math.inf)
 
+    def joined(self, other: "FleetSpeeds") -> "FleetSpeeds":
+        """Return the step times of both, which have the same machines."""
+        return replace(self, speeds=tuple(dict.fromkeys(self.speeds + other.speeds)))
+
 
 def fleet_speeds(
     strategy: str, request: Request, also: Iterable[Mapping[str, int]] = ()
@@ -82,7 +86,7 @@ def fleet_speeds(
     budget_gpus = request.time_limit_s * limits.FLEET_GPUS_A_SECOND
     found: dict[TypeCounts, float] = {}
     for counts in dict.fromkeys([*first, *spread(space.keep_allowed(every))]):
-        if budget_gpus < 0 and found:
+        if budget_gpus < 0 and len(found) >= limits.FEWEST_FLEETS:
             break
         budget_gpus -= space.gpus(counts)
         if sum(counts) < request.min_node_disjoint_holders:

@@ -45,7 +45,7 @@ def terms_at(
         replace(KIND, name=name, usd_per_hour=prices[name], spot=name != "floor", max_nodes=2)
         for name in NAMES
     )
-    market = Market(Cluster("", kinds), dict.fromkeys(NAMES, 0) | (standing or {}), {})
+    market = Market(Cluster("", kinds), {name: (standing or {}).get(name, 0) for name in NAMES}, {})
     return Terms(market, most=most or {}, **wishes)  # type: ignore[arg-type]
 
 
@@ -107,6 +107,15 @@ def test_a_job_that_has_to_stand_for_a_move_wants_more_for_it() -> None:
     assert chosen(free, {"big": 1}, 3.0) == {"small": 2}
     assert chosen(replace(free, bound=3.1), {"big": 1}, 3.0) == {"big": 1}
     assert chosen(replace(free, bound=5.0), {"big": 1}, 3.0) == {"small": 2}
+
+
+def test_what_trains_is_not_given_up_for_nodes_that_were_refused() -> None:
+    """Wrong: a running fleet that goes each time a refused type is tried again."""
+    usd = {"big": 2.0, "small": 0.9, "floor": 9.0}
+    terms = terms_at(usd, bound=4.2, horizon_s=1e5)
+    assert chosen(terms, {"small": 1}, 0.9) == {"big": 2}
+    doubtful = replace(terms, doubtful=frozenset({"big"}))
+    assert chosen(doubtful, {"small": 1}, 0.9) == {"big": 1, "small": 2}
 
 
 def test_nodes_that_stand_are_paid_for_and_used() -> None:

@@ -280,16 +280,20 @@ def test_a_bound_on_the_price_is_held_at_the_price_of_then(tmp_path, policy):
 
     assert used([]) == [1, 2]
     assert used([(3000.0, "small", 2.0)]) == [1]
-    # while both are there it becomes cheaper, and the next arrival is the occasion to use all three
+    # both may be had when it becomes cheaper; a trainer that does not watch prices notices with the
+    # next arrival
     cheaper = [(3000.0, "small", 2.0), (5000.0, "small", 0.5)]
-    assert used(cheaper, TRACE + "5500,small,3\n") == [1, 3]
+    expected = [1, 2, 3] if policy == "local_first" else [1, 3]
+    assert used(cheaper, TRACE + "5500,small,3\n") == expected
 
 
 @pytest.mark.thorough
 def test_a_job_that_waits_for_a_lower_price_begins_when_it_comes(tmp_path):
     rows = [(0.0, "small", 2.0), (900.0, "small", 0.5)]
     run = simulation_of(tmp_path, rows, hours=0.5, max_usd_per_hour=1.0).run("local_first")
-    assert 900.0 < run["stretches"][0]["begin_s"] < 1000.0
+    # the node is requested when its price is known, and boots then
+    assert 900.0 < run["stretches"][0]["begin_s"] < 1100.0
+    assert run["usd"] == pytest.approx((1800.0 - 900.0) * 0.5 / 3600, rel=0.05)
     assert any("for at most 1.00 $/h" in reason for reason in run["decisions"])
 
 

@@ -159,7 +159,10 @@ class Buyer:
             return []
         found = follower.choose(market, self._base, most, self._kept_usd(seen))
         if found.counts is None or found.counts == self._base:
-            return [f"{STILL}, since {why}"] if why == refusal else []
+            reason = f"{why}, and {found.reason}" if found.reason else why
+            is_news = reason != self._why and (found.reason or why == refusal)
+            self._why = reason
+            return [f"{STILL}, since {reason}"] if is_news else []
         self._base = dict(found.counts)
         self._switched_at = seen.now
         reason = f"{why}, and {found.reason}" if found.reason else why

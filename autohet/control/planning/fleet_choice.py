@@ -42,8 +42,9 @@ class Terms:
     """Circumstances of a choice.
 
     market: with the prices of the moment. bound: USD per hour of all nodes, None: none. most: nodes
-    that may be had of types that have fewer than the cluster file allows. move_s: seconds of a
-    move. horizon_s: seconds until the fleet is expected to change.
+    that may be had of types that have fewer than the cluster file allows. doubtful: types that were
+    refused before. move_s: seconds of a move. horizon_s: seconds until the fleet is expected to
+    change.
     """
 
     market: Market
@@ -51,6 +52,7 @@ class Terms:
     bound: float | None = None
     min_workers: int = 1
     most: Counts = field(default_factory=dict)
+    doubtful: frozenset[str] = frozenset()
     move_s: float = 5.0
     horizon_s: float = 3600.0
 
@@ -130,26 +132,31 @@ def choose_fleet(
     Raises:
         InfeasibleError: no fleet is within the bound.
     """
-    best = min(terms.offers(speeds), key=terms.value, default=None)
-    is_allowed = present is not None and terms.is_within(present.usd_per_hour)
-    if best is None and not is_allowed:
-        limit = "at any price" if terms.bound is None else f"for at most {terms.bound:.2f} $/h"
-        raise InfeasibleError(f"no nodes that can be had train the model {limit}")
-    if present is None or not is_allowed:
-        assert best is not None
-        return best
-    if best is None:
-        return present
-    stands = not terms.is_within(kept_usd + _added_usd(best, present, terms))
-    return best if _is_worth_a_move(best, present, terms, stands=stands) else present
+    offers = terms.offers(speeds)
+    if present is None or not terms.is_within(present.usd_per_hour):
+        if not offers:
+            limit = "at any price" if terms.bound is None else f"for at most {terms.bound:.2f} $/h"
+            raise InfeasibleError(f"no nodes that can be had train the model {limit}")
+        return min(offers, key=terms.value)
+
+    better = []
+    for offer in offers:
+        added = _added(offer, present)
+        stands = not terms.is_within(kept_usd + usd_per_hour(added, terms.market.cluster))
+        # What trains is not given up for nodes that may not be had.
+        is_risky = stands and not terms.doubtful.isdisjoint(added)
+        if not is_risky and _is_worth_a_move(offer, present, terms, stands=stands):
+            better.append(offer)
+    return min(better, key=terms.value, default=present)
 
 
-def _added_usd(new: Offer, old: Offer, terms: Terms) -> float:
-    """Return the price of the nodes that `new` has beyond `old`, in USD per hour."""
-    added = {}
+def _added(new: Offer, old: Offer) -> dict[str, int]:
+    """Return the nodes by type that `new` has beyond `old`."""
+    found = {}
     for name, number in new.counts.items():
-        added[name] = max(0, number - old.counts.get(name, 0))
-    return usd_per_hour(added, terms.market.cluster)
+        if number > old.counts.get(name, 0):
+            found[name] = number - old.counts.get(name, 0)
+    return found
 
 
 def _is_worth_a_move(new: Offer, old: Offer, terms: Terms, *, stands: bool) -> bool:

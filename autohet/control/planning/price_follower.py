@@ -25,6 +25,14 @@ def decides_by_price(job: Job) -> bool:
     return wishes.objective == "cost" or wishes.max_usd_per_hour is not None
 
 
+def _had(base: Counts, most: Counts) -> dict[str, int]:
+    """Return the wanted nodes as far as they can be had."""
+    found = {}
+    for name, number in base.items():
+        found[name] = min(number, most.get(name, number))
+    return found
+
+
 class PriceFollower:
     """Chooses the fleet to pay for. Owned by the buyer of a job that decides by price."""
 
@@ -33,6 +41,9 @@ class PriceFollower:
         self._terms = Terms.of(job, market)
         self._search: Pending[FleetSpeeds] | None = None
         self._speeds: FleetSpeeds | None = None
+        self._has_chosen = False
+        self._measured: list[Counts] = []
+        """Fleets, by nodes by type, that were asked for by name."""
 
     def reason_to_choose(self, market: Market, base: Counts, most: Counts, refusal: str) -> str:
         """Return why a fleet is to be chosen now; empty if nothing has changed, or not yet known.
@@ -41,13 +52,20 @@ class PriceFollower:
         refusal: phrase on these types and why they are refused.
         """
         why = self._change(market, base, most, refusal)
-        if not why or self._speeds is not None:
+        present = _had(base, most)
+        if not why or (self._speeds is not None and present in self._measured):
             return why
         if self._search is None:
-            asked = SpeedsAsked(market.cluster, dict(base))
+            # Without its step time, what trains now would seem to have no plan.
+            self._measured.append(present)
+            asked = SpeedsAsked(market.cluster, present)
             self._search = self._planning.consider(measure_fleets, asked)
-        self._speeds = self._search.result()
-        return "" if self._speeds is None else why
+        found = self._search.result()
+        if found is None:
+            return ""
+        self._search = None
+        self._speeds = found if self._speeds is None else self._speeds.joined(found)
+        return why
 
     def _change(self, market: Market, base: Counts, most: Counts, refusal: str) -> str:
         """Return what has changed since the last choice; empty if nothing has."""
@@ -61,6 +79,8 @@ class PriceFollower:
             return f"the price of {', '.join(repriced)} has changed"
         if most.keys() != self._terms.most.keys():
             return refusal or "all types are tried again"
+        if not any(base.values()) and not self._has_chosen:
+            return "no nodes are wanted yet"
         if not self._terms.is_within(usd_per_hour(market.all_that_stand(base), market.cluster)):
             return "its nodes cost more than the job allows"
         return ""
@@ -71,15 +91,17 @@ class PriceFollower:
         kept_usd: price of the living nodes, in USD per hour.
         """
         assert self._speeds is not None
+        self._has_chosen = True
         planning = self._planning
         self._terms = replace(
             self._terms,
             market=market,
             most=most,
+            doubtful=self._terms.doubtful | most.keys(),
             move_s=planning.move_s,
             horizon_s=planning.horizon_s,
         )
-        present = self._terms.offer(self._speeds, base)
+        present = self._terms.offer(self._speeds, _had(base, most))
         try:
             found = choose_fleet(self._speeds, self._terms, present, kept_usd)
         except ConfigError as error:

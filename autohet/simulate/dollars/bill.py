@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from autohet.simulate.dollars.prices import PriceHistory
 from planner.inputs.fleet import NodeType
@@ -24,6 +25,8 @@ class Bill:
     idle_gpu_s: float = 0.0
     machines: dict[str, tuple[NodeType, float]] = field(default_factory=dict)
     """Type of each running machine, and the second since which it runs."""
+    lives: list[dict[str, Any]] = field(default_factory=list)
+    """Machines that have ended, with the seconds for which they are paid."""
 
     def count_gpus(self, begin_s: float, end_s: float, used: int) -> None:
         """Add the GPU-seconds paid for in that time, and those of GPUs beyond the `used` ones."""
@@ -38,6 +41,8 @@ class Bill:
         kind, since_s = self.machines.pop(name, (None, 0.0))
         if kind is not None:
             self.usd += self.prices.usd(kind.name, since_s, until_s)
+            life = {"node": name, "node_type": kind.name, "begin_s": since_s, "end_s": until_s}
+            self.lives.append(life)
 
     def settle(self, end_s: float) -> None:
         """Pay for all running machines at the end of the simulation."""

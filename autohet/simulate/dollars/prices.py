@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from autohet.driver.sources.spot_prices import POLL_S
 from planner.inputs.fleet import NodeType
 
 PriceRow = tuple[float, str, float]
@@ -26,12 +27,12 @@ class PriceHistory:
     def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[PriceRow] = ()) -> None:
         self._steps: dict[str, list[tuple[float, float]]] = {}
         """Price changes of each type, in order of time: (second, dollars an hour from then on)."""
-        self._given: set[str] = set()
+        self.given: set[str] = set()
         """Types that have rows."""
 
         later_steps: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
         for time_s, node_type, usd in rows:
-            self._given.add(node_type)
+            self.given.add(node_type)
             if node_type in later_steps:
                 later_steps[node_type].append((time_s, usd))
 
@@ -68,6 +69,13 @@ class PriceHistory:
                 change_s = min(change_s, steps[following][0])
         return change_s
 
+    def changes(self, end_s: float) -> list[float]:
+        """Return the seconds from 0 until `end_s` at which a price changes, and 0."""
+        found = [0.0]
+        while (change_s := self.next_change_s(found[-1])) < end_s:
+            found.append(change_s)
+        return found
+
     def at(self, kinds: Mapping[str, NodeType], time_s: float) -> dict[str, NodeType]:
         """Return these node types at their prices of `time_s`."""
         return self._with_prices(kinds, lambda name: self.usd_per_hour(name, time_s))
@@ -89,7 +97,7 @@ class PriceHistory:
         """
         priced = dict(kinds)
         for name, kind in kinds.items():
-            if name in self._given:
+            if name in self.given:
                 priced[name] = replace(kind, usd_per_hour=usd_per_hour(name))
         return priced
 
@@ -100,3 +108,32 @@ class PriceHistory:
             if 0.0 < at < end_s and usd != found[-1][1]:
                 found.append((at, usd))
         return found
+
+
+class SeenPrices:
+    """Node types at the prices that a driver knows: it looks every `POLL_S` seconds."""
+
+    def __init__(self, kinds: Mapping[str, NodeType], history: PriceHistory) -> None:
+        self._history = history
+        self._change_s = history.next_change_s(0.0)
+        self.kinds = history.at(kinds, 0.0)
+
+    @property
+    def by_type(self) -> dict[str, float]:
+        """Prices of the types whose price is recorded over time."""
+        return {name: self.kinds[name].usd_per_hour or 0.0 for name in self._history.given}
+
+    @property
+    def next_s(self) -> float:
+        """Second at which the driver sees the next change; infinite if there is none."""
+        if math.isinf(self._change_s):
+            return math.inf
+        return math.ceil(self._change_s / POLL_S) * POLL_S
+
+    def look(self, now: float) -> bool:
+        """Take the prices of `now` if the driver sees a change; return True if it does."""
+        if now < self.next_s:
+            return False
+        self.kinds = self._history.at(self.kinds, now)
+        self._change_s = self._history.next_change_s(now)
+        return True

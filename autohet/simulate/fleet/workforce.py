@@ -15,12 +15,13 @@ from autohet.control.fleet import QUIET_S
 from autohet.control.values.observation import CheckpointState, Observation
 from autohet.simulate.costs import Costs
 from autohet.simulate.dollars.prices import PriceHistory
+from autohet.simulate.fleet.autoscaler import SimulatedAutoscaler
 from autohet.simulate.fleet.clock import SimulatedClock
 from autohet.simulate.fleet.copies import SimulatedCopies
 from autohet.simulate.fleet.generation import SimulatedJob
 from autohet.simulate.fleet.machines import SimulatedMachines
 from autohet.simulate.fleet.manifest import SimulatedManifest
-from autohet.simulate.fleet.no_agents import NoAgents, NoAutoscaler
+from autohet.simulate.fleet.no_agents import NoAgents
 from autohet.simulate.fleet.workers import PaceOfPlan, SimulatedWorkers
 from autohet.simulate.spot_trace import TraceEvent
 from planner.inputs.fleet import NodeType
@@ -48,7 +49,7 @@ class SimulatedWorkforce:
         self.copies = SimulatedCopies()
         self.workers = SimulatedWorkers(self.machines, self.copies, pace, costs, job, self.clock)
         self.node_agents = NoAgents(self._release)
-        self.autoscaler = NoAutoscaler()
+        self.autoscaler = SimulatedAutoscaler(self.machines)
         self._end_s = job.end_s
         self._looks_s = (1e-3, NOTICES_GATHER_S, job.settle_s, job.settle_s + 2.0)
         """Seconds after a change at which the controller's own waits for more changes end."""
@@ -72,7 +73,8 @@ class SimulatedWorkforce:
             self.copies.inventories,
             self._checkpoint,
             store=("simulated", 1),
-            launches=self.machines.launches(),
+            launches=self.autoscaler.launches(self.now),
+            prices=self.machines.prices.by_type,
         )
 
     def wake_at(self, moment: float) -> None:
@@ -104,6 +106,7 @@ class SimulatedWorkforce:
                 now, self.workers.checkpoint_pace.due_in_steps(generation.step)
             )
 
+        moments += self.autoscaler.looks(now, self.clock.changed_at)
         for look_s in self._looks_s:
             look_at = self.clock.changed_at + look_s
             if look_at > now:
@@ -136,6 +139,8 @@ class SimulatedWorkforce:
         machines.join_booted()
         for name, died in machines.pop_noticed_deaths().items():
             self._forget(name, died)
+        for name in machines.overdue():
+            self._release(name)
 
     def _forget(self, node: str, died: float) -> None:
         self.machines.forget(node)
@@ -145,6 +150,8 @@ class SimulatedWorkforce:
     def _release(self, node: str) -> None:
         if node in self.machines.nodes:
             self._forget(node, self.now)
+            self.machines.end_returned(node)
+            self.machines.start_wanted()
 
     # directions
     # ------------------------------------------------------------------------------
