@@ -317,19 +317,34 @@ def _verify(args: argparse.Namespace) -> _Result:
 
     reports = []
     removed = []
+    later = {}
     for step in steps:
-        report = _verified(args, storage, step)
+        try:
+            report = _verified(args, storage, step)
+        except LaterRelease as error:
+            # That is no damage, and hides none of the others.
+            if step == steps[-1] and not reports:
+                raise
+            later[step] = str(error)
+            continue
         if report is None:
             removed.append(step)
         else:
             reports.append(report)
-    ok = all(report.ok for report in reports)
+    ok = all(report.ok for report in reports) and not later
     document = {
         "ok": ok,
         "checkpoints": [{**asdict(report), "ok": report.ok} for report in reports],
         "removed": removed,
+        "not_verified": later,
     }
-    return _Result(document, lambda console: _show_reports(console, reports), ok)
+
+    def show(console: Console) -> None:
+        _show_reports(console, reports)
+        for step, reason in later.items():
+            console.print(f"step {step}: not verified: {reason}", soft_wrap=True)
+
+    return _Result(document, show, ok)
 
 
 def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
@@ -350,7 +365,6 @@ def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
             raise
         return None
     except LaterRelease:
-        # That is no damage.
         raise
     except ManifestInvalid as error:
         return VerifyReport(step, checkpoint_uri(storage, step), 0, 0, (str(error),))

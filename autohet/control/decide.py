@@ -24,6 +24,7 @@ from autohet.control.job_state import (
     Training,
     Waiting,
 )
+from autohet.control.planning.checkpoint_pace import pace_checkpoints
 from autohet.control.replanning import drop_search
 from autohet.control.states import building, closing, quiescing, sourcing, training, waiting
 from autohet.control.values.actions import Hire, RequestStop, StartAgents
@@ -71,10 +72,20 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     yield from _announce_departures(memory, seen)
     yield from _buy(memory, seen)
     if isinstance(memory.state, Training):
-        yield from memory.checkpoint_pace.decide(memory, seen)
+        yield from _pace_checkpoints(memory, seen)
         if memory.script.left:
             step = memory.ledger.committed_steps
             yield from memory.script.due(step, seen, memory.members)
+
+
+def _pace_checkpoints(memory: JobMemory, seen: Observation) -> Effects:
+    """Request a checkpoint where one is due, or compute again when that is."""
+    pace = memory.checkpoint_pace
+    is_quiet = seen.now < pace.look_at and pace.generation == memory.generation
+    next_step = memory.ledger.committed_steps + 1
+    if is_quiet and (pace.steps is None or next_step < pace.requested + pace.steps):
+        return
+    yield from pace_checkpoints(memory, seen)
 
 
 def fail_at_once(memory: JobMemory, reason: str) -> Effects:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autohet.control.job_state import State, Waiting
+from autohet.control.job_state import Fallback, State, Waiting
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.planning.agent_gc import AgentGc
-from autohet.control.planning.checkpoint_pace import CheckpointPace
 from autohet.control.planning.outlook import Outlook
 from autohet.control.script import Script
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from autohet.control.planning.buyer import Buyer
     from autohet.control.planning.orders import OrderBuilder
     from autohet.control.planning.proposals import Planner, PlanProposal
-    from autohet.control.states.poisoned import Fallback
     from autohet.control.values.change import Change
     from autohet.control.values.observation import Notice
     from autohet.runtime.job import Job
@@ -84,6 +83,27 @@ class WarningMemory:
 
 
 @dataclass
+class CheckpointPace:
+    """Interval of a job's durable checkpoints, and the newest step that one was requested for.
+
+    steps: interval; None before the first one was computed. look_at: time at which it is computed
+    again; infinite if the job names the steps. logged_steps: the interval that was logged last.
+    """
+
+    steps: int | None = None
+    requested: int = 0
+    generation: int = 0
+    look_at: float = -math.inf
+    logged_steps: int = 0
+
+    def due_in_steps(self, committed: int) -> int | None:
+        """Return the number of steps until the next request; None while no interval is known."""
+        if self.steps is None:
+            return None
+        return max(0, self.requested + self.steps - 1 - committed)
+
+
+@dataclass
 class JobMemory:
     """All that is remembered of one job between two observations."""
 
@@ -144,3 +164,5 @@ class JobMemory:
         self.ledger = Ledger(self.job)
         self.script = Script(self.job)
         self.timeouts = self.job.elastic.timeouts()
+        if self.job.checkpoint.fixed_steps is not None:
+            self.checkpoint_pace.look_at = math.inf

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autohet.control.planning.orders import Book
     from autohet.control.planning.proposals import PendingSearch, PlanProposal
-    from autohet.control.states.from_scratch import Wait
     from autohet.control.values.change import Change
     from autohet.control.values.fleet_event import FleetEvent
     from planner.inputs.fleet import Node
@@ -61,6 +60,16 @@ class Quiescing:
 
 
 @dataclass
+class Wait:
+    """Wait before a start at step 0, since what was lost may still be found."""
+
+    since: float
+    asked_at: float
+    empty_storage: str = ""
+    """Sentence on the empty storage that is waited for; empty if none is."""
+
+
+@dataclass
 class Sourcing:
     """Finding out what each node holds, while all workers stand.
 
@@ -89,6 +98,15 @@ class Building:
     generation: int
     participants: tuple[str, ...]
     deadline: float
+
+
+@dataclass
+class Fallback:
+    """The one try of a checkpoint before `step`. is_over: it is restored, or there is none."""
+
+    step: int
+    until: float
+    is_over: bool = False
 
 
 @dataclass

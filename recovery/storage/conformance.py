@@ -8,11 +8,12 @@ hours later, at the first checkpoint or at the first restore.
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from secrets import token_hex
@@ -29,6 +30,7 @@ MAX_SKEW_S = 60.0
 RACERS = 4
 START_TIMEOUT_S = 60.0
 """Limit on the start of another process, beside the time of its request."""
+OLD_VERSIONS_KEPT_DAYS = 3
 WRITES = "use a store with S3's semantics, or a shared directory"
 READ_ELSEWHERE = """
 import pickle, sys
@@ -210,6 +212,66 @@ def _must_raise_storage_error(storage: Storage, failed: Exception) -> StorageErr
     error = StorageError(storage.uri, reason, "convert the error in the storage's class")
     error.__cause__ = failed
     return error
+
+
+def _old_versions(walk: _Walk) -> str | None:
+    client = getattr(walk.storage, "client", None)
+    return None if client is None else _old_versions_of(client, walk.storage.uri)
+
+
+def _old_versions_of(client: Any, uri: str) -> str | None:
+    """Return a sentence on a bucket that keeps every removed object for ever, with the rule to add.
+
+    client: boto3's. uri: `s3://bucket/prefix`. None also where the store does not say: the requests
+    need rights that no other request does.
+    """
+    # Here and not above, since only a storage with a client needs it.
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    try:
+        if client.get_bucket_versioning(Bucket=bucket).get("Status") != "Enabled":
+            return None
+        rules = _lifecycle_rules(client, bucket)
+    except (ClientError, BotoCoreError):
+        return None
+    prefix = f"{prefix}/" if prefix else ""
+    if any(_removes_old_versions(rule, prefix) for rule in rules):
+        return None
+
+    rule = {
+        "ID": "autohet-old-versions",
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        "NoncurrentVersionExpiration": {"NoncurrentDays": OLD_VERSIONS_KEPT_DAYS},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": OLD_VERSIONS_KEPT_DAYS},
+    }
+    return (
+        f"bucket {bucket} is versioned and keeps each removed checkpoint for ever, which is paid"
+        f" for: add this lifecycle rule to the bucket's (`scripts/aws/prepare --bucket {bucket}`"
+        f" does): {json.dumps(rule)}"
+    )
+
+
+def _lifecycle_rules(client: Any, bucket: str) -> Sequence[Mapping[str, Any]]:
+    from botocore.exceptions import ClientError
+
+    try:
+        answer = client.get_bucket_lifecycle_configuration(Bucket=bucket)
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
+            raise
+        return ()
+    rules: Sequence[Mapping[str, Any]] = answer.get("Rules", ())
+    return rules
+
+
+def _removes_old_versions(rule: Mapping[str, Any], prefix: str) -> bool:
+    """Return True if the rule holds for every object below `prefix`."""
+    filtered = rule.get("Filter") or {"Prefix": rule.get("Prefix", "")}
+    covered = filtered.keys() <= {"Prefix"} and prefix.startswith(filtered.get("Prefix") or "")
+    is_enabled = rule.get("Status") == "Enabled"
+    return is_enabled and covered and "NoncurrentVersionExpiration" in rule
 
 
 def _facts(storage: Storage) -> tuple[str | None, str | None]:
@@ -441,6 +503,7 @@ _CHECKS = (
     _Check("missing", "tell a missing object from a refused one", _missing),
     _Check("abort", "abort an upload and list unfinished ones", _abort, required=False),
     _Check("clock", "compare this machine's clock", _clock, required=False),
+    _Check("versions", "old versions of removed objects", _old_versions, required=False),
     _Check("overwrite", "read after overwriting", _overwrite, thorough=True),
     _Check("names", "names with special characters", _names, required=False, thorough=True),
     _Check("race", "one of several concurrent conditional puts wins", _race, thorough=True),

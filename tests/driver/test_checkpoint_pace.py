@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from scipy.optimize import minimize_scalar
 
+from autohet.control.job_memory import CheckpointPace
 from autohet.control.job_state import Training
-from autohet.control.planning.checkpoint_pace import MOST_S, CheckpointPace, optimum_s
+from autohet.control.planning.checkpoint_pace import MOST_S, optimum_s, pace_checkpoints
 from autohet.control.planning.outlook import Outlook
 from autohet.control.values.actions import RequestCheckpoint
 from autohet.driver.loop.controller import Controller
@@ -152,9 +153,8 @@ def test_the_interval_follows_what_is_measured_within_its_bound() -> None:
         memory.ledger.checkpoints.note_cost(cost_s)
         memory.ledger.step_seconds[memory.generation] = [step_s] * 5
         memory.outlook.fleet_life_s = lambda *_: life_s  # type: ignore[method-assign]
-        pace = CheckpointPace()
-        seen = controller.workforce.observe()
-        list(pace.decide(memory, seen))
+        memory.checkpoint_pace = pace = CheckpointPace()
+        list(pace_checkpoints(memory, controller.workforce.observe()))
         assert pace.steps is not None
         return pace.steps * step_s
 
@@ -183,7 +183,7 @@ def test_a_job_that_names_steps_is_asked_for_nothing() -> None:
     controller, _ = make_with({"checkpoint": {"every": 5}})
     run(controller, trained(controller, 50))
     assert isinstance(controller.state, Training)
-    found = list(CheckpointPace().decide(controller.memory, controller.workforce.observe()))
+    found = list(pace_checkpoints(controller.memory, controller.workforce.observe()))
     assert not [each for each in found if isinstance(each, RequestCheckpoint)]
 
 

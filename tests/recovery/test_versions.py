@@ -80,8 +80,32 @@ def test_what_a_later_release_wrote_is_refused_by_name_and_left(
             continue
     assert objects(storage) == before
     assert objects(target) == {}
-    assert main(["checkpoint", "verify", "--storage", storage.uri]) == 2
+    assert main(["checkpoint", "verify", "--storage", storage.uri, "--step", "30"]) == 2
     assert "9.9.0" in capsys.readouterr().err
+    is_journal = name == entry_name(2)
+    code = main(["checkpoint", "verify", "--storage", storage.uri, "--json"])
+    captured = capsys.readouterr()
+    if is_journal:
+        assert code == 2
+        assert "9.9.0" in captured.err
+        return
+    assert code == 1
+    document = json.loads(captured.out)
+    assert [(each["step"], each["ok"]) for each in document["checkpoints"]] == [
+        (10, True),
+        (20, True),
+    ]
+    assert "9.9.0" in document["not_verified"]["30"]
+
+
+def test_a_later_release_s_step_hides_no_damage_after_it(
+    storage: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(storage, step_prefix(10) + MANIFEST_NAME, **LATER)
+    assert main(["checkpoint", "verify", "--storage", storage.uri]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 20", "step 30", "step 10"]
+    assert "not verified" in lines[-1]
 
 
 def older_manifest(storage: Storage, step: int) -> None:

@@ -150,6 +150,11 @@ class CheckpointLog:
         """Note the seconds by which the newest complete checkpoint lengthened training."""
         self._costs.append(cost_s)
 
+    @property
+    def newest_complete(self) -> Age | None:
+        """Newest checkpoint whose every part is written."""
+        return max(self._complete, default=None)
+
     def awaits_commit(self, found: CheckpointState) -> bool:
         """Return True if a checkpoint whose every part is written may still be committed."""
         if not self._complete:

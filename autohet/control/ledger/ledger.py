@@ -16,7 +16,6 @@ from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.failures import FailureCounts
 from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
 from autohet.control.planning.agent_gc import any_order
-from autohet.control.values.actions import CommitCheckpoint
 from autohet.control.values.effects import Effects, event
 from autohet.runtime.messages import (
     EvaluationRecord,
@@ -300,10 +299,11 @@ class Ledger:
         generation = receipt[0]
         order = any_order(self.orders)
         if generation == present and order is not None:
-            for effect in self.checkpoints.take_receipt(worker, receipt, order.layout, now):
-                if isinstance(effect, CommitCheckpoint):
-                    self.checkpoints.note_cost(self._checkpoint_cost_s(effect.step))
-                yield effect
+            before = self.checkpoints.newest_complete
+            yield from self.checkpoints.take_receipt(worker, receipt, order.layout, now)
+            newest = self.checkpoints.newest_complete
+            if newest is not None and newest != before:
+                self.checkpoints.note_cost(self._checkpoint_cost_s(newest[1]))
 
     def _checkpoint_cost_s(self, step: int) -> float:
         """Return the seconds by which steps took longer while `step` was being stored."""

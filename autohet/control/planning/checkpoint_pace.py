@@ -9,7 +9,6 @@ loses least.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autohet.control.planning.agent_gc import any_order
@@ -40,78 +39,62 @@ def optimum_s(cost_s: float, life_s: float) -> float:
     return first_order_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-@dataclass
-class CheckpointPace:
-    """Interval of a job's durable checkpoints, and the newest step that one was requested for.
+def pace_checkpoints(memory: JobMemory, seen: Observation) -> Effects:
+    """Request a checkpoint if one is due after the step in flight.
 
-    steps: interval; None before the first one was computed.
+    One worker is asked: its vote makes the step durable at all of them. No-op for a job that names
+    the steps.
     """
+    pace = memory.checkpoint_pace
+    is_new_generation = pace.generation != memory.generation
+    if seen.now >= pace.look_at or (is_new_generation and pace.look_at < math.inf):
+        yield from _compute(memory, seen)
+    committed = memory.ledger.committed_steps
+    newest = memory.ledger.checkpoints.step or 0
+    if is_new_generation:
+        # A request, or an upload, that the generation before did not finish is void.
+        pace.generation = memory.generation
+        pace.requested = newest
+    pace.requested = min(max(pace.requested, newest), committed)
+    if pace.due_in_steps(committed) == 0:
+        pace.requested = committed + 1
+        memory.ledger.checkpoints.note_request(committed + 1, seen.now)
+        yield RequestCheckpoint(memory.members[0])
 
-    steps: int | None = None
-    requested: int = 0
-    _generation: int = 0
-    _computed_at: float = -math.inf
-    _logged_steps: int = 0
 
-    def decide(self, memory: JobMemory, seen: Observation) -> Effects:
-        """Request a checkpoint if one is due after the step in flight.
+def _compute(memory: JobMemory, seen: Observation) -> Effects:
+    """Compute the interval from what is measured now."""
+    pace = memory.checkpoint_pace
+    measured_s = memory.ledger.measured_step_s(memory.generation)
+    step_s = measured_s
+    if measured_s is None:
+        assert memory.proposal is not None
+        step_s = memory.proposal.predicted_step_s
+    else:
+        # Until a step is measured, the prediction holds.
+        pace.look_at = seen.now + LOOK_AGAIN_S
+    if not step_s:
+        return
+    wanted_s = memory.job.checkpoint.every_s
+    if wanted_s is not None:
+        pace.steps = max(1, math.floor(wanted_s / step_s))
+        return
 
-        One worker is asked: its vote makes the step durable at all of them.
-        """
-        if memory.job.checkpoint.fixed_steps is not None:
-            return
-        if seen.now - self._computed_at >= LOOK_AGAIN_S or self._generation != memory.generation:
-            self._computed_at = seen.now
-            yield from self._compute(memory, seen)
-        committed = memory.ledger.committed_steps
-        newest = memory.ledger.checkpoints.step or 0
-        if self._generation != memory.generation:
-            # A request, or an upload, that the generation before did not finish is void.
-            self._generation = memory.generation
-            self.requested = newest
-        self.requested = min(max(self.requested, newest), committed)
-        next_step = committed + 1
-        if self.steps is not None and next_step >= self.requested + self.steps:
-            self.requested = next_step
-            memory.ledger.checkpoints.note_request(next_step, seen.now)
-            yield RequestCheckpoint(memory.members[0])
-
-    def due_in_steps(self, committed: int) -> int | None:
-        """Return the number of steps until the next request; None while no interval is known."""
-        if self.steps is None:
-            return None
-        return max(0, self.requested + self.steps - 1 - committed)
-
-    def _compute(self, memory: JobMemory, seen: Observation) -> Effects:
-        measured_s = memory.ledger.measured_step_s(memory.generation)
-        step_s = measured_s
-        if measured_s is None:
-            assert memory.proposal is not None
-            step_s = memory.proposal.predicted_step_s
-            # Until a step is measured, the prediction holds.
-            self._computed_at = -math.inf
-        if not step_s:
-            return
-        wanted_s = memory.job.checkpoint.every_s
-        if wanted_s is not None:
-            self.steps = max(1, math.floor(wanted_s / step_s))
-            return
-
-        cost_s = max(LEAST_COST_S, _cost_s(memory, seen))
-        life_s = memory.outlook.fleet_life_s(seen, seen.nodes_with(memory.members))
-        interval_s = optimum_s(cost_s, life_s)
-        most = max(1, math.floor(MOST_S / step_s))
-        self.steps = min(most, max(1, round(interval_s / step_s)))
-        is_near = self._logged_steps / NEWS <= self.steps <= self._logged_steps * NEWS
-        if measured_s is None or is_near:
-            return
-        self._logged_steps = self.steps
-        sentence = (
-            f"Deciding to make a checkpoint every {self.steps} steps"
-            f" ({self.steps * step_s / 60:.1f} min), since one costs {cost_s:.1f} s of training and"
-            f" the fleet is expected to change within {life_s / 60:.0f} min"
-        )
-        yield event("decision", memory.generation, sentence)
+    cost_s = max(LEAST_COST_S, _cost_s(memory, seen))
+    life_s = memory.outlook.fleet_life_s(seen, seen.nodes_with(memory.members))
+    interval_s = optimum_s(cost_s, life_s)
+    most = max(1, math.floor(MOST_S / step_s))
+    pace.steps = min(most, max(1, round(interval_s / step_s)))
+    is_near = pace.logged_steps / NEWS <= pace.steps <= pace.logged_steps * NEWS
+    if measured_s is None or is_near:
+        return
+    pace.logged_steps = pace.steps
+    sentence = (
+        f"Deciding to make a checkpoint every {pace.steps} steps"
+        f" ({pace.steps * step_s / 60:.1f} min), since one costs {cost_s:.1f} s of training and"
+        f" the fleet is expected to change within {life_s / 60:.0f} min"
+    )
+    yield event("decision", memory.generation, sentence)
 
 
 def _cost_s(memory: JobMemory, seen: Observation) -> float:

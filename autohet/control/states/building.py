@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from autohet.control import fleet
 from autohet.control.ending import log_death, release_leaver
 from autohet.control.job_state import Building, Quiescing, State, Training
-from autohet.control.states.poisoned import note_restore
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import Dismiss, Interrupt
 from autohet.control.values.effects import Deciding, Effects, Remark, event
@@ -117,7 +116,7 @@ def _begin_training(
     entry = (state.generation, proposal.plan, proposal.predicted_step_s)
     memory.plans.append(entry)
     memory.orders.confirm()
-    note_restore(memory, change)
+    _note_restore(memory, change)
     yield from memory.ledger.begin_generation(state.generation, change)
 
     missing = yield from _missing_losses(memory, change)
@@ -133,6 +132,18 @@ def _begin_training(
         cause=change.cause,
     )
     return Training(state.generation, seen.now)
+
+
+def _note_restore(memory: JobMemory, change: Change) -> None:
+    """Note a restore that training begins from, which may have brought a poisoned state.
+
+    State that was live until then is none.
+    """
+    is_start = len(memory.plans) == 1
+    if change.restore_step and (is_start or change.bytes_by_tier()["s3"]):
+        memory.restored_step = change.restore_step
+    if memory.fallback is not None:
+        memory.fallback.is_over = True
 
 
 def _dismiss_leavers(state: Building, memory: JobMemory, seen: Observation) -> Effects:

@@ -6,11 +6,10 @@ hold steps of the job is more likely a file system that is not mounted, and is w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autohet.control.ending import fail, finish
-from autohet.control.job_state import Ended
+from autohet.control.job_state import Ended, Wait
 from autohet.control.values.actions import RequestInventories
 from autohet.control.values.effects import Deciding, Effects, event
 
@@ -21,16 +20,6 @@ if TYPE_CHECKING:
 
 LOOK_AGAIN_S = 5.0
 """Seconds between two looks for what is waited for, at agents and the storage."""
-
-
-@dataclass
-class Wait:
-    """Wait before a start at step 0, since what was lost may still be found."""
-
-    since: float
-    asked_at: float
-    empty_storage: str = ""
-    """Sentence on the empty storage that is waited for; empty if none is."""
 
 
 def look_anew(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[Ended | None]:

@@ -6,11 +6,10 @@ so large that the first update ruins the weights. Every later step is then skipp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autohet.control import fleet
-from autohet.control.job_state import Quiescing
+from autohet.control.job_state import Fallback, Quiescing
 from autohet.control.replanning import begin_change
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import FallBack, RequestStop
@@ -19,7 +18,6 @@ from autohet.control.values.effects import Deciding, event
 if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
     from autohet.control.job_state import State, Training
-    from autohet.control.values.change import Change
     from autohet.control.values.observation import Observation
 
 SKIPPED_STEPS = 5
@@ -27,27 +25,6 @@ SKIPPED_STEPS = 5
 
 They begin within as many steps of the restore: later ones have another cause.
 """
-
-
-@dataclass
-class Fallback:
-    """The one try of a checkpoint before `step`. is_over: it is restored, or there is none."""
-
-    step: int
-    until: float
-    is_over: bool = False
-
-
-def note_restore(memory: JobMemory, change: Change) -> None:
-    """Note a restore that training begins from, which may have brought a poisoned state.
-
-    State that was live until then is none.
-    """
-    is_start = len(memory.plans) == 1
-    if change.restore_step and (is_start or change.bytes_by_tier()["s3"]):
-        memory.restored_step = change.restore_step
-    if memory.fallback is not None:
-        memory.fallback.is_over = True
 
 
 def give_up_restored(

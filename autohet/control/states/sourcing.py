@@ -84,9 +84,10 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     Both are this driver's once the journal says so.
     """
     orders = memory.orders
-    ended = yield from look_anew(state, memory, seen)
-    if ended is not None:
-        return ended
+    if state.wait is not None:
+        ended = yield from look_anew(state, memory, seen)
+        if ended is not None:
+            return ended
     if memory.ledger.records:
         orders.confirm()  # also where the first generation's readiness was never seen
     newest = max(memory.generation, orders.newest_generation(seen))

@@ -75,9 +75,10 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     if seen.stop_reason:
         reason = memory.end.reason or f"stopped by {seen.stop_reason}"
         return (yield from stop_with_checkpoint(memory, seen, reason))
-    following = yield from give_up_restored(state, memory, seen)
-    if following is not None:
-        return following
+    if memory.ledger.skipped.in_a_row or memory.fallback is not None:
+        following = yield from give_up_restored(state, memory, seen)
+        if following is not None:
+            return following
     memory.end.reason = memory.end.reason or _too_many_skipped_reason(memory)
     if memory.end.reason is not None:
         return (yield from stop_with_checkpoint(memory, seen, memory.end.reason))
