@@ -41,12 +41,12 @@ _COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
     "step": ("right", 0),
     "committed": ("left", 0),
     "job": ("left", 0),
-    "generation": ("right", 100),
+    "generation": ("right", 110),
     "model": ("left", 0),
-    "evaluation loss": ("right", 0),
+    "eval loss": ("right", 0),
     "size": ("right", 0),
     "shards": ("right", 0),
-    "files": ("right", 100),
+    "files": ("right", 110),
 }
 """Columns of a list, and the width of the terminal from which each is shown."""
 
@@ -267,7 +267,7 @@ def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
     )
     shown = [name for name, (_, least) in _COLUMNS.items() if least <= console.width]
     if all(row["evaluation_loss"] is None for row in rows):
-        shown.remove("evaluation loss")
+        shown.remove("eval loss")
     table = Table(box=SIMPLE_HEAD)
     for name in shown:
         justify, _ = _COLUMNS[name]
@@ -291,7 +291,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "job": row["job"],
         "generation": str(row["generation"]),
         "model": row["model_type"] or "-",
-        "evaluation loss": _loss(row),
+        "eval loss": _loss(row),
         "size": _size(row["num_bytes"]),
         "shards": str(row["num_shards"]),
         "files": str(row["num_files"]),

@@ -11,7 +11,7 @@ import torch
 
 from autohet.cli.main import main
 from autohet.runtime.process.terminal import visible
-from autohet.runtime.state.model_files import EVALUATIONS
+from autohet.runtime.step.early_stopping import EVALUATIONS
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from autohet.cli.main import main
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_summary
 from autohet.driver.checkpoints.resumption import identity_changes
+from autohet.driver.job.preparation import check_storage, with_date
 from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import DataSection, Job, ModelSection
 from autohet.runtime.job.identity import (
@@ -414,3 +416,50 @@ def test_a_run_that_ends_with_a_skip_or_two_is_done(train: Train, tmp_path: Path
         commit(Job.from_yaml(job), STEPS, skipped_from=STEPS - 2)
 
     assert train(STEPS, spoil)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "training"),
+    [
+        ({"training.router_balance_weight": 0.01}, {}),
+        ({"training.router_bias_speed": 0.5}, {}),
+        ({"data.messages_field": "dialog"}, {}),
+        (
+            {"training.no_decay": "norms_and_biases", "training.weight_decay": 0.0},
+            {"weight_decay": 0.0, "no_decay": "none"},
+        ),
+        ({"data.text_field": "body", "data.kind": "chat"}, None),
+    ],
+)
+def test_a_key_that_had_no_effect_may_be_left_out(
+    then: dict[str, object], training: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Earlier releases took and recorded such keys; the job that names one is refused now."""
+    job = fake_job(training=training or {}, data={"kind": "chat"} if training is None else {})
+    old: Any = SimpleNamespace(
+        scalars={**job.identity(), **then}, model_config=saved_document(job.model)
+    )
+    assert identity_changes(job, "there", old) == []
+
+
+def test_a_key_that_has_an_effect_in_one_of_two_runs_is_compared() -> None:
+    job = fake_job(training={"router_balance": "sequence"})
+    then = {**job.identity(), "training.router_balance_weight": 0.01}
+    old: Any = SimpleNamespace(scalars=then, model_config=saved_document(job.model))
+    with pytest.raises(ConfigError, match=r"router_balance_weight was 0\.01"):
+        identity_changes(job, "there", old)
+
+
+def test_the_day_that_a_template_prints_is_the_runs(tmp_path: Path) -> None:
+    job = fake_job(data={"kind": "chat"}, checkpoint={"storage": str(tmp_path)})
+    began = replace(job, data=replace(job.data, template_date="2026-01-02"))  # type: ignore[type-var]
+    commit(began, 4)
+    found = check_storage(job, load_config(job.model))
+    assert found is not None
+    resumed = with_date(job, found).data
+    assert resumed is not None
+    assert resumed.template_date == "2026-01-02"
+    fresh = with_date(job, None).data
+    assert fresh is not None
+    assert fresh.template_date == date.today().isoformat()
+    assert with_date(fake_job(), found) == fake_job(), "text has no template"

@@ -27,10 +27,12 @@ from autohet.runtime.job.identity import (
     DATA_DIGEST,
     DATA_PLACES,
     DATA_ROWS,
+    TEMPLATE_DATE,
     KeyChange,
     changes,
     check_changes,
     config_changes,
+    has_effect,
     with_implied,
 )
 from autohet.runtime.models.config import saved_document
@@ -57,6 +59,8 @@ class FoundCheckpoint:
     step: int
     uri: str
     ended: str | None
+    template_date: str | None = None
+    """Date that the run's chat template prints."""
 
 
 def found_checkpoint(
@@ -82,7 +86,9 @@ def found_checkpoint(
     _check_same(job, config, newest.info, newest.manifest)
     evaluations = read_evaluations(storage, newest.manifest, job.evaluation)
     ended = _end_reason(job, newest.manifest, evaluations)
-    return FoundCheckpoint(newest.info.step, newest.info.uri, ended)
+    date = newest.manifest.scalars.get(TEMPLATE_DATE)
+    found_date = None if date is None else str(date)
+    return FoundCheckpoint(newest.info.step, newest.info.uri, ended, found_date)
 
 
 def _end_reason(job: Job, manifest: Manifest, evaluations: EvaluationLog) -> str | None:
@@ -303,6 +309,9 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
     now = job.identity(weights)
     then = with_implied(manifest.scalars, now)
     then.setdefault("training.seed", then.get("seed", job.training.seed))
+    if now.get(TEMPLATE_DATE) is None:
+        # The run goes on with its own.
+        then.pop(TEMPLATE_DATE, None)
     then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
 
     document = saved_document(model)
@@ -315,7 +324,9 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         keys -= dropouts  # they had no effect
 
     found = config_changes(manifest.model_config, document, keys)
-    found += changes(then, now)
+    for change in changes(then, now):
+        if has_effect(change.key, then) or has_effect(change.key, now):
+            found.append(change)
     allowed = set(job.checkpoint.allow_changes)
     if manifest.scalars.get(DATA_DIGEST):
         # Nodes whose data has other tokens are refused before the first step.

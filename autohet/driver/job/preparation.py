@@ -6,7 +6,8 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,18 @@ def prepare(
     if is_restart():
         require_own_storage(job, steps_told(events_path))
     found, best = check_inputs(job, cluster, here=emulated, standing=standing)
-    return PreparedJob(job, document, cluster, found, best)
+    return PreparedJob(with_date(job, found), document, cluster, found, best)
+
+
+def with_date(job: Job, found: FoundCheckpoint | None) -> Job:
+    """Return the job with the day that its chat template prints, on all nodes and from now on."""
+    data = job.data
+    if data is None or data.kind == "text" or data.template_date is not None:
+        return job
+    day = date.today().isoformat()
+    if found is not None and found.template_date is not None:
+        day = found.template_date
+    return replace(job, data=replace(data, template_date=day))
 
 
 def _cluster_of(job: Job, document: Mapping[str, Any] | None) -> Cluster | None:

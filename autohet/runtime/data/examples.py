@@ -62,6 +62,15 @@ class ExampleKind(Protocol):
         """Return the examples of each extracted content, in order."""
 
 
+def chat_template_of(data: DataSection) -> ChatTemplate:
+    """Return the chat template of the data.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return ChatTemplate.load(data.tokenizer, data.chat_template, data.template_date)
+
+
 def kind_of_examples(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
     """Return the way to convert records of `data` into examples; None: the records hold text.
 
@@ -69,7 +78,7 @@ def kind_of_examples(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | N
         ConfigError: the tokenizer has no chat template.
     """
     if data.kind in ("chat", "sharegpt"):
-        template = ChatTemplate.load(data.tokenizer, data.chat_template)
+        template = chat_template_of(data)
         return ChatExamples(template, tokenizer, str(data.field_of("messages")), data.targets)
     if data.kind == "prompt_completion":
         return CompletionExamples(data, tokenizer)
@@ -144,7 +153,7 @@ class _Completions:
 
     def _loaded(self) -> ChatTemplate:
         if self._template is None:
-            self._template = ChatTemplate.load(self._data.tokenizer, self._data.chat_template)
+            self._template = chat_template_of(self._data)
         return self._template
 
     def _of(self, record: dict[str, Any], field: str) -> Completion:

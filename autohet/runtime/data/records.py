@@ -418,7 +418,16 @@ def read_csv(
         _columns(names, columns, name)
         rows = csv.DictReader(chain([header], lines), delimiter=separator)
         records = ({key: cell or None for key, cell in row.items()} for row in rows)
-        yield from _extracted(records, name, "row", extract, broken)
+
+        def extract_row(record: dict[str | None, Any]) -> T:
+            if any(record.pop(None, None) or ()):
+                raise BrokenRecord(
+                    f"more cells than the {len(names)} of the first line; quote a text that holds"
+                    f" {separator!r}, or {SKIP_REMEDY}"
+                )
+            return extract(record)
+
+        yield from _extracted(records, name, "row", extract_row, broken)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {name} as CSV in UTF-8: {error}") from error
 

@@ -200,8 +200,10 @@ def _local_candidate(path: Path, root: Path | None, text_field: str) -> Candidat
             raw = stream.read(RAW_SAMPLE_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read the data file {path}: {error}") from error
-    # Copies of other content may have the same size and time, as `cp -p` and `tar` keep it.
-    mark = f"{stat.st_size}:{stat.st_mtime_ns}:{xxh3_64_hexdigest(raw)}"
+    # Copies of other content may have the same size and time, as `cp -p` and `tar` keep it, and
+    # the same first bytes. Nothing but the clock sets the time of the last change of status.
+    times = f"{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    mark = f"{stat.st_size}:{times}:{xxh3_64_hexdigest(raw)}"
     file = SourceFile(str(path), "", stat.st_size, mark)
     label = path.name if root is None else os.path.relpath(path, root)
     whole = len(raw) == stat.st_size

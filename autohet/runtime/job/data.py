@@ -6,6 +6,7 @@ relative to DIR).
 
 import os
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -15,10 +16,11 @@ from autohet.runtime.job.requirements import (
     require_effect,
     require_positive,
 )
+from planner.errors import ConfigError
 
 FIELDS_BY_KIND = {
     "text": ("text",),
-    "chat": ("messages", "tools"),
+    "chat": ("messages", "tools", "system"),
     "sharegpt": ("messages", "tools", "system"),
     "prompt_completion": ("prompt", "completion", "tools"),
     "preference": ("chosen", "prompt", "rejected", "tools"),
@@ -107,6 +109,12 @@ class DataSection:
 
     The tokenizer's template `tool_use` renders conversations with tools.
     """
+    template_date: str | None = None
+    """Date that chat templates print with `strftime_now`, such as "2026-11-29".
+
+    null: the day on which the run began. It is recorded, so that all nodes, and a run that goes on,
+    make the same rows.
+    """
     train_on: TrainOn | None = None
     """Tokens that are targets of the loss.
 
@@ -170,7 +178,20 @@ class DataSection:
             f"data.held_out is {self.held_out}, but must be in [0, 1), and above 0 to be read",
         )
         self._check_fields()
+        self._check_date()
         self._check_kind()
+
+    def _check_date(self) -> None:
+        if self.template_date is None:
+            return
+        try:
+            date.fromisoformat(self.template_date)
+        except ValueError:
+            raise ConfigError(
+                f"data.template_date is {self.template_date!r}; give a date such as 2026-11-29"
+            ) from None
+        is_rendered = self.kind != "text"
+        require_effect(self, "data.template_date", is_rendered, "another data.kind than text")
 
     def _check_fields(self) -> None:
         known = FIELDS_BY_KIND[self.kind]

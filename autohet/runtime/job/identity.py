@@ -39,6 +39,8 @@ MAY_CHANGE = frozenset(
         "data.cache",
         "data.build_timeout_s",
         "data.trust_remote_code",
+        # It changes the tokens, whose digest is compared, where a template prints it.
+        "data.template_date",
         # It decides how weights are drawn, and a run that goes on has its own.
         "model.config.initializer_range",
     }
@@ -62,6 +64,7 @@ DATA_PLACES = frozenset({"data.source", "data.tokenizer"})
 
 They may change where DATA_DIGEST is recorded, which the nodes compare.
 """
+TEMPLATE_DATE = "data.template_date"
 PRETRAINED = "model.pretrained"
 FROM_SEED = "none: drawn from training.seed"
 FAMILY = "model.family"
@@ -120,6 +123,27 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[KeyChange]:
     """
     shared = sorted(then.keys() & now.keys())
     return [KeyChange(key, then[key], now[key]) for key in shared if then[key] != now[key]]
+
+
+def has_effect(key: str, scalars: Mapping[str, Any]) -> bool:
+    """Return False for a key that decides nothing beside the other keys of its run.
+
+    Earlier releases accepted such keys; a job that has left one out goes on all the same.
+    """
+    if key == "training.router_balance_weight":
+        return scalars.get("training.router_balance") == "sequence"
+    if key == "training.router_bias_speed":
+        return scalars.get("training.router_balance") == "bias"
+    if key == "training.no_decay":
+        return scalars.get("training.weight_decay") != 0
+    if key == "training.dpo_beta":
+        return scalars.get("training.objective") == "dpo"
+    kind = scalars.get("data.kind") or "text"
+    if key == "data.text_field":
+        return kind == "text" and scalars.get("data.tokens_field") is None
+    if key == "data.messages_field":
+        return kind in ("chat", "sharegpt")
+    return True
 
 
 IMPLIED: Mapping[str, Value] = {

@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from datetime import date
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,6 +107,8 @@ def plain_values(value: Any) -> Any:
         return {plain_values(key): plain_values(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_values(each) for each in value]
+    if isinstance(value, date):
+        return value.isoformat()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Enum):

@@ -359,8 +359,8 @@ def _block_sizes(path: str, revision: str | None, files: Mapping[str, str]) -> B
             shape = reader.get_slice(name).get_shape()
             grid = scale_reader.get_slice(scale_name).get_shape()
         if len(shape) == len(grid) == 2 and grid != [1, 1]:
-            rows, columns = map(_sizes_by_count, shape, grid)
-            found = _common(found[0], rows), _common(found[1], columns)
+            by_axis = [_sizes_by_count(*each) for each in zip(shape, grid, strict=True)]
+            found = _common(found[0], by_axis[0]), _common(found[1], by_axis[1])
     return found
 
 

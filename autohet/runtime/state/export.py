@@ -30,7 +30,12 @@ from autohet.runtime.state.export_adapter import (
 )
 from autohet.runtime.state.export_config import config_to_export, default_generation_config
 from autohet.runtime.state.export_experts import split_experts
-from autohet.runtime.state.model_files import GENERATION_CONFIG, SCALAR, read_model_files
+from autohet.runtime.state.model_files import (
+    GENERATION_CONFIG,
+    MORE_TEMPLATES,
+    SCALAR,
+    read_model_files,
+)
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.read import empty_tensor, read_shards
@@ -198,7 +203,11 @@ def _write_model_files(storage: Storage, manifest: Manifest, folder: Path) -> tu
     prefix = manifest.scalars.get(SCALAR)
     contents = read_model_files(storage, str(prefix)) if prefix else {}
     for name, content in contents.items():
-        with _atomic_file(folder / Path(name).name) as temporary:
+        place = folder
+        if name.startswith(f"{MORE_TEMPLATES}/"):
+            place = folder / MORE_TEMPLATES
+            place.mkdir(exist_ok=True)
+        with _atomic_file(place / Path(name).name) as temporary:
             temporary.write_bytes(content)
     if GENERATION_CONFIG not in contents:
         _write_json(folder / GENERATION_CONFIG, default_generation_config(manifest.model_config))

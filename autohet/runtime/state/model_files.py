@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.hub import cached_file
+from transformers.utils.hub import cached_file, list_repo_templates
 
+from autohet.runtime.data.chat.targets import turn_ends
 from autohet.runtime.data.chat.template import given_template
+from autohet.runtime.data.examples import chat_template_of
 from autohet.runtime.data.tokenization import (
     BYTES_END_TOKEN,
     BYTES_VOCAB_SIZE,
@@ -25,6 +28,7 @@ from autohet.runtime.data.tokenization import (
 )
 from autohet.runtime.job import Job
 from autohet.runtime.state.export_config import default_generation_config
+from autohet.runtime.step.early_stopping import EVALUATIONS
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.storage.contents import holds
@@ -35,14 +39,14 @@ logger = logging.getLogger(__name__)
 SCALAR = "model_files"
 """Name of a manifest's scalar: the prefix of the checkpoint's model files in the storage."""
 PREFIX = "model-files/"
-EVALUATIONS = "evaluations.json"
-"""Object of a job's storage with the losses of its evaluations, by step."""
 BYTES_END = "<|endoftext|>"
 """Spelling of token 0 in the files of the bytes tokenizer."""
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's other templates, such as `tool_use.jinja`."""
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_CONFIG,
@@ -103,6 +107,7 @@ def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
     """Return the model files of a job: the tokenizer of its data, and a generation config.
 
     The generation config is that of the pretrained model, or the library's default for a new model.
+    Generation ends with what the model has learnt to end with, too.
 
     document: the model's config. Files that are not on this machine are left out and logged.
     """
@@ -110,20 +115,52 @@ def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
     found = None
     if job.model.pretrained is not None:
         found = _content(job.model.pretrained, GENERATION_CONFIG, job.model.revision)
+    ends = _trained_ends(job)
     if found is None:
-        found = _as_json(default_generation_config(_with_end_token(job, document)))
-    return ModelFiles(contents | {GENERATION_CONFIG: found})
+        is_new = job.model.pretrained is None and bool(ends)
+        config = {**document, "eos_token_id": None} if is_new else document
+        found = _as_json(default_generation_config(config))
+    return ModelFiles(contents | {GENERATION_CONFIG: _with_ends(found, ends)})
 
 
-def _with_end_token(job: Job, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a new model's config with the end-of-document token of its data as its end token."""
-    if job.model.pretrained is not None or job.data is None:
-        return dict(document)
+def _with_ends(content: bytes, ends: Collection[int]) -> bytes:
+    """Return a generation config whose end tokens include `ends`; unchanged if they do."""
+    config: Any = None
+    with suppress(ValueError):
+        config = json.loads(content)
+    if not isinstance(config, dict):
+        # The pretrained model's own file is broken, which its readers say.
+        return content
+    own = config.get("eos_token_id")
+    known = [] if own is None else own if isinstance(own, list) else [own]
+    if set(ends) <= set(known):
+        return content
+    tokens = list(dict.fromkeys([*known, *ends]))
+    # Else the library may take the end token of config.json instead.
+    config.pop("_from_model_config", None)
+    return _as_json({**config, "eos_token_id": tokens[0] if len(tokens) == 1 else tokens})
+
+
+def _trained_ends(job: Job) -> list[int]:
+    """Return the tokens with which the job's documents end: those of turns, or of documents."""
+    data = job.data
+    if data is None:
+        return []
     try:
-        return {**document, "eos_token_id": _tokenizer_of(job).end_token}
+        tokenizer = _tokenizer_of(job)
     except ConfigError as error:  # the nodes may have it
         logger.warning("The end token will not be in exports: %s", error)
-        return dict(document)
+        return []
+    ends: list[int] = []
+    if data.kind != "text":
+        # Prompts and completions may be texts, which need no template.
+        with suppress(ConfigError):
+            tokens = turn_ends(chat_template_of(data))
+            found = [tokenizer.token_id(token) for token in tokens]
+            ends = [token for token in found if token is not None]
+    if data.kind not in ("chat", "sharegpt") or not ends:
+        ends.append(tokenizer.end_token)
+    return ends
 
 
 def _tokenizer_files(job: Job) -> dict[str, bytes]:
@@ -136,6 +173,7 @@ def _tokenizer_files(job: Job) -> dict[str, bytes]:
     if not contents:
         logger.warning("data.tokenizer %r is not on this machine: exports will have none", name)
     if contents and job.data.chat_template is not None:
+        contents = {file: each for file, each in contents.items() if "/" not in file}
         contents[CHAT_TEMPLATE] = given_template(job.data.chat_template).encode()
     return contents
 
@@ -144,11 +182,25 @@ def _of_directory(name: str) -> dict[str, bytes]:
     """Return the tokenizer files of a directory or hub id."""
     source, revision = split_revision(name)
     contents = {}
-    for file in TOKENIZER_FILES:
+    for file in (*TOKENIZER_FILES, *_more_templates(source, revision)):
         content = _content(source, file, revision)
         if content is not None:
             contents[file] = content
     return contents
+
+
+def _more_templates(source: str, revision: str | None) -> list[str]:
+    """Return the files of a tokenizer's other chat templates."""
+    if Path(source).is_dir():
+        names = [path.name for path in Path(source, MORE_TEMPLATES).glob("*.jinja")]
+    else:
+        try:
+            names = list_repo_templates(source, local_files_only=False, revision=revision)
+        except (OSError, ValueError):
+            # There is no such id, or no network.
+            names = []
+    # The library names them with their suffix or without.
+    return sorted(f"{MORE_TEMPLATES}/{name.removesuffix('.jinja')}.jinja" for name in names)
 
 
 def _of_file(path: Path, job: Job) -> dict[str, bytes]:
@@ -158,6 +210,8 @@ def _of_file(path: Path, job: Job) -> dict[str, bytes]:
         beside = path.with_name(file)
         if file != TOKENIZER_FILE and beside.is_file():
             contents[file] = beside.read_bytes()
+    for file in _more_templates(str(path.parent), None):
+        contents[file] = (path.parent / file).read_bytes()
 
     # The file itself may have any name.
     contents[TOKENIZER_FILE] = path.read_bytes()

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autohet.runtime.job.data import EvaluationSection
 
+EVALUATIONS = "evaluations.json"
+"""Object of a job's storage with the losses of its evaluations, by step."""
+
 
 @dataclass(frozen=True)
 class EvaluationProgress:
@@ -35,4 +38,4 @@ class EvaluationProgress:
 
 NOT_EVALUATED = EvaluationProgress()
 
-__all__ = ["NOT_EVALUATED", "EvaluationProgress"]
+__all__ = ["EVALUATIONS", "NOT_EVALUATED", "EvaluationProgress"]

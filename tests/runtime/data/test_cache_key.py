@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from autohet.runtime.data.recipe import Recipe
 from autohet.runtime.job import DataSection
@@ -87,7 +89,9 @@ TEXT: dict[str, Change] = {
     "kind": keys(kind="prompt_completion"),
     "length": lambda root, given: {**given, "length": 31},
 }
+DATED = CHATML + "{{ strftime_now('%d %b %Y') }}"
 CHAT: dict[str, Change] = {
+    "system": keys(fields={"system": "prompt"}),
     "messages_field": keys(messages_field="dialog"),
     "fields": keys(fields={"tools": "functions"}),
     "sharegpt": keys(kind="sharegpt", messages_field="messages_"),
@@ -134,3 +138,45 @@ def test_each_input_that_changes_rows_changes_the_key(
         assert fingerprint(dict(given)) == first, "the key depends on its inputs alone"
         found = fingerprint(change(Path("."), given))
         assert (found == first) == (name == "nothing"), name
+
+
+def test_a_file_changed_beyond_its_first_bytes_with_equal_size_and_time_changes_the_key(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("rose " * 40_000 + "Paris")
+    os.utime(path, ns=(0, 0))
+    given = {"source": str(path), "tokenizer": "bytes"}
+    first = fingerprint(dict(given))
+    with path.open("r+") as stream:
+        stream.seek(200_000)
+        stream.write("Sofia")
+    os.utime(path, ns=(0, 0))
+    assert fingerprint(dict(given)) != first
+
+
+@pytest.mark.parametrize("template", [DATED, {"default": CHATML, "tool_use": DATED}])
+def test_the_date_that_a_template_prints_is_in_the_key_and_is_the_jobs(
+    tmp_path: Path, template: str | dict[str, str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{**RECORD, "tools": [{"name": "f"}]}])
+    save_chat_tokenizer(tmp_path / "tokenizer", template)
+    given = {
+        "source": str(tmp_path / "a.jsonl"),
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "kind": "chat",
+        "template_date": "2026-11-29",
+    }
+    first = fingerprint(dict(given))
+    assert fingerprint({**given, "template_date": "2026-11-30"}) != first
+    recipe = Recipe.of(DataSection(**given), 15)  # type: ignore[arg-type]
+    assert recipe.reading.examples is not None
+    record = {**RECORD, "tools": [{"name": "f"}]}
+    (rendered,) = recipe.reading.examples.extract(record)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = loaded.apply_chat_template(RECORD["messages"], tools=[{"name": "f"}], tokenize=False)
+    today = datetime.date.today().strftime("%d %b %Y")
+    assert rendered.text == expected.replace(today, "29 Nov 2026")
+    save_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    first = fingerprint(dict(given))
+    assert fingerprint({**given, "template_date": "2026-11-30"}) == first, "it prints none"

@@ -227,3 +227,20 @@ def test_a_csv_file_gives_the_rows_of_its_table(
         keys = {"split": "train", "cache_dir": str(tmp_path / "c")}
         found = datasets.load_dataset("csv", data_files=str(tmp_path / "a.csv"), **keys)
         assert found["text"][:] == texts
+
+
+def test_a_row_of_a_table_with_too_many_cells_is_broken_as_for_datasets(
+    tmp_path: Path, make_data: MakeData
+) -> None:
+    """A text with a separator and no quotes would be cut at it."""
+    path = tmp_path / "a.csv"
+    path.write_text("id,text\n1,so it is\n2,so, it is not\n" + "3,well then\n" * 20)
+    keys = {"split": "train", "cache_dir": str(tmp_path / "c")}
+    with pytest.raises(datasets.exceptions.DatasetGenerationError):
+        datasets.load_dataset("csv", data_files=str(path), **keys)
+    with pytest.raises(ConfigError, match="row 2: more cells than the 2 of the first line"):
+        prepare_dataset(make_data(path), 7)
+    left_out = prepare_dataset(make_data(path, skip_broken_lines=True), 7)
+    # An empty cell at the end is none.
+    path.write_text("id,text\n1,so it is,\n" + "3,well then\n" * 20)
+    np.testing.assert_array_equal(rows_of(left_out), rows_of(prepare_dataset(make_data(path), 7)))

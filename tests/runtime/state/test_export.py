@@ -32,6 +32,13 @@ from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import Layout, TensorSpec, assign_writers
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
+from tests.harness.chat_tokenizer import (
+    CHATML,
+    MARKED,
+    save_chat_tokenizer,
+    special_tokens_of,
+    trl_template,
+)
 from tests.harness.tiny_models import MIXTURES
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64}
@@ -521,3 +528,82 @@ def test_the_names_are_those_of_llama_cpps_converter(
     rotary = config.get("rope_parameters", {})
     if "rope_theta" in rotary:
         assert config["rope_theta"] == rotary["rope_theta"]
+
+
+OWN = "{{ messages[0]['content'] }} of my own"
+
+
+@pytest.mark.parametrize("given", [None, OWN])
+@pytest.mark.parametrize("form", ["config", "named in config", "file", "named files"])
+def test_the_chat_template_of_an_export_is_the_tokenizers_own_unless_the_job_asks(
+    form: str, given: str | None, storage: Storage, tmp_path: Path
+) -> None:
+    folder = tmp_path / "chat"
+    named: dict[str, str] = {"default": CHATML, "tool_use": MARKED}
+    save_chat_tokenizer(folder, named if form == "named files" else CHATML)
+    if "config" in form:
+        (folder / "chat_template.jinja").unlink()
+        path = folder / "tokenizer_config.json"
+        template: Any = CHATML
+        if form.startswith("named"):
+            template = [{"name": name, "template": each} for name, each in named.items()]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    job = job_of(tmp_path, str(folder))
+    assert job.data is not None
+    data = replace(job.data, kind="chat", chat_template=given)
+    out = exported(storage, tmp_path, replace(job, data=data))
+    expected = AutoTokenizer.from_pretrained(folder).chat_template if given is None else given
+    assert AutoTokenizer.from_pretrained(out).chat_template == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("qwen2_5", ["<|im_end|>"]),
+        ("qwen3", ["<|im_end|>"]),
+        ("llama3", ["<|eot_id|>"]),
+        ("gemma", ["<end_of_turn>"]),
+        ("phi3", ["<|end|>"]),
+        ("gptoss", ["<|return|>"]),
+        ("glm4moe", ["<|user|>", "<|observation|>"]),
+        ("deepseekv3", ["<｜end▁of▁sentence｜>"]),
+        ("cohere", ["<|END_OF_TURN_TOKEN|>"]),
+    ],
+)
+def test_generation_ends_where_the_turns_trained_on_end(
+    template: str, ends: list[str], storage: Storage, tmp_path: Path
+) -> None:
+    """`ends`: end tokens of the published chat models' generation configs, beside the base's."""
+    source = trl_template(template)
+    tokenizer = save_chat_tokenizer(tmp_path / "chat", source, special_tokens_of(source))
+    tokenizer.bos_token = "<s>"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    base = tmp_path / "base"
+    model_of("llama").save_pretrained(base)
+    own = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    config = {"eos_token_id": own, "temperature": 0.6, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(config))
+    job = job_of(tmp_path, str(tmp_path / "chat"), pretrained=str(base))
+    assert job.data is not None
+    job = replace(job, data=replace(job.data, kind="chat"))
+    found = GenerationConfig.from_pretrained(exported(storage, tmp_path, job))
+    assert found.eos_token_id == [own, *tokenizer.convert_tokens_to_ids(ends)]
+    assert found.temperature == 0.6
+
+
+@pytest.mark.parametrize("own", [2, [2, 1], None])
+def test_generation_ends_with_the_end_of_documents_too(
+    own: int | list[int] | None, storage: Storage, tmp_path: Path
+) -> None:
+    word_tokenizer(tmp_path / "words")
+    base = tmp_path / "base"
+    model_of("llama").save_pretrained(base)
+    path = base / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": own, "_from_model_config": True}))
+    out = exported(
+        storage, tmp_path, job_of(tmp_path, str(tmp_path / "words"), pretrained=str(base))
+    )
+    expected = {2: [2, 1], None: 1}[own] if not isinstance(own, list) else own
+    assert GenerationConfig.from_pretrained(out).eos_token_id == expected
+    if isinstance(own, list):
+        assert (out / path.name).read_bytes() == path.read_bytes()

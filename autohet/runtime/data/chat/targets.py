@@ -28,6 +28,8 @@ ASSISTANTS = ("assistant", "model")
 TRAINED_KEYS = ("weight", "train", "trainable", "training")
 _WORD = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s|\w+|.", re.DOTALL)
 """Parts of a prompt that text may agree with: special tokens, words, single other characters."""
+PROBE = "Zq4x"
+"""Text that occurs in no template."""
 _ROLE_MARK = re.compile(r"\s*(<[^<>\s]*>|\[[^\[\]\s]*\])")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -261,6 +263,31 @@ def render_completion(
     if not rendered.text.startswith(before):
         begin = rendered.spans(first)[0][0]
     return _without(rendered, begin, [turn for turn in untrained if turn >= first])
+
+
+def turn_ends(template: ChatTemplate) -> list[str]:
+    """Return the special tokens that end the assistant's last turn; none: a text ends it.
+
+    Several where a turn ends with the role that follows it: a user, or a tool.
+    """
+    question = {"role": "user", "content": PROBE}
+    answer: ChatMessage = {"role": "assistant", "content": PROBE}
+    call = {"type": "function", "id": "call00001", "function": {"name": PROBE, "arguments": {}}}
+    answers = [answer]
+    if template.ends_with_next:
+        answers.append({**answer, "tool_calls": [call]})
+    found = []
+    for message in answers:
+        try:
+            text = _Turns(template, _fitted(template, Conversation([question, message]))).text
+        except BrokenRecord:
+            continue
+        mark = _ROLE_MARK.match(text.rpartition(PROBE)[2])
+        if template.ends_with_next:
+            *_, mark = [None, *_ROLE_MARK.finditer(text)]
+        if mark is not None:
+            found.append(mark.group(1))
+    return list(dict.fromkeys(found))
 
 
 def _fitted(template: ChatTemplate, conversation: Conversation) -> Conversation:

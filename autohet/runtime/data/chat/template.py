@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -16,6 +17,8 @@ from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord
 from autohet.runtime.data.tokenization import split_revision
 from planner.errors import ConfigError
 
+_DATE = "strftime_now"
+"""Function of templates that prints the present time."""
 RULES = "turns-1"
 """Version of the rules that make text and targets of a conversation."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -53,21 +56,33 @@ class Conversation:
 class ChatTemplate:
     """A Jinja chat template with the special tokens of its tokenizer.
 
-    `for_tools`: the tokenizer's other template, for conversations with tools.
+    `for_tools`: the tokenizer's other template, for conversations with tools. date: day that
+    templates print as the present one (`strftime_now`); None: today.
     """
 
     def __init__(
-        self, template: str, special_tokens: dict[str, str], for_tools: str | None = None
+        self,
+        template: str,
+        special_tokens: dict[str, str],
+        for_tools: str | None = None,
+        date: str | None = None,
     ) -> None:
         self.template = template
-        self._special_tokens = special_tokens
-        self._for_tools = None if for_tools is None else ChatTemplate(for_tools, special_tokens)
+        self._for_tools = None
+        if for_tools is not None:
+            self._for_tools = ChatTemplate(for_tools, special_tokens, date=date)
         self.has_marks = _GENERATION.search(template) is not None
-        known = json.dumps([RULES, template, special_tokens, for_tools], sort_keys=True)
-        self.identity = hashlib.sha256(known.encode()).hexdigest()
+        known: list[Any] = [RULES, template, special_tokens, for_tools]
+        self._special_tokens = special_tokens
+        self._day: datetime.date | None = None
+        if _DATE in template or _DATE in (for_tools or ""):
+            today = datetime.date.today().isoformat()
+            self._day = datetime.date.fromisoformat(date or today)
+            known.append(self._day.isoformat())
+        self.identity = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def load(cls, tokenizer: str, given: str | None) -> ChatTemplate:
+    def load(cls, tokenizer: str, given: str | None, date: str | None = None) -> ChatTemplate:
         """Load the template `given` (a file, or the template itself), else the tokenizer's.
 
         Raises:
@@ -102,7 +117,7 @@ class ChatTemplate:
                 " data.chat_template"
             )
         special_tokens = {key: str(token) for key, token in loaded.special_tokens_map.items()}
-        return cls(template, special_tokens, for_tools)
+        return cls(template, special_tokens, for_tools, date)
 
     def chosen_for(self, tools: Any) -> ChatTemplate:
         """Return the template for conversations with `tools`."""
@@ -142,6 +157,7 @@ class ChatTemplate:
             **self._special_tokens,
             **conversation.options,
         }
+        self._set_date()
         try:
             found = render_pieces(self.template, conversation.messages, variables)
         except (TemplateError, ImportError, AttributeError, LookupError, TypeError, ValueError):
@@ -156,6 +172,7 @@ class ChatTemplate:
 
         variables: dict[str, Any] = {**self._special_tokens, **conversation.options}
         found: Any
+        self._set_date()
         try:
             found = render_jinja_template(
                 conversations=[list(conversation.messages)],
@@ -176,6 +193,15 @@ class ChatTemplate:
             for begin, end in all_spans[0]:
                 spans.append((begin, end))
         return RenderedText(text, spans)
+
+    def _set_date(self) -> None:
+        """Give the template its day: the library's own function prints today's."""
+        if self._day is not None:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            # The library keeps one environment for each template.
+            environment = _compile_jinja_template(self.template).environment
+            environment.globals[_DATE] = self._day.strftime
 
     def fit(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return messages in the forms that the template renders.
