@@ -24,6 +24,7 @@ from planner.inputs.cluster import cluster_from_document
 from tests.harness.autoscaling_cluster import at_most, autoscaling_cluster
 from tests.harness.local_fleet import (
     Interference,
+    cluster_document,
     in_generation,
     largest_relative_difference,
     make_job,
@@ -79,6 +80,34 @@ def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Pat
     # Rounding grows with every step, and a busy machine takes some hundreds until the new node is
     # there.
     assert largest_relative_difference(outcome.summary["losses"][:150], job) < 1e-3
+
+
+def test_a_head_with_gpus_trains_beside_what_the_autoscaler_brings(tmp_path: Path) -> None:
+    """`plan` says what is launched, and `train` runs on the head and on all of that."""
+    kind = cluster_document()["available_node_types"]["big"]
+    head = {**kind, "min_workers": 0, "max_workers": 0}
+    autohet = str(Path(sys.executable).parent / "autohet")
+    events = tmp_path / "events.jsonl"
+    sections: dict[str, Any] = {
+        "training": {"steps": 20},
+        "elastic": {"min_workers": 3, "wait_for_fleet_s": 180},
+        "parallelism": {"min_pipelines": 3},
+    }
+    with s3_server() as server, autoscaling_cluster(tmp_path, at_most(big=2), head) as document:
+        sections["checkpoint"] = {"storage": server.create_bucket("head") + "/job"}
+        job_path, _ = write_documents(tmp_path, {}, **sections)
+        documents = ["--job", str(job_path), "--cluster", str(tmp_path / "autoscaled.yaml")]
+        planned = subprocess.run(
+            [autohet, "plan", *documents, "--json"], capture_output=True, check=True, text=True
+        )
+        launch = json.loads(planned.stdout)["launch"]
+        assert launch["launched"] == {"big": 2}
+        address = document["provider"]["gcs_address"]
+        command = [autohet, "train", *documents, "--events", str(events), "--address", address]
+        trained = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert trained.returncode == 0, trained.stderr[-3000:]
+    # Two of the workers' type may exist, so the third GPU is the head's.
+    assert gpus_used(events) == 3
 
 
 def gpus_alive() -> int:

@@ -41,14 +41,17 @@ def at_most(**counts: int) -> dict[str, Any]:
     }
 
 
-def autoscaled_document(gcs_address: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """A cluster of these worker types, entries of `available_node_types`.
+def autoscaled_document(
+    gcs_address: str, kinds: Mapping[str, Any], head: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A cluster of these worker types, entries of `available_node_types`, and a head (default: one
+    without GPUs).
 
     The provider is named by its class (`external`): for its own name Ray would read an example file
     that the wheel lacks.
     """
     document = cluster_document()
-    types = {FAKE_HEAD_NODE_TYPE: document["available_node_types"]["head"], **kinds}
+    types = {FAKE_HEAD_NODE_TYPE: head or document["available_node_types"]["head"], **kinds}
     provider = {
         "type": "external",
         "module": PROVIDER,
@@ -84,15 +87,17 @@ def autoscaled_document(gcs_address: str, kinds: Mapping[str, Any]) -> dict[str,
 
 
 @contextmanager
-def autoscaling_cluster(directory: Path, kinds: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def autoscaling_cluster(
+    directory: Path, kinds: Mapping[str, Any], head: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
     """The running cluster's document, with this process connected, also as `autoscaled.yaml` in the
     directory; every process of it is ended afterwards, by its id.
     """
     address = f"{ray._private.services.get_node_ip_address()}:{free_port()}"
-    document = autoscaled_document(address, kinds)
+    document = autoscaled_document(address, kinds, head)
     path = directory / "autoscaled.yaml"
     path.write_text(json.dumps(document))
-    head = _start_head(path, address, directory / "head.log")
+    process = _start_head(path, document, directory / "head.log")
     try:
         _connect(address)
         # Ray remembers this of the first cluster that a process sees, and asks the wrong one of its
@@ -101,12 +106,17 @@ def autoscaling_cluster(directory: Path, kinds: Mapping[str, Any]) -> Iterator[d
         yield document
     finally:
         ray.shutdown()
-        end_session(head.pid)  # the head, and the nodes that its autoscaler started
-        head.wait(10)
+        end_session(process.pid)  # the head, and the nodes that its autoscaler started
+        process.wait(10)
 
 
-def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
+def _start_head(path: Path, document: Mapping[str, Any], log: Path) -> subprocess.Popen[bytes]:
+    """Start the head as `ray up` would: with the name, labels and GPUs of its node type."""
+    address = document["provider"]["gcs_address"]
+    head = document["available_node_types"][FAKE_HEAD_NODE_TYPE]
+    labels = [f"{name}={value}" for name, value in (head.get("labels") or {}).items()]
     environment = {
+        "RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE,
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_FAKE_CLUSTER": "1",
         "RAY_enable_autoscaler_v2": "1",
@@ -122,7 +132,8 @@ def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
         "--block",
         f"--port={address.rpartition(':')[2]}",
         "--num-cpus=2",
-        "--num-gpus=0",
+        f"--num-gpus={head['resources']['GPU']}",
+        *([f"--labels={','.join(labels)}"] if labels else []),
         "--include-dashboard=false",
         f"--autoscaling-config={path}",
         "--object-store-memory=80000000",
