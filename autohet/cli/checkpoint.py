@@ -315,7 +315,7 @@ def _verify(args: argparse.Namespace) -> _Result:
     if not steps:
         raise CheckpointMissing(storage.uri, None)
 
-    reports = []
+    reports: list[Any] = []
     removed = []
     later = {}
     for step in steps:

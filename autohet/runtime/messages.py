@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from autohet.runtime.step.early_stopping import NOT_EVALUATED, EvaluationProgress
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScale
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 
 if TYPE_CHECKING:
+    from autohet.runtime.job.data import EvaluationSection
     from planner.plans.plan import Plan
     from recovery.peers.replication_targets import ReplicationTarget
     from recovery.state.holdings import Source
@@ -37,6 +38,36 @@ DRAINED_FIELDS = ("steps", "receipts", "transfers", "evaluations")
 STANDING_PHASES = frozenset(
     {Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED}
 )
+
+
+EVALUATIONS = "evaluations.json"
+"""Object of a job's storage with the losses of its evaluations, by step."""
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """Lowest loss of a run's evaluations so far, and the evaluations since the last improvement.
+
+    As transformers' EarlyStoppingCallback, except that a loss that is NaN is no improvement.
+    """
+
+    lowest: float = math.inf
+    num_without_improvement: int = 0
+
+    def after(self, loss: float, section: EvaluationSection) -> EvaluationProgress:
+        """Return the progress after one more evaluation."""
+        if loss < self.lowest - section.early_stopping_threshold:
+            return EvaluationProgress(loss)
+        lowest = loss if loss < self.lowest else self.lowest
+        return EvaluationProgress(lowest, self.num_without_improvement + 1)
+
+    def ends_run(self, section: EvaluationSection) -> bool:
+        """Return True if the run ends with this evaluation."""
+        patience = section.early_stopping_patience
+        return patience is not None and self.num_without_improvement >= patience
+
+
+NOT_EVALUATED = EvaluationProgress()
 
 
 @dataclass(frozen=True)

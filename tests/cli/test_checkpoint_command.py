@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autohet.cli.main import main
+from autohet.runtime.messages import EVALUATIONS
 from autohet.runtime.process.terminal import visible
-from autohet.runtime.step.early_stopping import EVALUATIONS
 from recovery.checkpoint.commit import (
     CheckpointFacts,
     CheckpointPart,

@@ -19,7 +19,7 @@ from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.job.run_storage import CheckpointScalars
-from autohet.runtime.step.early_stopping import EVALUATIONS
+from autohet.runtime.messages import EVALUATIONS
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.read import verify

@@ -22,8 +22,7 @@ from autohet.control.values.observation import NodeView, Observation
 from autohet.driver.callbacks.trackers import Scalars
 from autohet.driver.job.elastic_trainer import History
 from autohet.runtime.job import EvaluationSection, Job
-from autohet.runtime.messages import DataState, EvaluationRecord, Phase, WorkerReport
-from autohet.runtime.step.early_stopping import NOT_EVALUATED
+from autohet.runtime.messages import NOT_EVALUATED, DataState, EvaluationRecord, Phase, WorkerReport
 from planner.errors import ConfigError
 from planner.inputs.fleet import Node, NodeType
 from tests.driver.test_controller import KIND, make, run, trained

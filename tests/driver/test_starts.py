@@ -10,8 +10,8 @@ import pytest
 import requests
 import yaml
 
+from autohet.control.fleet import START_S, STUCK_S, UNSCHEDULABLE_S, on_their_way
 from autohet.control.planning.buyer import LOOK_S
-from autohet.control.planning.starts import START_S, STUCK_S, UNSCHEDULABLE_S, on_their_way
 from autohet.control.values.observation import Launches, StartingNode, StartState
 from autohet.driver.ray.requests import pods
 from autohet.driver.ray.requests.launches import Attempts, LaunchWatch

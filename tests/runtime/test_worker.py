@@ -13,11 +13,17 @@ from autohet.emulate.demo import reference_losses
 from autohet.runtime.copies.preservation import Preservation
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import EvaluationSection, Job
-from autohet.runtime.messages import GenerationOrder, Phase, StateTransfer, StepRecord, WorkerPlace
+from autohet.runtime.messages import (
+    EvaluationProgress,
+    GenerationOrder,
+    Phase,
+    StateTransfer,
+    StepRecord,
+    WorkerPlace,
+)
 from autohet.runtime.models.config import load_config
 from autohet.runtime.process import store_connector
 from autohet.runtime.step.batches import EvaluationRows
-from autohet.runtime.step.early_stopping import EvaluationProgress
 from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.worker import Worker
 from planner.plans.plan import Pipeline, Plan, Stage

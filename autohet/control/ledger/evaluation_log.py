@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autohet.runtime.step.early_stopping import NOT_EVALUATED, EvaluationProgress
+from autohet.runtime.messages import NOT_EVALUATED, EvaluationProgress
 
 if TYPE_CHECKING:
     from autohet.runtime.job import EvaluationSection

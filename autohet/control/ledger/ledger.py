@@ -198,6 +198,8 @@ class Ledger:
     @property
     def last_step(self) -> int | None:
         """Steps of the whole run, which early stopping may have ended; None: not known yet."""
+        if self.job.evaluation is None:
+            return self.planned_end
         committed = self.committed_steps
         return committed if self.evaluation_log.ends_run(committed) else self.planned_end
 
@@ -228,7 +230,8 @@ class Ledger:
         for step, evaluation in list(self.evaluations.items()):
             if step > first and evaluation.generation != generation:
                 del self.evaluations[step]
-        self.evaluation_log.go_back_to(max([first, *self.evaluations]))
+        if self.job.evaluation is not None:
+            self.evaluation_log.go_back_to(max([first, *self.evaluations]))
 
         change.expect_step(self._predicted_step_s, self.measured_step_s(self._generation))
         self._predicted_step_s = change.predicted_step_s
@@ -278,7 +281,8 @@ class Ledger:
             for record in report.steps:
                 if record.skipped is not None:
                     self.skipped.take(report.worker, record.step, record.skipped)
-                if self._is_warm(record):
+                is_present = record.generation == self._generation
+                if is_present and record.step >= self._first_step + WARM_STEPS:
                     self.paces.take(report.worker, record)
                 if record.peak_memory_bytes is not None:
                     self.peak_bytes[report.worker] = record.peak_memory_bytes
@@ -303,23 +307,7 @@ class Ledger:
             yield from self.checkpoints.take_receipt(worker, receipt, order.layout, now)
             newest = self.checkpoints.newest_complete
             if newest is not None and newest != before:
-                self.checkpoints.note_cost(self._checkpoint_cost_s(newest[1]))
-
-    def _checkpoint_cost_s(self, step: int) -> float:
-        """Return the seconds by which steps took longer while `step` was being stored."""
-        usual_s = self.measured_step_s(self._generation)
-        if usual_s is None:
-            return 0.0
-        seconds = []
-        for other in range(step, self.committed_steps):
-            if other in self.records:
-                seconds.append(self.records[other].seconds)
-        return max(0.0, sum(seconds) - len(seconds) * usual_s)
-
-    def _is_warm(self, record: StepRecord) -> bool:
-        """Return True if a step is none of the first ones of the present generation."""
-        is_present = record.generation == self._generation
-        return is_present and record.step >= self._first_step + WARM_STEPS
+                self.checkpoints.note_cost(_checkpoint_cost_s(self, newest[1]))
 
     def _take_evaluation(self, record: EvaluationRecord, generation: int) -> Effects:
         """Keep and log the first report of an evaluation; all workers report the same."""
@@ -495,6 +483,19 @@ class Ledger:
         if not useful_s or elapsed_s <= 0:
             return None
         return round(min(1.0, useful_s / elapsed_s), 4)
+
+
+def _checkpoint_cost_s(ledger: Ledger, step: int) -> float:
+    """Return the seconds by which steps took longer while `step` was being stored."""
+    newest = ledger.records.get(ledger.committed_steps - 1)
+    usual_s = None if newest is None else ledger.measured_step_s(newest.generation)
+    if usual_s is None:
+        return 0.0
+    seconds = []
+    for other in range(step, ledger.committed_steps):
+        if other in ledger.records:
+            seconds.append(ledger.records[other].seconds)
+    return max(0.0, sum(seconds) - len(seconds) * usual_s)
 
 
 def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from autohet.control import fleet
+from autohet.control.fleet import on_their_way, overdue_causes
 from autohet.control.planning.buying import (
     Counts,
     IdleNodes,
@@ -24,7 +25,6 @@ from autohet.control.planning.buying import (
     with_spares,
 )
 from autohet.control.planning.price_follower import PriceFollower, decides_by_price
-from autohet.control.planning.starts import on_their_way, overdue_causes
 from autohet.control.values.actions import Action, AskForNodes, GiveBack
 
 if TYPE_CHECKING:

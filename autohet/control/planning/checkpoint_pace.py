@@ -56,7 +56,7 @@ def pace_checkpoints(memory: JobMemory, seen: Observation) -> Effects:
         pace.generation = memory.generation
         pace.requested = newest
     pace.requested = min(max(pace.requested, newest), committed)
-    if pace.due_in_steps(committed) == 0:
+    if pace.steps is not None and committed + 1 >= pace.requested + pace.steps:
         pace.requested = committed + 1
         memory.ledger.checkpoints.note_request(committed + 1, seen.now)
         yield RequestCheckpoint(memory.members[0])

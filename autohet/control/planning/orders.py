@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.planning.outlook import MOST_S, URGENT
 from autohet.control.planning.replication import Replication, ReplicationPlanner, Targets
 from autohet.control.planning.restore_sources import (
@@ -17,7 +16,7 @@ from autohet.control.planning.restore_sources import (
     spare_leavers,
     without,
 )
-from autohet.runtime.messages import GenerationOrder, WorkerReport
+from autohet.runtime.messages import NOT_EVALUATED, GenerationOrder, WorkerReport
 from autohet.runtime.step.loss_scale import LossScales
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from recovery.errors import NotRestorable
@@ -27,6 +26,7 @@ from recovery.state.layout import assign_writers
 from recovery.transfer.schedule import TransferSchedule, schedule
 
 if TYPE_CHECKING:
+    from autohet.control.ledger.evaluation_log import EvaluationLog
     from autohet.control.planning.proposals import PlanProposal
     from autohet.control.values.observation import Observation
     from autohet.runtime.job import Job
@@ -53,17 +53,17 @@ class Book:
 class OrderTerms:
     """Terms of a generation's orders that the state does not decide.
 
-    last_step: steps of the whole run; None while the rows of the data set are not counted.
-    Early stopping may end it before. step_timeout_s: deadline of a step. change_s: expected time
-    until a node leaves. evaluations: losses so far. loss_scales: those of the run so far.
-    from_scratch: begin at step 0, although training has begun. before_step: restore a checkpoint
-    before this step, whatever else is there.
+    last_step: steps of the whole run; None while the rows of the data set are not counted. Early
+    stopping may end it before. step_timeout_s: deadline of a step. change_s: expected time until a
+    node leaves. evaluations: losses so far; None where nothing is evaluated. loss_scales: those of
+    the run so far. from_scratch: begin at step 0, although training has begun. before_step: restore
+    a checkpoint before this step, whatever else is there.
     """
 
     last_step: int | None
     step_timeout_s: float | None = None
     change_s: float = MOST_S
-    evaluations: EvaluationLog = field(default_factory=EvaluationLog)
+    evaluations: EvaluationLog | None = None
     loss_scales: LossScales = field(default_factory=LossScales)
     from_scratch: bool = False
     before_step: int | None = None
@@ -272,8 +272,14 @@ class OrderBuilder:
             targets = {}
 
         participants = (*plan.workers, *_pure_sources(plan, transfers, seen))
-        evaluations = terms.evaluations
-        end_step = step if evaluations.ends_run(step) else terms.last_step
+        end_step = terms.last_step
+        is_evaluated = False
+        progress = NOT_EVALUATED
+        if terms.evaluations is not None:
+            is_evaluated = step in terms.evaluations.losses
+            progress = terms.evaluations.progress(step)
+            if terms.evaluations.ends_run(step):
+                end_step = step
         assert end_step is not None, "the rows of the data set are not counted"
         common = GenerationOrder(
             generation=generation,
@@ -290,8 +296,8 @@ class OrderBuilder:
             replicates=bool(targets),
             replicate_every_steps=every,
             ancestry=self.ancestry,
-            is_evaluated=step in evaluations.losses,
-            evaluation_progress=evaluations.progress(step),
+            is_evaluated=is_evaluated,
+            evaluation_progress=progress,
             step_timeout_s=terms.step_timeout_s,
             loss_scale=terms.loss_scales.before(step),
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autohet.control.ending import fail
 from autohet.control.job_state import Building, Quiescing, Sourcing, State
 from autohet.control.planning.orders import Book, OrderTerms
-from autohet.control.states.from_scratch import judge_start, look_anew
+from autohet.control.states.ways_back import judge_start, look_anew
 from autohet.control.values.actions import Begin, ClaimGeneration, RequestInventories
 from autohet.control.values.effects import Deciding, Effects, Remark, event
 from planner.errors import ConfigError
@@ -98,7 +98,7 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
         last_step=memory.ledger.planned_end,
         step_timeout_s=memory.timeouts.step_s,
         change_s=memory.planning.horizon_s,
-        evaluations=memory.ledger.evaluation_log,
+        evaluations=memory.ledger.evaluation_log if memory.job.evaluation else None,
         loss_scales=memory.ledger.loss_scales,
     )
     fallback = memory.fallback

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from autohet.control import fleet, speeds
 from autohet.control.ending import release_leaver, stop_with_checkpoint
+from autohet.control.fleet import on_their_way
 from autohet.control.job_state import (
     Closing,
     Considering,
@@ -31,7 +32,6 @@ from autohet.control.planning.outlook import (
     recent_cost_s,
     slowest_move_s,
 )
-from autohet.control.planning.starts import on_their_way
 from autohet.control.replanning import (
     ask_for_plan,
     begin_change,
@@ -41,8 +41,8 @@ from autohet.control.replanning import (
     plan_decision,
     shortage_reason,
 )
-from autohet.control.states.poisoned import give_up_restored
 from autohet.control.states.quiescing import interrupt_after_death, is_overtaken
+from autohet.control.states.ways_back import give_up_restored
 from autohet.control.values import fleet_event
 from autohet.control.values.actions import Dismiss, Prepare, RequestStop
 from autohet.control.values.effects import Deciding, Effects, event
@@ -88,7 +88,7 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
         deadline = seen.now + memory.timeouts.checkpoint_s
         step = finished[0].step
         reason = "trained to the last step"
-        if memory.ledger.evaluation_log.ends_run(step):
+        if memory.job.evaluation and memory.ledger.evaluation_log.ends_run(step):
             reason = memory.ledger.evaluation_log.early_end_reason
         return Closing(reason=reason, ok=True, deadline=deadline, step=step)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from autohet.control import fleet
 from autohet.control.ending import fail, finish
+from autohet.control.fleet import describe_starting
 from autohet.control.job_state import State, Waiting
-from autohet.control.planning.starts import describe_starting
 from autohet.control.replanning import build_fleet
 from autohet.control.states.sourcing import adopt
 from autohet.control.values.change import Change

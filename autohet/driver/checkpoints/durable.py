@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
-from autohet.control.states.poisoned import SKIPPED_STEPS
+from autohet.control.states.ways_back import SKIPPED_STEPS
 from autohet.control.values.observation import CheckpointState
 from autohet.driver.checkpoints.cleaning import CheckpointCleaner, Retention
 from autohet.driver.checkpoints.resumption import require_some_intact

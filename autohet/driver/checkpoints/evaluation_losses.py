@@ -12,7 +12,7 @@ from typing import Any
 
 from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.runtime.job import EvaluationSection
-from autohet.runtime.step.early_stopping import EVALUATIONS
+from autohet.runtime.messages import EVALUATIONS
 from recovery.checkpoint.manifest import Manifest
 from recovery.errors import RecoveryError
 from recovery.storage.errors import ObjectMissing

@@ -213,8 +213,9 @@ class Job:
 
         The best checkpoints are known by their loss: then each step of one is evaluated.
         """
-        is_scored = self.checkpoint.keep_best is not None and self.evaluation is not None
-        return self.evaluation.every_steps if is_scored else 1
+        if self.checkpoint.keep_best is None or self.evaluation is None:
+            return 1
+        return self.evaluation.every_steps
 
     @property
     def evaluation_data(self) -> DataSection | None:

@@ -27,8 +27,8 @@ from autohet.runtime.data.tokenization import (
     split_revision,
 )
 from autohet.runtime.job import Job
+from autohet.runtime.messages import EVALUATIONS
 from autohet.runtime.state.export_config import default_generation_config
-from autohet.runtime.step.early_stopping import EVALUATIONS
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.storage.contents import holds
@@ -132,7 +132,8 @@ def _with_ends(content: bytes, ends: Collection[int]) -> bytes:
         # The pretrained model's own file is broken, which its readers say.
         return content
     own = config.get("eos_token_id")
-    known = [] if own is None else own if isinstance(own, list) else [own]
+    known = own if isinstance(own, list) else [own]
+    known = [each for each in known if each is not None]
     if set(ends) <= set(known):
         return content
     tokens = list(dict.fromkeys([*known, *ends]))

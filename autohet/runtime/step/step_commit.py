@@ -40,8 +40,8 @@ from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.step.replica_check import ReplicaCheck, ReplicasDiffer
-from autohet.runtime.step.row_count import RowsDiffer, hashes_of
-from autohet.runtime.step.votes import Vote, Voter, skip_reason
+from autohet.runtime.step.row_count import RowsDiffer
+from autohet.runtime.step.votes import Vote, Voter, check_rows, skip_reason
 
 MOST_REPAIRS = 2
 MAX_NAMED = 16
@@ -270,7 +270,7 @@ class Trainer(ABC):
             for index in range(rows.num_batches):
                 loss, num_targets = self._evaluate_batch(rows, index)
                 batch = self.voter.count_evaluation(loss, num_targets)
-                self._check_rows(batch, rows.num_in_batch(index))
+                check_rows(batch, self.voter, rows.num_in_batch(index), self.step)
                 if batch.stops:
                     return EvaluationEnded(checkpoint=batch.checkpoints > 0)
                 seen = seen.with_batch(batch)
@@ -364,26 +364,13 @@ class Trainer(ABC):
             self.prepared = None
             return vote
         try:
-            self._check_rows(vote, self.training.global_batch_sequences)
+            num_rows = self.training.global_batch_sequences
+            check_rows(vote, self.voter, num_rows, self.step)
         except RowsDiffer:
             self.prepared = None
             raise
         self.last_vote = (self.step, vote)
         return vote
-
-    def _check_rows(self, vote: Vote, num_rows: int) -> None:
-        """Check that the workers have computed the first rows of a global batch, each once.
-
-        Raises:
-            RowsDiffer: they have not; all workers raise it alike.
-        """
-        if self.voter.rows is None:
-            return
-        if (vote.rows, vote.row_hashes) != (num_rows, hashes_of(num_rows)):
-            raise RowsDiffer(
-                f"step {self.step} did not happen: its workers computed {vote.rows} rows, which are"
-                f" not each of the {num_rows} rows of its batch once; this is a fault of AutoHet"
-            )
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:
         """Apply the prepared step, without communication.

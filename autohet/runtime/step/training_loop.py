@@ -10,10 +10,15 @@ import torch
 
 from autohet.runtime.copies.preservation import Preservation
 from autohet.runtime.job import Job
-from autohet.runtime.messages import EvaluationRecord, GenerationOrder, Phase, StepRecord
+from autohet.runtime.messages import (
+    EvaluationProgress,
+    EvaluationRecord,
+    GenerationOrder,
+    Phase,
+    StepRecord,
+)
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.step.batches import Batches, EvaluationRows
-from autohet.runtime.step.early_stopping import EvaluationProgress
 from autohet.runtime.step.step_commit import EvaluationEnded, Trainer
 from autohet.runtime.step.votes import Vote
 from recovery.errors import RecoveryError

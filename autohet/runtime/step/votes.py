@@ -15,7 +15,7 @@ from autohet.runtime.groups import GenerationGroups, Group, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.messages import Rewards, SkipReason
 from autohet.runtime.parallel.preference import PreferenceLoss
-from autohet.runtime.step.row_count import RowCount
+from autohet.runtime.step.row_count import RowCount, RowsDiffer, hashes_of
 from recovery.peers.replication_rounds import PreservationStatus
 
 
@@ -230,3 +230,19 @@ class Voter:
         if vote.members != self.world.size:
             raise PeerLost(f"{vote.members} of {self.world.size} workers {verb}")
         return vote
+
+
+def check_rows(vote: Vote, voter: Voter, num_rows: int, step: int) -> None:
+    """Check that the workers have computed the first rows of a global batch, each once.
+
+    No-op if the plan's workers do not count rows.
+
+    Raises:
+        RowsDiffer: they have not; all workers raise it alike.
+    """
+    if voter.rows is None or (vote.rows, vote.row_hashes) == (num_rows, hashes_of(num_rows)):
+        return
+    raise RowsDiffer(
+        f"step {step} did not happen: its workers computed {vote.rows} rows, which are not each of"
+        f" the {num_rows} rows of its batch once; this is a fault of AutoHet"
+    )

@@ -63,12 +63,9 @@ class SimulatedMachines:
         moments += self._returned.values()
         if self.prices.next_s < math.inf:
             moments.append(self.prices.next_s)
-        moments += [self._missed_at(name) for name in self.dead]
+        # Ray notices then that a dead node is dead.
+        moments += [died_at + self._costs.detect_s for died_at in self.dead.values()]
         return moments
-
-    def _missed_at(self, name: str) -> float:
-        """Return the second at which Ray notices that a dead node is dead."""
-        return self.dead[name] + self._costs.detect_s
 
     def launches(self) -> Launches:
         """Return the machines that boot, as an autoscaler reports them."""
@@ -207,7 +204,7 @@ class SimulatedMachines:
     def pop_noticed_deaths(self) -> dict[str, float]:
         """Return the second of death of each node that Ray notices by now to be dead."""
         now = self._clock.now
-        noticed = [name for name in self.dead if self._missed_at(name) <= now]
+        noticed = [name for name, at in self.dead.items() if at + self._costs.detect_s <= now]
         return {name: self.dead.pop(name) for name in noticed}
 
     def forget(self, name: str) -> None:

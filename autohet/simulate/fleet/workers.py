@@ -90,7 +90,7 @@ class SimulatedWorkers:
             bytes_by_tier = dict(order.transfers.bytes_by_tier)
 
         rebuilt_at = self._clock.now + self._costs.rebuild_s + self._costs.nccl_s(len(orders))
-        self._drop_steps_from(order.start_step)
+        _drop_steps_from(self.spans, order.start_step)
         self.generation = self._prepare(orders, rebuilt_at + restore_s)
         self.spans.append(self.generation.span)
 
@@ -149,12 +149,6 @@ class SimulatedWorkers:
     def _steps_between_requests(self, step_s: float) -> int:
         """Return the interval of the checkpoints that the controller requests, as known now."""
         return self.checkpoint_pace.steps or max(1, round(MOST_S / step_s))
-
-    def _drop_steps_from(self, step: int) -> None:
-        """Remove the steps from this one on, which are lost."""
-        for span in self.spans:
-            num_before = step - span.first_step
-            span.num_steps = max(0, min(span.num_steps, num_before))
 
     def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
         raise AssertionError("a simulated change has its stated costs: nothing is built ahead")
@@ -296,3 +290,10 @@ class SimulatedWorkers:
 def _any_order(orders: Mapping[str, GenerationOrder]) -> GenerationOrder:
     """Return one order of a generation, for the fields that all its orders share."""
     return next(iter(orders.values()))
+
+
+def _drop_steps_from(spans: Sequence[TrainedSpan], step: int) -> None:
+    """Remove the steps from this one on, which are lost."""
+    for span in spans:
+        num_before = step - span.first_step
+        span.num_steps = max(0, min(span.num_steps, num_before))
