@@ -188,7 +188,7 @@ def _list(args: argparse.Namespace) -> _Result:
 
     A checkpoint with a damaged manifest hides no other: it is listed apart, and the exit code is 1.
     """
-    from autohet.control.ledger.evaluation_log import best_steps
+    from autohet.control.values.evaluation_log import best_steps
     from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
     storage = _open(args.storage)
@@ -227,7 +227,7 @@ def _losses(storage: Any, steps: Collection[int]) -> dict[int, float]:
 
 def _best_step(storage: Any) -> int:
     """Return the step of the checkpoint with the lowest evaluation loss."""
-    from autohet.control.ledger.evaluation_log import best_steps
+    from autohet.control.values.evaluation_log import best_steps
     from recovery.checkpoint.commit import list_checkpoints
 
     steps = {info.step for info in list_checkpoints(storage)}

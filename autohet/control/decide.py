@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
+from autohet.control.checkpoint_pace import pace_checkpoints
 from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
 from autohet.control.failures import FailureAnswer, answer_failures
 from autohet.control.job_state import (
@@ -24,7 +25,6 @@ from autohet.control.job_state import (
     Training,
     Waiting,
 )
-from autohet.control.planning.checkpoint_pace import pace_checkpoints
 from autohet.control.replanning import drop_search
 from autohet.control.states import building, closing, quiescing, sourcing, training, waiting
 from autohet.control.values.actions import Hire, RequestStop, StartAgents

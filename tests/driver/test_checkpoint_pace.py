@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from scipy.optimize import minimize_scalar
 
+from autohet.control.checkpoint_pace import MOST_S, optimum_s, pace_checkpoints
 from autohet.control.job_memory import CheckpointPace
 from autohet.control.job_state import Training
-from autohet.control.planning.checkpoint_pace import MOST_S, optimum_s, pace_checkpoints
 from autohet.control.planning.outlook import Outlook
 from autohet.control.values.actions import RequestCheckpoint
 from autohet.driver.loop.controller import Controller

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
-from autohet.control.ledger.evaluation_log import MOST_LOSSES, EvaluationLog
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_status, ledger_summary
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Decision, Round
+from autohet.control.values.evaluation_log import MOST_LOSSES, EvaluationLog
 from autohet.control.values.observation import NodeView, Observation
 from autohet.driver.callbacks.trackers import Scalars
 from autohet.driver.job.elastic_trainer import History

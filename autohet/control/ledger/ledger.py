@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from autohet.control.ledger.checkpoint_log import CheckpointLog
-from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.failures import FailureCounts
 from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
 from autohet.control.planning.agent_gc import any_order
 from autohet.control.values.effects import Effects, event
+from autohet.control.values.evaluation_log import EvaluationLog
 from autohet.runtime.messages import (
     EvaluationRecord,
     GenerationOrder,

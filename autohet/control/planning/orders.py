@@ -26,8 +26,8 @@ from recovery.state.layout import assign_writers
 from recovery.transfer.schedule import TransferSchedule, schedule
 
 if TYPE_CHECKING:
-    from autohet.control.ledger.evaluation_log import EvaluationLog
     from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.evaluation_log import EvaluationLog
     from autohet.control.values.observation import Observation
     from autohet.runtime.job import Job
     from planner.plans.plan import Plan

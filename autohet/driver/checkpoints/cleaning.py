@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from autohet.control.ledger.evaluation_log import best_steps
+from autohet.control.values.evaluation_log import best_steps
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.errors import ManifestMisplaced
 from recovery.checkpoint.manifest import Manifest

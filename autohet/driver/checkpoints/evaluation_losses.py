@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from autohet.control.ledger.evaluation_log import EvaluationLog
+from autohet.control.values.evaluation_log import EvaluationLog
 from autohet.runtime.job import EvaluationSection
 from autohet.runtime.messages import EVALUATIONS
 from recovery.checkpoint.manifest import Manifest

@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_summary
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
+from autohet.control.values.evaluation_log import EvaluationLog
 from autohet.driver.checkpoints.evaluation_losses import read_evaluations
 from autohet.driver.events.event_log import EventLog
 from autohet.runtime.facts.layout import tensor_specs

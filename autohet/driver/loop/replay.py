@@ -15,7 +15,6 @@ from typing import Any, Generic
 
 from autohet.control.decide import decide
 from autohet.control.job_memory import JobMemory
-from autohet.control.ledger.evaluation_log import EvaluationLog
 from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.orders import OrderBuilder
@@ -29,6 +28,7 @@ from autohet.control.planning.proposals import (
     T,
 )
 from autohet.control.values.effects import Round
+from autohet.control.values.evaluation_log import EvaluationLog
 from autohet.control.values.observation import Observation
 from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.planning import Planning, make_planning

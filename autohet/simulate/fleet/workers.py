@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from autohet.control.checkpoint_pace import MOST_S
 from autohet.control.job_memory import CheckpointPace
-from autohet.control.planning.checkpoint_pace import MOST_S
 from autohet.control.values.observation import Loss
 from autohet.runtime.messages import (
     GenerationOrder,
