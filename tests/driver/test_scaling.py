@@ -186,12 +186,12 @@ def test_a_head_with_gpus_stands_and_is_not_in_what_is_asked_for(aws, monkeypatc
     cluster = cluster_from_document(document)
     assert standing_nodes(cluster, document)["head"] == 1
     sent = []
-    monkeypatch.setattr(scaling, "request_resources", lambda **request: sent.append(request))
+    monkeypatch.setattr(scaling, "put_request", lambda bundles, *_, wait: sent.append(bundles))
     request = fleet_request(shortest_job(), cluster, document, None, {"head": 1, "p4d": 1})
     with caplog.at_level(logging.INFO, "autohet"):
         request.ask()
     assert "for 1 p4d: $" in caplog.text
-    assert [bundle["GPU"] for bundle in sent[0]["bundles"]] == [4, 8]
+    assert [bundle["GPU"] for bundle in sent[0]] == [4, 8]
 
 
 def test_the_file_that_the_head_was_started_from(tmp_path, caplog):

@@ -198,7 +198,7 @@ class Ledger:
     @property
     def last_step(self) -> int | None:
         """Steps of the whole run, which early stopping may have ended; None: not known yet."""
-        if self.job.evaluation is None:
+        if self.evaluation_log.section is None:
             return self.planned_end
         committed = self.committed_steps
         return committed if self.evaluation_log.ends_run(committed) else self.planned_end
@@ -230,7 +230,7 @@ class Ledger:
         for step, evaluation in list(self.evaluations.items()):
             if step > first and evaluation.generation != generation:
                 del self.evaluations[step]
-        if self.job.evaluation is not None:
+        if self.evaluation_log.section is not None:
             self.evaluation_log.go_back_to(max([first, *self.evaluations]))
 
         change.expect_step(self._predicted_step_s, self.measured_step_s(self._generation))

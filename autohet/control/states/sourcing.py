@@ -94,11 +94,12 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     generation = max(newest, memory.reserved) + 1
     if state.prepared is not None and state.prepared > newest:
         generation = state.prepared
+    log = memory.ledger.evaluation_log
     terms = OrderTerms(
         last_step=memory.ledger.planned_end,
         step_timeout_s=memory.timeouts.step_s,
         change_s=memory.planning.horizon_s,
-        evaluations=memory.ledger.evaluation_log if memory.job.evaluation else None,
+        evaluations=log if log.section else None,
         loss_scales=memory.ledger.loss_scales,
     )
     fallback = memory.fallback

@@ -88,8 +88,9 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
         deadline = seen.now + memory.timeouts.checkpoint_s
         step = finished[0].step
         reason = "trained to the last step"
-        if memory.job.evaluation and memory.ledger.evaluation_log.ends_run(step):
-            reason = memory.ledger.evaluation_log.early_end_reason
+        log = memory.ledger.evaluation_log
+        if log.section and log.ends_run(step):
+            reason = log.early_end_reason
         return Closing(reason=reason, ok=True, deadline=deadline, step=step)
 
     yield from _release_idle_leavers(memory, seen)

@@ -27,7 +27,7 @@ class EvaluationLog:
         losses: Mapping[int, float] | None = None,
         rows: str | None = None,
     ) -> None:
-        self._section = section
+        self.section = section
         self.losses = dict(losses or {})
         self.rows = rows
 
@@ -36,9 +36,9 @@ class EvaluationLog:
 
         Losses on other rows are dropped; the returned sentence says so.
         """
-        if digest is None or self._section is None:
+        if digest is None or self.section is None:
             return None
-        limit = self._section.max_sequences
+        limit = self.section.max_sequences
         rows = digest if limit is None else f"{digest} {limit}"
         before = self.rows
         self.rows = rows
@@ -73,26 +73,26 @@ class EvaluationLog:
     def progress(self, until: int) -> EvaluationProgress:
         """Return the progress of the evaluations until step `until`, for early stopping."""
         found = NOT_EVALUATED
-        if self._section is None:
+        if self.section is None:
             return found
         for step in sorted(self.losses):
             if step <= until:
-                found = found.after(self.losses[step], self._section)
+                found = found.after(self.losses[step], self.section)
         return found
 
     def ends_run(self, step: int) -> bool:
         """Return True if the evaluation after `step` updates ends the run early."""
-        if self._section is None or step not in self.losses:
+        if self.section is None or step not in self.losses:
             return False
-        return self.progress(step).ends_run(self._section)
+        return self.progress(step).ends_run(self.section)
 
     @property
     def early_end_reason(self) -> str:
         """Reason of a run's end that early stopping has decided."""
         best = self.best_steps()[0]
-        assert self._section is not None
+        assert self.section is not None
         return (
-            f"stopped early, since {self._section.early_stopping_patience} evaluations in a row"
+            f"stopped early, since {self.section.early_stopping_patience} evaluations in a row"
             f" brought no improvement; the lowest loss is {self.losses[best]:.4f} after step {best}"
         )
 

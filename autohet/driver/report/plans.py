@@ -35,6 +35,8 @@ def plan_pictures(events: Sequence[Event], begin: float) -> str:
     held: Held = {}
     parts = []
     for event in of_kind(events, "plan"):
+        if "plan" not in event:
+            continue
         plan = Plan.from_document(event["plan"])
         title = _title(event, plan, moved.get(event["generation"]), begin)
         parts.append((title, _picture(plan, held, color_by_node)))

@@ -25,7 +25,7 @@ from autohet.runtime.job.identity import (
 from autohet.runtime.job.model import AdapterSection, ModelSection
 from autohet.runtime.job.parallelism import ParallelismSection
 from autohet.runtime.job.requirements import require
-from autohet.runtime.job.strict_document import read_yaml, to_dataclass
+from autohet.runtime.job.strict_document import key_of, read_yaml, to_dataclass
 from autohet.runtime.job.trackers import TrackerEntry
 from autohet.runtime.job.training import TrainingSection
 from planner.plans.formats import check_named_formats
@@ -246,7 +246,8 @@ class Job:
 
         `from_document` gives the same job back.
         """
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        document = asdict(self, dict_factory=_by_key)
+        return {key: value for key, value in document.items() if value is not None}
 
     @property
     def tracker_entries(self) -> tuple[TrackerEntry, ...]:
@@ -299,3 +300,8 @@ class Job:
             )
         assert self.data is not None
         return self.data
+
+
+def _by_key(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a section's fields by the keys of its document."""
+    return {key_of(name): value for name, value in fields}

@@ -252,7 +252,9 @@ def _text_path(source: str, revision: str | None) -> str:
     try:
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
-            kind = type(AutoModel.from_config(config.get_text_config(decoder=True)))
+            kind = type(
+                AutoModel.from_config(config.get_text_config(decoder=True), trust_remote_code=False)
+            )
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         logger.warning("Exported adapters will have names of the text part: %s", first_line(error))
         return ""

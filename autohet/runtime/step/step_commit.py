@@ -139,6 +139,8 @@ class Trainer(ABC):
         self._updates = UpdateTimes(self._clock)
         self.loss_scale: LossScale | None = None
         """Scale of gradients in fp16 stages, equal at all workers; None: the plan has none."""
+        self.num_rows = generation.plan.global_batch_sequences
+        """Rows of a step's global batch."""
         self.replicas: ReplicaCheck | None = None
         """Check that holders of a shard are still bit-equal, part of each vote.
 
@@ -364,8 +366,7 @@ class Trainer(ABC):
             self.prepared = None
             return vote
         try:
-            num_rows = self.training.global_batch_sequences
-            check_rows(vote, self.voter, num_rows, self.step)
+            check_rows(vote, self.voter, self.num_rows, self.step)
         except RowsDiffer:
             self.prepared = None
             raise

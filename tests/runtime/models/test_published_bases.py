@@ -266,7 +266,7 @@ def test_fp8_blocks_of_unknown_size_are_refused(tmp_path: Path) -> None:
     """Wrong: a size follows from the scales although a side ends with a part of a block."""
     write_deepseek(tmp_path)
     quantize_fp8(tmp_path, 40, says_size=False)
-    with pytest.raises(ConfigError, match=r"no weight_block_size; add its quantization_config"):
+    with pytest.raises(ConfigError, match=r"no quantization_config; put it back"):
         first_logits(ModelSection(pretrained=str(tmp_path)))
 
 
