@@ -115,6 +115,7 @@ class AnyFleet(RuleBasedStateMachine):
         self.controller = CheckedController(
             job, workforce, planning, OrderBuilder(job, layout_builder(config)), EventLog(None)
         )
+        self.controller.memory.prepares = True
         if resumed:
             self.resume(planning, config)
         self.promises = Promises(self.controller, workforce, RESUMED_AT if resumed else 0)

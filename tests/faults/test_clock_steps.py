@@ -60,9 +60,8 @@ DATES = {
     "autohet/driver/sky/supervisor.py": "moments that a supervisor started again reads, as dates",
     "autohet/driver/sources/script_file.py": "a script may name the moment as a date",
     "autohet/driver/job/status.py": "the age of what another process published, with a date",
-    "autohet/runtime/process/instance_metadata.py": (
-        "EC2 names the moment of an interruption as a date"
-    ),
+    "autohet/runtime/process/google_metadata.py": "a notice says its moment as a date",
+    "autohet/runtime/process/metadata_server.py": "clouds name the moment of an end as a date",
     "recovery/checkpoint/commit.py": "when a checkpoint was made, for its reader",
     "recovery/storage/conformance.py": "how far this clock is from the storage's",
     "recovery/storage/s3_errors.py": "how far this clock is from the store's, which refused it",

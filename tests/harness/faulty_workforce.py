@@ -16,6 +16,8 @@ from autohet.runtime.messages import (
     AgentEndpoint,
     GenerationOrder,
     Phase,
+    PreparationOrder,
+    Prepared,
     UploadRetried,
     WorkerReport,
 )
@@ -302,6 +304,14 @@ class FaultyWorkforce(Collective):
         assert newest is None or order.start_step >= newest, (
             f"back to {order.start_step}, but {newest} was whole"
         )
+
+    def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
+        def prepare(process: Life, generation: int) -> None:
+            process.report = replace(process.report, prepared=Prepared(generation))
+
+        for worker, order in orders.items():
+            number = order.generation
+            self._tell([worker], lambda process, number=number: prepare(process, number))
 
     def interrupt(self, workers: Collection[str], generation: int) -> None:
         self._tell(

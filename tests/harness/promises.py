@@ -123,10 +123,14 @@ class CheckedController(Controller):
 
     def tick(self) -> Observation:
         def checked(
-            change: Change, proposal: PlanProposal, memory: JobMemory, seen: Observation
+            change: Change,
+            proposal: PlanProposal,
+            memory: JobMemory,
+            seen: Observation,
+            prepared: int | None = None,
         ) -> Deciding[State]:
             self._check_adopted(proposal, seen)
-            return (yield from sourcing.adopt(change, proposal, memory, seen))
+            return (yield from sourcing.adopt(change, proposal, memory, seen, prepared))
 
         with patch.object(waiting, "adopt", checked), patch.object(quiescing, "adopt", checked):
             return super().tick()
