@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,14 +68,14 @@ def ended(process: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
 
 def test_two_runs_side_by_side_train_whichever_ends_first(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    with training(one, 40) as first:
+    with training(one, 100_000) as first:
         wait_until(lambda: "step" in kinds(one) or first.poll() is not None)
-        with training(two, 80) as second:
+        with training(two, 400) as second:
             wait_until(lambda: "step" in kinds(two) or second.poll() is not None)
             assert first.poll() is None, "both train at one time"
-            assert ended(first, one)["steps"] == 40
-            time.sleep(1.0)
-            assert ended(second, two)["steps"] == 80
+            first.send_signal(signal.SIGTERM)
+            first.wait(HANG_S)
+            assert ended(second, two)["steps"] == 400
     for directory in (one, two):
         said = (directory / "err").read_text()
         assert "No Ray cluster runs here, so one is started on this machine" in said

@@ -99,7 +99,7 @@ def autoscaling_cluster(
     path.write_text(json.dumps(document))
     process = _start_head(path, document, directory / "head.log")
     try:
-        _connect(address)
+        _connect(address, process)
         # Ray remembers this of the first cluster that a process sees, and asks the wrong one of its
         # two autoscalers in another
         is_autoscaler_v2(fetch_from_server=True)
@@ -120,6 +120,8 @@ def _start_head(path: Path, document: Mapping[str, Any], log: Path) -> subproces
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_FAKE_CLUSTER": "1",
         "RAY_enable_autoscaler_v2": "1",
+        # On a busy machine a head takes longer than Ray's half a minute.
+        "RAY_raylet_start_wait_time_s": "120",
         "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
@@ -148,7 +150,7 @@ def _start_head(path: Path, document: Mapping[str, Any], log: Path) -> subproces
         )
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, head: subprocess.Popen[bytes]) -> None:
     ray_cluster.quieten()
     deadline = time.monotonic() + HANG_S
     while True:
@@ -162,6 +164,6 @@ def _connect(address: str) -> None:
             RayError,
         ) as error:  # what a head that is not up yet answers with differs
             ray.shutdown()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or head.poll() is not None:
                 raise TimeoutError(f"no head at {address}") from error
             time.sleep(0.5)
