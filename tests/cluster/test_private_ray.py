@@ -70,12 +70,12 @@ def test_two_runs_side_by_side_train_whichever_ends_first(tmp_path: Path) -> Non
     one, two = tmp_path / "one", tmp_path / "two"
     with training(one, 100_000) as first:
         wait_until(lambda: "step" in kinds(one) or first.poll() is not None)
-        with training(two, 400) as second:
+        with training(two, 80) as second:
             wait_until(lambda: "step" in kinds(two) or second.poll() is not None)
             assert first.poll() is None, "both train at one time"
             first.send_signal(signal.SIGTERM)
             first.wait(HANG_S)
-            assert ended(second, two)["steps"] == 400
+            assert ended(second, two)["steps"] == 80
     for directory in (one, two):
         said = (directory / "err").read_text()
         assert "No Ray cluster runs here, so one is started on this machine" in said
