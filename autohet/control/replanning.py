@@ -117,6 +117,14 @@ def begin_change(memory: JobMemory, trouble: fleet_event.FleetEvent, seen: Obser
     )
 
 
+def unused_generation(memory: JobMemory, seen: Observation, prepared: int | None = None) -> int:
+    """Return a number that no generation has had: `prepared`, unless a newer one has been used."""
+    newest = max(memory.generation, memory.orders.newest_generation(seen))
+    if prepared is not None and prepared > newest:
+        return prepared
+    return max(newest, memory.reserved) + 1
+
+
 def drop_search(state: State) -> None:
     """Drop the search of a state that is left or given up."""
     if isinstance(state, Training) and state.considering is not None:

@@ -152,6 +152,8 @@ class Ledger:
         None until `training.max_epochs` can be counted.
         """
         self.records: dict[int, StepRecord] = {}
+        self._newest_step = -1
+        """Highest step of `records`, which is asked for many times a tick; -1 without any."""
         self.step_seconds: dict[int, list[float]] = {}
         self.changes: list[Change] = []
         self.timings: list[Timing] = []
@@ -192,8 +194,7 @@ class Ledger:
     @property
     def committed_steps(self) -> int:
         """Number of steps whose update is applied; also the number of the next step."""
-        newest = max(self.records, default=-1)
-        return max(self._first_step, newest + 1)
+        return max(self._first_step, self._newest_step + 1)
 
     @property
     def last_step(self) -> int | None:
@@ -227,6 +228,7 @@ class Ledger:
         for step, record in list(self.records.items()):
             if step >= first and record.generation != generation:
                 del self.records[step]
+        self._newest_step = max(self.records, default=-1)
         for step, evaluation in list(self.evaluations.items()):
             if step > first and evaluation.generation != generation:
                 del self.evaluations[step]
@@ -307,7 +309,7 @@ class Ledger:
             yield from self.checkpoints.take_receipt(worker, receipt, order.layout, now)
             newest = self.checkpoints.newest_complete
             if newest is not None and newest != before:
-                self.checkpoints.note_cost(_checkpoint_cost_s(self, newest[1]))
+                self.checkpoints.note_cost(_checkpoint_cost_s(self, newest[1], self._generation))
 
     def _take_evaluation(self, record: EvaluationRecord, generation: int) -> Effects:
         """Keep and log the first report of an evaluation; all workers report the same."""
@@ -393,13 +395,12 @@ class Ledger:
             # A step of the present generation shows that it works.
             if self.failures.total:
                 self.failures.clear()
-            if self.open_change is not None:
-                self.open_change.last_step_at = last_step_at
-            yield from self._close_change(record, seen)
+            yield from self._close_change(record, last_step_at, seen)
 
     def keep_step(self, record: StepRecord) -> Effects:
         """Keep the record of a committed step, and log it."""
         self.records[record.step] = record
+        self._newest_step = max(self._newest_step, record.step)
         if record.skipped is not None:
             self.skipped.is_empty = False
         fields = _reward_fields(record.rewards)
@@ -434,8 +435,10 @@ class Ledger:
         num_sequences = steps * self.job.training.global_batch_sequences
         return round(num_sequences / self._num_rows, 4)
 
-    def _close_change(self, first: StepRecord, seen: Observation) -> Effects:
-        """Close the open change, since its first step is done.
+    def _close_change(
+        self, first: StepRecord, last_step_at: float | None, seen: Observation
+    ) -> Effects:
+        """Close the open change, since its first step is done; the step before ended then.
 
         The moment is on the driver's clock, as all other moments of a change: workers' clocks may
         disagree.
@@ -444,6 +447,7 @@ class Ledger:
         if change is None:
             return
         change.first_step_at = seen.now
+        change.last_step_at = last_step_at
         change.step_s = min(first.seconds, change.step_s or first.seconds)
         change.usd_per_hour = seen.usd_per_hour
         self.open_change = None
@@ -485,10 +489,9 @@ class Ledger:
         return round(min(1.0, useful_s / elapsed_s), 4)
 
 
-def _checkpoint_cost_s(ledger: Ledger, step: int) -> float:
-    """Return the seconds by which steps took longer while `step` was being stored."""
-    newest = ledger.records.get(ledger.committed_steps - 1)
-    usual_s = None if newest is None else ledger.measured_step_s(newest.generation)
+def _checkpoint_cost_s(ledger: Ledger, step: int, generation: int) -> float:
+    """Return the seconds by which steps of a generation took longer while `step` was stored."""
+    usual_s = ledger.measured_step_s(generation)
     if usual_s is None:
         return 0.0
     seconds = []

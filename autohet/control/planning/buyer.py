@@ -118,14 +118,10 @@ class Buyer:
         """
         before = self._refused
         alive = self._count_kept(seen)
-        overdue = overdue_causes(seen, self._patience)
-        if seen.launches is not None:
-            failed = seen.launches.failed
-            self._refused = self._refusals.look(failed, alive, seen.now, overdue)
+        words = self._look_at_refusals(seen, alive)
         new = self._refused - before
         if self._refused == before:
             return self._take_answer()
-        words = refusal_words(self._refused, seen.launches, overdue)
         self._why = words or "all types are tried again"
         if self._fixed:
             if not self._refused:
@@ -143,29 +139,32 @@ class Buyer:
         self._search = self._planning.consider(fallback, shortage)
         return self._take_answer()
 
+    def _look_at_refusals(self, seen: Observation, alive: Counts) -> str:
+        """Note which types are refused now; return why, in words."""
+        overdue = overdue_causes(seen, self._patience)
+        if seen.launches is not None:
+            failed = seen.launches.failed
+            self._refused = self._refusals.look(failed, alive, seen.now, overdue)
+        return refusal_words(self._refused, seen.launches, overdue)
+
     def _follow_prices(
         self, follower: PriceFollower, seen: Observation, market: Market
     ) -> list[str]:
         """Choose anew which nodes to pay for, if prices or refusals have changed."""
         alive = self._count_kept(seen)
-        overdue = overdue_causes(seen, self._patience)
-        if seen.launches is not None:
-            failed = seen.launches.failed
-            self._refused = self._refusals.look(failed, alive, seen.now, overdue)
+        refusal = self._look_at_refusals(seen, alive)
         most = {name: alive.get(name, 0) for name in self._refused}
-        refusal = refusal_words(self._refused, seen.launches, overdue)
         why = follower.reason_to_choose(market, self._base, most, refusal)
         if not why:
             return []
         found = follower.choose(market, self._base, most, self._kept_usd(seen))
+        reason = f"{why}, and {found.reason}" if found.reason else why
         if found.counts is None or found.counts == self._base:
-            reason = f"{why}, and {found.reason}" if found.reason else why
             is_news = reason != self._why and (found.reason or why == refusal)
             self._why = reason
             return [f"{STILL}, since {reason}"] if is_news else []
         self._base = dict(found.counts)
         self._switched_at = seen.now
-        reason = f"{why}, and {found.reason}" if found.reason else why
         return [f"Deciding to ask for {_words(self._base)}, since {reason}"]
 
     def _kept_usd(self, seen: Observation) -> float:

@@ -16,7 +16,12 @@ from autohet.control.planning.restore_sources import (
     spare_leavers,
     without,
 )
-from autohet.runtime.messages import NOT_EVALUATED, GenerationOrder, WorkerReport
+from autohet.runtime.messages import (
+    NOT_EVALUATED,
+    EvaluationProgress,
+    GenerationOrder,
+    WorkerReport,
+)
 from autohet.runtime.step.loss_scale import LossScales
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from recovery.errors import NotRestorable
@@ -67,6 +72,20 @@ class OrderTerms:
     loss_scales: LossScales = field(default_factory=LossScales)
     from_scratch: bool = False
     before_step: int | None = None
+
+    def end_step(self, step: int) -> int | None:
+        """Return the step at which a generation that starts at `step` ends; None: not known yet."""
+        if self.evaluations is not None and self.evaluations.ends_run(step):
+            return step
+        return self.last_step
+
+    def is_evaluated(self, step: int) -> bool:
+        """Return True if the loss after `step` updates is known."""
+        return self.evaluations is not None and step in self.evaluations.losses
+
+    def progress(self, step: int) -> EvaluationProgress:
+        """Return the progress of the evaluations until `step`."""
+        return NOT_EVALUATED if self.evaluations is None else self.evaluations.progress(step)
 
 
 class OrderBuilder:
@@ -272,14 +291,7 @@ class OrderBuilder:
             targets = {}
 
         participants = (*plan.workers, *_pure_sources(plan, transfers, seen))
-        end_step = terms.last_step
-        is_evaluated = False
-        progress = NOT_EVALUATED
-        if terms.evaluations is not None:
-            is_evaluated = step in terms.evaluations.losses
-            progress = terms.evaluations.progress(step)
-            if terms.evaluations.ends_run(step):
-                end_step = step
+        end_step = terms.end_step(step)
         assert end_step is not None, "the rows of the data set are not counted"
         common = GenerationOrder(
             generation=generation,
@@ -296,8 +308,8 @@ class OrderBuilder:
             replicates=bool(targets),
             replicate_every_steps=every,
             ancestry=self.ancestry,
-            is_evaluated=is_evaluated,
-            evaluation_progress=progress,
+            is_evaluated=terms.is_evaluated(step),
+            evaluation_progress=terms.progress(step),
             step_timeout_s=terms.step_timeout_s,
             loss_scale=terms.loss_scales.before(step),
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autohet.control.ending import fail
 from autohet.control.job_state import Building, Quiescing, Sourcing, State
 from autohet.control.planning.orders import Book, OrderTerms
+from autohet.control.replanning import unused_generation
 from autohet.control.states.ways_back import judge_start, look_anew
 from autohet.control.values.actions import Begin, ClaimGeneration, RequestInventories
 from autohet.control.values.effects import Deciding, Effects, Remark, event
@@ -90,10 +91,7 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
             return ended
     if memory.ledger.records:
         orders.confirm()  # also where the first generation's readiness was never seen
-    newest = max(memory.generation, orders.newest_generation(seen))
-    generation = max(newest, memory.reserved) + 1
-    if state.prepared is not None and state.prepared > newest:
-        generation = state.prepared
+    generation = unused_generation(memory, seen, state.prepared)
     log = memory.ledger.evaluation_log
     terms = OrderTerms(
         last_step=memory.ledger.planned_end,

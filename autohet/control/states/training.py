@@ -40,6 +40,7 @@ from autohet.control.replanning import (
     node_factors,
     plan_decision,
     shortage_reason,
+    unused_generation,
 )
 from autohet.control.states.quiescing import interrupt_after_death, is_overtaken
 from autohet.control.states.ways_back import give_up_restored
@@ -291,8 +292,7 @@ def _prepare(
     deadline = min(latest, seen.now + memory.timeouts.rendezvous_s)
     if not memory.prepares or deadline <= seen.now:
         return
-    newest = max(memory.generation, memory.reserved, memory.orders.newest_generation(seen))
-    generation = newest + 1
+    generation = unused_generation(memory, seen)
     memory.reserved = generation
     host, port = seen.store
     order = PreparationOrder(generation, proposal.plan, host, port, memory.timeouts.step_s)

@@ -88,11 +88,15 @@ class Change:
     @property
     def redone_s(self) -> float:
         """Seconds of work that was lost: of lost steps, and of the step that a death broke off."""
-        lost_s = self.steps_lost * (self.step_before_s or 0.0)
+        return self.steps_lost * (self.step_before_s or 0.0) + self._broken_off_s
+
+    @property
+    def _broken_off_s(self) -> float:
+        """Seconds of the step that a death broke off, unless survivors rolled over it."""
         ran_on = self.restore_step is not None and self.restore_step > self.step_before
         if self.cause != "death" or self.last_step_at is None or ran_on:
-            return lost_s
-        return lost_s + max(0.0, self.happened_at - self.last_step_at)
+            return 0.0
+        return max(0.0, self.happened_at - self.last_step_at)
 
     @property
     def stalled_s(self) -> float:
@@ -104,8 +108,7 @@ class Change:
             return 0.0
         passed_s = self.first_step_at - self.last_step_at
         num_steps = 1 + max(0, (self.restore_step or 0) - self.step_before)
-        broken_off_s = self.redone_s - self.steps_lost * (self.step_before_s or 0.0)
-        return max(0.0, passed_s - num_steps * (self.step_s or 0.0) - broken_off_s)
+        return max(0.0, passed_s - num_steps * (self.step_s or 0.0) - self._broken_off_s)
 
     @property
     def usd_lost(self) -> float | None:

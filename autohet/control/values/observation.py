@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from planner.inputs.fleet import Node, NodeType, node_of
+from planner.inputs.fleet import Fleet, Node, NodeType, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
@@ -302,9 +302,7 @@ class Observation:
     @property
     def usd_per_hour(self) -> float | None:
         """Price of all nodes; None where one of them has no price."""
-        prices = [view.node_type.usd_per_hour for view in self.nodes.values()]
-        known = [price for price in prices if price is not None]
-        return sum(known) if len(known) == len(prices) else None
+        return Fleet(0, tuple(view.node for view in self.nodes.values())).usd_per_hour()
 
     def answers(self, worker: str) -> bool:
         """Return True if the worker's process runs and reports."""

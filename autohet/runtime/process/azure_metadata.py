@@ -9,12 +9,10 @@ Linux VMs in Azure".
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from autohet.runtime.process.metadata_server import (
-    LINK_LOCAL,
     TIMEOUT_S,
     InstanceFacts,
     InstanceNotice,
@@ -45,8 +43,7 @@ class AzureMetadata:
         Raises:
             ConfigError: the endpoint is no http:// address.
         """
-        address = endpoint or os.environ.get(ENDPOINT_VARIABLE) or LINK_LOCAL
-        self._server = MetadataServer(address, timeout_s, ENDPOINT_VARIABLE)
+        self._server = MetadataServer(endpoint, timeout_s, ENDPOINT_VARIABLE)
         self._instance_id = ""
         self._name = ""
         self._has_events = False

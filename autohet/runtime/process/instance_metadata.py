@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from autohet.runtime.process.metadata_server import (
-    LINK_LOCAL,
     TIMEOUT_S,
     InstanceFacts,
     InstanceNotice,
@@ -49,8 +48,7 @@ class InstanceMetadata:
         Raises:
             ConfigError: the endpoint is no http:// address.
         """
-        address = endpoint or os.environ.get(ENDPOINT_VARIABLE) or LINK_LOCAL
-        self._server = MetadataServer(address, timeout_s, ENDPOINT_VARIABLE)
+        self._server = MetadataServer(endpoint, timeout_s, ENDPOINT_VARIABLE)
         self._token: str | None = None
         self._token_until = 0.0
         self._instance_id: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -128,16 +129,17 @@ class MetadataAnswer:
 class MetadataServer:
     """HTTP server of metadata, asked on a connection of its own for each request."""
 
-    def __init__(self, endpoint: str, timeout_s: float, variable: str) -> None:
-        """Set the endpoint; `variable` names in errors where it was set.
+    def __init__(self, endpoint: str | None, timeout_s: float, variable: str) -> None:
+        """Set the endpoint; None: the environment's `variable`, else the link-local address.
 
         Raises:
             ConfigError: the endpoint is no http:// address.
         """
-        parts = urlsplit(endpoint)
+        address = endpoint or os.environ.get(variable) or LINK_LOCAL
+        parts = urlsplit(address)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
-                f"{variable} is {endpoint!r}, which is no http:// address; fix or unset it"
+                f"{variable} is {address!r}, which is no http:// address; fix or unset it"
             )
         self._host = parts.hostname
         self._port = parts.port or 80
