@@ -17,19 +17,16 @@ from autohet.runtime.step.precision import format_of
 from planner.errors import ConfigError
 from planner.inputs.profile import Measurement, ProfileTable, write_profile
 
+DESCRIPTION = (
+    "Measures forward, backward and optimizer seconds of a job's embedding, blocks and head"
+    " on this machine's devices, and writes the table that `autohet plan --profile` reads."
+    " Of a pretrained mixture of experts it also measures how unequal the experts' loads"
+    " are, on the job's data."
+)
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the command's parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "profile",
-        help="measure this machine's devices for a job's layers",
-        description=(
-            "Measures forward, backward and optimizer seconds of a job's embedding, blocks and head"
-            " on this machine's devices, and writes the table that `autohet plan --profile` reads."
-            " Of a pretrained mixture of experts it also measures how unequal the experts' loads"
-            " are, on the job's data."
-        ),
-    )
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="job document (YAML)")
     add("--out", required=True, metavar="TABLE", help="profile table to write (.parquet or .csv)")
@@ -66,7 +63,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="measurements of each; their median is written (default: 5)",
     )
     add("--json", action="store_true", help="print one JSON document")
-    return parser
 
 
 def _counts(text: str) -> tuple[int, ...]:
