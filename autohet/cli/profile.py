@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,17 +254,8 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
 
     if device == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigError("--links-out needs two GPUs in this machine; leave it out")
-    rows: list[dict[str, Any]] = []
-    for link in measure_links(device):
-        rows.append(
-            {
-                "scope": "intra",
-                "gpu_type": gpu_type,
-                "peer_gpu_type": gpu_type,
-                "message_bytes": link.message_bytes,
-                "bytes_per_s": link.bytes_per_s,
-            }
-        )
+    pair = {"scope": "intra", "gpu_type": gpu_type, "peer_gpu_type": gpu_type}
+    rows: list[dict[str, Any]] = [pair | asdict(link) for link in measure_links(device)]
     lines = [",".join(rows[0])]
     for row in rows:
         lines.append(",".join(str(value) for value in row.values()))
@@ -273,15 +264,6 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
     except OSError as error:
         raise ConfigError(f"cannot write '{args.links_out}': {error.strerror}") from None
     return rows
-
-
-def _case_document(case: Any) -> dict[str, Any]:
-    """Return the measured case that did not fit in memory as `--json` shows it."""
-    return {
-        "layer": case.layer,
-        "tp_degree": case.tp_degree,
-        "microbatch_sequences": case.microbatch_sequences,
-    }
 
 
 def _finish(
@@ -298,7 +280,7 @@ def _finish(
             "profile": args.out,
             "gpu_type": gpu_type,
             "measurements": len(rows),
-            "out_of_memory": [_case_document(case) for case in too_large],
+            "out_of_memory": [asdict(case) for case in too_large],
             "links": links,
             "expert_load_spread": max(spreads, default=None),
             "largest_rank_load_by_tp_degree": loads,

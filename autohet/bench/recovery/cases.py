@@ -182,7 +182,6 @@ def policy_schedule(
     scenario: RestoreScenario,
     config: PreTrainedConfig,
     links: LinkRates,
-    storage: str = STORAGE,
     *,
     checked: bool = True,
 ) -> tuple[Layout, Layout, TransferSchedule]:
@@ -195,7 +194,7 @@ def policy_schedule(
     before = layout_of_plan(scenario.plan_before, config)
     after = layout_of_plan(scenario.plan_after, config)
     nodes = {worker: node_of(worker) for worker in (*before.workers, *after.workers)}
-    durable = Holding(Source("s3", "", storage, CHECKPOINT_STEP), before.shards)
+    durable = Holding(Source("s3", "", STORAGE, CHECKPOINT_STEP), before.shards)
 
     live = []
     disks = []

@@ -19,7 +19,6 @@ from email.utils import formatdate
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import BinaryIO
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
@@ -188,7 +187,7 @@ def _modified(path: Path) -> dict[str, str]:
     return {"Last-Modified": formatdate(path.stat().st_mtime, usegmt=True)}
 
 
-def _read_chunks(stream: BinaryIO) -> bytes:
+def _read_chunks(stream: io.BufferedIOBase) -> bytes:
     """Return the payload of a body in chunks, of HTTP itself or `aws-chunked` inside of it.
 
     The body is hexadecimal length, extensions, bytes, again and again, with trailers after the
