@@ -62,7 +62,7 @@ class ProgramCosts:
         """Return the cost of instructions on these workers, in this order."""
         kinds = self.basis.fleet.node_types_of(workers)
         even = max(1, microbatch // len(workers))
-        rates_by_kind: dict[NodeType, tuple[float, float, float]] = {}
+        rates_by_kind: dict[NodeType, tuple[float, float, float, float]] = {}
         devices = []
         for worker, kind in zip(workers, kinds, strict=True):
             if kind not in rates_by_kind:
@@ -88,8 +88,8 @@ class ProgramCosts:
 
     def _rates(
         self, kind: NodeType, graph: Graph, microbatch: int, even: int
-    ) -> tuple[float, float, float]:
-        """Return FLOP/s, memory and seconds of a launch.
+    ) -> tuple[float, float, float, float]:
+        """Return FLOP/s, memory, (infinite) memory bandwidth and seconds of a launch.
 
         They are those of the line through the model's times at one sequence and at an even share.
         """
@@ -112,7 +112,7 @@ class ProgramCosts:
         # what does not grow with the batch is taken to be launches
         launch_s = max(0.0, one - slope) / num_launches
         memory = layers.limit_bytes - layers.fixed_bytes
-        return flops_per_sequence / slope, memory, launch_s
+        return flops_per_sequence / slope, memory, float("inf"), launch_s
 
     def _place(self, plan: Plan) -> tuple[CostTable, PlacedProgram]:
         """Return a plan's program over the model's graph, and the cost of its instructions.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.arrays import Floats
+from planner.errors import ConfigError
 from planner.spmd.graph import Graph, GraphNode
 from planner.spmd.layouts import FACTORED, SILENT, dual_of
 from planner.spmd.program import Instruction, Program
@@ -25,13 +26,14 @@ STATE_BYTES = 16.0
 class Device:
     """Device with its rates and limits.
 
-    flops_per_s: rate reached in matrix products. launch_s: seconds to launch one operator, forward
-    and backward.
+    flops_per_s: rate reached in matrix products. memory_bytes_per_s: rate of other operators.
+    launch_s: seconds to launch one operator, forward and backward.
     """
 
     name: str
     flops_per_s: float
     memory_bytes: float = float("inf")
+    memory_bytes_per_s: float = float("inf")
     launch_s: float = 0.0
 
 
@@ -45,10 +47,29 @@ class Collective:
 
 @dataclass(frozen=True)
 class SpmdCluster:
-    """Devices in order of ranks and what the collectives over all of them take."""
+    """Devices in order of ranks and what the collectives over all of them take.
+
+    ConfigError where one is not measured.
+    """
 
     devices: tuple[Device, ...]
     collectives: Mapping[str, Collective]
+
+    def __post_init__(self) -> None:
+        names = {
+            "all_gather_padded",
+            "all_gather_grouped",
+            "reduce_scatter_padded",
+            "reduce_scatter_grouped",
+            "all_reduce",
+            "all_to_all",
+        }
+        missing = names - set(self.collectives)
+        if missing:
+            raise ConfigError(
+                f"collectives without a bandwidth: {', '.join(sorted(missing))}; measure or"
+                " estimate them, none is free"
+            )
 
 
 GROUPED_SHARE = 0.67
@@ -94,6 +115,7 @@ class Work:
 
     axis: str | None
     flops: float
+    traffic: float = 0.0
     launches: float = 1.0
 
 
@@ -193,10 +215,12 @@ class CostTable:
         self.passes = passes
         self.num_devices = len(cluster.devices)
         self.speeds = np.zeros(self.num_devices)
+        self._traffic = np.zeros(self.num_devices)
         self._launch = np.zeros(self.num_devices)
         self.limits = np.zeros(self.num_devices)
         for rank, device in enumerate(cluster.devices):
             self.speeds[rank] = device.flops_per_s
+            self._traffic[rank] = device.memory_bytes_per_s
             self._launch[rank] = device.launch_s
             self.limits[rank] = device.memory_bytes
         # `seconds` of work under the shares `_of`, and `term_counts` of the program last asked for:
@@ -244,11 +268,11 @@ class CostTable:
             # Half of the backward is the weight's gradient: every rank computes all of it, from
             # the gathered input and output gradient.
             backward /= 2
-            found.append(Work(None, backward, 0.0))
+            found.append(Work(None, backward, 0.0, 0.0))
             activations = self.graph.by_name[node.inputs[0]]
             found.append(self._wire("all_gather_padded", activations, (axis,)))
             found.append(self._wire("all_gather_padded", node, (axis,)))
-        found.append(Work(axis, node.flops + backward, launches))
+        found.append(Work(axis, node.flops + backward, self._traffic_of(node), launches))
 
         reduced_bytes = 0.0
         if instruction.letter and node.signature is not None:
@@ -260,6 +284,19 @@ class CostTable:
                 seconds = 2 * collective.latency_s + reduced_bytes / collective.bytes_per_s
             found.append(Wire(seconds))
         return tuple(found)
+
+    def _traffic_of(self, node: GraphNode) -> float:
+        """Return the bytes of activations that an operator reads and writes, with its backward."""
+        if node.is_alias:
+            return 0.0
+        activation_bytes = node.num_bytes
+        for name in node.inputs:
+            source = self.graph.by_name[name]
+            if source.kind != "parameter":
+                activation_bytes += source.num_bytes
+        # backward reads and writes twice what forward does
+        passes = 3.0 if node.needs_gradient else 1.0
+        return passes * activation_bytes
 
     def _conversion(self, node: GraphNode, instruction: Instruction) -> tuple[Term, ...]:
         if instruction.op in SILENT:
@@ -312,7 +349,7 @@ class CostTable:
             return term.constant_s + term.scaled_s * largest
         # axes with equal shares and equal work take equal seconds
         cut = None if term.axis is None else shares.key(term.axis)
-        key = (cut, term.flops, term.launches)
+        key = (cut, term.flops, term.traffic, term.launches)
         if key not in self._seconds:
             seconds = self.work_s(term, shares)
             self._seconds[key] = float(seconds.max())
@@ -328,7 +365,8 @@ class CostTable:
     def line(self, term: Work) -> tuple[Floats, Floats]:
         """Return the fixed seconds of each device, and its seconds for the whole work."""
         fixed = term.launches * self._launch
-        return fixed, term.flops / self.speeds
+        whole = term.flops / self.speeds + term.traffic / self._traffic
+        return fixed, whole
 
     def program_s(self, program: Program, shares: Shares) -> float:
         """Seconds of a whole step."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.errors import InfeasibleError
+from planner.errors import ConfigError, InfeasibleError
 from planner.spmd.costs import (
     Collective,
     CostTable,
@@ -135,6 +135,14 @@ def test_two_segments_give_state_to_the_device_with_memory_and_samples_to_the_fa
     data, state = two.shares.ratios
     assert data[0] > data[1]
     assert state[0] < state[1]
+
+
+def test_a_collective_that_was_not_measured_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="all_to_all"):
+        SpmdCluster(
+            (Device("a", 1.0),),
+            {name: c for name, c in ring_collectives(2, 1.0, 0.0).items() if name != "all_to_all"},
+        )
 
 
 # ---- what the authors published ----
