@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Any
 
 from autohet.cli.outputs import check_output
 
@@ -24,16 +23,13 @@ BENCHMARKS = {
 }
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the command's parser; each benchmark has options of its own."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench",
-        help="benchmarks: planner, recovery, step",
-        description=(
-            "Benchmarks: what the parts achieve, measured in one run beside what they are held"
-            " against."
-        ),
-    )
+DESCRIPTION = (
+    "Benchmarks: what the parts achieve, measured in one run beside what they are held against."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="planner|recovery|step")
     for name, summary in BENCHMARKS.items():
         of_kind = kinds.add_parser(name, help=summary, description=summary)
@@ -46,7 +42,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             _recovery_options(of_kind)
         elif name == "step":
             _step_options(of_kind)
-    return parser
 
 
 def _recovery_options(parser: argparse.ArgumentParser) -> None:

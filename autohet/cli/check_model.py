@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import visible
 
+DESCRIPTION = (
+    "Builds a short model of the job's widths and compares logits and gradients with"
+    " transformers' own model: cut at every layer, at TP 1, 2 and 4. Needs no GPU and no"
+    " weights. Dropout is not compared. Exit codes: 0 equal within 1e-5, 1 a module differs"
+    " (it is named), 2 the model cannot be cut, or the job is wrong."
+)
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "check-model",
-        help="prove on the CPU that a job's model is trained as transformers computes it",
-        description=(
-            "Builds a short model of the job's widths and compares logits and gradients with"
-            " transformers' own model: cut at every layer, at TP 1, 2 and 4. Needs no GPU and no"
-            " weights. Dropout is not compared. Exit codes: 0 equal within 1e-5, 1 a module differs"
-            " (it is named), 2 the model cannot be cut, or the job is wrong."
-        ),
-    )
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("job", metavar="JOB", help="job document (YAML)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -51,11 +51,11 @@ _COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
 """Columns of a list, and the width of the terminal from which each is shown."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `checkpoint` and its actions."""
-    parser = subparsers.add_parser(
-        "checkpoint", help="list, verify, copy or export checkpoints", description=__doc__
-    )
+DESCRIPTION = __doc__
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_action(actions, "list", "committed checkpoints, oldest first")
     verify = _add_action(

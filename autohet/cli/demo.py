@@ -29,16 +29,15 @@ BANNER = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "demo",
-        help="the demonstration, on an emulated fleet on this machine",
-        description=(
-            "Trains on an emulated mixed spot fleet of this machine (no GPU needed), takes a"
-            " preemption notice, a sudden death and an arrival, and holds the loss against the same"
-            " job undisturbed in one process. About three minutes."
-        ),
-    )
+DESCRIPTION = (
+    "Trains on an emulated mixed spot fleet of this machine (no GPU needed), takes a"
+    " preemption notice, a sudden death and an arrival, and holds the loss against the same"
+    " job undisturbed in one process. About three minutes."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add = parser.add_argument
     add(
         "--chat",

@@ -45,10 +45,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"autohet {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
+        command_parser = subparsers.add_parser(name, help=summary)
         if name == command:
-            importlib.import_module(_module_of(name)).add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=summary)
+            module = importlib.import_module(_module_of(name))
+            command_parser.description = module.DESCRIPTION
+            module.add_options(command_parser)
     return parser
 
 

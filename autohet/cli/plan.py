@@ -15,7 +15,7 @@ from typing import Any
 from autohet.cli.outputs import check_output
 from autohet.cli.plan_answers import evaluate_given, first_plan, search_plan
 from autohet.cli.plan_inputs import Session, open_session
-from autohet.cli.plan_options import add_options
+from autohet.cli.plan_options import add_options as add_options
 from autohet.control.planning.buying import nodes_of
 from autohet.runtime.facts.planning import PlanningInputs
 from planner.cost.parameters import OURS
@@ -23,20 +23,11 @@ from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
 from planner.plans.plan import Plan
 
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the command's parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan",
-        help="choose an asymmetric 3D plan for a job on a cluster, or cost given plans",
-        description=(
-            "Chooses an asymmetric 3D plan for a job on a cluster, compares searches, or costs"
-            " given plans. Exit codes: 0 there is a plan, 2 the input is wrong or no plan can meet"
-            " it (the message says which limit)."
-        ),
-    )
-    add_options(parser)
-    return parser
+DESCRIPTION = (
+    "Chooses an asymmetric 3D plan for a job on a cluster, compares searches, or costs"
+    " given plans. Exit codes: 0 there is a plan, 2 the input is wrong or no plan can meet"
+    " it (the message says which limit)."
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,16 @@ from autohet.runtime.step.precision import format_of
 from planner.errors import ConfigError
 from planner.inputs.profile import Measurement, ProfileTable, write_profile
 
+DESCRIPTION = (
+    "Measures forward, backward and optimizer seconds of a job's embedding, blocks and head"
+    " on this machine's devices, and writes the table that `autohet plan --profile` reads."
+    " Of a pretrained mixture of experts it also measures how unequal the experts' loads"
+    " are, on the job's data."
+)
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the command's parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "profile",
-        help="measure this machine's devices for a job's layers",
-        description=(
-            "Measures forward, backward and optimizer seconds of a job's embedding, blocks and head"
-            " on this machine's devices, and writes the table that `autohet plan --profile` reads."
-            " Of a pretrained mixture of experts it also measures how unequal the experts' loads"
-            " are, on the job's data."
-        ),
-    )
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="job document (YAML)")
     add("--out", required=True, metavar="TABLE", help="profile table to write (.parquet or .csv)")
@@ -66,7 +63,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="measurements of each; their median is written (default: 5)",
     )
     add("--json", action="store_true", help="print one JSON document")
-    return parser
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -258,17 +254,8 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
 
     if device == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigError("--links-out needs two GPUs in this machine; leave it out")
-    rows: list[dict[str, Any]] = []
-    for link in measure_links(device):
-        rows.append(
-            {
-                "scope": "intra",
-                "gpu_type": gpu_type,
-                "peer_gpu_type": gpu_type,
-                "message_bytes": link.message_bytes,
-                "bytes_per_s": link.bytes_per_s,
-            }
-        )
+    pair = {"scope": "intra", "gpu_type": gpu_type, "peer_gpu_type": gpu_type}
+    rows: list[dict[str, Any]] = [pair | asdict(link) for link in measure_links(device)]
     lines = [",".join(rows[0])]
     for row in rows:
         lines.append(",".join(str(value) for value in row.values()))
@@ -277,15 +264,6 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
     except OSError as error:
         raise ConfigError(f"cannot write '{args.links_out}': {error.strerror}") from None
     return rows
-
-
-def _case_document(case: Any) -> dict[str, Any]:
-    """Return the measured case that did not fit in memory as `--json` shows it."""
-    return {
-        "layer": case.layer,
-        "tp_degree": case.tp_degree,
-        "microbatch_sequences": case.microbatch_sequences,
-    }
 
 
 def _finish(
@@ -302,7 +280,7 @@ def _finish(
             "profile": args.out,
             "gpu_type": gpu_type,
             "measurements": len(rows),
-            "out_of_memory": [_case_document(case) for case in too_large],
+            "out_of_memory": [asdict(case) for case in too_large],
             "links": links,
             "expert_load_spread": max(spreads, default=None),
             "largest_rank_load_by_tp_degree": loads,

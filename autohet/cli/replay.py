@@ -9,22 +9,19 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from autohet.runtime.process.terminal import visible
 
+DESCRIPTION = (
+    "Feeds what a run's driver has seen (observations.jsonl, written where the job says"
+    " elastic.record_observations: true) to the same controller, without Ray and without a"
+    " search, and compares its decisions with the recorded ones, bit for bit. Exit code 1"
+    " where they differ; the first difference is shown."
+)
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "replay",
-        help="a run's recorded observations, decided anew",
-        description=(
-            "Feeds what a run's driver has seen (observations.jsonl, written where the job says"
-            " elastic.record_observations: true) to the same controller, without Ray and without a"
-            " search, and compares its decisions with the recorded ones, bit for bit. Exit code 1"
-            " where they differ; the first difference is shown."
-        ),
-    )
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument(
         "run", metavar="RUN", help="observations.jsonl, or the directory that it lies in"
     )

@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+
+DESCRIPTION = (
+    "Writes the report of a run (one HTML page that needs nothing else) and its timeline"
+    " (for ui.perfetto.dev) from the run's events. `autohet train` writes both beside its"
+    " events when it ends."
+)
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        help="a run's events as one HTML page and a timeline",
-        description=(
-            "Writes the report of a run (one HTML page that needs nothing else) and its timeline"
-            " (for ui.perfetto.dev) from the run's events. `autohet train` writes both beside its"
-            " events when it ends."
-        ),
-    )
-    parser.add_argument("--events", required=True, metavar="FILE", help="events.jsonl of the run")
-    parser.add_argument(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument
+    add("--events", required=True, metavar="FILE", help="events.jsonl of the run")
+    add(
         "--out",
         metavar="DIR",
         help="where report.html and timeline.json go (default: beside the events)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document: the two paths"
-    )
+    add("--json", action="store_true", help="print one JSON document: the two paths")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,17 +15,16 @@ from typing import Any
 NOTICE_S = 120.0  # what EC2 gives
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "simulate",
-        help="a spot trace through the real controller, on a fake clock",
-        description=(
-            "SIMULATED: a spot trace through the real controller, planner and transfer schedules,"
-            " on a fake clock; steps take what the cost model predicts. Beside it the same trace"
-            " for trainers that restart: with a checkpoint on notice and at the best interval, on"
-            " all GPUs or on one type, on demand; and one (s3_only) that ignores notices."
-        ),
-    )
+DESCRIPTION = (
+    "SIMULATED: a spot trace through the real controller, planner and transfer schedules,"
+    " on a fake clock; steps take what the cost model predicts. Beside it the same trace"
+    " for trainers that restart: with a checkpoint on notice and at the best interval, on"
+    " all GPUs or on one type, on demand; and one (s3_only) that ignores notices."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     _add_inputs(parser)
     _add_choices(parser)
     _add_prices(parser)

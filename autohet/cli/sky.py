@@ -12,27 +12,26 @@ from typing import Any
 from autohet.runtime.process.terminal import visible
 from planner.errors import ConfigError
 
+DESCRIPTION = (
+    "Write a SkyPilot task file for each region, launch the job in the first one, and stay"
+    " as its supervisor: after elastic.region_patience_s without training, copy the newest"
+    " checkpoint to the next region's storage, at a price that is logged before, and go on"
+    " there. The command `sky` must be installed. A supervisor that is started again goes"
+    " on from where the job is."
+)
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "sky",
-        help="train a job under SkyPilot, in the next region where one starves",
-        description=(
-            "Write a SkyPilot task file for each region, launch the job in the first one, and stay"
-            " as its supervisor: after elastic.region_patience_s without training, copy the newest"
-            " checkpoint to the next region's storage, at a price that is logged before, and go on"
-            " there. The command `sky` must be installed. A supervisor that is started again goes"
-            " on from where the job is."
-        ),
-    )
-    parser.add_argument("--job", required=True, metavar="JOB", help="the job document (YAML)")
-    parser.add_argument(
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument
+    add("--job", required=True, metavar="JOB", help="the job document (YAML)")
+    add(
         "--cluster",
         required=True,
         metavar="CLUSTER",
         help="Ray cluster-launcher YAML of AWS: its node types, and links between regions",
     )
-    parser.add_argument(
+    add(
         "--region",
         required=True,
         action="append",
@@ -42,23 +41,17 @@ def add_parser(subparsers: Any) -> None:
             " repeat it, the preferred region first"
         ),
     )
-    parser.add_argument(
+    add(
         "--image",
         action="append",
         default=[],
         metavar="NAME=AMI",
         help="machine image of a region (default: SkyPilot's own)",
     )
-    parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="equal nodes of the cluster (default: 1)"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="where task files go (default: runs/<job>/sky)"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="write the task files and launch nothing"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add("--nodes", type=int, default=1, metavar="N", help="equal nodes of the cluster (default: 1)")
+    add("--out", metavar="DIR", help="where task files go (default: runs/<job>/sky)")
+    add("--dry-run", action="store_true", help="write the task files and launch nothing")
+    add("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,15 +14,14 @@ SILENT_WORKER_S = 3.0
 """Seconds of a worker's silence that are worth a word (by default it counts as dead after 10 s)."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "status",
-        help="what a running job is doing",
-        description=(
-            "Prints state, step, loss, workers and generation of each job of a Ray cluster, and how"
-            " long ago its driver said so."
-        ),
-    )
+DESCRIPTION = (
+    "Prints state, step, loss, workers and generation of each job of a Ray cluster, and how"
+    " long ago its driver said so."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument(
         "--address",
         metavar="ADDR",

@@ -24,18 +24,17 @@ from autohet.driver.job.supervise import (
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import PlainFormatter, visible
 
+DESCRIPTION = (
+    "Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the"
+    " job's storage. Ctrl-C and SIGTERM leave one."
+)
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="train a job on a Ray cluster",
-        description=(
-            "Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the"
-            " job's storage. Ctrl-C and SIGTERM leave one."
-        ),
-    )
-    parser.add_argument("--job", required=True, metavar="JOB", help="the job document (YAML)")
-    parser.add_argument(
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument
+    add("--job", required=True, metavar="JOB", help="the job document (YAML)")
+    add(
         "--cluster",
         metavar="CLUSTER",
         help=(
@@ -43,12 +42,12 @@ def add_parser(subparsers: Any) -> None:
             " here"
         ),
     )
-    parser.add_argument(
+    add(
         "--address",
         metavar="ADDR",
         help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)",
     )
-    parser.add_argument(
+    add(
         "--storage",
         metavar="URI",
         help=(
@@ -56,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
             " before the job's checkpoint.storage"
         ),
     )
-    parser.add_argument(
+    add(
         "--restarts",
         type=int,
         metavar="N",
@@ -65,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
             f" in a row (default: {RESTARTS} in a job of `ray job submit`, else 0)"
         ),
     )
-    parser.add_argument(
+    add(
         "--fresh",
         action="store_true",
         help=(
@@ -73,12 +72,8 @@ def add_parser(subparsers: Any) -> None:
             " storage holds a checkpoint"
         ),
     )
-    parser.add_argument(
-        "--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the summary as one JSON document"
-    )
+    add("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
+    add("--json", action="store_true", help="print the summary as one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:

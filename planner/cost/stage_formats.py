@@ -1,6 +1,7 @@
 """Number format of each stage, and bytes of hidden states inside stages and between them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from planner.cost.memory.training_bytes import FP32_BYTES, VALUE_BYTES
 from planner.inputs.fleet import Fleet
@@ -11,6 +12,7 @@ _OF_VALUES = {"fp8": "bf16"}
 """Format of hidden states by that of products, where they differ."""
 
 
+@dataclass(frozen=True)
 class StageFormats:
     """Formats in which the stages of one fleet compute.
 
@@ -19,20 +21,12 @@ class StageFormats:
     them is in fp32.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        precision: str,
-        by_type: Mapping[str, ComputeFormat],
-        values_by_sequence: int,
-        scales_gradients: bool,
-    ) -> None:
-        self.fleet = fleet
-        self.precision = precision
-        self.by_type = by_type
-        self._values_by_sequence = values_by_sequence
-        self._scales_gradients = scales_gradients
-        self._known: dict[tuple[str, ...], str] = {}
+    fleet: Fleet
+    precision: str
+    by_type: Mapping[str, ComputeFormat]
+    values_by_sequence: int
+    scales_gradients: bool
+    _known: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def of_type(self, gpu_type: str) -> str:
         """Return the format of a stage on GPUs of one type."""
@@ -65,7 +59,7 @@ class StageFormats:
 
     def inside_bytes(self, microbatch: int, compute: str) -> float:
         """Return bytes of a microbatch's hidden states where a stage computes in this format."""
-        return float(microbatch * self._values_by_sequence * VALUE_BYTES[compute])
+        return float(microbatch * self.values_by_sequence * VALUE_BYTES[compute])
 
     def border_bytes(self, microbatch: int, one: str, other: str) -> float:
         """Return bytes of a microbatch's hidden states between stages of two formats.
@@ -75,9 +69,9 @@ class StageFormats:
         """
         one = _OF_VALUES.get(one, one)
         other = _OF_VALUES.get(other, other)
-        is_scaled = one == "fp16" and self._scales_gradients
+        is_scaled = one == "fp16" and self.scales_gradients
         if one == other and not is_scaled:
             width = VALUE_BYTES[one]
         else:
             width = FP32_BYTES
-        return float(microbatch * self._values_by_sequence * width)
+        return float(microbatch * self.values_by_sequence * width)

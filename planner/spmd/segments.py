@@ -22,27 +22,25 @@ class SearchStep:
     kept: tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class Segments:
     """Segments of a graph whose steps are `places`.
 
     pinned: for some parameters, the only dimension along which their state may be cut.
     """
 
-    def __init__(
-        self, graph: Graph, shares: Shares, places: list[SearchStep], pinned: dict[str, int]
-    ) -> None:
-        self._graph = graph
-        self._shares = shares
-        self._places = places
-        self._pinned = pinned
+    graph: Graph
+    shares: Shares
+    places: list[SearchStep]
+    pinned: dict[str, int]
 
     def starts(self) -> list[int]:
         """Return the first step of each segment, and the number of steps.
 
         Before each of them no more tensors are live than at least in the model's middle.
         """
-        num_live = [len(place.live) for place in self._places]
-        count = len(self._places)
+        num_live = [len(place.live) for place in self.places]
+        count = len(self.places)
         # the ends of a model are no layers, so they may have fewer live tensors than any layer
         first_quarter = count // 4
         last_quarter = 3 * count // 4
@@ -60,10 +58,10 @@ class Segments:
         """
         low = 0
         if first:
-            low = self._places[first - 1].position + 1
-        high = self._places[last - 1].position + 1
-        names = list(self._places[first].live)
-        names += [node.name for node in self._graph.nodes[low:high]]
+            low = self.places[first - 1].position + 1
+        high = self.places[last - 1].position + 1
+        names = list(self.places[first].live)
+        names += [node.name for node in self.graph.nodes[low:high]]
         return names
 
     def key(self, first: int, last: int) -> object:
@@ -72,21 +70,21 @@ class Segments:
         number = {name: index for index, name in enumerate(names)}
         keys = []
         for name in number:
-            node = self._graph.by_name[name]
+            node = self.graph.by_name[name]
             keys.append(self._node_key(node, number))
         return tuple(keys)
 
     def _node_key(self, node: GraphNode, number: dict[str, int]) -> object:
         """Return all that the search reads of a node, with tensors by their `number` here."""
         cuts = []
-        for dim in self._graph.dims(node.name):
-            axis = self._graph.axes[node.name, dim].name
-            cuts.append((dim, self._shares.key(axis)))
+        for dim in self.graph.dims(node.name):
+            axis = self.graph.axes[node.name, dim].name
+            cuts.append((dim, self.shares.key(axis)))
 
         readers = []
         readers_inside = []
-        for position in self._graph.consumers[node.name]:
-            name = self._graph.nodes[position].name
+        for position in self.graph.consumers[node.name]:
+            name = self.graph.nodes[position].name
             readers.append(name)
             if name in number:
                 readers_inside.append(number[name])
@@ -110,5 +108,5 @@ class Segments:
             tuple(cuts),
             tuple(readers_inside),
             ends_inside,
-            self._pinned.get(node.name),
+            self.pinned.get(node.name),
         )

@@ -7,7 +7,6 @@ differ in what they enumerate; `staged` ranks it by one closed form and predicts
 `hap` end at `time_limit_s`; `Request.deadline_s` ends every strategy with its best plan so far.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +20,7 @@ from planner.search.problem.request import (
     Idle,
     Rejected,
     Request,
+    Search,
     SearchReport,
     with_cut,
 )
@@ -36,7 +36,7 @@ from planner.strategies.pareto import search_objective
 from planner.strategies.staged import search_megatron, search_varuna
 from planner.strategies.zones import search_zones
 
-STRATEGIES: dict[str, Callable[[Request], Answer]] = {
+STRATEGIES: dict[str, Search] = {
     "autohet": search_with_uneven,
     "metis": search_metis,
     "fasop": search_fasop,
@@ -73,22 +73,26 @@ def plan_with(strategy: str, request: Request) -> Answer:
     return _with_reasons(request, with_cut(request, answer))
 
 
-def _or_offloading(search: Callable[[Request], Answer], request: Request) -> Answer:
+def _or_offloading(search: Search, request: Request) -> Answer:
     """Return the search's answer; if nothing fits, one with optimizer state in host memory."""
     try:
         return search_formats(search, request)
     except InfeasibleError as refusal:
         if not _may_offload(request):
             raise
-        first_refusal = refusal
+        offloading = replace(request, cost=request.cost.with_offloading())
+        return _with_price(_search_or(refusal, search, offloading))
 
-    offloading = replace(request, cost=request.cost.with_offloading())
+
+def _search_or(refusal: InfeasibleError, search: Search, request: Request) -> Answer:
+    """Return the search's answer; raise the first refusal if nothing fits here either.
+
+    That one is of the plans that the job asks for.
+    """
     try:
-        answer = search(offloading)
+        return search(request)
     except InfeasibleError:
-        # the first refusal is of the plans that the job asks for
-        raise first_refusal from None
-    return _with_price(answer)
+        raise refusal from None
 
 
 def _with_reasons(request: Request, answer: Answer) -> Answer:
@@ -142,19 +146,14 @@ def _may_offload(request: Request) -> bool:
 
 def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
     """Return the strategy's answer; if nothing fits, one of sequence-parallel stages."""
-    may_idle = strategy in MAY_IDLE
+    search = partial(search_objective, STRATEGIES[strategy], may_idle=strategy in MAY_IDLE)
     try:
-        return search_objective(STRATEGIES[strategy], request, may_idle=may_idle)
+        return search(request)
     except InfeasibleError as refusal:
         if not _may_cut_sequences(request):
             raise
-        first_refusal = refusal
-
-    cutting = replace(request, cost=request.cost.with_cut_sequences())
-    try:
-        answer = search_objective(STRATEGIES[strategy], cutting, may_idle=may_idle)
-    except InfeasibleError:
-        raise first_refusal from None
+        cutting = replace(request, cost=request.cost.with_cut_sequences())
+        answer = _search_or(refusal, search, cutting)
     candidates = tuple(_with_cut_sequences(plan) for plan in answer.candidates)
     marked = _mark_cut(answer).with_front(_mark_cut)
     return replace(marked, candidates=candidates)

@@ -13,7 +13,7 @@ clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -70,16 +70,16 @@ class Staged:
         return found
 
 
+@dataclass(frozen=True)
 class Groups:
     """Stages along one order of the GPUs.
 
     Groups and their table rows are cached, since arrangements share them.
     """
 
-    def __init__(self, tables: Tables, gpus: Sequence[str]) -> None:
-        self._tables = tables
-        self._gpus = gpus
-        self._found: dict[tuple[int, int, int], tuple[GpuGroup, int | None]] = {}
+    tables: Tables
+    gpus: Sequence[str]
+    _found: dict[tuple[int, int, int], tuple[GpuGroup, int | None]] = field(default_factory=dict)
 
     def stages(self, sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
         """Return stages of the next `size` GPUs each, in `width` groups.
@@ -107,8 +107,8 @@ class Groups:
     def _group(self, at: int, tp: int, microbatch: int) -> tuple[GpuGroup, int | None]:
         key = (at, tp, microbatch)
         if key not in self._found:
-            group = tuple(self._gpus[at : at + tp])
-            row = self._tables.row_of(group, microbatch)
+            group = tuple(self.gpus[at : at + tp])
+            row = self.tables.row_of(group, microbatch)
             self._found[key] = (group, row)
         return self._found[key]
 

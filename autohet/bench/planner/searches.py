@@ -110,13 +110,13 @@ def _facts(answer: Answer) -> ResultRow:
     }
 
 
-def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[ResultRow]:
+def scale_rows() -> Iterator[ResultRow]:
     """Search fleets of four types with an 80-layer 70B model, and of three types.
 
     The three types have 256 GPUs each.
     """
     four = ("H100-80", "A100-80", "A100-40", "L40S")
-    for gpus, reach in zip(sizes, (3.0, 10.0, 60.0), strict=False):
+    for gpus, reach in ((256, 3.0), (1024, 10.0), (4096, 60.0)):
         fleet = synthetic_fleet({gpu: gpus // 4 for gpu in four})
         answer, cost = fastest_search(partial(request_of, LLAMA_70B, fleet, gpus * 4, 4096))
         yield (

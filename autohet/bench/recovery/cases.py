@@ -16,14 +16,12 @@ from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from planner.inputs.fleet import node_of
-from planner.plans.plan import Plan
+from planner.plans.plan import Pipeline, Plan, Stage
 from planner.plans.plan_checks import check_plan
 from recovery.state.holdings import Holding, Source, require_restorable_step
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import TIERS, TransferSchedule, WorkerPart, schedule
-
-__all__ = ["POLICIES", "SCENARIOS", "RestoreScenario", "config_of_size", "policy_schedule"]
 
 NUM_LAYERS = 12
 STEP = 20
@@ -48,25 +46,16 @@ class RestoreScenario:
     after: tuple[tuple[StageOf, ...], ...]
 
     def plan(self, pipelines: tuple[tuple[StageOf, ...], ...]) -> Plan:
-        documents = []
+        found = []
         for stages in pipelines:
             first = 0
-            found = []
+            placed = []
             for layers, workers in stages:
-                found.append({"first_layer": first, "num_layers": layers, "workers": list(workers)})
+                placed.append(Stage(first, layers, workers))
                 first += layers
-            documents.append({"num_microbatches": 8, "stages": found})
-        plan = Plan.from_document(
-            {
-                "version": 1,
-                "model": "bench",
-                "global_batch_sequences": 8 * len(pipelines),
-                "microbatch_sequences": 1,
-                "sequence_length": 128,
-                "pipelines": documents,
-            }
-        )
-        check_plan(plan, sum(layers for layers, _ in pipelines[0]))
+            found.append(Pipeline(tuple(placed), num_microbatches=8, microbatch_sequences=1))
+        plan = Plan("bench", 8 * len(found), 1, 128, tuple(found))
+        check_plan(plan, first)
         return plan
 
     @property
@@ -193,7 +182,6 @@ def policy_schedule(
     scenario: RestoreScenario,
     config: PreTrainedConfig,
     links: LinkRates,
-    storage: str = STORAGE,
     *,
     checked: bool = True,
 ) -> tuple[Layout, Layout, TransferSchedule]:
@@ -206,7 +194,7 @@ def policy_schedule(
     before = layout_of_plan(scenario.plan_before, config)
     after = layout_of_plan(scenario.plan_after, config)
     nodes = {worker: node_of(worker) for worker in (*before.workers, *after.workers)}
-    durable = Holding(Source("s3", "", storage, CHECKPOINT_STEP), before.shards)
+    durable = Holding(Source("s3", "", STORAGE, CHECKPOINT_STEP), before.shards)
 
     live = []
     disks = []

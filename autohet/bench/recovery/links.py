@@ -22,7 +22,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
-from recovery.storage.protocol import ObjectInfo, Storage
+from recovery.storage.protocol import Storage
 from recovery.transfer.links import LinkRates
 
 LANES = ("out", "in", "memory", "disk", "s3")
@@ -92,6 +92,7 @@ class _Transfer:
     posted: float
 
 
+@dataclass(frozen=True)
 class ThrottledGroup:
     """Send and receive of a process group at the speed of the nodes' lanes.
 
@@ -100,37 +101,34 @@ class ThrottledGroup:
     workers of one node, its memory.
     """
 
-    def __init__(
-        self, group: Any, lanes: Lanes, node: str, node_by_worker: Mapping[str, str]
-    ) -> None:
-        self._group = group
-        self._lanes = lanes
-        self._node = node
-        self._nodes = node_by_worker
+    group: Any
+    lanes: Lanes
+    node: str
+    node_by_worker: Mapping[str, str]
 
     def send(self, tensor: Tensor, to: str, tag: int) -> _Transfer:
-        lane = "memory" if self._nodes[to] == self._node else "out"
-        reserved = self._lanes.reserve(lane, tensor.numel())
+        lane = "memory" if self.node_by_worker[to] == self.node else "out"
+        reserved = self.lanes.reserve(lane, tensor.numel())
         stamp = torch.tensor(reserved, dtype=torch.float64)
-        works = (self._group.send(stamp, to, 2 * tag + 1), self._group.send(tensor, to, 2 * tag))
+        works = (self.group.send(stamp, to, 2 * tag + 1), self.group.send(tensor, to, 2 * tag))
         return _Transfer(works, stamp, tensor, None, time.monotonic())
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> _Transfer:
         stamp = torch.empty(2, dtype=torch.float64)
         works = (
-            self._group.recv(stamp, source, 2 * tag + 1),
-            self._group.recv(tensor, source, 2 * tag),
+            self.group.recv(stamp, source, 2 * tag + 1),
+            self.group.recv(tensor, source, 2 * tag),
         )
         return _Transfer(works, stamp, tensor, source, time.monotonic())
 
     def wait_on_host(self, transfer: _Transfer) -> None:
         for work in transfer.works:
-            self._group.wait_on_host(work)
+            self.group.wait_on_host(work)
         start, end = transfer.stamp.tolist()
         # the sender has reserved its own lane; a message from another node takes this node's too
-        if transfer.source is not None and self._nodes[transfer.source] != self._node:
+        if transfer.source is not None and self.node_by_worker[transfer.source] != self.node:
             both_ready = max(start, transfer.posted)
-            _, received = self._lanes.reserve("in", transfer.tensor.numel(), both_ready)
+            _, received = self.lanes.reserve("in", transfer.tensor.numel(), both_ready)
             end = max(end, received)
         sleep_until_monotonic(end)
 
@@ -157,31 +155,27 @@ class ServedStore(ThrottledStore):
         return file
 
 
+@dataclass(frozen=True)
 class ThrottledStorage:
     """Durable storage at a node's speed to it; what enters takes the node's card too.
 
     Only reads are throttled.
     """
 
-    def __init__(self, inner: Storage, lanes: Lanes) -> None:
-        self._inner = inner
-        self._lanes = lanes
+    inner: Storage
+    lanes: Lanes
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        data = self._inner.get(name, start, length)
-        self._lanes.pass_through(("s3", "in"), len(data))
+        data = self.inner.get(name, start, length)
+        self.lanes.pass_through(("s3", "in"), len(data))
         return data
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self._inner.get_into(name, start, buffer)
-        self._lanes.pass_through(("s3", "in"), len(buffer))
-
-    def list(self, prefix: str = "") -> Any:
-        found: list[ObjectInfo] = [*self._inner.list(prefix)]
-        return iter(found)
+        self.inner.get_into(name, start, buffer)
+        self.lanes.pass_through(("s3", "in"), len(buffer))
 
 
 class ThrottledProxy:

@@ -6,10 +6,9 @@ node, and an S3 protocol server in a namespace of its own that gives each node i
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 from autohet.bench.recovery.bare import BareSender
 from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.storage import BUCKET, point_s3_clients_at
-from autohet.bench.recovery.surroundings import TIMEOUT_S, Task, Wiring
-from autohet.bench.recovery.workers import CLOSE, leave_interrupts_to_the_parent, serve_agent
+from autohet.bench.recovery.surroundings import Task, Wiring
+from autohet.bench.recovery.workers import CLOSE, BenchProcess, serve_agent
 from autohet.driver.loop.stop_signals import ignore_signals
 from autohet.emulate.namespaces import NamespaceNetwork, enter_namespace, namespace_network
 from recovery.transfer.links import LinkRates
@@ -28,7 +27,6 @@ MEMORY_FILE_SYSTEM = "/dev/shm"
 
 
 def _serve_objects(connection: Any, namespace: str, host: str, directory: str) -> None:
-    leave_interrupts_to_the_parent()
     enter_namespace(namespace)
     server = ObjectServer(directory, host)
     sender = BareSender(MEMORY_FILE_SYSTEM, host)
@@ -54,7 +52,6 @@ class NativeNetwork:
     ) -> None:
         self._network = network
         self._rows = [f"row{number}" for number in range(num_nodes)]
-        self._context = multiprocessing.get_context("spawn")
         self._stack = stack
         self.head = network.head
         self.durable = durable
@@ -65,8 +62,8 @@ class NativeNetwork:
         network.limit_to(STORAGE_NODE, dict.fromkeys(self._rows, links.s3_bytes_per_s * 8e-6))
 
         space = network.namespace(STORAGE_NODE)
-        self._storage = self._process(_serve_objects, space, hosts[STORAGE_NODE], durable)
-        self.endpoint, port = self._answer(self._storage)
+        storage = self._process(_serve_objects, space, hosts[STORAGE_NODE], durable)
+        self.endpoint, port = storage.answer()
         self._bare_storage = (hosts[STORAGE_NODE], int(port))
 
         self._agents = []
@@ -75,23 +72,12 @@ class NativeNetwork:
             self._agents.append(agent)
         # all start at once, before the first of them is waited for
         for agent in self._agents:
-            self._answer(agent)
+            agent.answer()
 
-    def _process(self, target: Any, *arguments: Any) -> Any:
-        near, far = self._context.Pipe()
-        process = self._context.Process(
-            target=target, args=(far, *arguments), name=target.__name__, daemon=True
-        )
-        process.start()
-        far.close()
-        self._stack.callback(_end, process, near)
-        return near
-
-    @staticmethod
-    def _answer(connection: Any) -> Any:
-        if not connection.poll(TIMEOUT_S):
-            raise TimeoutError("a process of the benchmark's network did not start")
-        return connection.recv()
+    def _process(self, target: Callable[..., None], *arguments: Any) -> BenchProcess:
+        process = BenchProcess(target, *arguments)
+        self._stack.callback(process.end)
+        return process
 
     @contextmanager
     def wire(self, task: Task) -> Iterator[Wiring]:
@@ -104,25 +90,16 @@ class NativeNetwork:
         for node, row, agent in used:
             memory = str(task.node_directory(node, "memory"))
             disk = str(task.node_directory(node, "disk"))
-            agent.send((memory, disk, node))
-            agents[node] = self._answer(agent)
+            agent.connection.send((memory, disk, node))
+            agents[node] = agent.answer()
             hosts[node] = self._hosts[row]
             spaces[node] = self._network.namespace(row)
         try:
             yield Wiring(hosts, spaces, agents, self._bare_storage)
         finally:
             for _, _, agent in used:
-                agent.send(CLOSE)
-                self._answer(agent)
-
-
-def _end(process: Any, connection: Any) -> None:
-    if process.is_alive():
-        connection.send(None)
-    process.join(3.0)
-    if process.is_alive():
-        process.terminate()
-        process.join(10.0)
+                agent.connection.send(CLOSE)
+                agent.answer()
 
 
 @contextmanager

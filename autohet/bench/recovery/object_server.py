@@ -8,6 +8,7 @@ is not checked.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import threading
@@ -138,20 +139,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         else:
-            body = self._chunks()
+            body = _read_chunks(self.rfile)
         coding = self.headers.get("Content-Encoding", "") + self.headers.get(
             "x-amz-content-sha256", ""
         )
-        return _without_chunks(body) if "aws-chunked" in coding or "STREAMING" in coding else body
-
-    def _chunks(self) -> bytes:
-        pieces = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            pieces.append(self.rfile.read(size))
-            self.rfile.readline()
-        while self.rfile.readline().strip():
-            pass
-        return b"".join(pieces)
+        is_chunked_by_aws = "aws-chunked" in coding or "STREAMING" in coding
+        return _read_chunks(io.BytesIO(body)) if is_chunked_by_aws else body
 
     def _list(self, query: Mapping[str, str]) -> None:
         prefix = query.get("prefix", "")
@@ -194,18 +187,16 @@ def _modified(path: Path) -> dict[str, str]:
     return {"Last-Modified": formatdate(path.stat().st_mtime, usegmt=True)}
 
 
-def _without_chunks(body: bytes) -> bytes:
-    """Return the payload of an `aws-chunked` body.
+def _read_chunks(stream: io.BufferedIOBase) -> bytes:
+    """Return the payload of a body in chunks, of HTTP itself or `aws-chunked` inside of it.
 
     The body is hexadecimal length, extensions, bytes, again and again, with trailers after the
     last.
     """
-    pieces: list[bytes] = []
-    at = 0
-    while True:
-        line_end = body.index(b"\r\n", at)
-        size = int(body[at:line_end].split(b";")[0], 16)
-        if not size:
-            return b"".join(pieces)
-        pieces.append(body[line_end + 2 : line_end + 2 + size])
-        at = line_end + 2 + size + 2
+    pieces = []
+    while size := int(stream.readline().split(b";")[0], 16):
+        pieces.append(stream.read(size))
+        stream.readline()
+    while stream.readline().strip():
+        pass
+    return b"".join(pieces)

@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -161,9 +161,41 @@ def work(worker: str, task: Task, lanes: Lanes, meeting: tuple[str, int]) -> Res
         return _Work(worker, task, store, node, stack).run()
 
 
-def leave_interrupts_to_the_parent() -> None:
-    """Ignore Ctrl-C, which reaches all processes of a terminal; the parent ends this one."""
+class BenchProcess:
+    """Process of the benchmark, to which messages go over a pipe; None ends it.
+
+    target: called in the process with the other end of the pipe and the arguments.
+    """
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, far = context.Pipe()
+        self._process = context.Process(
+            target=_enter, args=(target, far, *arguments), name=target.__name__, daemon=True
+        )
+        self._process.start()
+        far.close()
+
+    def answer(self) -> Any:
+        """Block until the process sends something; return that."""
+        if not self.connection.poll(TIMEOUT_S):
+            raise TimeoutError(f"process {self._process.name} of the benchmark does not answer")
+        return self.connection.recv()
+
+    def end(self) -> None:
+        if self._process.is_alive():
+            self.connection.send(None)
+        self._process.join(3.0)
+        if self._process.is_alive():  # it waits for one that failed
+            self._process.terminate()
+            self._process.join(10.0)
+
+
+def _enter(target: Callable[..., None], *arguments: Any) -> None:
+    # Ctrl-C reaches all processes of a terminal; the parent ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    target(*arguments)
 
 
 def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str | None) -> None:
@@ -172,11 +204,9 @@ def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str
     With a `storage` it first imports and opens all that a training worker does, which is part of
     what a restart costs.
     """
-    leave_interrupts_to_the_parent()
     if storage is not None:
         importlib.import_module("autohet.runtime.worker")
         open_storage(storage).close()
-    torch.set_num_threads(1)
     connection.send("up")
     while (order := connection.recv()) is not None:
         worker, task, row, links = order
@@ -191,9 +221,7 @@ def serve_agent(connection: Any, namespace: str, host: str) -> None:
 
     It serves the directories that it is given and reports its address, until it is given others.
     """
-    leave_interrupts_to_the_parent()
     enter_namespace(namespace)
-    torch.set_num_threads(1)
     connection.send("up")
     while (order := connection.recv()) is not None:
         memory, disk, node = order
@@ -219,33 +247,18 @@ class WorkerProcesses:
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._meeting = (host, int(self._store.port))
-        self._context = multiprocessing.get_context("spawn")
-        self._free_at = self._context.Array("d", MAX_NODES * len(LANES))
-        self._workers: list[tuple[Any, Any]] = []
+        self._free_at = multiprocessing.get_context("spawn").Array("d", MAX_NODES * len(LANES))
         began = time.monotonic()
-        self._launch(storage)
-        self._expect_up(0)
+        self._workers = [self._launch(storage)]
+        self._workers[0].answer()
         self.start_s = time.monotonic() - began
-        for _ in range(size - 1):
-            self._launch(None)
-        for index in range(1, size):
-            self._expect_up(index)
+        others = [self._launch(None) for _ in range(size - 1)]
+        for other in others:
+            other.answer()
+        self._workers += others
 
-    def _launch(self, storage: str | None) -> None:
-        near, far = self._context.Pipe()
-        process = self._context.Process(
-            target=_serve,
-            args=(far, self._free_at, self._meeting, storage),
-            name="bench worker",
-            daemon=True,
-        )
-        process.start()
-        far.close()
-        self._workers.append((process, near))
-
-    def _expect_up(self, index: int) -> None:
-        assert self._workers[index][1].poll(TIMEOUT_S), "a worker process did not start"
-        assert self._workers[index][1].recv() == "up"
+    def _launch(self, storage: str | None) -> BenchProcess:
+        return BenchProcess(_serve, self._free_at, self._meeting, storage)
 
     def run(self, task: Task, links: LinkRates) -> list[Result]:
         """Run the task and return all participants' results.
@@ -258,14 +271,12 @@ class WorkerProcesses:
             assert len(nodes) <= MAX_NODES
             assert len(task.participants) <= len(self._workers)
             used = list(zip(task.participants, self._workers, strict=False))
-            for worker, (_, connection) in used:
-                connection.send((worker, task, nodes.index(task.node_by_worker[worker]), links))
-            results = self._gather(
-                task.name, {connection: worker for worker, (_, connection) in used}
-            )
+            for worker, process in used:
+                row = nodes.index(task.node_by_worker[worker])
+                process.connection.send((worker, task, row, links))
+            return self._gather(task.name, {process.connection: worker for worker, process in used})
         finally:
             shutil.rmtree(task.directory, ignore_errors=True)
-        return results
 
     def _gather(self, name: str, waiting: dict[Any, str]) -> list[Result]:
         """Return every worker's result.
@@ -285,21 +296,12 @@ class WorkerProcesses:
         return results
 
     def close(self) -> None:
-        for process, connection in self._workers:
-            if process.is_alive():
-                connection.send(None)
-        for process, _ in self._workers:
-            process.join(1.0)
-            if process.is_alive():  # it waits for one that failed
-                process.terminate()
-                process.join(10.0)
+        for worker in self._workers:
+            worker.end()
 
 
 class RestoreFailed(RuntimeError):
-    """A restore of the benchmark failed in a worker process."""
-
-    def __init__(self, name: str, trace: str) -> None:
-        super().__init__(name, trace)
+    """A restore of the benchmark failed in a worker process: (name of the task, traceback)."""
 
     def __str__(self) -> str:
         return f"{self.args[0]}: {self.args[1]}"

@@ -10,17 +10,13 @@ the device has one.
 from __future__ import annotations
 
 import itertools
-import queue
 import statistics
-import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,22 +26,28 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from autohet.bench.step.sides import autocast_of, first_parameters, random_rows, state_of
+from autohet.bench.step.sides import (
+    autocast_of,
+    first_parameters,
+    plan_of,
+    random_rows,
+    state_of,
+)
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.parameter_spec import is_norm_or_bias
 from autohet.runtime.models.registry import family_of
+from autohet.runtime.profiling.device_processes import run_in_processes
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.step.learning_rate import learning_rate
 from autohet.runtime.step.reference import reference_model
 from autohet.runtime.step.trainer import StageTrainer
-from planner.plans.plan import Plan
+from planner.plans.plan import Pipeline, Plan, Stage
 
 NUM_PIPELINES = 2
 NUM_STAGES = 2
-DEADLINE_S = 600.0
 GROUP_TIMEOUT_S = 120.0
 
 
@@ -63,45 +65,9 @@ class Measured:
 
 
 def measure(job: Job, steps: int, device_type: str = "cpu") -> Measured:
-    """Measure both sides on this machine; block until measured.
-
-    Raises:
-        RuntimeError: a process failed. TimeoutError: none answered.
-    """
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        rendezvous = str(Path(directory) / "rendezvous")
-        processes = []
-        for rank in range(NUM_PIPELINES * NUM_STAGES):
-            arguments = (rank, job, steps, device_type, rendezvous, answers)
-            processes.append(context.Process(target=_enter, args=arguments))
-        for process in processes:
-            process.start()
-        try:
-            return _answer(answers, processes)
-        finally:
-            for process in processes:
-                process.join(timeout=20)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-
-
-def _answer(answers: Any, processes: list[Any]) -> Measured:
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        try:
-            found: Measured = answers.get(timeout=0.5)
-            return found
-        except queue.Empty:
-            # a process that failed leaves the others waiting for it
-            for process in processes:
-                if process.exitcode not in (None, 0):
-                    raise RuntimeError(
-                        f"a process of the benchmark ended with exit code {process.exitcode}"
-                    ) from None
-    raise TimeoutError(f"the benchmark's processes did not answer within {DEADLINE_S:.0f} s")
+    """Measure both sides on this machine; block until measured."""
+    measure_rank = partial(_measure_rank, job, steps)
+    return run_in_processes(measure_rank, device_type, NUM_PIPELINES * NUM_STAGES)
 
 
 def equal_plan(job: Job) -> Plan:
@@ -113,48 +79,17 @@ def equal_plan(job: Job) -> Plan:
     num_layers = family_of(config).num_layers(config)
     size = job.parallelism.microbatch_sequences or 1
     cut = num_layers // NUM_STAGES
+    num_microbatches = job.training.global_batch_sequences // size // NUM_PIPELINES
     pipelines = []
-    for pipeline in range(NUM_PIPELINES):
-        rank = NUM_STAGES * pipeline
-        stages = [
-            {"first_layer": 0, "num_layers": cut, "workers": [f"here/{rank}"]},
-            {
-                "first_layer": cut,
-                "num_layers": num_layers - cut,
-                "workers": [f"here/{rank + 1}"],
-            },
-        ]
-        num_microbatches = job.training.global_batch_sequences // size // NUM_PIPELINES
-        pipelines.append({"num_microbatches": num_microbatches, "stages": stages})
-    return Plan.from_document(
-        {
-            "version": 1,
-            "model": job.name or "model",
-            "global_batch_sequences": job.training.global_batch_sequences,
-            "microbatch_sequences": size,
-            "sequence_length": job.training.sequence_length,
-            "pipelines": pipelines,
-        }
-    )
+    for rank in range(0, NUM_PIPELINES * NUM_STAGES, NUM_STAGES):
+        first = Stage(0, cut, (f"here/{rank}",))
+        last = Stage(cut, num_layers - cut, (f"here/{rank + 1}",))
+        pipelines.append(Pipeline((first, last), num_microbatches, size))
+    return plan_of(job, size, pipelines)
 
 
-def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answers: Any) -> None:
+def _measure_rank(job: Job, steps: int, rank: int, device: torch.device) -> Measured:
     """Run both sides in turn, in one process."""
-    if device_type == "cuda":
-        device = torch.device(device_type, rank)
-        torch.cuda.set_device(rank)
-        backend = "nccl"
-    else:
-        device = torch.device("cpu")
-        # four processes share this machine's cores
-        torch.set_num_threads(1)
-        backend = "gloo"
-
-    size = NUM_PIPELINES * NUM_STAGES
-    limit = timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit
-    )
     sides = {"autohet": _ours(rank, job, device), "pipelining": _stock(rank, job, device)}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu_s: dict[str, list[float]] = {name: [] for name in sides}
@@ -170,22 +105,17 @@ def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answer
             dist.all_reduce(mine)
             seconds[name].append(time.perf_counter() - began)
             cpu_s[name].append(float(mine))
-    if rank == size - 1:
-        answers.put(Measured(_warm(seconds), _warm(cpu_s), losses))
-    dist.barrier()
-    dist.destroy_process_group()
+    return Measured(_warm(seconds), _warm(cpu_s), losses)
 
 
 def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     config = load_config(job.model)
     plan = equal_plan(job)
-    port = torch.tensor([0])
+    server = None
+    ports = [0]
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port[0] = server.port
-    else:
-        server = None
-    ports: list[Any] = [int(port)]
+        ports = [server.port]
     dist.broadcast_object_list(ports, 0)
     store = server or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     me = f"here/{rank}"

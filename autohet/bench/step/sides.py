@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from autohet.runtime.state.state_source import local_slice
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.reference import reference_model, train_reference
 from autohet.runtime.step.trainer import StageTrainer
-from planner.plans.plan import Plan
+from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.state.layout import Layout
 
 WORKER = "here/0"
@@ -101,21 +101,20 @@ def first_parameters(
 def one_worker_plan(job: Job) -> Plan:
     config = load_config(job.model)
     size = microbatch_of(job)
-    stage = {
-        "first_layer": 0,
-        "num_layers": family_of(config).num_layers(config),
-        "workers": [WORKER],
-    }
+    stage = Stage(0, family_of(config).num_layers(config), (WORKER,))
     num_microbatches = job.training.global_batch_sequences // size
-    return Plan.from_document(
-        {
-            "version": 1,
-            "model": job.name or "model",
-            "global_batch_sequences": job.training.global_batch_sequences,
-            "microbatch_sequences": size,
-            "sequence_length": job.training.sequence_length,
-            "pipelines": [{"num_microbatches": num_microbatches, "stages": [stage]}],
-        }
+    return plan_of(job, size, [Pipeline((stage,), num_microbatches, size)])
+
+
+def plan_of(job: Job, size: int, pipelines: Sequence[Pipeline]) -> Plan:
+    """Return the plan of a job with these pipelines, of `size` sequences in a microbatch."""
+    training = job.training
+    return Plan(
+        job.name or "model",
+        training.global_batch_sequences,
+        size,
+        training.sequence_length,
+        tuple(pipelines),
     )
 
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeGuard
+from typing import Literal, TypeGuard
 
 import msgspec
 
-from autohet.driver.sky.command import SkyCluster, SkyFailed, SkyJob
+from autohet.driver.sky.command import SkyCluster, SkyCommand, SkyFailed, SkyJob
 from autohet.driver.sky.task_file import Region
 from autohet.runtime.state.model_files import prefixes_beside
 from planner.inputs.zones import GB, ZoneTable
@@ -43,15 +43,6 @@ MOST_ROUNDS = 10
 """Times that every region may starve, with no training between, before the supervisor gives up."""
 _ALIVE = frozenset({"INIT", "PENDING", "SETTING_UP", "RUNNING"})
 """States of a job that has not ended."""
-
-
-class Sky(Protocol):
-    """The part of `SkyCommand` that the supervisor uses."""
-
-    def launch(self, cluster: str, task: Path, timeout_s: float) -> None: ...
-    def clusters(self) -> dict[str, SkyCluster]: ...
-    def newest_job(self, cluster: str) -> SkyJob | None: ...
-    def down(self, cluster: str) -> None: ...
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -191,9 +182,8 @@ class Supervisor:
         launchable: LaunchableRegions,
         limits: Limits,
         *,
-        sky: Sky,
+        sky: SkyCommand,
         clock: Callable[[], float] = time.time,
-        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job = job
         regions = launchable.regions
@@ -203,7 +193,6 @@ class Supervisor:
         self._limits = limits
         self._sky = sky
         self._clock = clock
-        self._pause = pause
         self._storages = {region.name: open_storage(region.storage) for region in regions}
         self._first = regions[0].name
 
@@ -236,7 +225,7 @@ class Supervisor:
                 ended = None
             if ended is not None:
                 return ended
-            self._pause(POLL_S)
+            time.sleep(POLL_S)
 
     def round(self) -> SkyDecision | None:
         """Look once and act once; return the decision if it was the last one."""

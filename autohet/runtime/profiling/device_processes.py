@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from planner.inputs.profile import Measurement
 DEADLINE = timedelta(seconds=120)
 LIMIT_S = 1800.0
 RESULT = "result"
+T = TypeVar("T")
 LINK_SIZES = tuple(2**power for power in range(18, 29, 2))
 
 
@@ -64,10 +66,8 @@ def measure_tensor_parallel(
     request: ProfileRequest, degree: int
 ) -> list[Measurement | OutOfMemory]:
     """Measure the layers at one TP degree, in `degree` processes; blocks until they end."""
-    found: list[Measurement | OutOfMemory] = _run(
-        _tensor_parallel_rank, request.device_type, degree, request
-    )
-    return found
+    measure = partial(_tensor_parallel_rank, request, degree)
+    return run_in_processes(measure, request.device_type, degree)
 
 
 def measure_links(
@@ -77,23 +77,18 @@ def measure_links(
 
     Blocks until measured.
     """
-    found: list[LinkMeasurement] = _run(_link_rank, device_type, 2, num_bytes)
-    return found
+    return run_in_processes(partial(_link_rank, num_bytes), device_type, 2)
 
 
-def _run(
-    function: Callable[[int, int, str, Any], Any], device_type: str, degree: int, argument: Any
-) -> Any:
-    """Run `function(rank, degree, device type, argument)` in processes.
-
-    Return rank 0's result.
+def run_in_processes(function: Callable[[int, torch.device], T], device_type: str, count: int) -> T:
+    """Run `function(rank, device)` in `count` processes of one group; return rank 0's result.
 
     Raises:
         ProcessException: a process failed. TimeoutError: they took longer than LIMIT_S.
     """
     with tempfile.TemporaryDirectory() as directory:
-        call = (function, device_type, degree, argument, Path(directory))
-        processes: Any = torch.multiprocessing.spawn(_enter, call, degree, join=False)
+        call = (function, device_type, count, Path(directory))
+        processes: Any = torch.multiprocessing.spawn(_enter, call, count, join=False)
         end = time.monotonic() + LIMIT_S
         try:
             while not processes.join(timeout=1.0):
@@ -103,41 +98,46 @@ def _run(
             for process in processes.processes:
                 process.kill()
                 process.join()
-        return pickle.loads((Path(directory) / RESULT).read_bytes())
+        result: T = pickle.loads((Path(directory) / RESULT).read_bytes())
+        return result
 
 
 def _enter(
     rank: int,
-    function: Callable[[int, int, str, Any], Any],
+    function: Callable[[int, torch.device], Any],
     device_type: str,
-    degree: int,
-    argument: Any,
+    count: int,
     directory: Path,
 ) -> None:
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
+        device = torch.device(device_type, rank)
+        torch.cuda.set_device(device)
+        backend = "nccl"
     else:
+        device = torch.device("cpu")
+        # the processes share this machine's cores
         torch.set_num_threads(1)
-    backend = "nccl" if device_type == "cuda" else "gloo"
+        backend = "gloo"
     store = f"file://{directory / 'rendezvous'}"
     dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=degree, timeout=DEADLINE
+        backend, init_method=store, rank=rank, world_size=count, timeout=DEADLINE
     )
-    result = function(rank, degree, device_type, argument)
+    result = function(rank, device)
     if rank == 0:
         (directory / RESULT).write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _tensor_parallel_rank(rank: int, degree: int, device_type: str, request: ProfileRequest) -> Any:
+def _tensor_parallel_rank(
+    request: ProfileRequest, degree: int, rank: int, device: torch.device
+) -> list[Measurement | OutOfMemory]:
     return list(measure_layers(request, TensorParallel.even(_Group(), rank, degree), rank))
 
 
 def _link_rank(
-    rank: int, degree: int, device_type: str, num_bytes: tuple[int, ...]
+    num_bytes: tuple[int, ...], rank: int, device: torch.device
 ) -> list[LinkMeasurement]:
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     found = []
     for size in num_bytes:
         message = torch.empty(size, dtype=torch.uint8, device=device)

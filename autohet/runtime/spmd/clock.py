@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,22 +45,22 @@ class ComputeClock:
         self._since = time.perf_counter()
 
 
+@dataclass(frozen=True)
 class ClockedGroup:
     """Group that stops the clock during its calls."""
 
-    def __init__(self, group: Group, clock: ComputeClock) -> None:
-        self._group = group
-        self._clock = clock
+    group: Group
+    clock: ComputeClock
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._group, name)
+        found = getattr(self.group, name)
         if not callable(found):
             return found
         return partial(self._stop_during, found)
 
     def _stop_during(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        self._clock.pause()
+        self.clock.pause()
         try:
             return call(*arguments)
         finally:
-            self._clock.resume()
+            self.clock.resume()

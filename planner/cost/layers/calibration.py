@@ -10,6 +10,7 @@ touch stays where it was. Peak memory, if it was measured, fits two more in the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,16 @@ def calibrate(
     """Fit `defaults` to the runs."""
     if not runs:
         raise ConfigError("no runs to calibrate with")
-    parameters = _fit_times(runs, model_of, defaults)
-    parameters = _fit_memory(runs, model_of, parameters)
+    times = [run.measured_s for run in runs]
+    predict_times = partial(_predict_s, runs, model_of)
+    parameters = _fit(defaults, SPREADS, len(SPREADS) + 1, times, predict_times)
+
+    known = [run for run in runs if run.measured_memory_bytes]
+    if known:
+        peaks = [run.measured_memory_bytes or 1.0 for run in known]
+        predict_peaks = partial(_predict_peaks, known, model_of)
+        size = len(MEMORY_SPREADS)
+        parameters = _fit(parameters, MEMORY_SPREADS, size, peaks, predict_peaks)
     return Calibration(
         parameters=parameters,
         defaults=defaults,
@@ -142,44 +151,42 @@ def move(defaults: CostParameters, spreads: dict[str, float], steps: Floats) -> 
     return replace(defaults, **values)  # type: ignore[arg-type]
 
 
-def _fit_times(
+def _predict_peaks(
     runs: Sequence[MeasuredRun],
     model_of: ModelOf,
+    parameters: CostParameters,
+) -> Floats:
+    """Predicted bytes of the fullest worker of each run."""
+    peaks = []
+    for run in runs:
+        memory = model_of(run.plan, parameters).memory_of
+        peaks.append(max(memory.by_worker(run.plan).values()))
+    return np.array(peaks)
+
+
+def _fit(
     defaults: CostParameters,
+    spreads: dict[str, float],
+    size: int,
+    measured: Sequence[float],
+    predict: Callable[[CostParameters], Floats],
 ) -> CostParameters:
-    log_measured = np.log([run.measured_s for run in runs])
+    """Move `defaults` by `size` steps (see `move`), so that predictions come near `measured`."""
+    # its import takes a fifth of a second, which a command without runs does not wait for
+    from scipy.optimize import least_squares
+
+    log_measured = np.log(measured)
 
     def residuals(steps: Floats) -> Floats:
-        parameters = move(defaults, SPREADS, steps)
-        predicted = _predict_s(runs, model_of, parameters)
+        predicted = predict(move(defaults, spreads, steps))
         errors = (np.log(predicted) - log_measured) / MEASURED_SPREAD
         return np.concatenate([_soften(errors), steps])
 
-    steps = _least_squares(residuals, len(SPREADS) + 1)
-    return move(defaults, SPREADS, steps)
-
-
-def _fit_memory(
-    runs: Sequence[MeasuredRun],
-    model_of: ModelOf,
-    defaults: CostParameters,
-) -> CostParameters:
-    known = [run for run in runs if run.measured_memory_bytes]
-    if not known:
-        return defaults
-    log_measured = np.log([float(run.measured_memory_bytes or 1.0) for run in known])
-
-    def residuals(steps: Floats) -> Floats:
-        parameters = move(defaults, MEMORY_SPREADS, steps)
-        peaks = []
-        for run in known:
-            memory = model_of(run.plan, parameters).memory_of
-            peaks.append(max(memory.by_worker(run.plan).values()))
-        errors = (np.log(peaks) - log_measured) / MEASURED_SPREAD
-        return np.concatenate([_soften(errors), steps])
-
-    steps = _least_squares(residuals, len(MEMORY_SPREADS))
-    return move(defaults, MEMORY_SPREADS, steps)
+    # Levenberg-Marquardt; residuals are smooth but for the few places where links fill up
+    found = least_squares(
+        residuals, np.zeros(size), method="lm", diff_step=1e-3, ftol=1e-6, max_nfev=500
+    )
+    return move(defaults, spreads, found.x)
 
 
 def _soften(residuals: Floats) -> Floats:
@@ -190,37 +197,3 @@ def _soften(residuals: Floats) -> Floats:
     loss = 2 * (np.sqrt(1 + residuals**2) - 1)
     signed: Floats = np.sign(residuals) * np.sqrt(loss)
     return signed
-
-
-def _least_squares(residuals: Callable[[Floats], Floats], size: int) -> Floats:
-    """Minimize by Levenberg-Marquardt from the defaults, with forward differences.
-
-    There are few parameters, and the residuals are cheap and smooth.
-    """
-    steps = np.zeros(size)
-    damping = 1.0
-    current = residuals(steps)
-    for _ in range(30):
-        columns = [(residuals(steps + 1e-3 * unit) - current) / 1e-3 for unit in np.eye(size)]
-        jacobian = np.stack(columns, axis=1)
-        gradient = jacobian.T @ current
-        curvature = jacobian.T @ jacobian
-
-        # more damping makes smaller steps, until one of them helps
-        for _ in range(8):
-            damped = curvature + damping * np.eye(size)
-            trial = steps - np.linalg.solve(damped, gradient)
-            found = residuals(trial)
-            if found @ found < current @ current:
-                break
-            damping *= 4.0
-        else:
-            return steps
-
-        gain = current @ current - found @ found
-        steps = trial
-        current = found
-        damping = max(1e-3, damping / 4.0)
-        if gain < 1e-6 * (current @ current + 1e-9):
-            break
-    return steps

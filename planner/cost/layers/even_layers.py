@@ -15,6 +15,7 @@ GPU's parts (flagged).
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,6 +39,7 @@ LEAST_OWN = 0.2
 """Least share of a layer's time that is not communication, whatever links predict for that."""
 MOST_COMMUNICATION = 0.6
 """Largest share of a layer's only measurement that counts as communication."""
+S = TypeVar("S", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +302,8 @@ class EvenLayerTimes:
             f"{asked.kind} on {asked.gpu_type} at TP {asked.tp_degree}: from TP {degree} by FLOPs"
             " and link bandwidth"
         )
-        forward_s = _own_s(forward, had_s) * ratio + added_s
-        backward_s = _own_s(backward, had_s) * ratio + added_s
+        forward_s = own_s(forward, had_s) * ratio + added_s
+        backward_s = own_s(backward, had_s) * ratio + added_s
         return forward_s, backward_s
 
     def _estimate(self, asked: LayerOnGroup) -> Estimate:
@@ -358,8 +360,8 @@ class EvenLayerTimes:
         )
         # all-reduces carry bf16 in either format
         communication_s = self._communication_s(asked)
-        own_forward_s = _own_s(forward_s, communication_s)
-        own_backward_s = _own_s(backward_s, communication_s)
+        own_forward_s = own_s(forward_s, communication_s)
+        own_backward_s = own_s(backward_s, communication_s)
         return (
             communication_s + own_forward_s * forward_ratio,
             communication_s + own_backward_s * backward_ratio,
@@ -380,9 +382,10 @@ class EvenLayerTimes:
         return self._elsewhere[key]
 
 
-def _own_s(seconds: float, communication_s: float) -> float:
-    """Return a layer's seconds without communication, which links may predict too long."""
-    return max(LEAST_OWN * seconds, seconds - communication_s)
+def own_s(seconds: S, communication_s: S) -> S:
+    """Return layers' seconds without communication, which links may predict too long."""
+    found: S = np.maximum(LEAST_OWN * seconds, seconds - communication_s)
+    return found
 
 
 def _first_update_s(points: Mapping[int, Measurement]) -> float | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.arrays import Floats
-from planner.cost.layers.even_layers import LEAST_OWN, EvenLayerTimes, LayerTimes
+from planner.cost.layers.even_layers import EvenLayerTimes, LayerTimes, own_s
 from planner.cost.layers.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.layers.measured_layers import MeasuredLayers
 from planner.cost.memory.training_bytes import VALUE_BYTES, recomputed_values
@@ -166,8 +166,8 @@ class LayerTimeModel:
         group = rank.gpu_type, tp_degree, rank.microbatch
         times = self.even.times(*group)
         had = self.even.block_communication_s(*group)
-        forward_s = _own_s(times.forward_s, had)
-        backward_s = _own_s(times.backward_s, had)
+        forward_s = own_s(times.forward_s, had)
+        backward_s = own_s(times.backward_s, had)
         return np.array([forward_s, backward_s, times.update_s]), times.estimated
 
     @cached_property
@@ -210,8 +210,8 @@ class LayerTimeModel:
             growth[index + 1] = added[kind]
 
         had = self.even.block_communication_s(*rank.group)
-        forward_s = times.forward_s + growth * _own_s(times.forward_s, had)
-        backward_s = times.backward_s + growth * _own_s(times.backward_s, had)
+        forward_s = times.forward_s + growth * own_s(times.forward_s, had)
+        backward_s = times.backward_s + growth * own_s(times.backward_s, had)
         notes = times.estimated
         if measured is None:
             notes += (f"loads of experts: a spread of {spread:.0%} of their mean is assumed",)
@@ -238,11 +238,6 @@ class LayerTimeModel:
         flops = 2.0 * routed * self.measured.sequence_length
         load = imbalance(experts, held, fraction, rank.tp_degree, spread)
         return (load - 1.0) * flops / block.forward_flops(self.measured.sequence_length)
-
-
-def _own_s(seconds: Floats, communication_s: Floats) -> Floats:
-    """Return each layer's seconds without communication, which links may predict too long."""
-    return np.maximum(LEAST_OWN * seconds, seconds - communication_s)
 
 
 def require_dtype(dtype: str) -> None:

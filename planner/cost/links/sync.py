@@ -289,6 +289,7 @@ def _kind(of: NodeType) -> SyncKind:
     return of.name, of.slowdown, of.zone
 
 
+@dataclass(frozen=True)
 class Rings:
     """Rings of all-reduces that run alone, cached in `known`.
 
@@ -296,17 +297,16 @@ class Rings:
     each one's own link carries it.
     """
 
-    def __init__(self, fleet: Fleet, links: Links, known: KnownRings):
-        self._fleet = fleet
-        self._links = links
-        self._known = known
+    fleet: Fleet
+    links: Links
+    known: KnownRings
 
     def of(self, job: SyncJob) -> Ring:
         """Return the ring of an all-reduce."""
         by_node: dict[str, list[str]] = {}
         kinds: dict[str, NodeType] = {}
         for worker in job.members:
-            node = self._fleet.node_of(worker)
+            node = self.fleet.node_of(worker)
             by_node.setdefault(node.name, []).append(worker)
             kinds[node.name] = node.node_type
         nodes = [(kinds[name], len(mine)) for name, mine in by_node.items()]
@@ -337,7 +337,7 @@ class Rings:
         if is_one_zone:
             around.sort()
         key = (num_bytes, *around)
-        if key not in self._known:
+        if key not in self.known:
             members = list[Member]()
             for i, (kind, count) in enumerate(nodes):
                 members += [(str(i), kind)] * count
@@ -346,9 +346,9 @@ class Rings:
             nic_s: dict[SyncKind, float] = {}
             own_s: dict[SyncKind, float] = {}
             for kind, _ in nodes:
-                nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, number, num_bytes)
-                own_s[_kind(kind)] = self._links.ring_link_s(kind, True, number, num_bytes)
-            seconds = self._links.all_reduce_s(members, num_bytes)
-            self._known[key] = RingTimes(seconds, nic_s, own_s)
-            evict_oldest(self._known, _REMEMBERED)
-        return self._known[key]
+                nic_s[_kind(kind)] = self.links.ring_link_s(kind, False, number, num_bytes)
+                own_s[_kind(kind)] = self.links.ring_link_s(kind, True, number, num_bytes)
+            seconds = self.links.all_reduce_s(members, num_bytes)
+            self.known[key] = RingTimes(seconds, nic_s, own_s)
+            evict_oldest(self.known, _REMEMBERED)
+        return self.known[key]
