@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.links.traffic import Transfer, transfers_between
@@ -12,17 +14,34 @@ from planner.plans.plan import Pipeline, Plan, Stage, TensorShare
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of one worker in a plan.
+class Deal:
+    """Positions of the global batch that one pipeline computes in a step, by microbatch.
 
-    `first_sequence` is the first sequence of its pipeline's part of the global batch.
+    Rows, document begins, dropout and evaluation rows all follow from it alone.
     """
+
+    microbatches: tuple[range, ...]
+
+    @classmethod
+    def consecutive(cls, first: int, sizes: Sequence[int]) -> Deal:
+        """Deal consecutive positions from `first` on to microbatches of these sizes."""
+        starts = itertools.accumulate(sizes, initial=first)
+        return cls(tuple(range(start, end) for start, end in itertools.pairwise(starts)))
+
+    @property
+    def count(self) -> int:
+        return len(self.microbatches)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of one worker in a plan, with the part of the global batch of its pipeline."""
 
     worker: str
     stage_index: int
     tp_rank: int
     pipeline: Pipeline
-    first_sequence: int
+    deal: Deal
 
     @property
     def stage(self) -> Stage:
@@ -47,9 +66,11 @@ class Place:
 
     def sequences(self, microbatch: int) -> range:
         """Return the positions of a microbatch's sequences within the global batch."""
-        size = self.pipeline.microbatch_sequences
-        start = self.first_sequence + microbatch * size
-        return range(start, start + size)
+        return self.deal.microbatches[microbatch]
+
+    def share_of(self, microbatch: int) -> float:
+        """Return the rows of a microbatch, as a part of those of a whole one."""
+        return len(self.sequences(microbatch)) / self.pipeline.microbatch_sequences
 
     def transfer_from(self, offset: int) -> Transfer | None:
         """Return the transfer to this worker from the stage before (-1) or after (+1), if any.
@@ -84,6 +105,7 @@ def place_of(plan: Plan, worker: str) -> Place | None:
         for s, stage in enumerate(pipeline.stages):
             if worker in stage.workers:
                 tp_rank = stage.workers.index(worker)
-                return Place(worker, s, tp_rank, pipeline, first)
+                deal = Deal.consecutive(first, pipeline.sizes)
+                return Place(worker, s, tp_rank, pipeline, deal)
         first += pipeline.num_sequences
     return None

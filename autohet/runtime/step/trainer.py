@@ -199,8 +199,8 @@ class StageTrainer(Trainer):
         # The first microbatches have rows; those without any are not run.
         present = rows.num_in_batch(index)
         count = 0
-        for m in range(self.place.pipeline.num_microbatches):
-            if self.place.sequences(m).start < present:
+        for sequences in self.place.deal.microbatches:
+            if sequences.start < present:
                 count += 1
         self._rows.clear()
 
