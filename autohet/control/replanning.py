@@ -29,7 +29,9 @@ def ask_for_plan(
     fleet = build_fleet(memory, seen, usable)
     # For the last step before the end any plan will do.
     is_ending = memory.end.reason is not None
-    answer = memory.planning.ask(fleet, memory.proposal, redundant=not is_ending)
+    # Nothing is searched while nobody trains, if the next plan can be prepared beside training.
+    in_place = memory.prepares and change.cause == "death"
+    answer = memory.planning.ask(fleet, memory.proposal, redundant=not is_ending, in_place=in_place)
     change.replan_s += answer.seconds
     return answer.proposal, answer.why_not
 

@@ -92,7 +92,12 @@ class AnsweredPlanning(Planning):
         self._searches = 0
 
     def ask(
-        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+        self,
+        fleet: Fleet,
+        current: PlanProposal | None,
+        *,
+        redundant: bool = True,
+        in_place: bool = False,
     ) -> PlanResult:
         answer = self._next(fleet, None)
         return PlanResult(self._made(answer), answer.why_not, answer.seconds)
