@@ -295,6 +295,7 @@ def memory_at_start(
         memory.buyer = Buyer(job, planning, market)
     memory.generation = header["generation"]
     memory.prepares = header.get("prepares", False)
+    memory.keeps_passes = header.get("keeps_passes", False)
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:
         scales = header.get("loss_scales", "")

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.parallel.borders import Borders
+from autohet.runtime.parallel.place import Deal
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.scaled_passes import ScaledPasses
 from autohet.runtime.parallel.schedule import one_forward_one_backward
@@ -73,6 +76,16 @@ class Executor:
         self._check = check
         self._order = one_forward_one_backward(self.place.pipeline, self.place.stage_index)
         self.computed: list[tuple[Any, Any]] = []
+
+    def dealt(self, deal: Deal) -> Executor:
+        """Return this executor for a step of other rows."""
+        other = copy.copy(self)
+        other.place = replace(self.place, deal=deal)
+        other.borders = replace(self.borders, place=other.place)
+        other._order = one_forward_one_backward(
+            self.place.pipeline, self.place.stage_index, deal.count
+        )
+        return other
 
     @property
     def compute_s(self) -> float:

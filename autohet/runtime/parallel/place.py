@@ -98,6 +98,38 @@ class Place:
         return None if is_end else self.pipeline.stages[self.stage_index + offset]
 
 
+def redeal(before: Plan, after: Plan) -> dict[tuple[Stage, ...], Deal]:
+    """Deal rows of lost pipelines to those that go on, for a step whose other rows are computed.
+
+    before, after: plans of one batch; `after` has whole pipelines of `before` alone. Each pipeline,
+    known by its stages, gets the number of rows by which its share has grown.
+    """
+    more = {pipeline.stages: pipeline.num_sequences for pipeline in after.pipelines}
+    lost: list[range] = []
+    first = 0
+    for pipeline in before.pipelines:
+        end = first + pipeline.num_sequences
+        if pipeline.stages in more:
+            more[pipeline.stages] = max(0, more[pipeline.stages] - (end - first))
+        else:
+            lost.append(range(first, end))
+        first = end
+    # Where a share has shrunk, the others have grown by more than is lost: the last get less.
+    dealt: dict[tuple[Stage, ...], Deal] = {}
+    for pipeline in after.pipelines:
+        microbatches: list[range] = []
+        wanted = more[pipeline.stages]
+        while wanted and lost:
+            rows = lost.pop(0)
+            taken = rows[: min(wanted, pipeline.microbatch_sequences)]
+            microbatches.append(taken)
+            wanted -= len(taken)
+            if len(taken) < len(rows):
+                lost.insert(0, rows[len(taken) :])
+        dealt[pipeline.stages] = Deal(tuple(microbatches))
+    return dealt
+
+
 def place_of(plan: Plan, worker: str) -> Place | None:
     """Return the place of a worker; None if the plan does not use it."""
     first = 0
