@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 
 import torch
-from torch.distributed import Work
 
 from autohet.runtime.groups.errors import Interrupted, PeerLost
 from autohet.runtime.groups.group import Group
@@ -21,21 +20,23 @@ class Gate:
     def __init__(self, world: Group) -> None:
         self._world = world
         self._announcement = torch.ones(1, device=world.device)
-        self._work: Work | None = None
         self._waiter: threading.Thread | None = None
         self._failure: Interrupted | PeerLost | None = None
 
     def announce(self) -> None:
-        """Announce the last backward pass; no-op if it is announced. Does not block."""
+        """Announce the last backward pass; no-op if it is announced.
+
+        Neither blocks nor fails: the passes end, whatever has become of other workers.
+        """
         if self._waiter is None:
             self._failure = None
-            self._waiter = threading.Thread(target=self._wait, name="gate", daemon=True)
-            self._work = self._world.start_all_reduce(self._announcement)
+            self._waiter = threading.Thread(target=self._open, name="gate", daemon=True)
             self._waiter.start()
 
-    def _wait(self) -> None:
+    def _open(self) -> None:
         try:
-            self._world.wait_on_host(self._work)
+            work = self._world.start_all_reduce(self._announcement)
+            self._world.wait_on_host(work)
         except (Interrupted, PeerLost) as failure:
             self._failure = failure
 

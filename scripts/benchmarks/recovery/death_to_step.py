@@ -144,7 +144,7 @@ def _strike_paced(moment: float, *, keeps: bool) -> dict[str, Any]:
     """Kill one of three pipelines at this part of a paced step.
 
     over_makespan_s: seconds from the end of the step before to that of the struck one, beyond the
-    passes of the survivors' four rows.
+    passes of the survivors' four rows: three of their own and one of the dead's.
     """
     directory = Path(tempfile.mkdtemp(prefix="autohet-death-"))
     began: list[float] = []
@@ -172,18 +172,20 @@ def _strike_paced(moment: float, *, keeps: bool) -> dict[str, Any]:
         run.controller.memory.keeps_passes = keeps
         with owned_memory():
             result = run.run(events)
-        ends = {event["step"]: event for event in result.events if event["kind"] == "step"}
+        steps = {event["step"]: event for event in result.events if event["kind"] == "step"}
         (change, *_) = result.summary["reconfigurations"]
         assert change["cause"] == "death"
-        row_s = (ends[1]["time"] - ends[0]["time"]) / 3
-        passed_s = ends[2]["time"] - ends[1]["time"]
+        row_s = steps[1]["seconds"] / 3
+        kept = sum(event.get("kept_rows", 0) for event in result.events)
+        seconds = change["seconds"]
+        # Only the rows that are not kept count as redone.
+        until_death_s = seconds["redone"] / (1 - kept / BATCH)
         return {
             "moment": round(moment, 3),
-            "row_s": round(row_s, 3),
-            "step_s": round(passed_s, 3),
-            "over_makespan_s": round(passed_s - 4 * row_s, 3),
-            "kept": sum(event.get("kept_rows", 0) for event in result.events),
-            "seconds": change["seconds"],
+            "makespan_s": round(4 * row_s, 2),
+            "over_makespan_s": round(until_death_s + seconds["total"] - 4 * row_s, 2),
+            "kept_rows": kept,
+            "seconds": seconds,
             "load": round(os.getloadavg()[0], 1),
         }
     finally:
