@@ -321,7 +321,7 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
     for count, pipeline in kinds[:MOST_BARS]:
         text = Text(f"{count:>3} x ")
         text.append_text(bar(pipeline, fleet, width, colours))
-        text.append(f"  {pipeline.num_microbatches} x {pipeline.microbatch_sequences} seq")
+        text.append(f"  {pipeline.shape} seq")
         console.print(text, no_wrap=True, overflow="crop")
         for line in stage_lines(pipeline, fleet):
             console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
@@ -360,7 +360,7 @@ def _look_of(pipeline: Pipeline, fleet: Fleet) -> Hashable:
         size = (stage.num_layers, stage.tp_shares or stage.tp_degree, gpu_type)
         measures = (stage.recompute, stage.shard_optimizer, stage.compute, stage.expert_dispatch)
         stages.append((size, measures))
-    return tuple(stages), pipeline.num_microbatches, pipeline.microbatch_sequences
+    return tuple(stages), pipeline.shape
 
 
 def stage_lines(pipeline: Pipeline, fleet: Fleet) -> list[str]:

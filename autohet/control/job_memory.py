@@ -123,6 +123,8 @@ class JobMemory:
     """Plan that the members train on, with its prediction."""
     prepares: bool = False
     """True if workers can build a generation while they train in the one before it."""
+    keeps_passes: bool = False
+    """True if workers of whole pipelines can keep the passes of a step that a death has ended."""
     reserved: int = 0
     """Highest number of a generation that was prepared; no other generation gets it."""
     planned_nodes: frozenset[str] = frozenset()

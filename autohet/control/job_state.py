@@ -54,6 +54,8 @@ class Quiescing:
     proposal: PlanProposal | None = None
     prepared: int | None = None
     """Number of the generation that all workers of `proposal` have prepared; None: none is."""
+    keeping: frozenset[str] = frozenset()
+    """Workers that end their passes of a gated step first; empty once nothing can be kept."""
     rolling: frozenset[str] = frozenset()
     roll_deadline: float | None = None
     quiet_since: float | None = None

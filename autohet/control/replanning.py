@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from planner.inputs.fleet import Fleet
 
 
+GATED_STEP_S = 2.0
+"""Predicted seconds of a step from which on its sums are gated; shorter steps are run again."""
+
+
 def ask_for_plan(
     memory: JobMemory, seen: Observation, usable: Collection[str], change: Change
 ) -> tuple[PlanProposal | None, str]:
@@ -29,7 +33,9 @@ def ask_for_plan(
     fleet = build_fleet(memory, seen, usable)
     # For the last step before the end any plan will do.
     is_ending = memory.end.reason is not None
-    answer = memory.planning.ask(fleet, memory.proposal, redundant=not is_ending)
+    # Nothing is searched while nobody trains, if the next plan can be prepared beside training.
+    in_place = memory.prepares and change.cause == "death"
+    answer = memory.planning.ask(fleet, memory.proposal, redundant=not is_ending, in_place=in_place)
     change.replan_s += answer.seconds
     return answer.proposal, answer.why_not
 
@@ -41,6 +47,12 @@ def shortage_reason(memory: JobMemory, seen: Observation, usable: Collection[str
     if num_workers >= least:
         return ""
     return f"only {num_workers} workers are left; the job needs {least}"
+
+
+def is_gated(memory: JobMemory, proposal: PlanProposal) -> bool:
+    """Return True if workers gate the sums of a step, so that a death does not cost all passes."""
+    is_long = proposal.predicted_step_s >= GATED_STEP_S
+    return memory.keeps_passes and is_long and proposal.plan.spmd is None
 
 
 def build_fleet(memory: JobMemory, seen: Observation, usable: Collection[str]) -> Fleet:

@@ -169,6 +169,13 @@ class GenerationOrder:
     """
     loss_scale: LossScale = FIRST_SCALE
     """Scale of gradients in fp16 stages after the step before `start_step`."""
+    gated: bool = False
+    """True if no gradient sum of a step starts before all workers are in their last backward pass.
+
+    Workers whose groups run in the order of a stream ignore it.
+    """
+    kept_plan: Plan | None = None
+    """Plan whose passes of `start_step` all workers keep; None: the step is run from its start."""
 
     def continues(self, generation: int) -> bool:
         """Return True if the state of `generation` at `start_step` is of this order's history."""
@@ -189,6 +196,7 @@ class PreparationOrder:
     store_port: int
     step_timeout_s: float | None = None
     store_secret: bytes = field(default=b"", repr=False)
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -418,6 +426,8 @@ class WorkerReport:
     memory_shortage: str | None = None
     prepared: Prepared | None = None
     """Outcome of the newest preparation; None while it is under way, or where none was ordered."""
+    kept_step: int | None = None
+    """Step whose passes this worker has ended and keeps, although it is not committed."""
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
         """Return True if this report is news to the driver, which has the report `before`.

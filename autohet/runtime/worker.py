@@ -42,6 +42,7 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.parallel.place import redeal
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.process.store_connector import StoreConnector
@@ -57,7 +58,7 @@ from autohet.runtime.step.length_work import LengthWork, length_work
 from autohet.runtime.step.next_generation import NextGeneration
 from autohet.runtime.step.precision import format_of
 from autohet.runtime.step.stage_parts import StageParts
-from autohet.runtime.step.step_commit import StateVersion, Trainer
+from autohet.runtime.step.step_commit import KeptPasses, StateVersion, Trainer
 from autohet.runtime.step.trainer import StageTrainer
 from autohet.runtime.step.training_loop import TrainingLoop, TrainingResources, UnreportedRecords
 from planner.errors import ConfigError
@@ -146,6 +147,8 @@ class Worker:
         self._next = NextGeneration(place.worker, self._setup, limits)
         self._parts: StageParts | None = None
         """Parts of the present generation's trainer that were built ahead, until it has them."""
+        self._kept: KeptPasses | None = None
+        """Passes of the generation before that the present one goes on from."""
         self._thread: threading.Thread | None = None
         self._arrived = ArrivedShards()
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
@@ -184,6 +187,7 @@ class Worker:
                 whole=version.whole,
                 live_generation=live.generation,
                 prepared_step=prepared if version.whole else None,
+                kept_step=_kept_step(live),
                 vote=live.last_vote,
                 snapshot_step=self.preservation.snapshots.newest(live.generation),
                 replicated_step=self.preservation.replication.complete_step(live.generation),
@@ -262,8 +266,11 @@ class Worker:
             self.device,
             GroupTimeouts(step_timeout_s, self.timeouts.rendezvous_s),
         )
+        groups.gated = order.gated and not groups.back_end.in_stream_order
         with self._lock:
             self.groups = groups
+            trainer = None if self.live is None else self.live.trainer
+            self._kept = None if trainer is None or order.kept_plan is None else trainer.kept
             if self.live is not None:
                 # No roll-forward of its generation can come any more.
                 self.live = self.live.without_trainer()
@@ -299,18 +306,27 @@ class Worker:
         if live is not None and live.trainer is not None:
             live.trainer.voter.request_checkpoint()
 
-    def interrupt(self, generation: int | None = None) -> None:
+    def interrupt(self, generation: int | None = None, keep: bool = False) -> None:
         """Leave the generation now; a step that is not committed did not happen.
 
         With `generation`, cancel this one and all before it, even if its order is yet to come:
         calls overtake each other. A later generation goes on.
+
+        keep: if the step is gated and this worker is in its passes, end them first and keep them.
         """
         with self._lock:
             self._over = max(self._over, generation or 0)
         with self._beginning:
             groups = self.groups
             is_later = generation is not None and self._report.generation > generation
-        if groups is not None and not is_later:
+        if groups is None or is_later:
+            return
+        trainer = None if self.live is None else self.live.trainer
+        is_gated = isinstance(trainer, StageTrainer) and trainer.groups is groups and groups.gated
+        if keep and is_gated:
+            assert isinstance(trainer, StageTrainer)
+            groups.interrupt_beyond(trainer.place.pipeline.workers)
+        else:
             groups.interrupt()
 
     def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForwardOutcome:
@@ -480,6 +496,12 @@ class Worker:
             parts = self._parts
             self._parts = None
             trainer = StageTrainer(self._setup, generation, self._hooks, parts)
+            kept = self._kept
+            self._kept = None
+            if order.kept_plan is not None:
+                assert kept is not None, "the order counts on passes that are not kept"
+                dealt = redeal(order.kept_plan, order.plan)
+                trainer.resume(kept, dealt[trainer.place.pipeline.stages])
         else:
             trainer = SpmdTrainer(self._setup, generation, self._hooks)
         with self._lock:
@@ -487,6 +509,12 @@ class Worker:
             self.live.trainer = trainer
         self._set(order.generation, Phase.TRAINING)
         return TrainingLoop(order, trainer, self._resources).run()
+
+
+def _kept_step(live: Live) -> int | None:
+    """Return the step whose passes are kept, if it is the next one of the state."""
+    kept = None if live.trainer is None else live.trainer.kept
+    return kept.step if kept is not None and kept.step == live.version.step else None
 
 
 def _open_evaluation(

@@ -13,22 +13,29 @@ from planner.search.problem.request import Request
 from planner.search.walk.moves import GpuGroup, Moves, groups_of
 
 
-def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
+def repair(
+    previous: Plan, request: Request, alive: set[str], *, in_place: bool = False
+) -> Plan | None:
     """Return the previous plan without the pipelines that lost a worker.
 
     The rest share the batch so that the slowest ends earliest. None if they cannot meet it.
+
+    in_place: stages stay all that they are, and the last microbatch may be smaller.
     """
     whole = [pipeline for pipeline in previous.pipelines if alive.issuperset(pipeline.workers)]
     if not whole:
         return None
     left = replace(previous, pipelines=tuple(whole))
     seconds = _seconds_of(request.cost, left)
-    counts = _share(whole, seconds, request.global_batch_sequences)
+    counts = _share(whole, seconds, request.global_batch_sequences, cuts_last=in_place)
     if counts is None:
         return None
     pipelines = []
-    for pipeline, count in zip(whole, counts, strict=True):
-        pipelines.append(Pipeline(pipeline.stages, count, pipeline.microbatch_sequences))
+    for pipeline, (count, last) in zip(whole, counts, strict=True):
+        shared = replace(pipeline, num_microbatches=count, last_microbatch_sequences=last)
+        if not in_place:
+            shared = replace(shared, most_in_flight=())
+        pipelines.append(shared)
     return replace(
         previous,
         global_batch_sequences=request.global_batch_sequences,
@@ -56,23 +63,31 @@ def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
 
 
 def _share(
-    pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]], batch: int
-) -> list[int] | None:
-    """Return the numbers of microbatches by which the pipelines meet the batch.
+    pipelines: Sequence[Pipeline],
+    seconds: Sequence[tuple[float, float]],
+    batch: int,
+    *,
+    cuts_last: bool,
+) -> list[tuple[int, int]] | None:
+    """Return the microbatches by which the pipelines meet the batch, and the size of the last one.
 
-    Each next microbatch goes where it ends earliest. None if the batch cannot be met.
+    The size is 0 if it is that of the others. Each next microbatch goes where it ends earliest.
+    None if the batch cannot be met.
+
+    cuts_last: a microbatch that is too large for what is left becomes smaller.
     """
-    counts = [1] * len(pipelines)
+    counts = [(1, 0)] * len(pipelines)
     left = batch - sum(pipeline.microbatch_sequences for pipeline in pipelines)
     heap = [(first_s + further_s, i) for i, (first_s, further_s) in enumerate(seconds)]
     heapq.heapify(heap)
     while left > 0 and heap:
         end, i = heapq.heappop(heap)
         size = pipelines[i].microbatch_sequences
-        if size > left:
+        if size > left and not cuts_last:
             continue
-        counts[i] += 1
-        left -= size
+        number, _ = counts[i]
+        counts[i] = (number + 1, left if size > left else 0)
+        left -= min(size, left)
         further_s = seconds[i][1]
         heapq.heappush(heap, (end + further_s, i))
     return counts if left == 0 else None

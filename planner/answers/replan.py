@@ -19,7 +19,7 @@ from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.fleet import NodeType
 from planner.plans.model_spec import ModelSpec
-from planner.plans.plan import FINEST_TP_DEGREE, Pipeline, Plan
+from planner.plans.plan import FINEST_TP_DEGREE, Plan
 from planner.plans.redundancy import layer_named, layers_of, stages_with_layers
 from planner.search.bounds.bound import NO_PROOF, proof_of
 from planner.search.memory import cost_like, may_be_without_room
@@ -438,9 +438,7 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
     pipelines = []
     for p, pipeline in enumerate(plan.pipelines):
         stages = [replace(stage, workers=chosen[p, s]) for s, stage in enumerate(pipeline.stages)]
-        pipelines.append(
-            Pipeline(tuple(stages), pipeline.num_microbatches, pipeline.microbatch_sequences)
-        )
+        pipelines.append(replace(pipeline, stages=tuple(stages), most_in_flight=()))
     return Plan(
         plan.model,
         plan.global_batch_sequences,

@@ -28,7 +28,15 @@ _PLAN_KEYS = frozenset(
         "pipelines",
     }
 )
-_PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
+_PIPELINE_KEYS = frozenset(
+    {
+        "num_microbatches",
+        "microbatch_sequences",
+        "last_microbatch_sequences",
+        "in_flight",
+        "stages",
+    }
+)
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
 _OPTIONAL_STAGE_KEYS = (
     "recompute",
@@ -164,19 +172,37 @@ class Pipeline:
 
     A step is `num_microbatches` microbatches of `microbatch_sequences` sequences.
 
-    most_in_flight: maximum number of microbatches of which each stage keeps activations at one
-    time. Empty: 1F1B's numbers, one for the stage and one for each later one. Larger numbers let
-    early stages work ahead (`planner.plans.in_flight`).
+    last_microbatch_sequences: sequences of the last one, where it is smaller; 0: it is like the
+    others. most_in_flight: maximum number of microbatches of which each stage keeps activations at
+    one time. Empty: 1F1B's numbers, one for the stage and one for each later one. Larger numbers
+    let early stages work ahead (`planner.plans.in_flight`).
     """
 
     stages: tuple[Stage, ...]
     num_microbatches: int
     microbatch_sequences: int
     most_in_flight: tuple[int, ...] = ()
+    last_microbatch_sequences: int = 0
 
     @property
     def num_sequences(self) -> int:
-        return self.num_microbatches * self.microbatch_sequences
+        whole = self.num_microbatches * self.microbatch_sequences
+        last = self.last_microbatch_sequences
+        return whole - self.microbatch_sequences + last if last else whole
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sequences of each microbatch."""
+        size = self.microbatch_sequences
+        last = self.last_microbatch_sequences or size
+        return [*[size] * (self.num_microbatches - 1), last]
+
+    @property
+    def shape(self) -> str:
+        """Human-readable microbatches."""
+        last = self.last_microbatch_sequences
+        more = f", the last of {last}" if last else ""
+        return f"{self.num_microbatches} x {self.microbatch_sequences}{more}"
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -300,6 +326,8 @@ class Plan:
             document["microbatch_sequences"] = pipeline.microbatch_sequences
         if pipeline.most_in_flight:
             document["in_flight"] = list(pipeline.most_in_flight)
+        if pipeline.last_microbatch_sequences:
+            document["last_microbatch_sequences"] = pipeline.last_microbatch_sequences
         document["stages"] = [_stage_document(stage) for stage in pipeline.stages]
         return document
 
@@ -359,6 +387,14 @@ def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pi
     check_keys(pipeline, what, _PIPELINE_KEYS, frozenset({"num_microbatches", "stages"}))
     if "microbatch_sequences" in pipeline:
         microbatch_sequences = read_int(pipeline, "microbatch_sequences", what, 1)
+    last = 0
+    if "last_microbatch_sequences" in pipeline:
+        last = read_int(pipeline, "last_microbatch_sequences", what, 1)
+        if last >= microbatch_sequences:
+            raise ConfigError(
+                f"'last_microbatch_sequences' of {what} is {last}; it must be less than"
+                f" microbatch_sequences, {microbatch_sequences}, or left out"
+            )
     stages = []
     for index, item in enumerate(read_list(pipeline, "stages", what)):
         stages.append(_read_stage(item, f"stage {index} of {what}"))
@@ -367,6 +403,7 @@ def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pi
         num_microbatches=read_int(pipeline, "num_microbatches", what, 1),
         microbatch_sequences=microbatch_sequences,
         most_in_flight=_read_in_flight(pipeline, what) if "in_flight" in pipeline else (),
+        last_microbatch_sequences=last,
     )
 
 

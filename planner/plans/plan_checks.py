@@ -65,6 +65,11 @@ def _check_spmd(plan: Plan) -> None:
     for stage in stages:
         if stage.spmd is None:
             continue
+        if plan.pipelines[0].last_microbatch_sequences:
+            raise ConfigError(
+                "a plan with an spmd stage has microbatches of one size; leave out"
+                " last_microbatch_sequences"
+            )
         if len(stages) > 1:
             raise ConfigError(
                 "a plan with an spmd stage must consist of that stage alone; this one has"

@@ -10,10 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from autohet.control import replanning
 from autohet.driver.loop.replay import replay_run
 from recovery.checkpoint.commit import newest_checkpoint
 from recovery.storage.open import open_storage
@@ -31,6 +33,7 @@ from tests.harness.toy_model import TOY_CONFIG
 
 pytestmark = pytest.mark.faults
 DEFERRED = frozenset({"rebuild-worker-kill"})
+GATED = frozenset({"gradient_sync-worker-kill"})
 LARGE: Mapping[str, Mapping[str, Any]] = {
     "model": {"config": {**TOY_CONFIG, "vocab_size": 256, "history_size": 700_000}},
 }
@@ -103,6 +106,16 @@ def test_cell_on_groups_with_cuda_semantics(
     strike: Strike, short_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     _fleet_cell(strike, short_scene, tmp_path, memory, {BACK_END: "deferred"})
+
+
+@pytest.mark.parametrize(
+    "strike", [cell for cell in cells(GATED) if cell.values[0].scope != "driver"]
+)
+def test_cell_of_gated_steps(
+    strike: Strike, short_scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    with patch.object(replanning, "GATED_STEP_S", 0.0):
+        _fleet_cell(strike, short_scene, tmp_path, memory)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ PHASES = (
     "gather",
     "forward",
     "backward",
+    "gate",
     "gradient_sync",
     "vote",
     "failed_vote",

@@ -313,7 +313,7 @@ class FaultyWorkforce(Collective):
             number = order.generation
             self._tell([worker], lambda process, number=number: prepare(process, number))
 
-    def interrupt(self, workers: Collection[str], generation: int) -> None:
+    def interrupt(self, workers: Collection[str], generation: int, *, keep: bool = False) -> None:
         self._tell(
             workers,
             lambda process: process.halt() if process.report.generation <= generation else None,

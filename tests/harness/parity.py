@@ -125,11 +125,14 @@ def pipeline(
     size: int = 1,
     nodes: str = "",
     in_flight: tuple[int, ...] = (),
+    last: int = 0,
 ) -> dict[str, Any]:
     """A pipeline of (layers, TP degree or shares of the ranks) stages. `nodes` has a letter for
-    each stage, its node; without, all are on node w.
+    each stage, its node; without, all are on node w. last: size of the last microbatch.
     """
-    extra = {"in_flight": list(in_flight)} if in_flight else {}
+    extra: dict[str, Any] = {"in_flight": list(in_flight)} if in_flight else {}
+    if last:
+        extra["last_microbatch_sequences"] = last
     return {
         "shape": stages,
         "nodes": nodes or "w" * len(stages),
@@ -249,7 +252,7 @@ ASYMMETRIC = {
     "TP 4 beside TP 2": (pipeline((8, 4), microbatches=4), pipeline((8, 2), microbatches=4)),
     "TP and cuts across": (
         pipeline((5, 2), (3, 1), microbatches=3),
-        pipeline((2, 1), (6, 2), microbatches=5),
+        pipeline((2, 1), (6, 2), microbatches=3, size=2, last=1),
     ),
     "three pipelines": (
         pipeline((8, 1), microbatches=1),
@@ -260,7 +263,7 @@ ASYMMETRIC = {
 
 ACROSS_NODES = {
     "TP 2, 2": (pipeline((4, 2), (4, 2), microbatches=4, size=2, nodes="ab"),),
-    "TP 1, 2": (pipeline((3, 1), (5, 2), microbatches=8, nodes="ab"),),
+    "TP 1, 2": (pipeline((3, 1), (5, 2), microbatches=3, size=3, last=2, nodes="ab"),),
     "TP 4, 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2, nodes="ab"),),
     "TP 2, 4": (pipeline((5, 2), (3, 4), microbatches=8, nodes="ab"),),
     "TP 2, 1, 2": (pipeline((3, 2), (2, 1), (3, 2), microbatches=4, size=2, nodes="aba"),),

@@ -466,8 +466,8 @@ class ProcessFleet(OneObject):
     def request_checkpoint(self, worker: str) -> None:
         self.tell([worker], "request_checkpoint")
 
-    def interrupt(self, workers: Sequence[str], generation: int) -> None:
-        self.tell(workers, "interrupt", generation)
+    def interrupt(self, workers: Sequence[str], generation: int, *, keep: bool = False) -> None:
+        self.tell(workers, "interrupt", generation, keep)
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
         self.tell(workers, "roll_forward", generation, vote)

@@ -49,10 +49,12 @@ def plans(
             number += degree
         count = draw(st.integers(1, 4))
         size = draw(st.integers(1, 3))
-        total += count * size
-        pipelines.append(
-            {"num_microbatches": count, "microbatch_sequences": size, "stages": stages}
-        )
+        last = draw(st.integers(1, size))
+        total += (count - 1) * size + last
+        counts = {"num_microbatches": count, "microbatch_sequences": size}
+        if last < size:
+            counts["last_microbatch_sequences"] = last
+        pipelines.append({**counts, "stages": stages})
     return Plan.from_document(
         {
             "version": 1,

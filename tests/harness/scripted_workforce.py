@@ -179,7 +179,7 @@ class ScriptedWorkforce(OneObject):
     def request_checkpoint(self, worker: str) -> None:
         self.processes[worker].saves_next = True
 
-    def interrupt(self, workers: Any, generation: int) -> None:
+    def interrupt(self, workers: Any, generation: int, *, keep: bool = False) -> None:
         for worker in workers:
             process = self.processes[worker]
             if (

@@ -147,6 +147,7 @@ class StruckRun:
             asked = RecordedPlanning(self.planning, self.recorder)
         self.controller = Controller(job, self.fleet, asked, self.orders, self.events)
         self.controller.memory.prepares = True
+        self.controller.memory.keeps_passes = True
         self.controller.recorder = self.recorder
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
@@ -240,7 +241,8 @@ class StruckRun:
             )
         begun = {"generation": self.controller.memory.generation, "first_step": 0}
         if self.recorder is not None:
-            self.recorder.begin(job=self.job, driver=self.orders.driver, prepares=True, **begun)
+            begun |= {"prepares": True, "keeps_passes": True}
+            self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
         self.events.emit(
             "started", self.controller.memory.generation, job=self.job.name, step=found.step or 0
         )

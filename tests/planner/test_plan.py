@@ -43,7 +43,9 @@ def plans(draw):
                 )
             )
             worker += degree
-        pipelines.append(Pipeline(tuple(stages), draw(st.integers(1, 5)), draw(st.integers(1, 3))))
+        count, size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+        last = draw(st.integers(0, size - 1))
+        pipelines.append(Pipeline(tuple(stages), count, size, last_microbatch_sequences=last))
     batch = sum(p.num_sequences for p in pipelines)
     return Plan("m", batch, 1, 16, tuple(pipelines)), num_layers
 
@@ -53,6 +55,11 @@ def plans(draw):
 def test_a_whole_plan_survives_json_and_pickle_and_the_check(case):
     plan, num_layers = case
     check_plan(plan, num_layers)
+    for pipeline in plan.pipelines:
+        sizes = pipeline.sizes
+        assert (len(sizes), sum(sizes)) == (pipeline.num_microbatches, pipeline.num_sequences)
+        assert set(sizes[:-1]) <= {pipeline.microbatch_sequences}
+        assert 0 < sizes[-1] <= pipeline.microbatch_sequences
     assert Plan.from_json(plan.to_json()) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert len(plan.workers) == len(set(plan.workers))
@@ -107,6 +114,10 @@ def test_one_holder_of_a_layer_shards_it_for_all():
         (lambda d: d.update(sequence_length="8"), "sequence_length"),
         (lambda d: d["pipelines"][0].update(num_microbatches=True), "num_microbatches"),
         (lambda d: d["pipelines"][0]["stages"][0].update(workers=[]), "workers"),
+        (
+            lambda d: d["pipelines"][0].update(last_microbatch_sequences=2),
+            "last_microbatch_sequences.* is 2; it must be less than microbatch_sequences, 2",
+        ),
         (lambda d: d["pipelines"][0]["stages"][0].update(recompute="some"), "recompute"),
         (lambda d: d["pipelines"][0]["stages"][0].update(compute="tf32"), "fp32, bf16, fp16, fp8"),
         (lambda d: d["pipelines"][0]["stages"][0].update(shard_optimizer=1), "shard_optimizer"),

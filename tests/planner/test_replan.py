@@ -115,6 +115,34 @@ def test_a_whole_pipeline_with_uneven_shares_stays_and_one_that_lost_a_worker_do
     assert not any(s.tp_shares for p in lost.pipelines for s in p.stages)
 
 
+def test_pipelines_that_go_on_in_place_share_any_batch_and_stay_what_they_are() -> None:
+    """15 rows of three pipelines: one of microbatches of 4 and one of 2 cannot meet them with whole
+    ones alone.
+    """
+    whole = fleet(("A100", 1, 4))
+    halves = (Stage(0, 4, ("a100-0/0",)), Stage(4, 4, ("a100-0/1",), "full"))
+    deep = Pipeline(halves, 1, 4, most_in_flight=(2, 1))
+    alone = Pipeline((Stage(0, 8, ("a100-0/2",)),), 4, 2)
+    lost = Pipeline((Stage(0, 8, ("a100-0/3",)),), 3, 1)
+    previous = Plan("tiny", 15, 1, 128, (deep, alone, lost))
+    asked = request(whole, 15, microbatch_sequences=1)
+    alive = {*deep.workers, *alone.workers}
+    assert repair(previous, asked, alive) is None
+    kept = repair(previous, asked, alive, in_place=True)
+    assert kept is not None
+    check_plan(kept, 8)
+    assert sum(pipeline.last_microbatch_sequences > 0 for pipeline in kept.pipelines) == 1
+    for before, after in zip((deep, alone), kept.pipelines, strict=True):
+        counted = {"num_microbatches": after.num_microbatches}
+        last = after.last_microbatch_sequences
+        assert after == replace(before, **counted, last_microbatch_sequences=last)
+    # A pipeline that had a smaller last microbatch gets its share anew.
+    again = repair(kept, asked, set(deep.workers), in_place=True)
+    assert again is not None
+    assert again.pipelines == (replace(deep, num_microbatches=4, last_microbatch_sequences=3),)
+    assert repair(kept, request(whole, 16), set(deep.workers)).pipelines[0].num_sequences == 16  # type: ignore[union-attr]
+
+
 def test_redundancy_of_uneven_shares_is_that_of_their_parts() -> None:
     whole = fleet(("A100", 1, 1), ("A10G", 2, 2))
     stage = Stage(0, 8, ("a100-0/0", "a10g-0/0", "a10g-0/1"), tp_shares=(2, 1, 1))

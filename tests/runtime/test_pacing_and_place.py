@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.executor import Executor
-from autohet.runtime.parallel.place import Place, place_of
+from autohet.runtime.parallel.place import Place, place_of, redeal
 from autohet.runtime.step.pacing import Pace, Pacer
 from planner.plans.plan import Pipeline, Plan, Stage
 
@@ -186,3 +189,40 @@ def test_pipelines_take_consecutive_parts_of_the_batch() -> None:
         for i in place_of(plan, name).sequences(m)
     ]  # type: ignore[union-attr]
     assert taken == list(range(10))
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=5),
+    data=st.data(),
+)
+def test_what_lost_pipelines_leave_is_dealt_once(
+    rows: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Each position is computed once: by its own pipeline, or by one that goes on."""
+    pipelines = []
+    for number, (count, size) in enumerate(rows):
+        stages = (Stage(0, 1, (f"n/{number}",)),)
+        last = data.draw(st.integers(0, size - 1))
+        pipelines.append(Pipeline(stages, count, size, last_microbatch_sequences=last))
+    batch = sum(pipeline.num_sequences for pipeline in pipelines)
+    before = Plan("m", batch, 1, 4, tuple(pipelines))
+    numbers = st.integers(0, len(pipelines) - 1)
+    whole = data.draw(st.lists(numbers, unique=True, min_size=1, max_size=len(rows) - 1))
+    shares = [1] * len(whole)
+    for _ in range(batch - len(whole)):
+        shares[data.draw(st.integers(0, len(whole) - 1))] += 1
+    left = []
+    for index, share in zip(sorted(whole), shares, strict=True):
+        size = pipelines[index].microbatch_sequences
+        shared = Pipeline(pipelines[index].stages, -(-share // size), size, (), share % size)
+        left.append(shared)
+    dealt = redeal(before, replace(before, pipelines=tuple(left)))
+    done: list[int] = []
+    for pipeline in left:
+        place = place_of(before, pipeline.workers[0])
+        assert place is not None
+        own = place.deal.microbatches
+        more = dealt[pipeline.stages].microbatches
+        assert all(0 < len(each) <= pipeline.microbatch_sequences for each in more)
+        done += [position for each in (*own, *more) for position in each]
+    assert sorted(done) == list(range(batch))

@@ -448,7 +448,9 @@ class Ledger:
             return
         change.first_step_at = seen.now
         change.last_step_at = last_step_at
-        change.step_s = min(first.seconds, change.step_s or first.seconds)
+        # A step whose passes were kept took only the rest of its time after the change.
+        if not change.kept_share:
+            change.step_s = min(first.seconds, change.step_s or first.seconds)
         change.usd_per_hour = seen.usd_per_hour
         self.open_change = None
         yield from self._close(change, first.generation)

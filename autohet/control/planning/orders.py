@@ -62,7 +62,8 @@ class OrderTerms:
     stopping may end it before. step_timeout_s: deadline of a step. change_s: expected time until a
     node leaves. evaluations: losses so far; None where nothing is evaluated. loss_scales: those of
     the run so far. from_scratch: begin at step 0, although training has begun. before_step: restore
-    a checkpoint before this step, whatever else is there.
+    a checkpoint before this step, whatever else is there. gated: as in `GenerationOrder`.
+    kept_plan: plan of the generation before, whose passes its workers may keep.
     """
 
     last_step: int | None
@@ -72,6 +73,8 @@ class OrderTerms:
     loss_scales: LossScales = field(default_factory=LossScales)
     from_scratch: bool = False
     before_step: int | None = None
+    gated: bool = False
+    kept_plan: Plan | None = None
 
     def end_step(self, step: int) -> int | None:
         """Return the step at which a generation that starts at `step` ends; None: not known yet."""
@@ -312,6 +315,8 @@ class OrderBuilder:
             evaluation_progress=terms.progress(step),
             step_timeout_s=terms.step_timeout_s,
             loss_scale=terms.loss_scales.before(step),
+            gated=terms.gated,
+            kept_plan=_kept_plan(plan, step, terms.kept_plan, seen),
         )
         orders = self._address(common, proposal, seen, targets)
         return Book(
@@ -463,6 +468,17 @@ class OrderBuilder:
             if source.kind != "s3" and source.step >= oldest:
                 kept.add((source, shard))
         self._bad = frozenset(kept)
+
+
+def _kept_plan(plan: Plan, step: int, before: Plan | None, seen: Observation) -> Plan | None:
+    """Return the plan before if all workers of this one keep their passes of `step` under it."""
+    if before is None:
+        return None
+    stages = {pipeline.stages for pipeline in before.pipelines}
+    if not all(pipeline.stages in stages for pipeline in plan.pipelines):
+        return None
+    kept = {seen.reports[worker].kept_step for worker in plan.workers}
+    return before if kept == {step} else None
 
 
 def _checkpoints_before(step: int, holdings: Iterable[Holding]) -> list[Holding]:

@@ -128,11 +128,17 @@ class Planner(Protocol):
         """
 
     def ask(
-        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+        self,
+        fleet: Fleet,
+        current: PlanProposal | None,
+        *,
+        redundant: bool = True,
+        in_place: bool = False,
     ) -> PlanResult:
         """Run `propose` and time it; that no plan exists is returned, not raised.
 
         redundant: False where any plan that fits will do, even one without the wished-for copies.
+        in_place: propose the whole pipelines of the present plan if they can train alone.
         """
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:

@@ -9,6 +9,7 @@ from autohet.control import fleet
 from autohet.control.ending import find_new_deaths, judge_failure, log_death
 from autohet.control.job_state import Quiescing, State, Waiting
 from autohet.control.ledger.failures import is_lost
+from autohet.control.planning.agent_gc import any_order
 from autohet.control.replanning import ask_for_plan, begin_change, plan_decision
 from autohet.control.states.sourcing import adopt
 from autohet.control.values import fleet_event
@@ -30,15 +31,52 @@ def interrupt_after_death(
     change = begin_change(memory, trouble, seen)
     # Those that wait for the dead in a collective would wait until its own, longer, time limit.
     survivors = fleet.survivors(seen, memory.members)
-    yield Interrupt(survivors, memory.generation)
-    deadline = seen.now + memory.timeouts.quiesce_s
-    return Quiescing(change, deadline, interrupted=True, broken=memory.members)
+    keeping = _find_keeping(memory, seen)
+    others = tuple(worker for worker in survivors if worker not in keeping)
+    yield Interrupt(others, memory.generation)
+    limit_s = memory.timeouts.quiesce_s
+    if keeping:
+        whole = tuple(worker for worker in survivors if worker in keeping)
+        yield Interrupt(whole, memory.generation, keep=True)
+        limit_s += memory.timeouts.step_s
+    return Quiescing(
+        change, seen.now + limit_s, interrupted=True, broken=memory.members, keeping=keeping
+    )
+
+
+def _find_keeping(memory: JobMemory, seen: Observation) -> frozenset[str]:
+    """Return the workers of whole pipelines, which can end their passes of a gated step."""
+    order = any_order(memory.ledger.orders)
+    found: set[str] = set()
+    if order is None or not order.gated:
+        return frozenset()
+    alive = fleet.survivors(seen, memory.members)
+    for pipeline in order.plan.pipelines:
+        are_alive = all(worker in alive for worker in pipeline.workers)
+        if are_alive and not any(_has_left(seen, worker) for worker in pipeline.workers):
+            found.update(pipeline.workers)
+    return frozenset(found)
+
+
+def _has_left(seen: Observation, worker: str) -> bool:
+    """Return True if the worker has left a step, and keeps nothing of it."""
+    report = seen.reports[worker]
+    return report.phase in STANDING_PHASES and report.kept_step is None
+
+
+def _give_up_passes(state: Quiescing, memory: JobMemory, seen: Observation) -> Effects:
+    """Interrupt all survivors, since the step is run again from its start."""
+    state.keeping = frozenset()
+    yield Interrupt(fleet.survivors(seen, memory.members), memory.generation)
+    state.deadline = seen.now + memory.timeouts.quiesce_s
 
 
 def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[State]:
     """Replan once all survivors stand after the same step."""
     alive = fleet.survivors(seen, memory.members)
     yield from _escalate(state, memory, seen, alive)
+    if any(worker in state.keeping and _has_left(seen, worker) for worker in alive):
+        yield from _give_up_passes(state, memory, seen)
     moving = []
     for worker in alive:
         if seen.reports[worker].phase not in STANDING_PHASES:
@@ -76,6 +114,12 @@ def _escalate(
         state.prepared = None
         yield Interrupt(alive, memory.generation)
         state.deadline = seen.now + memory.timeouts.quiesce_s
+    else:
+        left = state.keeping & _find_keeping(memory, seen)
+        broken = tuple(worker for worker in alive if worker in state.keeping - left)
+        if broken:
+            state.keeping = left
+            yield Interrupt(broken, memory.generation)
     yield from log_death(memory, trouble, seen)
     state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
 
@@ -93,6 +137,8 @@ def _escalate_or_wait(
         state.interrupted = True
         survivors = fleet.survivors(seen, memory.members)
         yield Interrupt(survivors, memory.generation)
+    elif state.keeping:
+        yield from _give_up_passes(state, memory, seen)
     else:
         why = f"{', '.join(moving)} did not stop in time"
         yield from _end_late(memory, moving, why, seen)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from autohet.control.ending import fail
 from autohet.control.job_state import Building, Quiescing, Sourcing, State
+from autohet.control.planning.agent_gc import any_order
 from autohet.control.planning.orders import Book, OrderTerms
-from autohet.control.replanning import unused_generation
+from autohet.control.replanning import is_gated, unused_generation
 from autohet.control.states.ways_back import judge_start, look_anew
 from autohet.control.values.actions import Begin, ClaimGeneration, RequestInventories
 from autohet.control.values.effects import Deciding, Effects, Remark, event
@@ -99,7 +100,11 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
         change_s=memory.planning.horizon_s,
         evaluations=log if log.section else None,
         loss_scales=memory.ledger.loss_scales,
+        gated=is_gated(memory, state.proposal),
     )
+    before = any_order(memory.ledger.orders)
+    if before is not None and before.gated:
+        terms = replace(terms, kept_plan=before.plan)
     fallback = memory.fallback
     if fallback is not None and not fallback.is_over:
         terms = replace(terms, before_step=fallback.step)
@@ -163,6 +168,7 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
     change.restore_step = book.start_step
     change.begun_at = seen.now
     yield from _log_plan(state, book, memory)
+    yield from _log_kept(state, book, memory)
 
     orders = {}
     for worker, order in book.orders.items():
@@ -179,6 +185,23 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
         participants=tuple(orders),
         deadline=deadline,
     )
+
+
+def _log_kept(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
+    """Log the rows of a step whose passes are kept; no-op without any."""
+    order = any_order(book.orders)
+    if order is None or order.kept_plan is None:
+        return
+    stages = {pipeline.stages for pipeline in order.plan.pipelines}
+    whole = [each for each in order.kept_plan.pipelines if each.stages in stages]
+    num_kept = sum(pipeline.num_sequences for pipeline in whole)
+    num_rows = order.plan.global_batch_sequences
+    state.change.kept_share = num_kept / num_rows
+    sentence = (
+        f"Deciding to keep the passes of {num_kept} of {num_rows} rows of step {order.start_step},"
+        f" since their pipelines are whole, and to run the others again"
+    )
+    yield event("decision", memory.generation, sentence, kept_rows=num_kept)
 
 
 def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:

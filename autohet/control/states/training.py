@@ -37,6 +37,7 @@ from autohet.control.replanning import (
     begin_change,
     build_fleet,
     drop_search,
+    is_gated,
     node_factors,
     plan_decision,
     shortage_reason,
@@ -295,7 +296,14 @@ def _prepare(
     generation = unused_generation(memory, seen)
     memory.reserved = generation
     host, port = seen.store
-    order = PreparationOrder(generation, proposal.plan, host, port, memory.timeouts.step_s)
+    order = PreparationOrder(
+        generation,
+        proposal.plan,
+        host,
+        port,
+        memory.timeouts.step_s,
+        gated=is_gated(memory, proposal),
+    )
     yield Prepare(dict.fromkeys(proposal.plan.workers, order))
     state.preparing = Preparing(generation, change, proposal, deadline)
 

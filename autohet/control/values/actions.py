@@ -66,10 +66,14 @@ class RequestCheckpoint:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """Interrupt whatever these workers wait for in this generation, or in one before it."""
+    """Interrupt whatever these workers wait for in this generation, or in one before it.
+
+    keep: workers of gated steps end their passes first, and keep them.
+    """
 
     workers: tuple[str, ...]
     generation: int
+    keep: bool = False
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ class Change:
     usd_per_hour: float | None = None
     """Price of the fleet at its first step; None: unknown."""
     attempts: int = 0
+    kept_share: float = 0.0
+    """Share of the rows of the step that a death broke off whose passes are kept."""
     restores: dict[str, RestoreRecord] = field(default_factory=dict)
 
     @property
@@ -87,8 +89,12 @@ class Change:
 
     @property
     def redone_s(self) -> float:
-        """Seconds of work that was lost: of lost steps, and of the step that a death broke off."""
-        return self.steps_lost * (self.step_before_s or 0.0) + self._broken_off_s
+        """Seconds of work that was lost: of lost steps, and of the step that a death broke off.
+
+        Of the latter, the share of the rows that are run again.
+        """
+        broken_off_s = (1.0 - self.kept_share) * self._broken_off_s
+        return self.steps_lost * (self.step_before_s or 0.0) + broken_off_s
 
     @property
     def _broken_off_s(self) -> float:
@@ -108,7 +114,9 @@ class Change:
             return 0.0
         passed_s = self.first_step_at - self.last_step_at
         num_steps = 1 + max(0, (self.restore_step or 0) - self.step_before)
-        return max(0.0, passed_s - num_steps * (self.step_s or 0.0) - self._broken_off_s)
+        # What was done before the death is a part of a step that goes on.
+        broken_off_s = 0.0 if self.kept_share else self._broken_off_s
+        return max(0.0, passed_s - num_steps * (self.step_s or 0.0) - broken_off_s)
 
     @property
     def usd_lost(self) -> float | None:

@@ -362,10 +362,10 @@ class Workers(Protocol):
         """Have all workers make the next step durable on which this worker votes."""
         ...
 
-    def interrupt(self, workers: Sequence[str], generation: int) -> None:
+    def interrupt(self, workers: Sequence[str], generation: int, *, keep: bool = False) -> None:
         """Interrupt whatever these workers wait for in this generation, or in one before it.
 
-        Later generations are not interrupted.
+        Later generations are not interrupted. keep: workers of gated steps end their passes first.
         """
         ...
 

@@ -183,8 +183,7 @@ def plan_table(proposal: PlanProposal, measured_s: float | None = None) -> Table
             workers = "+".join(stage.workers)
             label = f"[{stage.first_layer}-{last}] {workers} ({gpu_type})  "
             text.append(label, style=colours[gpu_type])
-        microbatches = f"{pipeline.num_microbatches} x {pipeline.microbatch_sequences}"
-        table.add_row(str(index), microbatches, text)
+        table.add_row(str(index), pipeline.shape, text)
     return table
 
 

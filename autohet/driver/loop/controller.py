@@ -196,8 +196,8 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.workers.request_stop(workers, checkpoint=checkpoint)
         case RequestCheckpoint(worker):
             workforce.workers.request_checkpoint(worker)
-        case Interrupt(workers, generation):
-            workforce.workers.interrupt(workers, generation)
+        case Interrupt(workers, generation, keep):
+            workforce.workers.interrupt(workers, generation, keep=keep)
         case RollForward(workers, generation, vote):
             workforce.workers.roll_forward(workers, generation, vote)
         case RequestInventories():

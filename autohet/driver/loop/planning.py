@@ -21,6 +21,7 @@ from autohet.control.planning.proposals import (
 from autohet.runtime.facts.planning import PlanningInputs, planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.step.precision import check_plan_formats
+from planner.answers.repair import repair
 from planner.answers.replan import MigrationCost, ReplanDecision, replan
 from planner.cost.memory.host_memory import sentences
 from planner.cost.model import CostModel
@@ -32,6 +33,7 @@ from planner.inputs.zones import ZoneTable
 from planner.plans.plan import Plan
 from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import require_disjoint_holders
+from planner.search.walk.judge import unacceptable
 from planner.strategies import Answer, Request, plan_with
 from planner.strategies.autohet_uneven import check_like_gpus
 from planner.strategies.pareto import may_use_all
@@ -166,15 +168,58 @@ class Planning:
         return wishes.strategy == REPLANNING_STRATEGY and not wishes.spmd
 
     def ask(
-        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+        self,
+        fleet: Fleet,
+        current: PlanProposal | None,
+        *,
+        redundant: bool = True,
+        in_place: bool = False,
     ) -> PlanResult:
-        """Run `propose` and time it; that no plan exists is returned, not raised."""
+        """Run `propose` and time it; that no plan exists is returned, not raised.
+
+        in_place: propose the whole pipelines of the present plan if they can train alone.
+        """
         started = self.clock()
         try:
-            proposal = self.propose(fleet, current, redundant=redundant)
+            proposal = None
+            if in_place and current is not None:
+                proposal = self._whole_pipelines(fleet, current)
+            if proposal is None:
+                proposal = self.propose(fleet, current, redundant=redundant)
         except ConfigError as error:
             return PlanResult(None, str(error), self.clock() - started)
         return PlanResult(proposal, "", self.clock() - started)
+
+    def _whole_pipelines(self, fleet: Fleet, current: PlanProposal) -> PlanProposal | None:
+        """Return the present plan without its broken pipelines, which nobody has searched.
+
+        Its workers go on with the stages that they have. None if it may not be chosen; the wish for
+        copies on several nodes is left to the search that follows.
+        """
+        if not self.can_repair or current.plan.spmd is not None:
+            return None
+        self._require_nodes(fleet)
+        cost = self.make_cost(fleet)
+        request = self.request(fleet, cost)
+        request = replace(request, min_node_disjoint_holders=1, needs_staging_room=False)
+        alive = set(fleet.workers)
+        plan = repair(current.plan, request, alive, in_place=True)
+        if plan is None or (self._may_compile and _cuts_microbatches(plan)):
+            return None
+        prediction = cost.predict(plan)
+        if unacceptable(request, plan, prediction) is not None:
+            return None
+        idle = sorted(alive - set(plan.workers))
+        names = (f"{', '.join(idle)}: a worker of their pipeline is lost",) if idle else ()
+        return PlanProposal(plan, prediction, cost, names, searched=False)
+
+    @property
+    def _may_compile(self) -> bool:
+        """True if code may be compiled for one shape of microbatches."""
+        training = self.job.training
+        if training.compile_blocks != "auto":
+            return training.compile_blocks
+        return training.device != "cpu" and self.job.emulation is None
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""
@@ -220,7 +265,7 @@ class Planning:
             for index, stage in enumerate(pipeline.stages):
                 parts_s = proposal.cost.stages.seconds(pipeline, index, rated=True)
                 microbatch_s = sum(parts_s)
-                seconds = pipeline.num_microbatches * microbatch_s
+                seconds = pipeline.num_sequences / pipeline.microbatch_sequences * microbatch_s
                 # A tensor-parallel group is as fast as its slowest member.
                 slowdown = max(factors[worker] for worker in stage.workers)
                 for worker in stage.workers:
@@ -356,6 +401,10 @@ def _or_stay(proposal: PlanProposal, current: PlanProposal | None) -> PlanPropos
     if current is None or current.plan != proposal.plan:
         return proposal
     return replace(proposal, stay=True, reason="staying: the plan is the present one")
+
+
+def _cuts_microbatches(plan: Plan) -> bool:
+    return any(pipeline.last_microbatch_sequences for pipeline in plan.pipelines)
 
 
 def _spmd_compute_s(proposal: PlanProposal, factors: Mapping[str, float]) -> dict[str, float]:

@@ -221,9 +221,14 @@ class RecordedPlanning(Planning):
         self._inner.expect(horizon_s, move_s)
 
     def ask(
-        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+        self,
+        fleet: Fleet,
+        current: PlanProposal | None,
+        *,
+        redundant: bool = True,
+        in_place: bool = False,
     ) -> PlanResult:
-        answer = self._inner.ask(fleet, current, redundant=redundant)
+        answer = self._inner.ask(fleet, current, redundant=redundant, in_place=in_place)
         recorded = RecordedAnswer(
             fleet=fleet, proposal=answer.proposal, why_not=answer.why_not, seconds=answer.seconds
         )

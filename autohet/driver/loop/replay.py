@@ -92,7 +92,12 @@ class AnsweredPlanning(Planning):
         self._searches = 0
 
     def ask(
-        self, fleet: Fleet, current: PlanProposal | None, *, redundant: bool = True
+        self,
+        fleet: Fleet,
+        current: PlanProposal | None,
+        *,
+        redundant: bool = True,
+        in_place: bool = False,
     ) -> PlanResult:
         answer = self._next(fleet, None)
         return PlanResult(self._made(answer), answer.why_not, answer.seconds)
@@ -290,6 +295,7 @@ def memory_at_start(
         memory.buyer = Buyer(job, planning, market)
     memory.generation = header["generation"]
     memory.prepares = header.get("prepares", False)
+    memory.keeps_passes = header.get("keeps_passes", False)
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:
         scales = header.get("loss_scales", "")

@@ -95,8 +95,8 @@ class WorkerActor:
     def request_checkpoint(self) -> None:
         self._here().request_checkpoint()
 
-    def interrupt(self, generation: int) -> None:
-        self._here().interrupt(generation)
+    def interrupt(self, generation: int, keep: bool) -> None:
+        self._here().interrupt(generation, keep=keep)
 
     def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForwardOutcome:
         return self._here().roll_forward(generation, vote)

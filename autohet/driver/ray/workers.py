@@ -107,8 +107,8 @@ class RayWorkers:
     def request_checkpoint(self, worker: str) -> None:
         self._send([worker], lambda handle: handle.request_checkpoint.remote())
 
-    def interrupt(self, workers: Sequence[str], generation: int) -> None:
-        self._send(workers, lambda handle: handle.interrupt.remote(generation))
+    def interrupt(self, workers: Sequence[str], generation: int, *, keep: bool = False) -> None:
+        self._send(workers, lambda handle: handle.interrupt.remote(generation, keep))
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
         self._send(workers, lambda handle: handle.roll_forward.remote(generation, vote))

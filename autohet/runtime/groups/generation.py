@@ -75,6 +75,11 @@ class GenerationGroups:
         self.device = device
         self.timeout_s = timeouts.operation_s
         self.back_end = back_end or BACK_ENDS[device.type]
+        self.gated = False
+        """True if gradient sums of a step start once all workers have announced that they may.
+
+        The vote and these sums then share no group with a pipeline's own messages.
+        """
         self._store = PrefixStore(f"generation-{generation}", store)
         self._rendezvous_s = timeouts.rendezvous_s
         self.built: dict[tuple[str, tuple[str, ...]], Group] = {}
@@ -190,6 +195,17 @@ class GenerationGroups:
                 target=self._abort_all, args=(groups,), name="aborting groups", daemon=True
             ).start()
         self.aborted.wait(INTERRUPT_S)
+
+    def interrupt_beyond(self, members: Collection[str]) -> None:
+        """Wake this worker from the groups that have others than these members.
+
+        Groups within `members` go on.
+        """
+        with self._lock:
+            groups = list(self.built.values())
+        for group in groups:
+            if not set(group.members) <= set(members):
+                group.interrupt()
 
     def _abort_all(self, groups: list[Group]) -> None:
         """Abort groups in parallel, since an abort may wait for a kernel of another group."""

@@ -39,11 +39,18 @@ def border_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Shape (b, S, H), dtype and device of one microbatch's hidden states and their gradients."""
+    """Shape (b, S, H), dtype and device of one microbatch's hidden states and their gradients.
+
+    A microbatch may have fewer than b rows.
+    """
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
+
+    def of_rows(self, num_rows: int) -> HiddenStates:
+        """Return those of a microbatch of so many rows."""
+        return replace(self, shape=(num_rows, *self.shape[1:]))
 
     def empty_slices(self, transfer: Transfer, count: int) -> Tensor:
         """Allocate `count` slices, one after the other."""
@@ -96,12 +103,12 @@ class Borders:
     def _receives(
         self, groups: Sequence[Group], offset: int, first_tag: int, count: int | None = None
     ) -> Receives:
+        hidden = self._hidden(offset)
         return Receives(
             self._group(groups, offset),
             self.place.transfer_from(offset),
-            self._hidden(offset),
+            [hidden.of_rows(len(each)) for each in self.place.deal.microbatches[:count]],
             self.tensor_group,
-            self.place.pipeline.num_microbatches if count is None else count,
             first_tag,
         )
 
@@ -126,14 +133,14 @@ class Borders:
 class Receives:
     """Receives of one step in one direction, in the order of microbatches.
 
-    The next receive is posted ahead, so its message may arrive while this microbatch computes.
+    hidden: what arrives, by microbatch. The next receive is posted ahead, so its message may arrive
+    while this microbatch computes.
     """
 
     group: Group
     transfer: Transfer | None
-    hidden: HiddenStates
+    hidden: Sequence[HiddenStates]
     tensor_group: Group | None
-    num_microbatches: int
     first_tag: int
     _posted: tuple[Tensor, Work | None] | None = None
     _next: int = 0
@@ -149,25 +156,26 @@ class Receives:
         tensor, work = self._posted or self._post(self.transfer)
         self._next += 1
         self._posted = None
-        if self._next < self.num_microbatches:
+        if self._next < len(self.hidden):
             self._posted = self._post(self.transfer)
         self.group.wait_on_stream(work)
+        hidden = self.hidden[m]
         if self.transfer.slices > 1:
-            tensor = self._gather(tensor, self.transfer)
+            tensor = self._gather(tensor, self.transfer, hidden)
         # The last slice may end in zeros that belong to no element.
-        return tensor[: self.hidden.num_elements].view(self.hidden.shape)
+        return tensor[: hidden.num_elements].view(hidden.shape)
 
     def _post(self, transfer: Transfer) -> tuple[Tensor, Work | None]:
-        tensor = self.hidden.empty_slices(transfer, 1)
+        tensor = self.hidden[self._next].empty_slices(transfer, 1)
         # Even tags are of hidden states, odd ones of gradients.
         tag = self.first_tag + 2 * self._next
         work = self.group.recv(tensor, transfer.source, tag)
         return tensor, work
 
-    def _gather(self, part: Tensor, transfer: Transfer) -> Tensor:
+    def _gather(self, part: Tensor, transfer: Transfer, hidden: HiddenStates) -> Tensor:
         """Gather the slices that the ranks of this stage have received."""
         assert self.tensor_group is not None
-        whole = self.hidden.empty_slices(transfer, transfer.slices)
+        whole = hidden.empty_slices(transfer, transfer.slices)
         self.tensor_group.all_gather(whole, part)
         return whole
 
@@ -193,8 +201,9 @@ class Sends:
         """
         tensor = tensor.to(self.hidden.dtype)
         tag = self.first_tag + 2 * m
+        hidden = self.hidden.of_rows(len(tensor))
         for transfer in self.transfers:
-            size = self.hidden.slice_size(transfer)
+            size = hidden.slice_size(transfer)
             flat = tensor.view(-1)
             missing = transfer.slices * size - len(flat)
             if missing > 0:

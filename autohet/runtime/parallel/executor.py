@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.parallel.borders import Borders
+from autohet.runtime.parallel.place import Deal
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.scaled_passes import ScaledPasses
 from autohet.runtime.parallel.schedule import one_forward_one_backward
@@ -74,6 +77,16 @@ class Executor:
         self._order = one_forward_one_backward(self.place.pipeline, self.place.stage_index)
         self.computed: list[tuple[Any, Any]] = []
 
+    def dealt(self, deal: Deal) -> Executor:
+        """Return this executor for a step of other rows."""
+        other = copy.copy(self)
+        other.place = replace(self.place, deal=deal)
+        other.borders = replace(self.borders, place=other.place)
+        other._order = one_forward_one_backward(
+            self.place.pipeline, self.place.stage_index, deal.count
+        )
+        return other
+
     @property
     def compute_s(self) -> float:
         """Seconds of the last step's forward and backward passes on the device.
@@ -105,7 +118,7 @@ class Executor:
             begins = cache(begins)
             on_phase("forward")
             begin = self.clock.mark()
-            self._run_reference(batch, self.place.pipeline.num_microbatches, begins)
+            self._run_reference(batch, self.place.deal.count, begins)
             self.computed.append((begin, self.clock.mark()))
         step = _Step(self, batch, on_phase, before_last_backward, begins)
         for m in self._order:
@@ -195,7 +208,7 @@ class Executor:
             else:
                 out = self.stage(x, *isolated)
             if pacer is not None:
-                pacer.after_forward(started)
+                pacer.after_forward(started, place.share_of(m))
             if not place.is_last:
                 departures.start(m, out.contiguous())
         departures.finish()
@@ -252,7 +265,7 @@ class _Step:
 
     def _run_forward(self, m: int, given: Tensor | None) -> Tensor | None:
         """Return the hidden states to send; None on the last stage."""
-        with self._computing("forward"):
+        with self._computing("forward", m):
             tokens, targets = NO_BATCH
             if self._place.is_first or self._place.is_last:
                 tokens, targets = self._batch(m)
@@ -284,8 +297,8 @@ class _Step:
 
     def _run_backward(self, m: int, gradient: Tensor | None) -> Tensor | None:
         """Return the input's gradient to send; None on the first stage."""
-        with self._computing("backward"):
-            if m == self._place.pipeline.num_microbatches - 1:
+        with self._computing("backward", m):
+            if m == self._place.deal.count - 1:
                 self._before_last_backward()
             # Autograd frees what it has used, as long as nothing else refers to it.
             given, root = self._in_flight.pop(m)
@@ -313,7 +326,7 @@ class _Step:
         self._gradients_out.finish()
 
     @contextmanager
-    def _computing(self, phase: str) -> Iterator[None]:
+    def _computing(self, phase: str, m: int) -> Iterator[None]:
         """Record a pass's time on the device, and sleep out the time of an emulated GPU."""
         self._on_phase(phase)
         clock = self._executor.clock
@@ -322,8 +335,9 @@ class _Step:
         begin = clock.mark()
         yield
         if pacer is not None:
+            share = self._place.share_of(m)
             if phase == "forward":
-                pacer.after_forward(started)
+                pacer.after_forward(started, share)
             else:
-                pacer.after_backward(started)
+                pacer.after_backward(started, share)
         self.computed.append((begin, clock.mark()))

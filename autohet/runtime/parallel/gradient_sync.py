@@ -80,6 +80,8 @@ class GradientSync:
         scaled: ScaledPasses | None = None,
     ) -> None:
         self._scaled = scaled
+        self.may_sum: Callable[[], bool] = lambda: True
+        """Returns whether sums may start during the last backward pass."""
         self.local = local
         self._parameters = dict(parameters)
         self._overlap = overlap
@@ -176,6 +178,16 @@ class GradientSync:
                 parameter.grad = self._whole.get(name)
         self._reset()
 
+    def add(self, other: GradientSync) -> None:
+        """Add the gradients that the same stage has accumulated elsewhere, and not summed."""
+        for name, pieces in other._pieces.items():
+            found = torch.zeros_like(self._parameters[name], dtype=torch.float32)
+            for piece in pieces:
+                for run in piece.runs:
+                    run.view_in(found).copy_(run.view_in_piece(piece.view))
+            for piece in self._pieces[name]:
+                piece.add(found, 1.0)
+
     def not_finite(self) -> tuple[str, ...]:
         """Return the names of parameters whose summed gradient holds a value that is not finite."""
         found = []
@@ -207,6 +219,8 @@ class GradientSync:
             self._missing[number] -= 1
         # All holders start sums in one order, so a later bucket that is ready waits for this one.
         while self._next < len(self.buckets) and self._missing[self._next] <= 0:
+            if not self.may_sum():
+                return
             self.start_sum(self._next)
 
     def start_sum(self, number: int) -> None:

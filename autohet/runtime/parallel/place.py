@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.links.traffic import Transfer, transfers_between
@@ -12,17 +14,34 @@ from planner.plans.plan import Pipeline, Plan, Stage, TensorShare
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of one worker in a plan.
+class Deal:
+    """Positions of the global batch that one pipeline computes in a step, by microbatch.
 
-    `first_sequence` is the first sequence of its pipeline's part of the global batch.
+    Rows, document begins, dropout and evaluation rows all follow from it alone.
     """
+
+    microbatches: tuple[range, ...]
+
+    @classmethod
+    def consecutive(cls, first: int, sizes: Sequence[int]) -> Deal:
+        """Deal consecutive positions from `first` on to microbatches of these sizes."""
+        starts = itertools.accumulate(sizes, initial=first)
+        return cls(tuple(range(start, end) for start, end in itertools.pairwise(starts)))
+
+    @property
+    def count(self) -> int:
+        return len(self.microbatches)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of one worker in a plan, with the part of the global batch of its pipeline."""
 
     worker: str
     stage_index: int
     tp_rank: int
     pipeline: Pipeline
-    first_sequence: int
+    deal: Deal
 
     @property
     def stage(self) -> Stage:
@@ -47,9 +66,11 @@ class Place:
 
     def sequences(self, microbatch: int) -> range:
         """Return the positions of a microbatch's sequences within the global batch."""
-        size = self.pipeline.microbatch_sequences
-        start = self.first_sequence + microbatch * size
-        return range(start, start + size)
+        return self.deal.microbatches[microbatch]
+
+    def share_of(self, microbatch: int) -> float:
+        """Return the rows of a microbatch, as a part of those of a whole one."""
+        return len(self.sequences(microbatch)) / self.pipeline.microbatch_sequences
 
     def transfer_from(self, offset: int) -> Transfer | None:
         """Return the transfer to this worker from the stage before (-1) or after (+1), if any.
@@ -77,6 +98,38 @@ class Place:
         return None if is_end else self.pipeline.stages[self.stage_index + offset]
 
 
+def redeal(before: Plan, after: Plan) -> dict[tuple[Stage, ...], Deal]:
+    """Deal rows of lost pipelines to those that go on, for a step whose other rows are computed.
+
+    before, after: plans of one batch; `after` has whole pipelines of `before` alone. Each pipeline,
+    known by its stages, gets the number of rows by which its share has grown.
+    """
+    more = {pipeline.stages: pipeline.num_sequences for pipeline in after.pipelines}
+    lost: list[range] = []
+    first = 0
+    for pipeline in before.pipelines:
+        end = first + pipeline.num_sequences
+        if pipeline.stages in more:
+            more[pipeline.stages] = max(0, more[pipeline.stages] - (end - first))
+        else:
+            lost.append(range(first, end))
+        first = end
+    # Where a share has shrunk, the others have grown by more than is lost: the last get less.
+    dealt: dict[tuple[Stage, ...], Deal] = {}
+    for pipeline in after.pipelines:
+        microbatches: list[range] = []
+        wanted = more[pipeline.stages]
+        while wanted and lost:
+            rows = lost.pop(0)
+            taken = rows[: min(wanted, pipeline.microbatch_sequences)]
+            microbatches.append(taken)
+            wanted -= len(taken)
+            if len(taken) < len(rows):
+                lost.insert(0, rows[len(taken) :])
+        dealt[pipeline.stages] = Deal(tuple(microbatches))
+    return dealt
+
+
 def place_of(plan: Plan, worker: str) -> Place | None:
     """Return the place of a worker; None if the plan does not use it."""
     first = 0
@@ -84,6 +137,7 @@ def place_of(plan: Plan, worker: str) -> Place | None:
         for s, stage in enumerate(pipeline.stages):
             if worker in stage.workers:
                 tp_rank = stage.workers.index(worker)
-                return Place(worker, s, tp_rank, pipeline, first)
+                deal = Deal.consecutive(first, pipeline.sizes)
+                return Place(worker, s, tp_rank, pipeline, deal)
         first += pipeline.num_sequences
     return None

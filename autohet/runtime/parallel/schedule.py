@@ -21,10 +21,10 @@ from planner.plans.stage_order import stage_order
 CHANNEL_DEPTH = 2
 
 
-def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[int]:
+def one_forward_one_backward(pipeline: Pipeline, stage: int, count: int | None = None) -> list[int]:
     """Return the passes of one stage in one step, in order: m forward, ~m backward.
 
-    They are the same on every rank of the stage.
+    They are the same on every rank of the stage. count: microbatches; None: those of the plan.
     """
     in_flight = pipeline.most_in_flight or one_each(len(pipeline.stages))
-    return stage_order(in_flight, stage, pipeline.num_microbatches)
+    return stage_order(in_flight, stage, pipeline.num_microbatches if count is None else count)

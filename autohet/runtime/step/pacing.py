@@ -31,11 +31,12 @@ class Pacer:
     pace: Pace
     stopped: Callable[[], bool]
 
-    def after_forward(self, started: float) -> None:
-        sleep_until(started + self.pace.forward_s, self.stopped)
+    def after_forward(self, started: float, share: float = 1.0) -> None:
+        """End a forward pass that started then; share: its part of a whole microbatch."""
+        sleep_until(started + share * self.pace.forward_s, self.stopped)
 
-    def after_backward(self, started: float) -> None:
-        sleep_until(started + self.pace.backward_s, self.stopped)
+    def after_backward(self, started: float, share: float = 1.0) -> None:
+        sleep_until(started + share * self.pace.backward_s, self.stopped)
 
 
 def sleep_until(deadline: float, stopped: Callable[[], bool]) -> None:

@@ -27,6 +27,11 @@ class RowCount:
         self.number = 0
         self.hashes = 0
 
+    def add_all(self, other: RowCount) -> None:
+        """Count the rows of another count, too."""
+        self.number += other.number
+        self.hashes += other.hashes
+
     def add(self, positions: Iterable[int]) -> None:
         """Count the rows at these positions of the global batch."""
         for position in positions:

@@ -33,16 +33,13 @@ class StageGroups:
     """Process groups of one stage, without gradient-sync groups.
 
     `world`: all workers of the plan, for the vote. The vote starts after the last message of a
-    step, so it shares a group of borders, which saves one communicator.
+    step, so it shares a group of borders, which saves one communicator, unless steps are gated.
     """
 
     tensor: Group | None
     forward: list[Group]
     backward: list[Group]
-
-    @property
-    def world(self) -> Group:
-        return self.backward[0]
+    world: Group
 
     @classmethod
     def build(cls, plan: Plan, groups: GenerationGroups, place: Place) -> StageGroups:
@@ -53,9 +50,11 @@ class StageGroups:
         borders = ("even", "even")
         if num_border_groups(plan) > 2:
             borders = ("even", "odd")
-        forward = [groups.group(plan.workers, f"forward/{border}") for border in borders]
-        backward = [groups.group(plan.workers, f"backward/{border}") for border in borders]
-        return cls(tensor, forward, backward)
+        members = place.pipeline.workers if groups.gated else plan.workers
+        forward = [groups.group(members, f"forward/{border}") for border in borders]
+        backward = [groups.group(members, f"backward/{border}") for border in borders]
+        world = groups.group(plan.workers) if groups.gated else backward[0]
+        return cls(tensor, forward, backward, world)
 
 
 @dataclass(frozen=True)

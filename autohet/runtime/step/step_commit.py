@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.groups import Group, PeerLost
+from autohet.runtime.groups import Group, Interrupted, PeerLost
 from autohet.runtime.groups.clock import StreamClock
 from autohet.runtime.messages import (
     EvaluationRecord,
@@ -36,11 +36,12 @@ from autohet.runtime.messages import (
     StepRecord,
 )
 from autohet.runtime.parallel.executor import Batch
+from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.step.replica_check import ReplicaCheck, ReplicasDiffer
-from autohet.runtime.step.row_count import RowsDiffer
+from autohet.runtime.step.row_count import RowCount, RowsDiffer
 from autohet.runtime.step.votes import Vote, Voter, check_rows, skip_reason
 
 MOST_REPAIRS = 2
@@ -72,6 +73,22 @@ class EvaluationEnded:
     """
 
     checkpoint: bool
+
+
+@dataclass(frozen=True)
+class KeptPasses:
+    """Passes of a step, all ended, of a worker whose pipeline has outlived another.
+
+    gradients: accumulated and not summed. The rest is this worker's part of the vote.
+    """
+
+    step: int
+    gradients: GradientSync
+    loss: Tensor
+    num_targets: Tensor
+    rows: RowCount
+    preference_sums: Mapping[str, Tensor]
+    overflows: Tensor | None
 
 
 class UpdateTimes:
@@ -141,6 +158,8 @@ class Trainer(ABC):
         """Scale of gradients in fp16 stages, equal at all workers; None: the plan has none."""
         self.num_rows = generation.plan.global_batch_sequences
         """Rows of a step's global batch."""
+        self.kept: KeptPasses | None = None
+        """Passes of a step that a death has ended at the gate."""
         self.replicas: ReplicaCheck | None = None
         """Check that holders of a shard are still bit-equal, part of each vote.
 
@@ -226,9 +245,11 @@ class Trainer(ABC):
         try:
             self.groups.check()
             vote, marks, parted = self._run_and_vote(batch)
-        except PeerLost:
-            # Peers that wait for this worker, but not for the lost one, must wake up too.
-            self.groups.interrupt()
+        except (Interrupted, PeerLost):
+            # Peers that wait for this worker, but not for the lost one, must wake up too. At the
+            # gate nobody waits for it, and others of its pipeline may still be in their passes.
+            if self.kept is None:
+                self.groups.interrupt()
             raise
         voted = time.perf_counter()
         step = self.step
@@ -276,7 +297,7 @@ class Trainer(ABC):
                 if batch.stops:
                     return EvaluationEnded(checkpoint=batch.checkpoints > 0)
                 seen = seen.with_batch(batch)
-        except PeerLost:
+        except (Interrupted, PeerLost):
             self.groups.interrupt()
             raise
         self.phase = "idle"

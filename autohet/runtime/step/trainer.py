@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from autohet.runtime.facts.layout import FROZEN, state_name
-from autohet.runtime.groups import Group
+from autohet.runtime.groups import Group, Interrupted, PeerLost
+from autohet.runtime.groups.gate import Gate
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
@@ -26,6 +27,7 @@ from autohet.runtime.parallel.executor import Batch, Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.host_staging import HostStaging, use_cores
 from autohet.runtime.parallel.overlap import sums_have_one_order
+from autohet.runtime.parallel.place import Deal
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
@@ -36,7 +38,7 @@ from autohet.runtime.step.pacing import Pacer
 from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
 from autohet.runtime.step.row_count import RowCount
 from autohet.runtime.step.stage_parts import StageGroups, StageParts
-from autohet.runtime.step.step_commit import Trainer
+from autohet.runtime.step.step_commit import KeptPasses, Trainer
 from autohet.runtime.step.votes import Vote
 from recovery.state.layout import Layout
 
@@ -112,6 +114,13 @@ class StageTrainer(Trainer):
             overlap=overlap,
             scaled=self._executor.scaled,
         )
+        self.gate: Gate | None = None
+        """Gate of each step's sums; None: they start as soon as they can."""
+        if generation.groups.gated:
+            self.gate = Gate(groups.world)
+            self.gradient_sync.may_sum = self.gate.is_open
+        self._resumed: tuple[KeptPasses, Deal] | None = None
+        """Passes that the next step has already, and the rows that it lacks."""
         if setup.training.replica_check_steps:
             reload = partial(_reload_frozen, generation, self.stage)
             assert parts.replicas is not None
@@ -142,6 +151,11 @@ class StageTrainer(Trainer):
             self.voter.preference = PreferenceLoss(beta, setup.device)
         return Executor(borders, self.stage, pacer, over.check, self._clock, self.voter.preference)
 
+    def resume(self, kept: KeptPasses, rest: Deal) -> None:
+        """Let the next step go on from these passes, with the rows that they lack."""
+        assert kept.step == self.step, f"passes of step {kept.step} for step {self.step}"
+        self._resumed = kept, rest
+
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
@@ -149,27 +163,82 @@ class StageTrainer(Trainer):
         begin = self._clock.mark()
         self.gradient_sync.begin()
         self._begin_scaled()
-        step = self.step
         self._relative_works = []
         self._rows.clear()
+        resumed = self._resumed
+        # If the step is repeated, it is run from its start.
+        self._resumed = None
+        executor = self._executor
+        if resumed is not None:
+            kept, rest = resumed
+            self.gradient_sync.add(kept.gradients)
+            executor = executor.dealt(rest)
+        self.place = executor.place
+        loss, num_targets = self._run_passes(executor, batch)
+        self._executor.computed = executor.computed
+        self.place = self._executor.place
+        if resumed is not None:
+            loss, num_targets = self._add_kept(kept, loss, num_targets)
+        passes_done = self._clock.mark()
+        if self.gate is not None:
+            self._enter("gate")
+            try:
+                self.gate.wait()
+            except (Interrupted, PeerLost):
+                if resumed is None:
+                    self._keep(loss, num_targets)
+                raise
+        self._enter("gradient_sync")
+        squares = self.gradient_sync.finish()
+        marks = (begin, passes_done, self._clock.mark())
+        return squares, loss, num_targets, marks
+
+    def _run_passes(
+        self, executor: Executor, batch: Callable[[int, range], Batch]
+    ) -> tuple[Tensor, Tensor]:
+        """Return this worker's losses and targets of the rows that its place has."""
+        step = self.step
 
         def microbatch(m: int) -> Batch:
             sequences = self.place.sequences(m)
             self._rows.add(sequences)
             return batch(step, sequences)
 
-        loss, num_targets = self._executor.run(
+        return executor.run(
             microbatch,
             self._enter,
-            before_last_backward=self.gradient_sync.last_backward,
+            before_last_backward=self._announce_last,
             begins=None if self._begins is None else self._microbatch_begins,
             before_forward=self._draw_dropout if self._has_dropout else lambda m: None,
         )
-        passes_done = self._clock.mark()
-        self._enter("gradient_sync")
-        squares = self.gradient_sync.finish()
-        marks = (begin, passes_done, self._clock.mark())
-        return squares, loss, num_targets, marks
+
+    def _announce_last(self) -> None:
+        self.gradient_sync.last_backward()
+        if self.gate is not None:
+            self.gate.announce()
+
+    def _keep(self, loss: Tensor, num_targets: Tensor) -> None:
+        """Keep the passes of this step, no gradient of which is summed."""
+        preference = self.voter.preference
+        sums = {} if preference is None else preference.sums
+        overflows = self._overflows()
+        self.kept = KeptPasses(
+            self.step, self.gradient_sync, loss, num_targets, self._rows, sums, overflows
+        )
+
+    def _add_kept(
+        self, kept: KeptPasses, loss: Tensor, num_targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add what was kept to the vote, beside the gradients; return all losses and targets."""
+        self._rows.add_all(kept.rows)
+        preference = self.voter.preference
+        if preference is not None:
+            for name, value in kept.preference_sums.items():
+                preference.sums[name] = preference.sums[name] + value
+        overflows = self._overflows()
+        if overflows is not None and kept.overflows is not None:
+            overflows += kept.overflows
+        return loss + kept.loss, num_targets + kept.num_targets
 
     def _begin_scaled(self) -> None:
         """Let this stage compute gradients with the step's scale; no-op unless it is in fp16."""
@@ -199,8 +268,8 @@ class StageTrainer(Trainer):
         # The first microbatches have rows; those without any are not run.
         present = rows.num_in_batch(index)
         count = 0
-        for m in range(self.place.pipeline.num_microbatches):
-            if self.place.sequences(m).start < present:
+        for sequences in self.place.deal.microbatches:
+            if sequences.start < present:
                 count += 1
         self._rows.clear()
 

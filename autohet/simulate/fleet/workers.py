@@ -162,7 +162,7 @@ class SimulatedWorkers:
         if self.generation is not None:
             self.generation.saves = True
 
-    def interrupt(self, workers: Sequence[str], generation: int) -> None:
+    def interrupt(self, workers: Sequence[str], generation: int, *, keep: bool = False) -> None:
         running = self.generation
         if running is None or running.phase not in MOVING:
             return

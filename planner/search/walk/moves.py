@@ -82,7 +82,10 @@ class Moves:
         counted = []
         drafted = zip(pipelines, draft.pipelines, strict=True)
         for pipeline, (_, num_microbatches) in drafted:
-            counted.append(replace(pipeline, num_microbatches=num_microbatches))
+            whole = replace(
+                pipeline, num_microbatches=num_microbatches, last_microbatch_sequences=0
+            )
+            counted.append(whole)
         return replace(plan, pipelines=tuple(counted))
 
     def shape(self, pipeline: Pipeline) -> Shape | None:
