@@ -99,7 +99,11 @@ class Worker:
         job = replace(job, training=job.training.with_rows(len(dataset)))
         self.job = job
         self._batches = Batches(
-            dataset, job.training.seed, job.training.global_batch_sequences, self.device
+            dataset,
+            job.training.seed,
+            job.training.global_batch_sequences,
+            self.device,
+            first_row=job.training.first_row,
         )
         # One client for checkpoints and restores.
         self._storage = open_storage(job.checkpoint_storage)

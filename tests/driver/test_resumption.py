@@ -23,7 +23,7 @@ from autohet.cli.main import main
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_summary
 from autohet.driver.checkpoints.resumption import identity_changes
-from autohet.driver.job.preparation import check_storage, with_date
+from autohet.driver.job.preparation import as_continued, check_storage
 from autohet.runtime.facts.layout import tensor_specs
 from autohet.runtime.job import DataSection, Job, ModelSection
 from autohet.runtime.job.identity import (
@@ -456,10 +456,31 @@ def test_the_day_that_a_template_prints_is_the_runs(tmp_path: Path) -> None:
     commit(began, 4)
     found = check_storage(job, load_config(job.model))
     assert found is not None
-    resumed = with_date(job, found).data
+    resumed = as_continued(job, found).data
     assert resumed is not None
     assert resumed.template_date == "2026-01-02"
-    fresh = with_date(job, None).data
+    fresh = as_continued(job, None).data
     assert fresh is not None
     assert fresh.template_date == date.today().isoformat()
-    assert with_date(fake_job(), found) == fake_job(), "text has no template"
+    assert as_continued(fake_job(), found) == fake_job(), "text has no template"
+
+
+def test_another_global_batch_goes_on_at_the_row_that_the_run_came_to(tmp_path: Path) -> None:
+    """Wrong: rows are skipped or trained on again, also after a second change or a restart."""
+    uri = {"storage": str(tmp_path), "allow_changes": ["training.global_batch_sequences"]}
+    begun = 0
+    step = 0
+    for batch, steps in ((8, 3), (2, 5), (16, 1), (16, 2)):
+        job = fake_job(training={"global_batch_sequences": batch}, checkpoint=uri)
+        found = check_storage(job, load_config(job.model))
+        job = as_continued(job, found)
+        assert job.training.first_row(step) == begun
+        step += steps
+        begun += steps * batch
+        assert job.training.first_row(step) == begun
+        commit(job, step)
+    # Two epochs of 100 rows; 106 are done.
+    two = replace(job.training, steps=None, max_epochs=2.0)
+    assert two.last_step(100) == step + -(-(200 - begun) // 16)
+    with pytest.raises(ConfigError, match="a new run begins at row 0 or later"):
+        as_continued(fake_job(training={"row_offset": -1}), None)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.checkpoints.resumption import order_change, schedule_change
-from autohet.runtime.job.identity import KeyChange, changes, identity_of
+from autohet.driver.checkpoints.resumption import schedule_change
+from autohet.runtime.job.identity import changes, identity_of
 from tests.harness.fake_job import fake_job
 
 
@@ -84,22 +84,5 @@ def test_what_changes_an_epochs_steps_is_remarked_on(
 ) -> None:
     then = {**EPOCHS, "decay_steps": now.get("decay_steps")}
     sentence = said(then, {**then, **now}, 90, num_rows)
-    assert (sentence is None) == (remark is None)
-    assert remark is None or remark in str(sentence)
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "step", "remark"),
-    [
-        (16, 32, 50, "800 rows are skipped"),
-        (32, 16, 50, "800 rows are trained on again"),
-        (16, 32, 0, None),
-    ],
-)
-def test_another_global_batch_says_the_rows_that_it_skips_or_repeats(
-    then: int, now: int, step: int, remark: str | None
-) -> None:
-    told = [KeyChange("training.global_batch_sequences", then, now)]
-    sentence = order_change(step, told)
     assert (sentence is None) == (remark is None)
     assert remark is None or remark in str(sentence)

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from autohet.runtime.job import TrainingSection
+from autohet.runtime.models.layers.adapters import B_SUFFIX
+from autohet.runtime.models.layers.expert_adapters import from_peft_layout
 from autohet.runtime.step.reference import (
     Rows,
     named_adapters,
@@ -27,8 +29,17 @@ def peft_gradients(
         logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
     )
     loss.backward()
-    gradients = {name: tensor.grad for name, tensor in named_adapters(model)}
-    return logits.detach(), loss.item(), {k: v for k, v in gradients.items() if v is not None}
+    gradients = {}
+    for name, tensor in named_adapters(model):
+        if tensor.grad is not None:
+            gradients[name] = _own_layout(name, tensor.grad, parameters)
+    return logits.detach(), loss.item(), gradients
+
+
+def _own_layout(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    if tensor.shape == parameters[name].shape or parameters[name].dim() != 3:
+        return tensor
+    return from_peft_layout(tensor, name.endswith(B_SUFFIX), len(parameters[name]))
 
 
 def train_peft(
@@ -41,4 +52,7 @@ def train_peft(
     """Losses by step, and the adapters after the last."""
     model = peft_reference_model(config, parameters)
     losses = list(train_reference(model, training, rows, steps))
-    return losses, {name: tensor.detach() for name, tensor in named_adapters(model)}
+    trained = {}
+    for name, tensor in named_adapters(model):
+        trained[name] = _own_layout(name, tensor.detach(), parameters)
+    return losses, trained

@@ -131,7 +131,10 @@ def test_a_worker_trains_as_peft_and_keeps_adapters_alone(
 def test_a_worker_goes_on_with_an_adapter_that_peft_wrote(
     job: Job, store: TCPStore, tmp_path: Path
 ) -> None:
-    """With a module that is trained whole. Wrong: first matrices are drawn, or of the base."""
+    """With a module that is trained whole, and from row 5 of the order on.
+
+    Wrong: first matrices are drawn, or of the base; rows are those of a run that begins at row 0.
+    """
     settings = LoraConfig(
         r=3, task_type="CAUSAL_LM", target_modules=["v_proj"], modules_to_save=["lm_head"]
     )
@@ -144,7 +147,8 @@ def test_a_worker_goes_on_with_an_adapter_that_peft_wrote(
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(tmp_path / "adapter")
     section = AdapterSection(from_=str(tmp_path / "adapter"))
-    job = replace(job, model=replace(job.model, adapter=section))
+    training = replace(job.training, row_offset=5)
+    job = replace(job, model=replace(job.model, adapter=section), training=training)
     place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
     worker = Worker(place, job)
     try:
@@ -155,7 +159,8 @@ def test_a_worker_goes_on_with_an_adapter_that_peft_wrote(
     config = load_config(job.model)
     assert job.data is not None
     dataset = prepare_dataset(job.data, job.training.sequence_length)
-    rows = Batches(dataset, job.training.seed, job.training.global_batch_sequences, CPU)
+    batch = job.training.global_batch_sequences
+    rows = Batches(dataset, job.training.seed, batch, CPU, first_row=lambda step: 5 + step * batch)
     stock: Any = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(str(job.model.pretrained)),
         tmp_path / "adapter",

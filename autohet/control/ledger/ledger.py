@@ -432,8 +432,7 @@ class Ledger:
         """
         if not self._num_rows:
             return None
-        num_sequences = steps * self.job.training.global_batch_sequences
-        return round(num_sequences / self._num_rows, 4)
+        return round(self.job.training.first_row(steps) / self._num_rows, 4)
 
     def _close_change(
         self, first: StepRecord, last_step_at: float | None, seen: Observation

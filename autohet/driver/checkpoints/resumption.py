@@ -59,6 +59,8 @@ class FoundCheckpoint:
     step: int
     uri: str
     ended: str | None
+    row_offset: int = 0
+    """The job's `training.row_offset` from here on."""
     template_date: str | None = None
     """Date that the run's chat template prints."""
 
@@ -83,12 +85,25 @@ def found_checkpoint(
         logger.warning("%s: going on from step %d", damage, newest.info.step)
     if newest.unknown:
         logger.warning("%s: no checkpoint is removed", newest.unknown)
+    row_offset = _row_offset(job, newest.manifest)
+    job = replace(job, training=replace(job.training, row_offset=row_offset))
     _check_same(job, config, newest.info, newest.manifest)
     evaluations = read_evaluations(storage, newest.manifest, job.evaluation)
     ended = _end_reason(job, newest.manifest, evaluations)
     date = newest.manifest.scalars.get(TEMPLATE_DATE)
     found_date = None if date is None else str(date)
-    return FoundCheckpoint(newest.info.step, newest.info.uri, ended, found_date)
+    return FoundCheckpoint(newest.info.step, newest.info.uri, ended, row_offset, found_date)
+
+
+def _row_offset(job: Job, manifest: Manifest) -> int:
+    """Return the `training.row_offset` with which a job goes on at the row that the run came to."""
+    scalars = manifest.scalars
+    batch = scalars.get(GLOBAL_BATCH)
+    offset = int(scalars.get(ROW_OFFSET) or 0)
+    if batch is None:
+        return offset
+    now = job.training.global_batch_sequences
+    return offset + manifest.step * (int(batch) - now)
 
 
 def _end_reason(job: Job, manifest: Manifest, evaluations: EvaluationLog) -> str | None:
@@ -137,12 +152,9 @@ def _check_same(
         sentences = "; ".join(str(change) for change in allowed)
         logger.info("Going on from %s although %s", found.uri, sentences)
         rows = _rows_that_stay(job, manifest)
-        for sentence in (
-            schedule_change(job, found.step, allowed, rows),
-            order_change(found.step, allowed),
-        ):
-            if sentence:
-                logger.warning("%s", sentence)
+        sentence = schedule_change(job, found.step, allowed, rows)
+        if sentence:
+            logger.warning("%s", sentence)
     _check_updates(job, found, manifest)
 
 
@@ -179,11 +191,13 @@ _SCHEDULE_FIELDS = (
 )
 SCHEDULE_KEYS = frozenset(f"training.{key}" for key in _SCHEDULE_FIELDS)
 GLOBAL_BATCH = "training.global_batch_sequences"
+ROW_OFFSET = "training.row_offset"
 
 
 def _ends_schedule(key: str) -> bool:
     """Return True if a change of `key` changes the number of steps in an epoch."""
-    return key in (GLOBAL_BATCH, "training.sequence_length") or key.startswith("data.")
+    keys = (GLOBAL_BATCH, ROW_OFFSET, "training.sequence_length")
+    return key in keys or key.startswith("data.")
 
 
 def schedule_change(
@@ -235,23 +249,6 @@ def schedule_change(
             f" set training.decay_steps: {before.steps} to stay on the old one"
         )
     return sentence
-
-
-def order_change(step: int, told: Collection[KeyChange]) -> str | None:
-    """Describe the rows that a resumed run skips or repeats; None if there are none.
-
-    Step s trains on the global batch that begins at row s * `global_batch_sequences` of the order.
-    """
-    for change in told:
-        if change.key == GLOBAL_BATCH and step:
-            num_rows = step * abs(change.now - change.then)
-            effect = "skipped" if change.now > change.then else "trained on again"
-            return (
-                f"{num_rows:,} rows are {effect}, since {GLOBAL_BATCH} was {change.then} and is"
-                f" {change.now}: the run has come to row {step * change.then:,} of its order, and"
-                f" step {step} begins at row {step * change.now:,}"
-            )
-    return None
 
 
 def _check_adapter(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:

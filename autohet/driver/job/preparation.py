@@ -93,10 +93,25 @@ def prepare(
     if is_restart():
         require_own_storage(job, steps_told(events_path))
     found, best = check_inputs(job, cluster, here=emulated, standing=standing)
-    return PreparedJob(with_date(job, found), document, cluster, found, best)
+    return PreparedJob(as_continued(job, found), document, cluster, found, best)
 
 
-def with_date(job: Job, found: FoundCheckpoint | None) -> Job:
+def as_continued(job: Job, found: FoundCheckpoint | None) -> Job:
+    """Return the job at the run's place in the sample order, with the day that its template prints.
+
+    Raises:
+        ConfigError: a new run would begin before the first row.
+    """
+    offset = job.training.row_offset if found is None else found.row_offset
+    if found is None and offset < 0:
+        raise ConfigError(
+            f"training.row_offset is {offset}, but a new run begins at row 0 or later; leave it out"
+        )
+    job = replace(job, training=replace(job.training, row_offset=offset))
+    return _with_date(job, found)
+
+
+def _with_date(job: Job, found: FoundCheckpoint | None) -> Job:
     """Return the job with the day that its chat template prints, on all nodes and from now on."""
     data = job.data
     if data is None or data.kind == "text" or data.template_date is not None:

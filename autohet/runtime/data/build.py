@@ -399,7 +399,9 @@ def _require_rows(writer: RowWriter, data: DataSection, sequence_length: int) ->
             f"data.source {', '.join(data.sources)}: all {writer.num_broken} lines are broken; set"
             " data.skip_broken_lines: false to see what is wrong with the first"
         )
-    if writer.num_rows == 0 and (writer.num_untargeted or writer.packed.num_dropped_rows):
+    packed = writer.packed
+    num_untargeted = writer.num_untargeted + packed.num_untargeted + packed.num_dropped_rows
+    if writer.num_rows == 0 and num_untargeted:
         raise ConfigError(
             f"data.source {', '.join(data.sources)}: no document has a target of data.train_on"
             f" {data.targets} in its first {sequence_length + 1} tokens; set data.train_on, or"

@@ -264,9 +264,14 @@ def _row_share(facts: DatasetFacts, share: float, held_out: bool) -> RowShare:
 
 def _facts_of_share(facts: DatasetFacts, rows: RowShare) -> DatasetFacts:
     digest = hashlib.sha256(f"{facts.content_sha256} {rows}".encode())
+    num_rows = sum(rows.counts)
+    num_targets = facts.num_targets
+    if num_targets is not None:
+        num_targets = round(num_targets * num_rows / facts.num_rows)
     return replace(
         facts,
-        num_rows=sum(rows.counts),
+        num_rows=num_rows,
+        num_targets=num_targets,  # about: which rows have them is not known
         rows_by_source=rows.counts if facts.rows_by_source else (),
         content_sha256=digest.hexdigest(),
     )

@@ -5,6 +5,7 @@ An example is token ids, and a mask of those that count as targets.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -238,9 +239,10 @@ class PreferenceExamples(_Completions):
 
 
 def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a preference with its prompt: the messages that both answers share, if they do.
+    """Return a preference with its prompt: what both answers begin with, if it has none.
 
-    A prompt that is a text repeats the user's message among them, or is that message.
+    These are messages, or whole words of a text. A prompt that is a text beside conversations
+    repeats the user's message among them, or is that message.
 
     Raises:
         BrokenRecord: without a prompt the answers share no message, or one is a beginning of the
@@ -249,6 +251,8 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     chosen = record.get(CHOSEN)
     rejected = record.get(REJECTED)
     prompt = record.get(PROMPT)
+    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        return {**record, **_split_texts(chosen, rejected)}
     are_conversations = isinstance(chosen, list) and isinstance(rejected, list)
     if isinstance(prompt, list) or not are_conversations:
         return with_messages(record)
@@ -270,6 +274,21 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
         begins = [*begins, {"role": "user", "content": prompt}]
     parts = {PROMPT: begins, CHOSEN: chosen[shared:], REJECTED: rejected[shared:]}
     return {**record, **parts}
+
+
+def _split_texts(chosen: str, rejected: str) -> dict[str, str]:
+    """Return the words that both texts begin with as the prompt, and the rest of each."""
+    shortest = min(len(chosen), len(rejected))
+    pairs = zip(chosen, rejected, strict=False)
+    num_shared = next((place for place, (a, b) in enumerate(pairs) if a != b), shortest)
+    # A space belongs to the answer, as in TRL.
+    begin = re.sub(r" ?\S*\Z", "", chosen[:num_shared])
+    if not begin.strip():
+        raise BrokenRecord(
+            f"no prompt, and the texts of {CHOSEN!r} and {REJECTED!r} begin with no common word;"
+            f" give a prompt, or {SKIP_REMEDY}"
+        )
+    return {PROMPT: begin, CHOSEN: chosen[len(begin) :], REJECTED: rejected[len(begin) :]}
 
 
 def with_messages(record: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ TOKENS_PER_READ = 1 << 22
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 20
 EXAMPLES_PER_CALL = 256
-READING_VERSION = 2
+READING_VERSION = 3
 """Version of the way records are read; it changes whenever equal files could give other tokens."""
 KEYS_FILE = "keys.json"
 FAILED_FILE = "failed"
@@ -416,10 +416,12 @@ def _text_tokens(
         for piece, tokens in zip(group, encoded, strict=True):
             if begins:
                 tokens = begun(tokens, reading.begin_tokens)
-            yield mark(tokens, True, begins=begins) if reading.marked else tokens, False
+            # Text may hold its own end, to which TRL adds no other.
+            is_ended = piece.ends_document and bool(len(tokens)) and tokens[-1] == end[0]
+            yield mark(tokens, True, begins=begins) if reading.marked else tokens, is_ended
             # An empty document begins with its end.
-            begins = begins and not len(tokens)
-            if piece.ends_document:
+            begins = (begins and not len(tokens)) or is_ended
+            if piece.ends_document and not is_ended:
                 yield mark(end, True, begins=begins) if reading.marked else end, True
                 begins = True
 

@@ -24,6 +24,10 @@ SKIP_REMEDY = "set data.skip_broken_lines: true to leave such lines out and coun
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
 COMMON_FIELDS = {
     frozenset({"question", "answer"}): "prompt: question, completion: answer",
+    frozenset({"question", "response"}): "prompt: question, completion: response",
+    frozenset({"query", "response"}): "prompt: query, completion: response",
+    frozenset({"input", "output"}): "prompt: input, completion: output",
+    frozenset({"instruction", "response"}): "prompt: instruction, completion: response",
     frozenset({"instruction", "output"}): "prompt: [instruction, input], completion: output",
 }
 """Values of `data.fields` for columns that many data sets have."""
@@ -332,9 +336,10 @@ def _columns(names: Sequence[str], columns: tuple[str, ...], name: str) -> list[
     if not found:
         wanted = " or ".join(repr(column) for column in columns)
         known = ", ".join(names[:8])
-        raise ConfigError(
-            f"{name} has no column {wanted} (found: {known}); set data.text_field or data.fields"
-        )
+        hint = "data.text_field or data.fields"
+        if "conversations" in names and "messages" in columns:
+            hint = "data.kind: sharegpt for turns with from and value, else data.messages_field"
+        raise ConfigError(f"{name} has no column {wanted} (found: {known}); set {hint}")
     return found
 
 

@@ -19,6 +19,7 @@ MAY_CHANGE = frozenset(
     {
         "training.steps",
         "training.max_epochs",
+        "training.row_offset",
         "training.learning_rate",
         "training.warmup_steps",
         "training.decay_steps",

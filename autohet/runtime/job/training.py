@@ -24,6 +24,12 @@ class TrainingSection:
     """Sequences in one optimizer step, independent of the fleet."""
     sequence_length: int
     """Tokens in a sequence."""
+    row_offset: int = 0
+    """Rows of the sample order before the batch of step 0, which are not trained on.
+
+    A run that goes on with another `global_batch_sequences` sets it (also below 0) so that its next
+    batch begins at the row that it has come to.
+    """
     steps: int | None = None
     """Optimizer steps of the whole run, resumed or not; null: `max_epochs` ends the run.
 
@@ -201,6 +207,11 @@ class TrainingSection:
             return self.min_learning_rate_ratio
         return 0.1 if self.schedule is None else 0.0
 
+    def first_row(self, step: int) -> int:
+        """Return the place in the sample order at which a step's batch begins."""
+        # A run may fall back to a step before that at which its batch became larger.
+        return max(0, self.row_offset + step * self.global_batch_sequences)
+
     def last_step(self, num_rows: int) -> int | None:
         """Return the steps of the whole run over a data set of `num_rows` rows.
 
@@ -210,7 +221,8 @@ class TrainingSection:
             return self.steps
         if not num_rows:
             return None
-        by_epochs = math.ceil(self.max_epochs * num_rows / self.global_batch_sequences)
+        rows_left = self.max_epochs * num_rows - self.row_offset
+        by_epochs = math.ceil(rows_left / self.global_batch_sequences)
         if self.steps is None:
             return by_epochs
         return min(self.steps, by_epochs)

@@ -24,14 +24,15 @@ from autohet.runtime.job import AdapterSection
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
+    B_SUFFIX,
     EMBEDDING_A,
+    FUSED_RANKS,
     Adapter,
-    adapter_of,
     is_adapter,
     is_saved,
     shortest_targets,
-    target_paths,
 )
+from autohet.runtime.models.layers.expert_adapters import from_peft_layout, is_stack, peft_names
 from autohet.runtime.models.pretrained import TEXT_PARTS
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
@@ -48,8 +49,6 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "lora_bias": (False,),
     "use_qalora": (False,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
     "alora_invocation_tokens": ([],),
@@ -98,9 +97,17 @@ def take_stored(section: AdapterSection, config: PreTrainedConfig) -> AdapterSec
     model = skeleton(config)
     saved = _saved_modules(document, family)
     paths = []
-    for name in sorted(_stored_names(source, family, saved)):
-        if name.endswith((A_SUFFIX, EMBEDDING_A)):
-            paths.append(name.removesuffix(A_SUFFIX).removesuffix(EMBEDDING_A))
+    of_experts: list[str] = []
+    for name in sorted(_stored_names(source, config, document)):
+        path = name.removesuffix(A_SUFFIX).removesuffix(EMBEDDING_A)
+        if path == name:
+            continue
+        if not is_stack(path):
+            paths.append(path)
+        elif document.get("rank_pattern") and family.expert_names is not None:
+            of_experts += family.expert_names.maps(path)
+        else:
+            of_experts.append(path)
     ends_differ = family.tied_head(config) and not document.get("ensure_weight_tying")
     if ends_differ and is_saved(f"{family.token_embedding}.weight", saved):
         raise ConfigError(
@@ -114,7 +121,7 @@ def take_stored(section: AdapterSection, config: PreTrainedConfig) -> AdapterSec
         alpha=float(document["lora_alpha"]),
         rslora=bool(document.get("use_rslora")),
         modules_to_save=saved,
-        targets=tuple(shortest_targets(paths, model)),
+        targets=(*shortest_targets(paths, model), *of_experts),
     )
     for key in ("rank", "alpha", "rslora", "modules_to_save"):
         given = getattr(section, key)
@@ -139,9 +146,7 @@ def stored_matrices(
     """
     family = family_of(config)
     specs = family.parameter_specs(config)
-    adapter = adapter_of(config)
-    assert adapter is not None
-    stored = _stored_names(source, family, adapter.modules_to_save)
+    stored = _stored_names(source, config, _read_settings(source))
     dims = family.token_dims()
     with safe_open(_files_of(source) / ADAPTER_FILE, framework="pt") as reader:
         for name in sorted(names):
@@ -149,6 +154,8 @@ def stored_matrices(
                 raise ConfigError(f"model.adapter.from: '{source}' has no tensor {name}")
             tensor: Tensor = reader.get_tensor(stored[name])
             shape = list(specs[name].shape)
+            if is_adapter(name) and len(shape) == 3:
+                tensor = from_peft_layout(tensor, name.endswith(B_SUFFIX), shape[0])
             if name in dims:
                 # Without the rows that pad the vocabulary.
                 shape[dims[name]] = int(config.vocab_size)
@@ -177,11 +184,11 @@ def _check_targets(
     section: AdapterSection, found: AdapterSection, family: Family, model: PreTrainedModel
 ) -> None:
     """Raise ConfigError unless the stored targets are linear maps, and those that the job names."""
-    stored = target_paths(_as_adapter(found), family.layers, model)
+    stored = family.adapter_ranks(_as_adapter(found), model)
     if section.targets is None:
         return
-    named = target_paths(_as_adapter(replace(found, targets=section.targets)), family.layers, model)
-    differing = sorted(set(named) ^ set(stored))
+    named = family.adapter_ranks(_as_adapter(replace(found, targets=section.targets)), model)
+    differing = sorted({path for path, _ in named.items() ^ stored.items()})
     if differing:
         who = "the job" if differing[0] in named else "the adapter"
         raise ConfigError(
@@ -209,7 +216,13 @@ def _read_settings(source: str) -> dict[str, Any]:
             f"model.adapter.from: '{source}' has no readable {ADAPTER_CONFIG}"
             f" ({type(error).__name__}: {error})"
         ) from None
-    for key, plain in PLAIN.items():
+    # Twice the rank and alpha for gate and up of experts, which are one stack.
+    wider = {FUSED_RANKS: 2 * document["r"]}, {FUSED_RANKS: 2 * document["lora_alpha"]}
+    patterns = document.get("rank_pattern") or {}, document.get("alpha_pattern") or {}
+    plain_values = dict(PLAIN)
+    if patterns not in (({}, {}), wider):
+        plain_values |= {"rank_pattern": ({},), "alpha_pattern": ({},)}
+    for key, plain in plain_values.items():
         value = document.get(key)
         if value is not None and value not in plain:
             raise ConfigError(
@@ -219,11 +232,16 @@ def _read_settings(source: str) -> dict[str, Any]:
     return document
 
 
-def _stored_names(source: str, family: Family, saved: tuple[str, ...]) -> dict[str, str]:
+def _stored_names(
+    source: str, config: PreTrainedConfig, document: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the names in the file of each tensor, by the parameter's name in the text model.
 
-    saved: modules whose own weights are stored.
+    document: peft's settings.
     """
+    family = family_of(config)
+    saved = _saved_modules(document, family)
+    of_experts = _factors_of_stacks(skeleton(config), document)
     file = _files_of(source) / ADAPTER_FILE
     try:
         with safe_open(file, framework="pt") as reader:
@@ -235,6 +253,7 @@ def _stored_names(source: str, family: Family, saved: tuple[str, ...]) -> dict[s
     found = {}
     for name in stored:
         own = _text_name(name.removeprefix(PEFT_PREFIX), family)
+        own = of_experts.get(own, own)
         # peft stores the frozen weights of an adapted embedding, too.
         if own.endswith(".base_layer.weight"):
             continue
@@ -250,6 +269,16 @@ def _stored_names(source: str, family: Family, saved: tuple[str, ...]) -> dict[s
         # Of a tied head, which peft stores under both names.
         found.pop(head, None)
     return found
+
+
+def _factors_of_stacks(model: PreTrainedModel, document: Mapping[str, Any]) -> dict[str, str]:
+    """Return the own names of the factors of adapted stacks, by their names in peft's files."""
+    targets = tuple(f".{each}" for each in document.get("target_parameters") or ())
+    own: list[str] = []
+    for path, _ in model.named_parameters():
+        if is_stack(path) and f".{path}".endswith(targets):
+            own += (f"{path}{A_SUFFIX}", f"{path}{B_SUFFIX}")
+    return {stored: name for name, stored in peft_names(own).items()}
 
 
 def _text_name(name: str, family: Family) -> str:

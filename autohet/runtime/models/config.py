@@ -26,7 +26,7 @@ from autohet.runtime.models.config_keys import (
     settle_keys,
 )
 from autohet.runtime.models.error_text import first_line
-from autohet.runtime.models.layers.adapters import ALL_LINEAR, Adapter, adapter_of, set_adapter
+from autohet.runtime.models.layers.adapters import Adapter, adapter_of, set_adapter
 from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
 from autohet.runtime.models.parameter_spec import STORED_ROWS, grow_vocabulary, pad_vocabulary
@@ -98,17 +98,6 @@ def _warn_of_attention_dropout(rate: float) -> None:
     )
 
 
-@cache
-def _warn_of_frozen_experts(model_type: str) -> None:
-    """Log, once per process, what `all-linear` does not adapt."""
-    logger.warning(
-        "model.adapter.targets is all-linear, but the routed experts of %s are stacks of weights,"
-        " not linear maps: they stay frozen, and attention, dense and shared maps are adapted;"
-        " model.adapter.modules_to_save: [experts] trains them whole",
-        model_type,
-    )
-
-
 def _set_adapter(config: PreTrainedConfig, source: ModelSection) -> None:
     """Put the source's adapter into the config; no-op without one."""
     section = source.adapter
@@ -122,8 +111,6 @@ def _set_adapter(config: PreTrainedConfig, source: ModelSection) -> None:
     if adapter is None:
         return
     _check_new_tokens(config, adapter)
-    if ALL_LINEAR in adapter.targets and family_of(config).has_experts:
-        _warn_of_frozen_experts(str(config.model_type))
 
 
 def _check_new_tokens(config: PreTrainedConfig, adapter: Adapter) -> None:

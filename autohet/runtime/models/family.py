@@ -27,9 +27,10 @@ from autohet.runtime.models.layers.adapters import (
     Adapter,
     adapter_of,
     check_ends,
-    target_paths,
+    target_ranks,
 )
 from autohet.runtime.models.layers.dropout import ModelDropout
+from autohet.runtime.models.layers.expert_adapters import is_stack
 from autohet.runtime.models.layers.experts import (
     CORRECTION_BIAS,
     EXPERTS,
@@ -269,6 +270,10 @@ class Family:
         """
         return dict(_parameter_specs(self, _config_key(config)))
 
+    def adapter_ranks(self, adapter: Adapter, model: PreTrainedModel) -> dict[str, int]:
+        """Return the rank of each weight's update (`target_ranks`) in the library's model."""
+        return target_ranks(adapter, model, self.layers, self.expert_names)
+
     def tied_head(self, config: PreTrainedConfig) -> bool:
         return bool(config.tie_word_embeddings)
 
@@ -354,20 +359,23 @@ def _adapted_specs(
     specs: Sequence[tuple[str, ParameterSpec]],
 ) -> Iterator[tuple[str, ParameterSpec]]:
     """Yield the specs of a frozen model, and after each adapted weight those of its matrices."""
-    targets = {f"{path}.weight": path for path in target_paths(adapter, family.layers, model)}
-    check_ends(adapter, list(targets.values()), model)
+    ranks = family.adapter_ranks(adapter, model)
+    check_ends(adapter, ranks, model)
     for name, spec in specs:
         # Routers' biases are buffers of the library, which peft trains in no module.
         yield name, replace(spec, trainable=adapter.saves(name) and not spec.is_token_count)
-        if name in targets:
-            path = targets[name]
-            module = model.get_submodule(path)
-            if isinstance(module, nn.Embedding):
-                matrices = _embedding_specs(spec, path, adapter.rank)
-            else:
-                matrices = _low_rank_specs(spec, path, adapter.rank, isinstance(module, Conv1D))
-            for each in matrices:
-                yield each.name, each
+        path = name.removesuffix(".weight")
+        if path not in ranks:
+            continue
+        parent, _, _ = path.rpartition(".")
+        module = model.get_submodule(parent if is_stack(path) else path)
+        if isinstance(module, nn.Embedding):
+            matrices = _embedding_specs(spec, path, ranks[path])
+        else:
+            is_transposed = getattr(module, "is_transposed", isinstance(module, Conv1D))
+            matrices = _low_rank_specs(spec, path, ranks[path], is_transposed)
+        for each in matrices:
+            yield each.name, each
 
 
 def _embedding_specs(
@@ -383,10 +391,19 @@ def _embedding_specs(
 def _low_rank_specs(
     spec: ParameterSpec, path: str, rank: int, is_transposed: bool
 ) -> tuple[ParameterSpec, ParameterSpec]:
-    """Return the specs of A [rank, in] and B [out, rank], cut as the weight's input and output."""
-    output, inputs = (1, 0) if is_transposed else (0, 1)
-    a = ParameterSpec(f"{path}{A_SUFFIX}", (rank, spec.shape[inputs]), spec.layer)
-    b = ParameterSpec(f"{path}{B_SUFFIX}", (spec.shape[output], rank), spec.layer)
+    """Return the specs of A [rank, in] and B [out, rank], cut as the weight's input and output.
+
+    Those of a stack have a first dimension of experts, by which they are cut.
+    """
+    *stacked, output, inputs = range(len(spec.shape))
+    if is_transposed:
+        output, inputs = inputs, output
+    first = tuple(spec.shape[each] for each in stacked)
+    a = ParameterSpec(f"{path}{A_SUFFIX}", (*first, rank, spec.shape[inputs]), spec.layer)
+    b = ParameterSpec(f"{path}{B_SUFFIX}", (*first, spec.shape[output], rank), spec.layer)
+    if stacked:
+        a = replace(a, split_dim=spec.split_dim, cuts=spec.cuts)
+        return a, replace(b, split_dim=spec.split_dim, cuts=spec.cuts)
     if spec.split_dim == output:
         cut = replace(b, split_dim=0, cuts=spec.cuts, groups=spec.groups)
         return replace(a, partial_gradient=True), cut

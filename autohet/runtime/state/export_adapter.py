@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -22,9 +23,11 @@ from autohet.runtime.models.layers.adapters import (
     Adapter,
     adapter_of,
     is_adapter,
+    peft_targets,
     shortest_targets,
-    target_paths,
+    whole_number,
 )
+from autohet.runtime.models.layers.expert_adapters import in_peft_layout, is_stack, peft_names
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
@@ -33,11 +36,6 @@ from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import TensorSpec
 
-EXPERT_MAPS = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Names of maps that peft takes for routed experts' in a mixture of experts.
-
-Its `_convert_peft_config_moe` then adapts no other map of such a name, dense or shared.
-"""
 ReadParameter = Callable[[str], Tensor]
 """Function from a parameter's name to its whole tensor in the checkpoint."""
 
@@ -76,16 +74,27 @@ def peft_weights(
     family = family_of(_config_of(manifest))
     embedding = f"{family.token_embedding}.weight"
     in_base = _names_in_base(manifest)
-    own_names = {f"{PEFT_PREFIX}{in_base(name)}": name for name in specs}
+    own_names = {
+        f"{PEFT_PREFIX}{in_base(stored)}": name for name, stored in peft_names(specs).items()
+    }
     if _saves_tied(manifest):
         # peft stores what is tied under both names.
         own_names[f"{PEFT_PREFIX}{family.head}.weight"] = embedding
-    renamed = {name: specs[own_names[name]] for name in sorted(own_names)}
+    renamed: dict[str, TensorSpec] = {}
+    for name in sorted(own_names):
+        spec = specs[own_names[name]]
+        shape = _as_stored(name, torch.empty(spec.shape, device="meta")).shape
+        renamed[name] = TensorSpec(name, tuple(shape), spec.dtype)
 
     def tensors(names: Sequence[str]) -> Iterator[Tensor]:
-        return (read(own_names[name]) for name in names)
+        return (_as_stored(name, read(own_names[name])).contiguous() for name in names)
 
     return ExportedWeights(renamed, tensors)
+
+
+def _as_stored(name: str, tensor: Tensor) -> Tensor:
+    """Return a matrix or a saved module's parameter as peft stores it."""
+    return in_peft_layout(tensor, name.endswith(B_SUFFIX)) if is_adapter(name) else tensor
 
 
 def _names_in_base(manifest: Manifest) -> Callable[[str], str]:
@@ -114,52 +123,39 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
     adapter = _require_adapter(manifest)
     config = _config_of(manifest)
     model = skeleton(config)
-    paths = target_paths(adapter, family_of(config).layers, model)
-    is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
-    parameters = []
-    if family_of(config).expert_names is not None:
-        # peft adapts the weight of a map under this key, whatever the map's name.
-        parameters = [f"{each}.weight" for each in paths if _last_component(each) in EXPERT_MAPS]
-    modules = [each for each in paths if f"{each}.weight" not in parameters]
-    targets = shortest_targets(modules, model)
+    keys = peft_targets(family_of(config).adapter_ranks(adapter, model), model, adapter)
+    modules = keys["target_modules"]
+    is_transposed = bool(modules) and isinstance(model.get_submodule(modules[0]), Conv1D)
+    keys["target_modules"] = shortest_targets(modules, model)
     saved = list(adapter.modules_to_save)
     if adapter.text_path:
         # Last components would match maps of the other parts, too.
         in_base = _names_in_base(manifest)
-        parameters = [in_base(each) for each in parameters]
-        targets = [in_base(each) for each in modules]
+        keys["target_modules"] = [in_base(each) for each in modules]
+        if "target_parameters" in keys:
+            keys["target_parameters"] = [in_base(each) for each in keys["target_parameters"]]
         ends = tuple(saved)
         named = [path for path, _ in model.named_modules() if saved and path.endswith(ends)]
         saved = [in_base(each) for each in named]
 
-    # peft writes whole numbers without a decimal point.
-    alpha = adapter.alpha
-    if alpha == int(alpha):
-        alpha = int(alpha)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapter.base,
         "revision": adapter.revision,
         "r": adapter.rank,
-        "lora_alpha": alpha,
+        "lora_alpha": whole_number(adapter.alpha),
         "use_rslora": adapter.rslora,
-        "target_modules": targets,
-        # Older releases of peft do not know the key.
-        **({"target_parameters": parameters} if parameters else {}),
+        **keys,
         "fan_in_fan_out": is_transposed,
         # With `target_parameters` peft refuses dropout, which inference has not.
-        "lora_dropout": 0.0 if parameters else adapter.dropout,
+        "lora_dropout": 0.0 if "target_parameters" in keys else adapter.dropout,
         "bias": "none",
         "modules_to_save": saved or None,
         # Without it peft would give a tied head the embedding's frozen weights.
         **({"ensure_weight_tying": True} if _saves_tied(manifest) else {}),
         "inference_mode": True,
     }
-
-
-def _last_component(path: str) -> str:
-    return path.rsplit(".", 1)[-1]
 
 
 def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
@@ -187,16 +183,18 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
             # Without the rows that pad the vocabulary.
             shapes[name] = (int(config.vocab_size), *spec.shape[1:])
     model = skeleton(config)
-    adapted = set(target_paths(adapter, family.layers, model))
+    ranks = family.adapter_ranks(adapter, model)
 
     def update_of(path: str) -> Tensor:
-        if isinstance(model.get_submodule(path), nn.Embedding):
+        parent, _, _ = path.rpartition(".")
+        module = model.get_submodule(parent if is_stack(path) else path)
+        if isinstance(module, nn.Embedding):
             rows = read(f"{path}{EMBEDDING_B}") @ read(f"{path}{EMBEDDING_A}")
             return adapter.scaling * rows.T
         product = read(f"{path}{B_SUFFIX}") @ read(f"{path}{A_SUFFIX}")
-        update = adapter.scaling * product
-        is_transposed = isinstance(model.get_submodule(path), Conv1D)
-        return update.T if is_transposed else update
+        update = adapter.scaling_of(ranks[path]) * product
+        is_transposed = getattr(module, "is_transposed", isinstance(module, Conv1D))
+        return update.mT if is_transposed else update
 
     def tensors(names: Sequence[str]) -> Iterator[Tensor]:
         seed = int(manifest.scalars.get("training.seed") or 0)
@@ -206,7 +204,7 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
             path = name.removesuffix(".weight")
             tensor = read(name) if specs[name].trainable else whole.pop(name)
             tensor = tensor[: shapes[name][0]]
-            if path in adapted and name.endswith(".weight"):
+            if path in ranks:
                 tensor = tensor + update_of(path)
             yield tensor
 

@@ -31,6 +31,7 @@ def config_to_export(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     transformers 4.x reads `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `torch_dtype`,
     and qwen3_moe's `num_experts`.
     transformers 5 reads `rope_parameters` and `dtype`, and accepts the older keys as synonyms.
+    llama.cpp's converter reads `n_ctx` (gpt2) and `rotary_pct` (cohere2), which older releases had.
     """
     config = {key: value for key, value in document.items() if key not in _LEFT_OUT}
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(document["model_type"]))
@@ -39,6 +40,10 @@ def config_to_export(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     config.update(_older_rope(config))
     if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
         config["num_experts"] = config["num_local_experts"]
+    if config["model_type"] == "gpt2":
+        config["n_ctx"] = config.get("n_positions")
+    if config["model_type"] == "cohere2":
+        config["rotary_pct"] = 1.0
     config["dtype"] = dtype
     config["torch_dtype"] = dtype
     config["transformers_version"] = transformers.__version__

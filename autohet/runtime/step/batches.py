@@ -5,6 +5,7 @@ The rows that a step consumes are a function of (seed, step) alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ class Batches:
     prefetch: read the next part ahead in a thread, into pinned memory if the device has a bus.
     None: only on a GPU, whose host then waits neither for a disk nor for the copy. The prediction
     of the next part assumes that parts are requested in the order of the step before, as schedules
-    do. A part that was not predicted is read on request.
+    do. A part that was not predicted is read on request. first_row: place in the sample order at
+    which a step's batch begins; None: batches follow each other from 0.
     """
 
     def __init__(
@@ -37,10 +39,11 @@ class Batches:
         global_batch_sequences: int,
         device: torch.device,
         prefetch: bool | None = None,
+        first_row: Callable[[int], int] | None = None,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._global_batch = global_batch_sequences
+        self._first_row = first_row or (lambda step: step * global_batch_sequences)
         self._device = device
         if prefetch is None:
             prefetch = device.type == "cuda"
@@ -75,7 +78,7 @@ class Batches:
             self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _indices(self, step: int, sequences: range) -> NDArray[np.int64]:
-        first = step * self._global_batch + sequences.start
+        first = self._first_row(step) + sequences.start
         return self._dataset.sample(self._seed, first, len(sequences))
 
     def _rows(self, step: int, sequences: range) -> Tensor:

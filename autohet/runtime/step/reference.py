@@ -16,8 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.models.layers.adapters import adapter_of, is_adapter, target_paths
-from autohet.runtime.models.layers.experts import CORRECTION_BIAS, ROUTERS
+from autohet.runtime.models.layers.adapters import (
+    B_SUFFIX,
+    adapter_of,
+    is_adapter,
+    peft_targets,
+)
+from autohet.runtime.models.layers.expert_adapters import in_peft_layout
+from autohet.runtime.models.layers.experts import CORRECTION_BIAS, ROUTERS, STACKS
 from autohet.runtime.models.layers.pieces import piece_mask, positions_of
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
@@ -59,8 +65,11 @@ def peft_reference_model(config: PreTrainedConfig, parameters: Mapping[str, Tens
     adapted = get_peft_model(model, lora_config(config, model))
     with torch.no_grad():
         for name, tensor in named_adapters(adapted):
+            value = parameters[name]
+            if is_adapter(name):
+                value = in_peft_layout(value, name.endswith(B_SUFFIX))
             own = [slice(size) for size in tensor.shape]
-            tensor.copy_(parameters[name][tuple(own)])
+            tensor.copy_(value[tuple(own)])
     return adapted
 
 
@@ -71,26 +80,35 @@ def lora_config(config: PreTrainedConfig, model: PreTrainedModel) -> Any:
     adapter = adapter_of(config)
     assert adapter is not None
     family = family_of(config)
-    paths = target_paths(adapter, family.layers, skeleton(config))
+    ranks = family.adapter_ranks(adapter, skeleton(config))
+    targets = peft_targets(ranks, model, adapter)
+    first = model.get_submodule(targets["target_modules"][0]) if targets["target_modules"] else None
     ties = family.tied_head(config) and adapter.saves(f"{family.token_embedding}.weight")
     alpha: Any = adapter.alpha  # peft declares an int and takes any number
     return LoraConfig(
         r=adapter.rank,
         lora_alpha=alpha,
-        target_modules=paths,
+        **targets,
         use_rslora=adapter.rslora,
         modules_to_save=list(adapter.modules_to_save) or None,
         ensure_weight_tying=ties,
-        fan_in_fan_out=isinstance(model.get_submodule(paths[0]), Conv1D),
+        fan_in_fan_out=isinstance(first, Conv1D),
         lora_dropout=0.0,
     )
 
 
 def named_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name as the runtime has it, parameter) of the matrices that peft trains."""
+    """Yield (name as the runtime has it, parameter) of the matrices that peft trains.
+
+    Those of stacks of experts have peft's layout.
+    """
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:
-            yield _own_name(name), tensor
+            path, lora, factor = name.partition(".lora_")
+            stack = getattr(model.get_submodule(path), "parameter_name", None) if lora else None
+            if stack in STACKS:
+                path = f"{path.removesuffix('.base_layer')}.{stack}"
+            yield _own_name(path + lora + factor), tensor
 
 
 def _own_name(name: str) -> str:

@@ -257,7 +257,7 @@ class StageTrainer(Trainer):
 
     def _draw_dropout(self, m: int) -> None:
         """Draw the dropout of microbatch m, by the positions of its rows in the run."""
-        first = self.step * self.training.global_batch_sequences
+        first = self.training.first_row(self.step)
         samples = [first + place for place in self.place.sequences(m)]
         self.stage.dropout.draw(self.training.seed, samples)
 

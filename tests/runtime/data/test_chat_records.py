@@ -20,6 +20,7 @@ from tests.runtime.data.test_chat import documents_of
 
 MakeData = Callable[..., DataSection]
 Record = dict[str, Any]
+IN_ORDER = "for message in messages"
 TOOL_USE = "{{ tools[0]['name'] }}:" + CHATML
 MARKS_WITHOUT_END = MARKED.replace(" + '<|im_end|>' }}{% endgen", " }}{% endgen").replace(
     "{{ '\n' }}", "{{ '<|im_end|>\n' }}"
@@ -171,9 +172,14 @@ def test_what_cannot_be_trained_on_is_said(targets: Any, caplog: pytest.LogCaptu
         {"content": "a", "reasoning_content": "Hm."}, {"content": "b", "tool_calls": [call]}
     )
     lost[0]["train"] = True
+    lost.insert(0, {"role": "developer", "content": "Be brief."})
     with caplog.at_level(logging.WARNING):
-        targets({"messages": lost})
-    for word in ("reasoning", "tool calls", "the assistant's messages alone"):
+        targets(
+            {"messages": lost},
+            CHATML.replace(IN_ORDER, f"{IN_ORDER} if message['role'] != 'developer'"),
+        )
+    words = ("reasoning", "tool calls", "the assistant's messages alone", "role 'developer'")
+    for word in words:
         assert word in caplog.text
 
 

@@ -148,7 +148,10 @@ def test_library_tokenizer(tmp_path: Path, make_data: MakeData) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
-    path = write_jsonl(tmp_path / "a.jsonl", ["first second", "second other"])
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "words.json"))
+    # A text that holds its end gets no other, as in TRL.
+    path = write_jsonl(tmp_path / "a.jsonl", ["first second<|endoftext|>", "second other"])
     dataset = prepare_dataset(make_data(path, tokenizer=str(tmp_path / "words.json")), 2)
     assert all_rows(dataset).tolist() == [[5, 66_000, 70_001], [66_000, 0, 70_001]]
     assert (dataset.facts.token_dtype, dataset.vocab_size) == ("uint32", 70_002)

@@ -82,11 +82,19 @@ def test_messages_have_their_prompt_or_share_it(tmp_path: Path) -> None:
     assert 0 < len(chosen[1]) < len(chosen[0])
 
 
+def test_texts_without_a_prompt_share_whole_words(tmp_path: Path) -> None:
+    """As TRL splits them, where answers begin with different letters. Wrong: within a word."""
+    record = {"chosen": "Q: why A: great", "rejected": "Q: why A: good"}
+    given = {"prompt": "Q: why A:", "chosen": " great", "rejected": " good"}
+    dataset = built(tmp_path, [record, given], tokenizer="bytes")
+    assert pieces(dataset, 0) == pieces(dataset, 1)
+
+
 @pytest.mark.parametrize(
     ("record", "word"),
     [
         ({"prompt": "a", "chosen": "b"}, "'rejected'"),
-        ({"chosen": "b", "rejected": "c"}, "'prompt'"),
+        ({"chosen": "b", "rejected": "c"}, "no prompt"),
         ({"prompt": "a", "chosen": " ", "rejected": "c"}, "chosen is empty"),
         (
             {

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from autohet.runtime.job import AdapterSection, Job
 from autohet.runtime.models.family import COMPUTE_DTYPES
@@ -23,6 +25,7 @@ from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.specs.adapter_spec import adapt_spec
 from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
+from autohet.runtime.step.reference import named_adapters
 from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError
@@ -79,6 +82,19 @@ ENDS: dict[str, tuple[str, AdapterSection]] = {
     "saved experts": (
         "qwen3_moe",
         AdapterSection(rank=3, targets="q_proj", modules_to_save=("mlp.experts", "mlp.gate")),
+    ),
+    "experts, shared, dense maps and routers": ("deepseek_v3", AdapterSection(rank=3)),
+    "experts by their maps": (
+        "mixtral",
+        AdapterSection(rank=4, rslora=True, targets=("q_proj", "w1", "w2", "w3")),
+    ),
+    "stacks and a router": (
+        "gpt_oss",
+        AdapterSection(rank=3, targets=("mlp.experts.gate_up_proj", "down_proj", "router")),
+    ),
+    "one stack": (
+        "olmoe",
+        AdapterSection(rank=3, targets=("experts.down_proj",), modules_to_save=("gate",)),
     ),
     "positions": (
         "gpt2-untied",
@@ -293,12 +309,31 @@ def test_a_config_without_any_dropout_drops_nothing(name: str) -> None:
     assert adapter_of(config) != adapter_of(without_any_dropout(config))
 
 
-@pytest.mark.parametrize("target", ["mlp.experts", "gate_up_proj", "experts.down_proj"])
-def test_routed_experts_as_targets_are_refused_by_name(target: str) -> None:
-    adapter = AdapterSection(targets=("q_proj", target))
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (AdapterSection(targets=("q_proj", "w1")), "names w1 without w3"),
+        (AdapterSection(targets=("q_proj", "mlp.experts")), "'mlp.experts' matches no linear map"),
+        (AdapterSection(dropout=0.1), "adapted without dropout, as in peft"),
+    ],
+)
+def test_experts_that_peft_does_not_adapt_either_are_refused(
+    adapter: AdapterSection, message: str
+) -> None:
     config = adapted_config("mixtral", adapter)
-    with pytest.raises(ConfigError, match="names routed experts"):
+    with pytest.raises(ConfigError, match=message):
         family_of(config).parameter_specs(config)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "olmoe"])
+def test_all_linear_of_a_mixture_trains_what_peft_trains(name: str) -> None:
+    """Wrong: routed experts or routers stay frozen, or have another rank or scale."""
+    config = adapted_config(name, PLANNED)
+    model = AutoModelForCausalLM.from_config(tiny_config(name))
+    peft = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    specs = family_of(config).parameter_specs(config)
+    ours = {key: math.prod(specs[key].shape) for key in trainable(config)}
+    assert ours == {key: tensor.numel() for key, tensor in named_adapters(peft)}
 
 
 @pytest.mark.parametrize("target", ["layers.1.self_attn.q_proj", "lm_head"])

@@ -15,6 +15,7 @@ from autohet.runtime.models.layers.pieces import cumulative_lengths, piece_mask,
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from planner.plans.plan import Recompute
+from tests.harness.tiny_models import TINY
 
 COMMON: dict[str, Any] = {"vocab_size": 67, "bos_token_id": None, "eos_token_id": None}
 LLAMA = {
@@ -40,6 +41,8 @@ MODELS = {
         **COMMON,
     },
 }
+OF_FAMILIES = ("gpt_oss", "ministral3")
+"""Sinks, and queries that are scaled by positions."""
 BEGINS = [[0, 7, 8], [0, 13]]
 
 
@@ -76,10 +79,10 @@ def gradients(stage: StageModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OF_FAMILIES])
 def test_pieces_are_documents_by_themselves(name: str, recompute: Recompute) -> None:
     """Wrong: a document sees the one before it, or positions go on."""
-    stage = stage_of(MODELS[name], recompute)
+    stage = stage_of(MODELS.get(name) or dict(TINY[name]), recompute)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 67, (2, 20), generator=draw)
     targets = torch.randint(0, 67, (2, 20), generator=draw)

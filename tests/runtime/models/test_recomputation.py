@@ -29,6 +29,8 @@ MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
 WINDOWED = (
     "cohere2",
     "gemma3_text",
+    "ministral",
+    "ministral3",
     "mistral",
     "mixtral",
     "phi3",

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from autohet.runtime.job import AdapterSection
+from autohet.runtime.models.layers.adapters import adapter_of
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS
 from autohet.runtime.models.layers.loss_terms import LossTerms
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.plans.plan import Recompute
+from tests.harness.peft_reference import peft_gradients
 from tests.harness.tiny_models import (
     MIXTURES,
     batch,
@@ -26,6 +29,7 @@ from tests.harness.tiny_models import (
     tiny_config,
     worst_error,
 )
+from tests.runtime.models.test_adapters import adapted_config
 from tests.runtime.models.test_experts import balanced_gradients
 from tests.runtime.models.test_stage_tensor_parallel import TOLERANCE, summed_over_holders
 
@@ -61,7 +65,10 @@ def check(
     """Compare logits, loss and gradients of each chain of stages with the library's."""
     shares, cuts_sequence = way
     specs = family_of(config).parameter_specs(config)
-    logits, loss, gradients = judge(config, parameters)
+    if adapter_of(config) is None:
+        logits, loss, gradients = judge(config, parameters)
+    else:
+        logits, loss, gradients = peft_gradients(config, parameters, *batch(config))
 
     def work(tp: Any) -> Any:
         found = []
@@ -93,6 +100,12 @@ def test_every_family_and_degree_equals_the_library(
     config = tiny_config(name)
     first: Recompute = "none" if way[1] else "selective"
     check(config, random_parameters(config), way, [([1, 2], first), ([3], "full")])
+
+
+def test_adapted_experts_compute_the_tokens_of_all_ranks() -> None:
+    """Of routed and shared experts, and routers that see parts of sequences."""
+    config = adapted_config("deepseek_v3", AdapterSection(rank=4))
+    check(config, random_parameters(config), ((3, 1), True), [([1, 2], "full")])
 
 
 @pytest.mark.parametrize("way", WAYS)

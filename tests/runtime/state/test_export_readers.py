@@ -59,9 +59,11 @@ def _cases_of_older() -> dict[str, dict[str, Any]]:
         cases |= {f"{name}-special": dict(AUTO[name])}
     # 4.56 has these as constants.
     cases["gpt_oss-special"] |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-    return {name: case for name, case in cases.items() if case["model_type"] != "vaultgemma"}
+    return {name: case for name, case in cases.items() if case["model_type"] not in NEWER}
 
 
+NEWER = ("ministral", "ministral3", "vaultgemma")
+"""Model types that transformers 4.56 has not."""
 OF_OLDER = _cases_of_older()
 
 

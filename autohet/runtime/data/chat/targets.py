@@ -326,6 +326,13 @@ def is_trained(messages: Any, turn: int) -> bool:
 
 def _warn_of_lost_text(messages: Any, turns: list[int], text: str, spans: list[MarkedSpan]) -> None:
     written = "".join(text[begin:end] for begin, end in spans)
+    for message in messages:
+        content = text_of_content(message.get("content")).strip()
+        if message["role"] in ("system", "developer", "user") and content not in text:
+            warn_once(
+                f"the chat template leaves out messages of role '{message['role']}', or their"
+                " text; the model does not see it"
+            )
     for turn in turns:
         message = messages[turn]
         for key in _REASONING:

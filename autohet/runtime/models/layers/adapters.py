@@ -31,6 +31,8 @@ from autohet.runtime.models.layers.dropout import (
     multiply_dropped,
     without_dropout,
 )
+from autohet.runtime.models.layers.expert_adapters import LowRank, is_stack, low_rank_updates
+from autohet.runtime.models.layers.experts import ROUTERS, ExpertNames
 from autohet.runtime.models.layers.recomputation import is_replaying
 from autohet.runtime.models.layers.tensor_parallel import (
     RowParallel,
@@ -45,8 +47,13 @@ ADAPTER = "autohet_adapter"
 ALL_LINEAR = "all-linear"
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
-EXPERT_NAMES = frozenset({"experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj"})
-"""Names under which other tools adapt routed experts."""
+FUSED_RANKS = r".*\.gate_up_proj"
+"""peft's pattern for the stacks whose rank is that of gate and up together."""
+EXPERT_MAPS = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Names of maps that peft takes for routed experts' in a mixture of experts.
+
+Its `_convert_peft_config_moe` then adapts no other map of such a name, dense or shared.
+"""
 EMBEDDING_A = ".lora_embedding_A"
 EMBEDDING_B = ".lora_embedding_B"
 """Suffixes of an embedding's matrices: A [rank, tokens] and B [hidden size, rank]."""
@@ -77,6 +84,10 @@ class Adapter:
         if self.rslora:
             return self.alpha / math.sqrt(self.rank)
         return self.alpha / self.rank
+
+    def scaling_of(self, rank: int) -> float:
+        """Return the factor of an update of another rank, whose alpha is in proportion."""
+        return self.scaling * math.sqrt(rank / self.rank) if self.rslora else self.scaling
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -161,11 +172,14 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def target_paths(adapter: Adapter, layers: str, model: PreTrainedModel) -> list[str]:
-    """Return the paths of the modules of the library's model that have an adapter.
+def target_ranks(
+    adapter: Adapter, model: PreTrainedModel, layers: str, names: ExpertNames | None
+) -> dict[str, int]:
+    """Return the rank of each weight's update, by the weight's path without `.weight`.
 
-    They are linear maps of the blocks, then the embedding and the head if they are named. layers:
-    path of the model's list of blocks.
+    They are linear maps of the blocks, their routers and stacks of routed experts, then the
+    embedding and the head if they are named. layers: path of the model's list of blocks. names: the
+    experts' names in files; None: all blocks are dense.
 
     Raises:
         ConfigError: a target matches nothing, or a block has none.
@@ -179,12 +193,17 @@ def target_paths(adapter: Adapter, layers: str, model: PreTrainedModel) -> list[
         elif module in (model.get_input_embeddings(), model.get_output_embeddings()):
             ends.append(path)
     named = [path for path in ends if adapter.names(path)]
+    found = {path: adapter.rank for path in linear if adapter.matches(path)}
+    aliases: list[str] = []
+    if names is not None:
+        of_experts = _ranks_of_experts(adapter, model, prefix, names)
+        _check_dropout(adapter, of_experts)
+        found |= of_experts
+        aliases = [*of_experts, *_expert_maps(of_experts, names)]
     for pattern in adapter.patterns:
-        if not any(_matches(pattern, path) for path in [*linear, *named]):
-            _refuse_experts(pattern, prefix, model)
+        if not any(_matches(pattern, path) for path in [*linear, *named, *aliases]):
             raise ConfigError(_explain_unmatched(pattern, linear))
 
-    found = [path for path in linear if adapter.matches(path)]
     for index, _ in model.get_submodule(layers).named_children():
         if any(path.startswith(f"{prefix}{index}.") for path in found):
             continue
@@ -192,7 +211,102 @@ def target_paths(adapter: Adapter, layers: str, model: PreTrainedModel) -> list[
             f"model.adapter.targets match no linear map of block {index}, and a stage of"
             " such blocks alone would have nothing to train; name targets that each block has"
         )
-    return found + named
+    return found | dict.fromkeys(named, adapter.rank)
+
+
+def _ranks_of_experts(
+    adapter: Adapter, model: nn.Module, prefix: str, names: ExpertNames
+) -> dict[str, int]:
+    """Return the ranks of adapted routers and stacks by path, as peft chooses them.
+
+    `all-linear` means what was a linear map before transformers stacked experts, routers too.
+    """
+    found: dict[str, int] = {}
+    patterns = replace(adapter, targets=adapter.patterns) if names.are_stacked else adapter
+    for path, module in model.named_modules():
+        in_block = path.removeprefix(prefix).partition(".")[2]
+        if in_block in ROUTERS and not is_linear(module) and patterns.matches(path):
+            found[path] = adapter.rank
+    for path, _ in model.named_parameters():
+        rank = _rank_of_stack(adapter, path, names) if is_stack(path) else 0
+        if rank:
+            found[path] = rank
+    return found
+
+
+def _rank_of_stack(adapter: Adapter, path: str, names: ExpertNames) -> int:
+    """Return the rank of a stack's update; 0: it has none.
+
+    A stack that its maps' names select has the rank of both: `gate_proj` and `up_proj` are one.
+
+    Raises:
+        ConfigError: one of its maps alone is named.
+    """
+    maps = names.maps(path)
+    chosen = [each for each in maps if adapter.matches(each)]
+    if chosen and len(chosen) == len(maps):
+        return adapter.rank * len(maps)
+    if any(_matches(pattern, path) for pattern in adapter.patterns):
+        return adapter.rank
+    if chosen:
+        given, other = (_last_component(each) for each in (*chosen, *set(maps) - set(chosen)))
+        raise ConfigError(
+            f"model.adapter.targets names {given} without {other}, which routed experts hold in one"
+            f" stack; name both, or the maps meant by more of their path, such as"
+            f" shared_experts.{given}"
+        )
+    return 0
+
+
+def _expert_maps(paths: Collection[str], names: ExpertNames) -> list[str]:
+    maps: list[str] = []
+    for path in paths:
+        maps += names.maps(path) if is_stack(path) else ()
+    return maps
+
+
+def _check_dropout(adapter: Adapter, of_experts: Collection[str]) -> None:
+    if adapter.dropout and of_experts:
+        raise ConfigError(
+            f"model.adapter.dropout is {adapter.dropout}, but routed experts and routers"
+            f" ({min(of_experts)}) are adapted without dropout, as in peft; set it to 0, or name"
+            " targets without them"
+        )
+
+
+def peft_targets(ranks: Mapping[str, int], model: nn.Module, adapter: Adapter) -> dict[str, Any]:
+    """Return the keys of peft's `LoraConfig` that select adapted weights, with whole paths.
+
+    ranks: of `target_ranks`.
+    """
+    is_mixture = any(is_stack(path) for path, _ in model.named_parameters())
+    modules: list[str] = []
+    parameters: list[str] = []
+    for path in ranks:
+        if is_stack(path):
+            parameters.append(path)
+            continue
+        module = model.get_submodule(path)
+        is_map = is_linear(module) or isinstance(module, nn.Embedding)
+        # peft adapts the weight of a map under this key, whatever the map's name.
+        if not is_map or (is_mixture and _last_component(path) in EXPERT_MAPS):
+            parameters.append(f"{path}.weight")
+        else:
+            modules.append(path)
+    found: dict[str, Any] = {"target_modules": modules}
+    # Older releases of peft do not know the key.
+    if parameters:
+        found["target_parameters"] = parameters
+    wider = {rank for path, rank in ranks.items() if rank != adapter.rank}
+    for rank in wider:
+        found["rank_pattern"] = {FUSED_RANKS: rank}
+        found["alpha_pattern"] = {FUSED_RANKS: whole_number(adapter.alpha * rank / adapter.rank)}
+    return found
+
+
+def whole_number(value: float) -> float:
+    """Return a whole number as an integer: peft writes it without a decimal point."""
+    return int(value) if value == int(value) else value
 
 
 def check_ends(adapter: Adapter, targets: Collection[str], model: PreTrainedModel) -> None:
@@ -207,7 +321,7 @@ def check_ends(adapter: Adapter, targets: Collection[str], model: PreTrainedMode
     is_tied = bool(model.config.tie_word_embeddings)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     for path in targets:
-        if is_tied and model.get_submodule(path) in ends:
+        if is_tied and not is_stack(path) and model.get_submodule(path) in ends:
             raise ConfigError(
                 f"model.adapter.targets: {path} is tied to the other end of the model, so an update"
                 " of it alone unties them; name the embedding in model.adapter.modules_to_save"
@@ -221,23 +335,11 @@ def check_ends(adapter: Adapter, targets: Collection[str], model: PreTrainedMode
                 " of its own (a tied head has those of the embedding)"
             )
         for path in targets:
-            if any(each.startswith(f"{path}.") for each in saved):
+            if any(f"{each}.".startswith(f"{path}.") for each in saved):
                 raise ConfigError(
                     f"model.adapter.modules_to_save: '{name}' trains {path}, which has an adapter;"
                     " leave one of them out"
                 )
-
-
-def _refuse_experts(pattern: str, prefix: str, model: nn.Module) -> None:
-    """Raise ConfigError if an unmatched target means the routed experts of a block."""
-    stacks = [path for path, weight in model.named_parameters() if weight.dim() == 3]
-    in_blocks = any(path.startswith(prefix) for path in stacks)
-    if in_blocks and _last_component(pattern) in EXPERT_NAMES:
-        raise ConfigError(
-            f"model.adapter.targets: '{pattern}' names routed experts, which are stacks of weights"
-            " without adapters; name attention's maps, and train experts whole by"
-            " model.adapter.modules_to_save: [experts]"
-        )
 
 
 def _explain_unmatched(pattern: str, linear: Collection[str]) -> str:
@@ -289,7 +391,8 @@ def initial_adapters(
             if name.endswith(EMBEDDING_B):
                 nn.init.normal_(tensor, generator=generator)
             else:
-                nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+                # Of a stack, each expert's matrix as if it were alone.
+                nn.init.kaiming_uniform_(tensor.flatten(0, -2), a=math.sqrt(5), generator=generator)
         yield name, tensor
 
 
@@ -408,7 +511,7 @@ class AdaptedEmbedding(VocabularyEmbedding):
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let the model compute as its base, without the updates of its adapters."""
-    adapted: list[AdaptedLinear | AdaptedEmbedding] = []
+    adapted: list[AdaptedLinear | AdaptedEmbedding | LowRank] = [*low_rank_updates(model)]
     for module in model.modules():
         if isinstance(module, AdaptedLinear | AdaptedEmbedding):
             adapted.append(module)

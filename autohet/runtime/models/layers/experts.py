@@ -65,6 +65,17 @@ class ExpertNames:
         """Return a parameter's name in the files, which may call the block differently."""
         return name.replace(".mlp.", f".{self.block}.")
 
+    def maps(self, stack: str) -> tuple[str, ...]:
+        """Return the paths of the linear maps that a stack's experts have in files; empty: none.
+
+        stack: its path in the model; the maps are those of expert 0, not renamed.
+        """
+        experts, _, name = stack.rpartition(".")
+        if self.are_stacked:
+            return ()
+        parts = (self.down,) if name == "down_proj" else (self.gate, self.up)
+        return tuple(f"{experts}.0.{part}" for part in parts)
+
     def matrices(self, name: str, count: int) -> list[tuple[str, ...]] | None:
         """Return the names of a stack's matrices by expert; None: the parameter is no stack.
 

@@ -42,7 +42,8 @@ def adapt_spec(
             module_path = each.name.removesuffix(B_SUFFIX)
             if family.is_key_value(module_path):
                 key_values.append(each)
-        adapted = _adapt_block(block, specs, key_values, sequence_length)
+        used = _used_scalars(config, specs)
+        adapted = _adapt_block(block, specs, key_values, used, sequence_length)
         blocks.append(replace(adapted, autograd=known[kind]))
     embedding = _adapt_end(spec.embedding, by_layer.get(EMBEDDING, []))
     head = _adapt_end(spec.head, by_layer.get(HEAD, []))
@@ -84,30 +85,43 @@ def _adapt_block(
     block: LayerSpec,
     trained: Sequence[ParameterSpec],
     key_values: Sequence[ParameterSpec],
+    used: float,
     sequence_length: int,
 ) -> LayerSpec:
     """Return a block's spec with frozen weights and trained adapters.
 
-    trained: the block's adapters. key_values: those of them that are B of keys or values.
+    trained: the block's adapters. key_values: those of them that are B of keys or values. used:
+    scalars of the adapters that a token is multiplied with.
     """
     added = _scalars(trained)
     replicated = [each for each in trained if each.split_dim is None]
     weights = 2.0 * block.matmul_parameters * sequence_length
     attention = block.score_flops(sequence_length)
-    updates = 2.0 * added * sequence_length
+    updates = 2.0 * used * sequence_length
     backward = weights + 2.0 * (attention + updates)
     return replace(
         _frozen(block),
         parameters=added,
         replicated_parameters=_scalars(replicated),
         key_value_parameters=_scalars(key_values) if block.key_value_units else 0,
-        matmul_parameters=block.matmul_parameters + added,
+        matmul_parameters=block.matmul_parameters + round(used),
         backward_share=backward / (2.0 * (weights + attention + updates)),
     )
 
 
 def _scalars(specs: Sequence[ParameterSpec]) -> int:
     return sum(math.prod(each.shape) for each in specs)
+
+
+def _used_scalars(config: PreTrainedConfig, trained: Sequence[ParameterSpec]) -> float:
+    """Return how many scalars of a block's adapters a token is multiplied with."""
+    total = 0.0
+    for each in trained:
+        # Of a stack, those of the token's experts.
+        experts = each.shape[0] if is_adapter(each.name) and len(each.shape) == 3 else None
+        share = 1.0 if experts is None else config.num_experts_per_tok / experts
+        total += share * math.prod(each.shape)
+    return total
 
 
 def _kept(
@@ -118,5 +132,9 @@ def _kept(
     In a backward pass the scaled gradient of the widest update is alive, too.
     """
     counted = count_block(config, precision, layer)
-    outputs = [each.shape[0] for each in trained if each.name.endswith(B_SUFFIX)]
+    outputs = [0]
+    for each in trained:
+        if each.name.endswith(B_SUFFIX):
+            *stacked, width, _ = each.shape
+            outputs.append(width * (config.num_experts_per_tok if stacked else 1))
     return replace(counted, backward=counted.backward + max(outputs))

@@ -16,10 +16,10 @@ from autohet.runtime.models.layers.adapters import (
     Adapter,
     AdapterDropout,
     adapter_of,
-    is_linear,
 )
 from autohet.runtime.models.layers.attention import share_key_heads
 from autohet.runtime.models.layers.dropout import DropoutRows, column_keys
+from autohet.runtime.models.layers.expert_adapters import adapt_router, adapt_stack
 from autohet.runtime.models.layers.expert_dispatch import (
     TokenPart,
     route_own_part,
@@ -31,6 +31,7 @@ from autohet.runtime.models.layers.experts import (
     ROUTERS,
     SHARED_COLUMN,
     SHARED_ROW,
+    STACKS,
     balance,
     count_tokens,
     keep_own_experts,
@@ -169,7 +170,7 @@ def _divide_split_size(module: nn.Module, share: TensorShare) -> None:
 
 
 def adapt_blocks(blocks: Iterable[nn.Module], spec: StageSpec, rows: DropoutRows) -> None:
-    """Add the low-rank update to the linear maps that have an adapter.
+    """Add the low-rank update to the linear maps, routers and experts that have an adapter.
 
     rows: keys of the stage's present rows, for the dropout of adapters.
     """
@@ -180,8 +181,15 @@ def adapt_blocks(blocks: Iterable[nn.Module], spec: StageSpec, rows: DropoutRows
         # A list, since the loop replaces modules of the block that it walks.
         for name, module in list(block.named_modules()):
             path = f"{spec.block_path(index)}.{name}"
-            is_map = is_linear(module) or isinstance(module, RowParallel)
-            if is_map and adapter.matches(path):
+            for stack in STACKS:
+                low = spec.parameters.get(f"{path}.{stack}{A_SUFFIX}")
+                if low is not None:
+                    adapt_stack(module, stack, adapter.scaling_of(low.shape[1]))
+            if f"{path}{A_SUFFIX}" not in spec.parameters:
+                continue
+            if name in ROUTERS:
+                adapt_router(module, adapter.scaling)
+            else:
                 parent, _, child = name.rpartition(".")
                 adapted = adapted_map(module, path, spec, rows)
                 setattr(block.get_submodule(parent), child, adapted)

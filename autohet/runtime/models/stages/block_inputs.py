@@ -1,4 +1,4 @@
-"""Inputs of a stage's blocks beside the hidden states: attention masks and rotary tables."""
+"""Inputs of a stage's blocks beside the hidden states: masks, rotary tables, positions."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from autohet.runtime.models.layers.pieces import (
 from autohet.runtime.models.stages.stage_spec import StageSpec
 
 InputTables = Mapping[Any, Any]
-"""Masks by window, and rotary tables by kind under "rotary"."""
+"""Masks by window, rotary tables by kind under "rotary", and int64 [b or 1, S] "positions"."""
 
 
 class BlockInputs:
     """Maker of masks and rotary tables for the blocks of a stage.
 
     rotary: the library's rotary embedding, of which the stage makes its own; None: the model has
-    none.
+    none. attention: an attention module of the model, which may take positions.
     """
 
-    def __init__(self, spec: StageSpec, rotary: nn.Module | None) -> None:
+    def __init__(self, spec: StageSpec, rotary: nn.Module | None, attention: nn.Module) -> None:
         self._spec = spec
+        self._takes_positions = _takes(attention, "position_ids")
         self._rotary = None if rotary is None else _on_device(rotary, spec.config, spec.device)
-        self._rotary_by_layer_type = rotary is not None and _takes_layer_type(rotary)
+        self._rotary_by_layer_type = rotary is not None and _takes(rotary, "layer_type")
         self._windows = [window_of(spec.config, layer) for layer in spec.layers]
         self._key: object = None
         """What the last tables were made for."""
@@ -70,6 +71,7 @@ class BlockInputs:
             made[window] = mask(window, length, hidden.dtype, hidden.device)
         if self._rotary is not None:
             positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+            made["positions"] = positions
             made["rotary"] = self._rotary_tables(hidden, positions)
         self._key = key
         self._tables = made
@@ -86,6 +88,7 @@ class BlockInputs:
             made = {window: piece_mask(begins, window, device) for window in windows}
         if self._rotary is not None:
             positions = positions_of(begins).to(device, non_blocking=True)
+            made["positions"] = positions
             made["rotary"] = self._rotary_tables(hidden, positions)
         return made
 
@@ -100,6 +103,8 @@ class BlockInputs:
             arguments["piece_window"] = window
         if self._rotary is not None:
             arguments["position_embeddings"] = tables["rotary"][self._rotary_kind(index)]
+        if self._takes_positions:
+            arguments["position_ids"] = tables["positions"]
         return arguments
 
     @property
@@ -135,6 +140,6 @@ def _on_device(module: nn.Module, config: PreTrainedConfig, device: torch.device
         return type(module)(config=config)
 
 
-def _takes_layer_type(rotary: nn.Module) -> bool:
-    """Return True if a rotary embedding has one table for each type of layers."""
-    return "layer_type" in inspect.signature(rotary.forward).parameters
+def _takes(module: nn.Module, argument: str) -> bool:
+    """Return True if a module names an argument of its forward pass, and not among others alone."""
+    return argument in inspect.signature(module.forward).parameters

@@ -1,0 +1,27 @@
+"""Ministral 3, alone and as the text part of Mistral 3: queries scaled by their positions."""
+
+from autohet.runtime.models.auto import auto_family
+from autohet.runtime.models.config_keys import DECODER_KEYS
+
+FAMILY = auto_family(
+    "ministral3",
+    config_keys=DECODER_KEYS | {"sliding_window"},
+    example={
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "vocab_size": 67,
+        "sliding_window": 5,
+        "pad_token_id": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.7,
+        },
+    },
+)
