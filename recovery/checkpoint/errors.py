@@ -11,10 +11,11 @@ from recovery.errors import RecoveryError
 from recovery.release import RELEASE
 from recovery.state.layout import ShardId
 
-VERSION = 3
+VERSION = 4
 """Version of the manifests and journal entries that this release writes.
 
-It reads manifests of version 2 and entries without a version, which autohet 0.1.0 wrote, too.
+It reads older ones, too: manifests of version 3, whose items had a CRC-32, and those of version 2
+and entries without a version, which autohet 0.1.0 wrote.
 """
 
 

@@ -5,7 +5,9 @@ An item is the bytes that `torch.load` reads: an envelope around the raw element
 with the raw elements (caffe2/serialize/inline_container.cc in PyTorch; APPNOTE.TXT of PKWARE for
 the zip). Writing the envelope ourselves gives three things that `torch.save` cannot: the elements
 are never copied, each size is known beforehand, and the offset of the raw elements is known, so
-that our own reader fetches and checks exactly those.
+that our own reader fetches and checks exactly those. The record of the elements has no CRC-32, as
+`torch.save` leaves it out after `torch.serialization.set_crc32_options(False)`: `torch.load` checks
+none, and the manifest has a checksum of the same bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 ALIGNMENT = 64
 """Alignment in bytes of the raw elements in an item, and of an item in its file (as torch.save's).
 """
+NO_CRC32 = 0
 _ROOT = "archive"
 _LIMIT_32 = 0xFFFFFFFF
 _STORAGE_TYPES: dict[str, type] = {
@@ -47,6 +50,11 @@ class Envelope:
 
     prefix: bytes
     suffix: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes around the elements."""
+        return len(self.prefix) + len(self.suffix)
 
 
 @dataclass(frozen=True)
@@ -104,10 +112,10 @@ class _Record:
         return struct.pack("<4s6H3L5H2L", b"PK\1\2", *fields) + name + extra
 
 
-def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int) -> Envelope:
+def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int = NO_CRC32) -> Envelope:
     """Return the envelope of a contiguous tensor with `num_bytes` of raw elements.
 
-    `crc32` is zlib's, of the raw elements.
+    `crc32` is zlib's, of the raw elements, which autohet 0.1.0 recorded.
     """
     contents = {
         "data.pkl": tensor_header(dtype, shape),

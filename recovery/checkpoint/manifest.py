@@ -30,12 +30,14 @@ ITEM_OVERHEAD_BYTES = 64 << 10
 Scalar = int | float | str | bool | None
 
 
-class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Location and checksums of one shard in a data file.
+class StoredShard(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """Location and checksum of one shard in a data file.
 
     `torch.load` reads the item at [item_offset, item_offset + item_bytes). The raw elements, C
     order, little endian, lie at [offset, offset + num_bytes). `checksum` is that of
-    `recovery.state.checksum`; `crc32` is zlib's, which the item's own format requires.
+    `recovery.state.checksum`; `crc32` is zlib's, in manifests of versions 2 and 3 alone.
     """
 
     tensor: str
@@ -44,7 +46,7 @@ class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     item_bytes: int
     offset: int
     num_bytes: int
-    crc32: int
+    crc32: int | None = None
     checksum: int
 
     @property

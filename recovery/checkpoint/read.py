@@ -13,18 +13,22 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from recovery.checkpoint.commit import checkpoint_uri, open_checkpoint, wrong_files
 from recovery.checkpoint.dcp import METADATA_NAME, dcp_metadata_problem
 from recovery.checkpoint.errors import CheckpointCorrupt, ManifestInvalid
+from recovery.checkpoint.item import NO_CRC32, envelope
 from recovery.checkpoint.manifest import Manifest, StoredShard
+from recovery.checkpoint.pieces import Pieces, SpanMemory
 from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import step_prefix
-from recovery.state.checksum import checksum
+from recovery.state.checksum import BLOCK_BYTES, checksum
 from recovery.state.layout import ShardId
 from recovery.state.slices import TORCH_DTYPES
+from recovery.storage.contents import get_pieces
 from recovery.storage.errors import ObjectMissing, ObjectTruncated
 from recovery.storage.protocol import Storage
 from recovery.storage.tensor_payload import tensor_bytes
@@ -35,6 +39,10 @@ COALESCE_GAP_BYTES = 64 << 10
 
 An S3 request costs about 100 ms, 64 KiB a thousandth of that.
 """
+_GAP = memoryview(bytearray(COALESCE_GAP_BYTES))
+"""Memory for what lies between two shards, which nobody looks at."""
+_LOADED_BYTES = 64 << 10
+"""Largest shard that `verify` always loads by `torch.load`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def plan_reads(
 
         if spans and spans[-1].file == file:
             last = spans[-1]
-            is_near = start - last.end <= gap_bytes
+            is_near = 0 <= start - last.end <= gap_bytes
             if is_near and end - last.start <= span_bytes:
                 spans[-1] = FileSpan(file, last.start, end, (*last.shards, stored))
                 continue
@@ -197,22 +205,18 @@ def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
 
 @dataclass
 class _Fetch:
-    """Span in flight: its buffer, the requests that fill it, and the results of its checks."""
+    """Span in flight: its memory, the requests that fill it, and the results of its checks.
+
+    `memory` is the span's from its start to its end, `shards` what of it each shard has.
+    """
 
     span: FileSpan
-    buffer: torch.Tensor
+    memory: list[SpanMemory]
+    shards: list[SpanMemory]
     parts_left: int
     parts: list[Future[None]] = field(default_factory=list)
     bad: dict[ShardId, CheckpointCorrupt] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def raw(self, stored: StoredShard) -> torch.Tensor:
-        first = stored.offset - self.span.start
-        return self.buffer[first : first + stored.num_bytes]
-
-    def item(self, stored: StoredShard) -> torch.Tensor:
-        first = stored.item_offset - self.span.start
-        return self.buffer[first : first + stored.item_bytes]
 
 
 @dataclass(frozen=True)
@@ -244,13 +248,15 @@ def _read(
         own = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
     reader = _Reader(storage, manifest, reading.whole_items, into)
 
+    # More would only be memory: all requests that there may be are in flight.
+    most = min(reading.max_memory_bytes, (storage.options.concurrency + 1) * part_bytes)
     ahead = 0
     with own or nullcontext(reading.requests) as pool:
         assert pool is not None
         try:
             while spans or flying:
                 while spans:
-                    fits = ahead + spans[0].num_bytes <= reading.max_memory_bytes
+                    fits = ahead + spans[0].num_bytes <= most
                     # A span that is larger than the limit is read alone.
                     if flying and not fits:
                         break
@@ -262,7 +268,7 @@ def _read(
                 done = flying.popleft()
                 ahead -= done.span.num_bytes
                 reader.reuse(done)
-                # Its buffer is free now, not only after the next span.
+                # Its memory is free now, not only after the next span.
                 del done
         finally:
             over.set()
@@ -283,6 +289,8 @@ def _call_off(fetches: Iterable[_Fetch]) -> None:
 
 
 def _over(memory: memoryview) -> torch.Tensor:
+    if not len(memory):
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -306,8 +314,7 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, uri: str) -> torch.
 class _Reader:
     """Fetches spans and checks what came; the last request of a span checks it, on its thread.
 
-    A span of one shard is read straight into the caller's memory; others into buffers that are used
-    again, since new memory costs more than the copy out of them.
+    Every shard is read straight into its own memory, the caller's if there is any.
     """
 
     def __init__(
@@ -318,7 +325,7 @@ class _Reader:
         into: Mapping[ShardId, memoryview],
     ) -> None:
         self._into = into
-        self._free: list[torch.Tensor] = []
+        self._free: list[memoryview] = []
         self._storage = storage
         self._manifest = manifest
         self._whole_items = whole_items
@@ -328,65 +335,57 @@ class _Reader:
         stride = self._storage.options.part_bytes
         # An empty span has one part, too: it is checked behind its last part.
         starts = range(span.start, max(span.end, span.start + 1), stride)
-        fetch = _Fetch(span, self._buffer(span), len(starts))
+        fetch = self._fetch(span, len(starts))
         for start in starts:
             end = min(start + stride, span.end)
             fetch.parts.append(pool.submit(self._part, fetch, start, end))
         return fetch
 
-    def _buffer(self, span: FileSpan) -> torch.Tensor:
-        num_bytes = span.num_bytes
-        if self._alone(span):
-            memory = self._into.get(span.shards[0].shard)
-            if memory is not None:
-                return _over(memory)
-            return self._new_buffer(num_bytes)
+    def _fetch(self, span: FileSpan, num_parts: int) -> _Fetch:
+        """Allocate the span's memory: whole, or by shard with the gaps between them."""
+        if self._whole_items:
+            free = self._free.pop() if self._free else memoryview(b"")
+            if len(free) < span.num_bytes:
+                free = self._new_memory(max(span.num_bytes, self._storage.options.part_bytes))
+            whole = SpanMemory(span.start, free[: span.num_bytes])
+            shards = []
+            for stored in span.shards:
+                first = stored.offset - span.start
+                raw = whole.bytes[first : first + stored.num_bytes]
+                shards.append(SpanMemory(stored.offset, raw))
+            return _Fetch(span, [whole], shards, num_parts)
 
-        for number, free in enumerate(self._free):
-            if free.numel() >= num_bytes:
-                return self._free.pop(number)[:num_bytes]
-
-        # Of a whole part's size, so that it serves any later span.
-        whole_bytes = max(num_bytes, self._storage.options.part_bytes)
-        return self._new_buffer(whole_bytes)[:num_bytes]
-
-    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
-        return empty_tensor((num_bytes,), torch.uint8, f"{self._storage.uri}/{self._prefix}")
-
-    def _alone(self, span: FileSpan) -> bool:
-        return len(span.shards) == 1 and not self._whole_items
+        memory = []
+        shards = []
+        position = span.start
+        for stored in span.shards:
+            given = self._into.get(stored.shard)
+            raw = given.cast("B") if given else self._new_memory(stored.num_bytes)
+            num_blocks = -(-stored.num_bytes // BLOCK_BYTES)
+            shards.append(SpanMemory(stored.offset, raw, [None] * num_blocks))
+            memory += [SpanMemory(position, _GAP[: stored.offset - position]), shards[-1]]
+            position = stored.end
+        return _Fetch(span, memory, shards, num_parts)
 
     def reuse(self, fetch: _Fetch) -> None:
-        """Reuse the fetch's buffer, since all its shards have been taken.
+        """Reuse the memory of whole items, which nobody else has."""
+        if self._whole_items:
+            self._free.append(memoryview(fetch.memory[0].bytes.obj))
 
-        No-op if the buffer is a shard's own memory.
-        """
-        if self._alone(fetch.span):
-            return
-        storage = fetch.buffer.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self._free.append(whole)
+    def _new_memory(self, num_bytes: int) -> memoryview:
+        uri = f"{self._storage.uri}/{self._prefix}"
+        return empty_tensor((num_bytes,), torch.uint8, uri).numpy().data
 
     def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
         """Wait for the span, at most for the storage's own deadline of each request."""
         for part in fetch.parts:
             part.result()
 
-        alone = self._alone(fetch.span)
-        for stored in fetch.span.shards:
-            raw = fetch.raw(stored)
-            if not alone:
-                raw = self._taken(stored, raw)
+        for stored, raw in zip(fetch.span.shards, fetch.shards, strict=True):
             spec = self._manifest.specs[stored.tensor]
-            tensor = raw.view(TORCH_DTYPES[spec.dtype]).view(spec.unit_shape(stored.unit))
+            tensor = _over(raw.bytes).view(TORCH_DTYPES[spec.dtype])
+            tensor = tensor.view(spec.unit_shape(stored.unit))
             yield stored.shard, fetch.bad.get(stored.shard, tensor)
-
-    def _taken(self, stored: StoredShard, raw: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a shard's bytes, in the caller's memory if there is any."""
-        memory = self._into.get(stored.shard)
-        if memory is None or not len(memory):
-            return raw.clone()
-        return _over(memory).copy_(raw)
 
     def _part(self, fetch: _Fetch, start: int, end: int) -> None:
         error = self._fetch_range(fetch, start, end)
@@ -401,10 +400,10 @@ class _Reader:
 
     def _fetch_range(self, fetch: _Fetch, start: int, end: int) -> str:
         """Read a part of a span into its buffer; return the problem, or ""."""
-        first = fetch.span.start
-        buffer = fetch.buffer.numpy().data[start - first : end - first]
+        name = self._prefix + fetch.span.file
         try:
-            self._storage.get_into(self._prefix + fetch.span.file, start, buffer)
+            pieces = Pieces(fetch.memory, start, end)
+            get_pieces(self._storage, name, start, end - start, pieces)
         except (ObjectMissing, ObjectTruncated) as error:
             return error.reason
         return ""
@@ -415,37 +414,47 @@ class _Reader:
         The transfer may have been at fault and not the storage.
         """
         span = fetch.span
-        wrong = [stored for stored in span.shards if self._problem(fetch, stored)]
-        if not wrong:
+        if not any(map(partial(self._problem, fetch), span.shards, fetch.shards)):
             return
 
         stride = self._storage.options.part_bytes
         for start in range(span.start, span.end, stride):
             self._fetch_range(fetch, start, min(start + stride, span.end))
 
-        for stored in span.shards:
-            problem = self._problem(fetch, stored)
+        for stored, raw in zip(span.shards, fetch.shards, strict=True):
+            problem = self._problem(fetch, stored, raw)
             if problem:
                 fetch.bad[stored.shard] = self._corrupt(fetch, stored, problem)
 
-    def _problem(self, fetch: _Fetch, stored: StoredShard) -> str:
-        found = checksum(fetch.raw(stored).numpy().data)
+    def _problem(self, fetch: _Fetch, stored: StoredShard, raw: SpanMemory) -> str:
+        found = raw.checksum()
         if found != stored.checksum:
             return f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
         if self._whole_items:
-            return self._item_problem(fetch, stored)
+            (whole,) = fetch.memory
+            first = stored.item_offset - whole.start
+            return self._item_problem(whole.bytes[first : first + stored.item_bytes], stored)
         return ""
 
-    def _item_problem(self, fetch: _Fetch, stored: StoredShard) -> str:
-        """Check that stock PyTorch loads the same tensor; return the problem, or ""."""
-        item = io.BytesIO(fetch.item(stored).numpy().tobytes())
+    def _item_problem(self, item: memoryview, stored: StoredShard) -> str:
+        """Check that stock PyTorch loads the same tensor; return the problem, or "".
+
+        The elements of a large item are not read again where all around them is as it was written.
+        """
         spec = self._manifest.specs[stored.tensor]
+        shape = spec.unit_shape(stored.unit)
+        if stored.num_bytes > _LOADED_BYTES:
+            wrap = envelope(spec.dtype, shape, stored.num_bytes, stored.crc32 or NO_CRC32)
+            first = len(wrap.prefix)
+            around = bytes(item[:first]), bytes(item[first + stored.num_bytes :])
+            if around == (wrap.prefix, wrap.suffix):
+                return ""
         try:
-            tensor = torch.load(item, map_location="cpu", weights_only=True)
+            tensor = torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
         except Exception as error:  # noqa: BLE001
             return f"torch.load cannot read it ({type(error).__name__}: {str(error)[:100]})"
 
-        if tensor.shape != spec.unit_shape(stored.unit) or tensor.dtype != TORCH_DTYPES[spec.dtype]:
+        if tensor.shape != shape or tensor.dtype != TORCH_DTYPES[spec.dtype]:
             return "torch.load makes another shape or dtype of it"
         if checksum(tensor_bytes(tensor)) != stored.checksum:
             return "torch.load makes other values of it"

@@ -8,7 +8,6 @@ import math
 import re
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ from recovery.storage.tensor_payload import TensorPayload
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 30
-_CHECKSUM_STRIDE = 4 << 20
+_CHECKSUM_STRIDE = 1 << 20
 
 
 def step_prefix(step: int) -> str:
@@ -133,7 +132,7 @@ def write_views(
         else:
             if found is not None:
                 logger.warning("%s/%s is damaged and is replaced", storage.uri, name)
-            storage.put(name, _Metered(payload, meter))
+            storage.put(name, meter.metered(payload))
             sent += file.num_bytes
         files.append(file)
 
@@ -170,7 +169,7 @@ def _data_file(
     worker: str,
     items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]],
     checksums: Mapping[ShardId, int],
-) -> tuple[DataFile, Payload]:
+) -> tuple[DataFile, ConcatPayload]:
     """Return the table and the bytes of one data file.
 
     Every tensor is read once, for its checksum.
@@ -181,22 +180,21 @@ def _data_file(
     digest = hashlib.sha256()
     for shard, spec, tensor in items:
         data = TensorPayload(tensor)
-        crc32, found = payload_sums(data)
+        found = payload_checksum(data)
         if checksums.get(shard, found) != found:
             raise ShardCorrupt(
                 shard, worker, "it has changed in host memory since its snapshot was taken"
             )
 
         shape = spec.unit_shape(shard.unit)
-        wrap = envelope(spec.dtype, shape, data.size, crc32)
+        wrap = envelope(spec.dtype, shape, data.size)
         stored = StoredShard(
             tensor=shard.tensor,
             unit=shard.unit,
             item_offset=position,
-            item_bytes=len(wrap.prefix) + data.size + len(wrap.suffix),
+            item_bytes=wrap.num_bytes + data.size,
             offset=position + len(wrap.prefix),
             num_bytes=data.size,
-            crc32=crc32,
             checksum=found,
         )
         table.append(stored)
@@ -216,16 +214,13 @@ def _data_file(
     return file, ConcatPayload(parts)
 
 
-def payload_sums(payload: Payload) -> tuple[int, int]:
-    """Return CRC-32 and checksum of the whole payload, read a few MiB at a time."""
-    crc32 = 0
+def payload_checksum(payload: Payload) -> int:
+    """Return the checksum of the whole payload, read a few MiB at a time."""
     running = RunningChecksum()
     for offset in range(0, payload.size, _CHECKSUM_STRIDE):
         length = min(_CHECKSUM_STRIDE, payload.size - offset)
-        piece = memoryview(payload.read(offset, length))
-        crc32 = zlib.crc32(piece, crc32)
-        running.update(piece)
-    return crc32, running.value()
+        running.update(memoryview(payload.read(offset, length)))
+    return running.value()
 
 
 class _Meter:
@@ -243,6 +238,13 @@ class _Meter:
         self._done = min(self._total, self._done + num_bytes)
         if self._progress:
             self._progress(self._done, self._total)
+
+    def metered(self, payload: ConcatPayload) -> ConcatPayload:
+        """Return the same bytes, whose reads of tensors are added up."""
+        parts = payload.parts
+        return ConcatPayload(
+            [_Metered(part, self) if isinstance(part, TensorPayload) else part for part in parts]
+        )
 
 
 class _Metered:

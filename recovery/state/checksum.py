@@ -29,12 +29,16 @@ class RunningChecksum:
 
     def update(self, data: memoryview) -> None:
         """Add bytes: a multiple of BLOCK_BYTES, or the end."""
-        for start in range(0, len(data), BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
-            self._digests.append(xxh3_64_intdigest(block))
+        self._digests.extend(block_digests(data))
 
     def value(self) -> int:
         return combined(self._digests)
+
+
+def block_digests(data: memoryview) -> list[int]:
+    """Return the digest of each block; the last one may be shorter."""
+    starts = range(0, len(data), BLOCK_BYTES)
+    return [xxh3_64_intdigest(data[start : start + BLOCK_BYTES]) for start in starts]
 
 
 def checksum(data: memoryview) -> int:

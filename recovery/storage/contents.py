@@ -1,7 +1,8 @@
-"""Comparison of a stored object with the bytes that it should have."""
+"""Reads of a stored object: into several pieces of memory, and compared with expected bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from recovery.storage.errors import ObjectMissing, ObjectTruncated
@@ -19,6 +20,26 @@ class RecordsChecksums(Protocol):
         False proves nothing: the storage may have recorded another kind of checksum, or none.
         """
         ...
+
+
+def get_pieces(
+    storage: Storage, name: str, start: int, num_bytes: int, pieces: Iterable[memoryview]
+) -> None:
+    """Fill `pieces`, of `num_bytes` in all, with the object's bytes from `start`: one request.
+
+    A piece is filled before the next is asked for, and the last before their end. They are begun
+    anew where the request is tried again.
+
+    Raises as `Storage.get_into`.
+    """
+    if hasattr(type(storage), "get_pieces"):
+        storage.get_pieces(name, start, num_bytes, pieces)  # type: ignore[attr-defined]
+        return
+    whole = memoryview(bytearray(num_bytes))
+    storage.get_into(name, start, whole)
+    for piece in pieces:
+        piece[:] = whole[: len(piece)]
+        whole = whole[len(piece) :]
 
 
 def holds(storage: Storage, name: str, data: Buffer | Payload) -> bool:

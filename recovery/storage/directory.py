@@ -27,11 +27,13 @@ from recovery.storage.errors import (
     StoragePermissionDenied,
     StorageUnsupported,
 )
-from recovery.storage.payload import Buffer, Payload, as_payload
+from recovery.storage.payload import Buffer, Payload, as_payload, pieces_of
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
 
 TEMPORARY_PREFIX = ".writing-"
 _TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"([0-9a-f]{32})-([0-9a-f]{8})$")
+_BUFFER_BYTES = 64 << 10
+"""Bytes that are gathered before they are written; a larger piece is written as it is."""
 T = TypeVar("T")
 
 
@@ -83,10 +85,16 @@ class DirectoryStorage:
         return data
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self._bandwidth.take(len(buffer), self._cancelled)
-        got = self._guard(name, lambda: _read_into(self._path(name), start, buffer))
-        if got < len(buffer):
-            reason = f"has {start + got} bytes, {start + len(buffer)} were expected"
+        self.get_pieces(name, start, len(buffer), [buffer])
+
+    def get_pieces(
+        self, name: str, start: int, num_bytes: int, pieces: Iterable[memoryview]
+    ) -> None:
+        """Fill `pieces` one after the other: see `recovery.storage.contents.get_pieces`."""
+        self._bandwidth.take(num_bytes, self._cancelled)
+        got = self._guard(name, lambda: _read_into(self._path(name), start, pieces))
+        if got < num_bytes:
+            reason = f"has {start + got} bytes, {start + num_bytes} were expected"
             raise ObjectTruncated(f"{self.uri}/{name}", reason)
 
     def size(self, name: str) -> int | None:
@@ -173,15 +181,11 @@ class DirectoryStorage:
 
     def _write(self, temporary: Path, payload: Payload) -> None:
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        stride = self._options.part_bytes
-        with temporary.open("xb", buffering=0) as file:
-            for offset in range(0, payload.size, stride):
-                length = min(stride, payload.size - offset)
-                part = memoryview(payload.read(offset, length))
-                self._bandwidth.take(len(part), self._cancelled)
-                while part:
-                    written = file.write(part) or 0
-                    part = part[written:]
+        with temporary.open("xb", buffering=_BUFFER_BYTES) as file:
+            for piece in pieces_of(payload, self._options.part_bytes):
+                self._bandwidth.take(len(piece), self._cancelled)
+                file.write(piece)
+            file.flush()
             os.fsync(file.fileno())
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
@@ -308,16 +312,19 @@ def _fsync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read_into(path: Path, start: int, buffer: memoryview) -> int:
-    """Read from `start` until the buffer is full or the file ends; returns the number of bytes."""
+def _read_into(path: Path, start: int, pieces: Iterable[memoryview]) -> int:
+    """Read from `start` until all pieces are full or the file ends; return the number of bytes."""
     got = 0
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while got < len(buffer):
-            count = file.readinto(buffer[got:])
-            if not count:
-                break
-            got += count
+        for piece in pieces:
+            left = piece
+            while left:
+                count = file.readinto(left)
+                if not count:
+                    return got
+                got += count
+                left = left[count:]
     return got
 
 

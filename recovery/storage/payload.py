@@ -6,7 +6,7 @@ A payload can be read from any offset, so that its parts are sent in parallel.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
@@ -42,8 +42,8 @@ class ConcatPayload:
     """Concatenation of several payloads."""
 
     def __init__(self, parts: Sequence[Payload]) -> None:
-        self._parts = [part for part in parts if part.size]
-        self._ends = list(accumulate(part.size for part in self._parts))
+        self.parts = [part for part in parts if part.size]
+        self._ends = list(accumulate(part.size for part in self.parts))
 
     @property
     def size(self) -> int:
@@ -57,7 +57,7 @@ class ConcatPayload:
         index = bisect_right(self._ends, offset)
         pieces: list[Buffer] = []
         while offset < end:
-            part = self._parts[index]
+            part = self.parts[index]
             part_end = self._ends[index]
             part_start = part_end - part.size
             take = min(end, part_end) - offset
@@ -68,6 +68,14 @@ class ConcatPayload:
         if len(pieces) == 1:
             return pieces[0]
         return b"".join(pieces)
+
+
+def pieces_of(payload: Payload, max_bytes: int) -> Iterator[Buffer]:
+    """Yield the payload's bytes in order, none copied to be joined: at most `max_bytes` each."""
+    parts = payload.parts if isinstance(payload, ConcatPayload) else [payload]
+    for part in parts:
+        for offset in range(0, part.size, max_bytes):
+            yield part.read(offset, min(max_bytes, part.size - offset))
 
 
 def as_payload(data: Buffer | Payload) -> Payload:

@@ -95,7 +95,13 @@ class S3Storage:
         return s3_download.get(self._connection, name, start, length)
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        s3_download.get_into(self._connection, name, start, buffer)
+        self.get_pieces(name, start, len(buffer), [buffer])
+
+    def get_pieces(
+        self, name: str, start: int, num_bytes: int, pieces: Iterable[memoryview]
+    ) -> None:
+        """Fill `pieces` one after the other: see `recovery.storage.contents.get_pieces`."""
+        s3_download.get_pieces(self._connection, name, (start, num_bytes), pieces)
 
     def size(self, name: str) -> int | None:
         target = self._connection.target(name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from recovery.cancellation import check
 from recovery.storage.errors import ObjectTruncated, StorageTimeout
 from recovery.storage.s3_connection import S3Connection
-from recovery.storage.s3_transfer import DeadlinePassed
+from recovery.storage.s3_transfer import DeadlinePassed, Target, fill
 
 _STREAM_BYTES = 1 << 20
 
@@ -33,58 +33,68 @@ def get(connection: S3Connection, name: str, start: int, length: int | None) -> 
     return data
 
 
-def get_into(connection: S3Connection, name: str, start: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the object's bytes from `start`."""
-    if not len(buffer):
+def get_pieces(
+    connection: S3Connection, name: str, span: tuple[int, int], pieces: Iterable[memoryview]
+) -> None:
+    """Fill `pieces` with the object's bytes of `span`, (start, number of bytes)."""
+    start, num_bytes = span
+    if not num_bytes:
         return
-    connection.take_bandwidth(len(buffer))
+    connection.take_bandwidth(num_bytes)
 
     def fetch_whole(client: Any) -> None:
         fetch = _fetch_into if connection.transfer.usable else _stream_into
-        got = fetch(connection, client, name, start, buffer)
-        if got < len(buffer):
-            reason = f"{got} bytes came of the {len(buffer)} from {start}"
+        got = fetch(connection, client, name, span, pieces)
+        if got < num_bytes:
+            reason = f"{got} bytes came of the {num_bytes} from {start}"
             raise ObjectTruncated(f"{connection.uri}/{name}", reason)
 
     connection.call(name, fetch_whole)
 
 
 def _fetch_into(
-    connection: S3Connection, client: Any, name: str, start: int, buffer: memoryview
+    connection: S3Connection,
+    client: Any,
+    name: str,
+    span: tuple[int, int],
+    pieces: Iterable[memoryview],
 ) -> int:
-    """Receive straight into the buffer; return the number of bytes that came."""
+    """Receive straight into the pieces; return the number of bytes that came."""
     stop_at = time.monotonic() + connection.options.request_timeout_s
+    place = connection.target(name)
+    target = Target(*span, pieces, stop_at, connection.cancelled, place["Key"])
     try:
-        return connection.transfer.get_into(
-            client, connection.target(name), start, buffer, stop_at, connection.cancelled
-        )
+        return connection.transfer.get_into(client, place, target)
     except DeadlinePassed as error:
         raise StorageTimeout(f"{connection.uri}/{name}", str(error)) from error
 
 
 def _stream_into(
-    connection: S3Connection, client: Any, name: str, start: int, buffer: memoryview
+    connection: S3Connection,
+    client: Any,
+    name: str,
+    span: tuple[int, int],
+    pieces: Iterable[memoryview],
 ) -> int:
-    """Copy boto3's stream into the buffer; return the number of bytes that came."""
+    """Copy boto3's stream into the pieces; return the number of bytes that came."""
     stop_at = time.monotonic() + connection.options.request_timeout_s
-    span = f"bytes={start}-{start + len(buffer) - 1}"
-    body = client.get_object(**connection.target(name), Range=span)["Body"]
+    start, num_bytes = span
+    wanted = f"bytes={start}-{start + num_bytes - 1}"
+    body = client.get_object(**connection.target(name), Range=wanted)["Body"]
+
+    def read(memory: memoryview) -> int:
+        data = body.read(min(_STREAM_BYTES, len(memory)))
+        memory[: len(data)] = data
+        return len(data)
+
     got = 0
     try:
-        while got < len(buffer):
-            piece = body.read(min(_STREAM_BYTES, len(buffer) - got))
-            if not piece:
-                break
-            buffer[got : got + len(piece)] = piece
-            got += len(piece)
-            check(connection.cancelled, name)
-            if time.monotonic() > stop_at:
-                raise StorageTimeout(
-                    f"{connection.uri}/{name}",
-                    f"{got} of {len(buffer)} bytes came before the deadline",
-                )
+        target = Target(start, num_bytes, pieces, stop_at, connection.cancelled, name)
+        got = fill(target, read)
+    except DeadlinePassed as error:
+        raise StorageTimeout(f"{connection.uri}/{name}", str(error)) from error
     finally:
-        if got < len(buffer):
+        if got < num_bytes:
             # Else the connection goes back to the pool, with bytes of this answer in it.
             body.close()
     return got

@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.parse
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,12 @@ class RangeIgnored(Exception):
 
 
 @dataclass
-class _Target:
-    """Destination of one GET's bytes."""
+class Target:
+    """Destination of one GET's bytes, from `start`; `deadline` is a monotonic time."""
 
-    memory: memoryview
     start: int
+    num_bytes: int
+    pieces: Iterable[memoryview]
     deadline: float
     cancelled: threading.Event | None
     name: str
@@ -122,25 +123,17 @@ class S3Transfer:
         client.meta.events.register("before-send.s3.GetObject", self._send_get)
         client.meta.events.register("before-send.s3.UploadPart", self._send_part)
 
-    def get_into(
-        self,
-        client: Any,
-        place: dict[str, str],
-        start: int,
-        memory: memoryview,
-        deadline: float,
-        cancelled: threading.Event | None,
-    ) -> int:
-        """Fill `memory` with the object's bytes from `start`; return how many came before its end.
+    def get_into(self, client: Any, place: dict[str, str], target: Target) -> int:
+        """Fill the target with the object's bytes; return how many came before its end.
 
         Raises:
-            ClientError: as boto3. OSError, HTTPException: the connection failed. DeadlinePassed:
-            `deadline` (monotonic). Cancelled.
+            ClientError: as boto3. OSError, HTTPException: the connection failed. DeadlinePassed,
+            Cancelled.
         """
-        target = _Target(memory, start, deadline, cancelled, place["Key"])
         self._local.target = target
+        last = target.start + target.num_bytes - 1
         try:
-            client.get_object(**place, Range=f"bytes={start}-{start + len(memory) - 1}")
+            client.get_object(**place, Range=f"bytes={target.start}-{last}")
         finally:
             self._local.target = None
         return target.got
@@ -154,7 +147,7 @@ class S3Transfer:
         return {"ETag": answer["ETag"]}
 
     def _send_get(self, request: Any, **_: Any) -> AWSResponse | None:
-        target: _Target | None = getattr(self._local, "target", None)
+        target: Target | None = getattr(self._local, "target", None)
         if target is None:
             return None
         with self._answer(request, None) as (connection, answer):
@@ -257,7 +250,7 @@ def _headers(request: Any) -> dict[str, str]:
 
 
 def _receive(
-    connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, target: _Target
+    connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, target: Target
 ) -> None:
     """Read the answer's body into the target's memory.
 
@@ -268,24 +261,35 @@ def _receive(
     if target.start and not ranged:
         raise RangeIgnored
 
-    length = int(answer.headers.get("Content-Length", len(target.memory)))
-    num_bytes = min(len(target.memory), length)
-    memory = target.memory[:num_bytes]
-    read = _reader(connection, answer)
-    got = 0
-    while got < num_bytes:
-        count = read(memory[got:])
-        if not count:
-            break
-        got += count
-        check(target.cancelled, target.name)
-        if time.monotonic() > target.deadline:
-            raise DeadlinePassed(f"{got} of {num_bytes} bytes came before the deadline")
-
-    if got == num_bytes:
+    target.num_bytes = min(
+        target.num_bytes, int(answer.headers.get("Content-Length", target.num_bytes))
+    )
+    target.got = fill(target, _reader(connection, answer))
+    if target.got == target.num_bytes:
         # It was read to its end from the socket, which the answer does not know.
         answer.close()
-    target.got = got
+
+
+def fill(target: Target, read: Callable[[memoryview], int]) -> int:
+    """Fill the target by `read`, which returns 0 at the end; return the number of bytes.
+
+    Raises:
+        DeadlinePassed, Cancelled.
+    """
+    got = 0
+    for piece in target.pieces:
+        left = piece[: target.num_bytes - got]
+        while left:
+            count = read(left)
+            if not count:
+                return got
+            got += count
+            left = left[count:]
+            check(target.cancelled, target.name)
+            if time.monotonic() > target.deadline:
+                reason = f"{got} of {target.num_bytes} bytes came before the deadline"
+                raise DeadlinePassed(reason)
+    return got
 
 
 def _is_open(connection: http.client.HTTPConnection) -> bool:

@@ -4,10 +4,10 @@ Several are in flight, in the order that all workers share.
 
 A message is one flat buffer on the group's device: each small shard's bytes, 16-byte aligned, then
 one int64 for each shard: its checksum (`recovery.state.device_checksum`, the same on every device),
-or -1 if the sender could not get the shard. Large shards follow it by themselves, from the sender's
-live memory into the receiver's new state, without a copy at either end. The receiver believes the
-schedule's checksum if there is one. The sender's checksum detects damage on the way to shards that
-have no snapshot yet.
+0 if the schedule has one, or -1 if the sender could not get the shard. Large shards follow it by
+themselves, from the sender's live memory into the receiver's new state, without a copy at either
+end. The receiver believes the schedule's checksum if there is one. The sender's checksum detects
+damage on the way to shards that have no snapshot yet; others are checked once, where they arrive.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _TENSORS = 256
 One for its buffer, and no more than MESSAGE_BYTES / DIRECT_BYTES + 1 for shards sent by themselves.
 """
 NOT_AVAILABLE = -1
+_IN_SCHEDULE = 0
 _ALIGNMENT = 16
 _WORD_BYTES = 8
 """Size in bytes of one shard's checksum in a message."""
@@ -87,8 +88,8 @@ class ExchangedState:
     """Take the bytes of a shard that has come."""
     miss: Callable[[Message, Sequence[ShardId]], None]
     """Note the shards of a message that came damaged or were not available."""
-    expected: Callable[[ShardId], Collection[int]]
-    """Return the checksums that a shard may have, none if only its sender knows."""
+    expected: Callable[[str, ShardId], Collection[int]]
+    """Return the checksums that a shard may have at a receiver, none if only its sender knows."""
     waited: Callable[[Message, int, float], None]
     """Note bytes and seconds of each piece of a message that was waited for."""
 
@@ -184,7 +185,7 @@ class Exchange:
             view = views[shard]
             if view is not None:
                 flats[shard] = _flat(view.to(self._device))
-        buffer = self._packed(message.shards, packed, views, flats)
+        buffer = self._packed(message, packed, views, flats)
 
         sent = {}
         for shard in direct:
@@ -243,12 +244,13 @@ class Exchange:
 
     def _packed(
         self,
-        shards: Sequence[ShardId],
+        message: Message,
         packed: Sequence[ShardId],
         views: Mapping[ShardId, Tensor | None],
         flats: Mapping[ShardId, Tensor],
     ) -> Tensor:
-        """Pack a message's buffer: the small shards' bytes, and the checksums of all shards."""
+        """Pack a message's buffer: the small shards' bytes, and a word for each shard."""
+        shards = message.shards
         trailer = self._trailer_offset(packed)
         buffer = self._buffer(trailer + _WORD_BYTES * len(shards))
         pieces = dict(flats)
@@ -258,9 +260,11 @@ class Exchange:
                 piece.view(view.dtype).view(view.shape).copy_(view)
                 pieces[shard] = piece
 
-        word_by_shard = {}
-        sums = checksums(list(pieces.values()))
-        for shard, value in zip(pieces, sums, strict=True):
+        word_by_shard = dict.fromkeys(pieces, _IN_SCHEDULE)
+        receiver = message.destination
+        unknown = [shard for shard in pieces if not self._state.expected(receiver, shard)]
+        sums = checksums([pieces[shard] for shard in unknown])
+        for shard, value in zip(unknown, sums, strict=True):
             word_by_shard[shard] = _as_word(value)
 
         words = [word_by_shard.get(shard, NOT_AVAILABLE) for shard in shards]
@@ -278,7 +282,7 @@ class Exchange:
         sent = flight.buffer[trailer:].view(torch.int64).tolist()
         missed = []
         for shard, piece, came, said in zip(shards, pieces, checksums(pieces), sent, strict=True):
-            expected = self._state.expected(shard)
+            expected = self._state.expected(self._worker, shard)
             if expected:
                 is_intact = came in expected
             else:

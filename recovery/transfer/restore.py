@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
@@ -272,7 +272,7 @@ class _Restore:
             place_of=self._place_of,
             take=self._take,
             miss=self._miss,
-            expected=self._expected,
+            expected=self._schedule.checksums_of_message,
             waited=senders.waited,
         )
         try:
@@ -317,9 +317,6 @@ class _Restore:
                 self._came.wait(WAKE_S)
         if done.done():
             done.result()
-
-    def _expected(self, shard: ShardId) -> Collection[int]:
-        return self._schedule.checksums_of_message(self._worker, shard)
 
     def _take(self, message: Message, shard: ShardId, data: Tensor) -> None:
         same_node = self._node_by_worker.get(message.source) == self._part.node

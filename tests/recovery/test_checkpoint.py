@@ -43,7 +43,8 @@ from recovery.checkpoint.manifest import decode_manifest, encode_manifest
 from recovery.checkpoint.read import plan_reads, read_shards, verify
 from recovery.state.layout import ITEM_BYTES_BY_DTYPE, Layout, ShardId, TensorSpec, assign_writers
 from recovery.storage.errors import StorageFull, StorageUnreachable
-from recovery.storage.protocol import Storage
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage, StorageOptions
 from tests.harness.checkpoint_cases import (
     commit,
     full_state,
@@ -269,6 +270,46 @@ def test_a_byte_flipped_on_the_way_is_read_again(directory: Storage) -> None:
             unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)]
         )
     assert faulty.count("get_into") == len(plan_reads(manifest, manifest.shards, 5 << 20)) + 1
+
+
+@pytest.mark.parametrize("part_bytes", [100_000, 1 << 17, 200_001, 1 << 20])
+def test_parts_and_pieces_of_any_size_are_put_together_and_checked(
+    tmp_path: Path, part_bytes: int
+) -> None:
+    """Wrong: a part that ends within a block of the checksum has the digest of half a block; a
+    shard whose first part is damaged passes by the digests of the others.
+    """
+    storage = open_storage(str(tmp_path), StorageOptions(part_bytes=part_bytes, concurrency=2))
+    cuts = (0, 1, 301, 302, 332, 340)
+    spec = TensorSpec("param/w", (340, 1000), "float32", 0, cuts)
+    layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
+    full = {spec.name: torch.randn(spec.shape)}
+    manifest = commit(storage, 3, layout, write_all(storage, 3, layout, full))
+    for into in (False, True):
+        memory = {}
+        if into:
+            memory = {
+                shard: memoryview(bytearray(spec.unit_bytes(shard.unit))) for shard in spec.shards
+            }
+        for shard, unit in read_shards(storage, manifest, into=memory):
+            expected = full[spec.name][spec.unit_slices(shard.unit)]
+            assert torch.equal(unit, expected)
+            if into:
+                assert bytes(memory[shard]) == expected.numpy().tobytes()
+    assert verify(storage, 3).ok
+
+    file, stored = manifest.locations[ShardId("param/w", 1)]
+    for position in (stored.offset, stored.end - 1, stored.offset + 150_000):
+        _damage(storage, file, position)
+        with pytest.raises(CheckpointCorrupt, match=r"param/w\[1\]"):
+            list(read_shards(storage, manifest))
+        assert "param/w[1]" in verify(storage, 3).problems[0]
+        _damage(storage, file, position)
+
+    # Around the elements: only stock PyTorch would meet it.
+    _damage(storage, file, stored.item_offset)
+    assert len(list(read_shards(storage, manifest))) == len(spec.shards)
+    assert "torch.load cannot read it" in verify(storage, 3).problems[0]
 
 
 def _damage(directory: Storage, file: str, position: int) -> None:

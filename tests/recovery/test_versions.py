@@ -5,12 +5,14 @@ one's are read.
 from __future__ import annotations
 
 import json
+import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autohet.cli.main import main
 from recovery.checkpoint.commit import find_newest, open_checkpoint
@@ -18,7 +20,7 @@ from recovery.checkpoint.copy import copy_checkpoint
 from recovery.checkpoint.errors import VERSION, LaterRelease
 from recovery.checkpoint.journal import Journal, entry_name, read_ancestry
 from recovery.checkpoint.manifest import MANIFEST_NAME
-from recovery.checkpoint.read import verify
+from recovery.checkpoint.read import read_shards, verify
 from recovery.checkpoint.retention import apply_retention, remove_orphans
 from recovery.checkpoint.write import step_prefix
 from recovery.errors import RecoveryError
@@ -26,8 +28,9 @@ from recovery.release import RELEASE
 from recovery.state.ancestry import Descent
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
-from tests.harness.checkpoint_cases import make_checkpoint
+from tests.harness.checkpoint_cases import full_state, make_checkpoint, state_specs
 
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
 LATER = {"version": VERSION + 1, "created_by": "autohet 9.9.0, torch 3.0", "release": "9.9.0"}
 
 
@@ -146,6 +149,24 @@ def test_what_the_release_before_wrote_is_read_and_gone_on_from(
     assert newest.info is not None
     assert (newest.info.step, newest.damaged, newest.unknown) == (30, (), "")
     assert apply_retention(storage, keep=2).removed_steps == (10,)
+
+
+@pytest.mark.parametrize(("commit", "version"), [("c4727522", 2), ("8f28f9d4", 3)])
+def test_what_commits_before_have_written_is_read(
+    tmp_path: Path, commit: str, version: int
+) -> None:
+    """Their own code wrote it (`scripts/benchmarks/recovery/upgrades.py --keep`)."""
+    with tarfile.open(CHECKPOINTS / f"{commit}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    storage = open_storage(str(tmp_path))
+    manifest = open_checkpoint(storage)
+    assert (manifest.step, manifest.version) == (20, version)
+    assert verify(storage).ok
+    full = full_state(state_specs(), seed=20)
+    for shard, unit in read_shards(storage, manifest):
+        slices = manifest.specs[shard.tensor].unit_slices(shard.unit)
+        assert torch.equal(unit, full[shard.tensor][slices])
+    assert read_ancestry(storage).contains(2, 2, 20)
 
 
 def test_a_version_before_0_1_0_is_named(storage: Storage) -> None:
