@@ -4,6 +4,7 @@ a node at risk, no idle nodes.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -173,16 +174,25 @@ def test_a_spare_leaves_room_in_the_bound_for_what_stands_anyway(
         assert world.counts == {"g6e": spares}, bound
 
 
+def few(document: dict[str, Any], **most: int) -> tuple[dict[str, Any], Cluster]:
+    """A cluster with at most so many nodes of a type: few fleets are searched under a bound."""
+    found = deepcopy(document)
+    for name, number in most.items():
+        found["available_node_types"][name]["max_workers"] = number
+    return found, cluster_from_document(found)
+
+
 def test_live_spot_prices_count_within_the_bound(aws: tuple[dict[str, Any], Cluster]) -> None:
     """For a spare, and for the plan: at 30% of the price on demand there is room for a larger
     one.
     """
     bound = usd_per_hour({"g6e": 2, "g5-floor": 1}, aws[1])
-    dear = World(aws, {"g6e": 1}, parallelism={"max_usd_per_hour": bound})
+    one_type = few(aws[0], p4d=0, g6e=2, g5=0)
+    dear = World(one_type, {"g6e": 1}, parallelism={"max_usd_per_hour": bound})
     dear.prices = {"g6e": 12.0}
     dear.look(0.0, ("g6e-0/0",), ("g6e-0",), g6e=1)
     assert dear.counts == {"g6e": 1}, "a spare is dearer than the catalogue says"
-    world = World(aws, parallelism={"max_usd_per_hour": 12.0})
+    world = World(few(aws[0], p4d=1, g6e=1, g5=1), parallelism={"max_usd_per_hour": 12.0})
     before = dict(world.counts)
     world.look(0.0)
     assert (world.counts, world.said) == (before, [])

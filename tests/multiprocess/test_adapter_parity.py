@@ -77,6 +77,8 @@ CASES |= {
     "a saved tied embedding": (QWEN3, SAVED_TIED, UNEVEN),
     "updates of the ends": (LLAMA, ENDS, plan_document(*ASYMMETRIC["TP 2 beside TP 1"])),
 }
+BESIDE_A_DEATH = frozenset({"TP and cuts across", "saved ends"})
+"""Cases that are the first fleet of those that lose a worker."""
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""
 SECOND_FLEET_STEPS = 2
@@ -107,7 +109,13 @@ def reference(case: Case) -> tuple[list[float], dict[str, np.ndarray]]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in BESIDE_A_DEATH else ())
+        for each in CASES
+    ],
+)
 def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
     processes, port = pool
     case = case_of(*CASES[name])
@@ -162,7 +170,7 @@ def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(
     check_weights(last, Plan.from_document(last.plan), states, adapters)
 
 
-@pytest.mark.parametrize("compute", [None, "fp16"])
+@pytest.mark.parametrize("compute", [pytest.param(None, marks=pytest.mark.slow), "fp16"])
 def test_a_flipped_bit_of_a_frozen_weight_is_found_and_repaired(
     pool: Any, compute: str | None
 ) -> None:

@@ -109,7 +109,15 @@ def model_alone(pool: Any) -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, state
 
 
-@pytest.mark.parametrize("name", MODEL_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TP and cuts across",
+        pytest.param("uneven shares", marks=pytest.mark.slow),
+        pytest.param("recomputed", marks=pytest.mark.slow),
+        "sequence parallel",
+    ],
+)
 def test_the_models_own_dropout_is_the_same_on_any_plan(
     pool: Any, model_alone: Any, name: str
 ) -> None:

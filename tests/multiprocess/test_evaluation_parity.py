@@ -156,7 +156,7 @@ def plain_loss(case: Case, dataset: str, rows: int) -> float:
     [
         *((name, "gloo") for name in PLANS),
         ("one stage beside two", "deferred"),  # messages between stages, in stream order
-        ("sequence parallel", "deferred"),  # and within one
+        pytest.param("sequence parallel", "deferred", marks=pytest.mark.slow),  # and within one
     ],
 )
 def test_the_loss_is_a_plain_loops_and_training_does_not_notice(

@@ -80,7 +80,6 @@ DEEPSEEK_PLANS = {
         ],
         {
             ("DP 2, PP 2, TP 2", "qwen3_moe", "deferred"),
-            ("TP 8", "mixtral", "gloo"),
             ("three pipelines", "qwen3_moe", "gloo"),
             ("uneven beside TP 1, 2", "mixtral", "deferred"),
             ("uneven beside TP 1, 2", "deepseek_v3", "gloo"),
@@ -153,9 +152,7 @@ def counts_of_last_step() -> dict[str, np.ndarray]:
         ],
         {
             ("DP 2, PP 2, TP 2", "deferred"),
-            ("TP and cuts across", "gloo"),
             ("uneven beside TP 1, 2", "gloo"),
-            ("sequence parallel", "gloo"),
             ("all-to-all beside a sum", "gloo"),
             ("all-to-all, sequence parallel", "gloo"),
             ("sharded", "gloo"),

@@ -185,7 +185,9 @@ def test_stages_in_fp8_follow_bf16(pool: Any) -> None:
     check_follows(pool, case, plain)
 
 
-@pytest.mark.parametrize("formats", [("fp16", None), (None, "fp16")])
+@pytest.mark.parametrize(
+    "formats", [("fp16", None), pytest.param((None, "fp16"), marks=pytest.mark.slow)]
+)
 def test_an_overflow_costs_no_weight(pool: Any, formats: tuple[str | None, ...]) -> None:
     """Steps that overflow are run again with smaller scales, until the run is the one that began
     with the last of them.
@@ -246,7 +248,9 @@ def test_adapters_on_stages_in_fp8_follow_bf16(pool: Any) -> None:
     check_follows(pool, case, plain)
 
 
-@pytest.mark.parametrize("formats", [("fp16", None), (None, "fp16")])
+@pytest.mark.parametrize(
+    "formats", [pytest.param(("fp16", None), marks=pytest.mark.slow), (None, "fp16")]
+)
 def test_an_overflow_costs_no_adapter(pool: Any, formats: tuple[str | None, ...]) -> None:
     case = with_adapters(Case(LLAMA, in_formats(grid(1, 2, 2), *formats), BF16, 2))
     results, states = run(pool, replace(case, loss_scale=LARGE))
