@@ -100,6 +100,14 @@ def _recovery_options(parser: argparse.ArgumentParser) -> None:
             " unmeasured"
         ),
     )
+    add(
+        "--duel",
+        action="store_true",
+        help=(
+            "instead: Ray Train, transformers' Trainer, torchft and AutoHet under the same notices"
+            " and kills (some minutes)"
+        ),
+    )
     add("--no-simulation", action="store_true", help="without the simulated part")
     add("--picture", metavar="FILE", help="bars of seconds by part (needs matplotlib)")
     add("--out", metavar="FILE", help="also write the document")
@@ -128,4 +136,6 @@ def run(args: argparse.Namespace) -> int:
     if args.benchmark == "recovery":
         check_output("--out", args.out)
         check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
+        if args.duel:
+            return int(importlib.import_module("autohet.bench.duel.report").run(args))
     return int(importlib.import_module(f"autohet.bench.{args.benchmark}.report").run(args))
