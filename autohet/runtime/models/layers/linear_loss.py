@@ -341,4 +341,7 @@ def _eager(
 @cache
 def _compile(terms: LossTerms) -> LossAndGradient:
     """Return `_eager` compiled into few passes over the logits."""
-    return torch.compile(partial(_eager, terms=terms), recompile_limit=MAX_VARIANTS)
+    # torch's type hints lack this parameter
+    compile_: Any = torch.compile
+    compiled: LossAndGradient = compile_(partial(_eager, terms=terms), recompile_limit=MAX_VARIANTS)
+    return compiled
