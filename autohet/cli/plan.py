@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autohet.cli.plan_answers import evaluate_given, first_plan, search_plan
 from autohet.cli.plan_inputs import Session, open_session
 from autohet.cli.plan_options import add_options as add_options
 from autohet.control.planning.buying import nodes_of
+from autohet.runtime.facts.fact_store import recall
 from autohet.runtime.facts.planning import PlanningInputs
 from planner.cost.parameters import OURS
 from planner.cost.trace import chrome_trace
@@ -28,6 +30,13 @@ DESCRIPTION = (
     " given plans. Exit codes: 0 there is a plan, 2 the input is wrong or no plan can meet"
     " it (the message says which limit)."
 )
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Document of `planned_launch`; None where Ray launches nothing."""
+
+    document: dict[str, Any] | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,13 +86,20 @@ def _launch(session: Session, plan: Plan | None) -> dict[str, Any] | None:
     """
     if plan is None or session.framework != OURS:
         return None
-    # Ray takes a second to import, which a plan that nobody launches need not wait for.
-    scaling = importlib.import_module("autohet.driver.ray.requests.scaling")
     best = nodes_of(plan, session.fleet)
-    found: dict[str, Any] | None = scaling.planned_launch(
-        session.job, session.cluster, session.document, best
-    )
-    return found
+    facts = {
+        "job": repr(session.job),
+        "cluster": repr(session.cluster),
+        "document": session.document,
+        "nodes": best,
+    }
+
+    def derive() -> _Launch:
+        # Ray takes a second to import, which a plan that nobody launches need not wait for.
+        scaling = importlib.import_module("autohet.driver.ray.requests.scaling")
+        return _Launch(scaling.planned_launch(session.job, session.cluster, session.document, best))
+
+    return recall(_Launch, facts, derive).document
 
 
 def _training(inputs: PlanningInputs) -> dict[str, Any]:

@@ -396,7 +396,8 @@ class WorkerReport:
     alone holds. `broken` is set after an interrupted restore.
 
     `memory_shortage` says what snapshots and copies lack in the node's host memory, and what helps.
-    The first worker of a node reports it.
+    The first worker of a node reports it. `compile_fallback` says why code that was to be compiled
+    runs uncompiled.
 
     `unfit`: the failure is permanent (a missing device or file, a wrong option), and `error` says
     what to fix. Fields in `DRAINED_FIELDS` hold the items since the last report.
@@ -424,6 +425,7 @@ class WorkerReport:
     transfers: tuple[StateTransfer, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
     memory_shortage: str | None = None
+    compile_fallback: str | None = None
     prepared: Prepared | None = None
     """Outcome of the newest preparation; None while it is under way, or where none was ordered."""
     kept_step: int | None = None

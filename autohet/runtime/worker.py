@@ -42,6 +42,7 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.layers.compilation import fallback_reason
 from autohet.runtime.parallel.place import redeal
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
@@ -177,6 +178,7 @@ class Worker:
                 transfers=transfers,
                 evaluations=evaluations,
                 memory_shortage=self.preservation.snapshots.shortage,
+                compile_fallback=fallback_reason(),
                 prepared=self._next.outcome,
             )
             live = self.live

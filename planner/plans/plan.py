@@ -293,14 +293,19 @@ class Plan:
         return self.map_stages(lambda stage: replace(stage, offload_optimizer=True))
 
     def map_pipelines(self, change: Callable[[Pipeline], Pipeline]) -> "Plan":
-        """Return the plan with each pipeline changed."""
-        return replace(self, pipelines=tuple(map(change, self.pipelines)))
+        """Return the plan with each pipeline changed; the plan itself if none is.
+
+        Searches find what they know of stages by identity, so what is not changed stays the same.
+        """
+        pipelines = tuple(map(change, self.pipelines))
+        return self if pipelines == self.pipelines else replace(self, pipelines=pipelines)
 
     def map_stages(self, change: Callable[[Stage], Stage]) -> "Plan":
         """Return the plan with each stage changed."""
 
         def change_all(pipeline: Pipeline) -> Pipeline:
-            return replace(pipeline, stages=tuple(map(change, pipeline.stages)))
+            stages = tuple(map(change, pipeline.stages))
+            return pipeline if stages == pipeline.stages else replace(pipeline, stages=stages)
 
         return self.map_pipelines(change_all)
 

@@ -5,13 +5,12 @@ If host memory alone may refuse every plan, the search runs again without that l
 A search's tables have one assumption at a time: that nothing is done for memory, or as much as the
 job allows. Each plan that it looks at then gets, stage by stage, the fastest choice with which it
 fits (`StageChoices.working_ahead`), and is judged by the prediction as it would be run. Drafts of
-all assumptions are predicted, and the walks begin from the best of them. If drafts on tables
-without any limit of memory are not clearly faster, only the first assumption is used.
+several assumptions are predicted, and the walks begin from the best of them. Where no draft fills a
+worker's memory, only the first assumption is used.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 from planner.cost.layers.layer_costs import Assumed
@@ -20,20 +19,21 @@ from planner.errors import InfeasibleError
 from planner.plans.plan import Plan, Stage
 from planner.search.autohet import RankedDrafts, draft, improve, search_autohet
 from planner.search.bounds.bound import NO_PROOF, Proof, prove
-from planner.search.drafts.families import proposals_for
 from planner.search.problem import limits
 from planner.search.problem.cost_tables import tables_of
 from planner.search.problem.request import TIME_IS_OVER, Answer, Rejected, Request, SearchReport
+from planner.search.walk.judge import Costed
 
 _Found = TypeVar("_Found")
-_Outcome = Answer | RankedDrafts | InfeasibleError
+_Drafts = RankedDrafts | InfeasibleError
 
 
 def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     """Search as `search_autohet` does, and also use stages that save memory.
 
     Such stages recompute or share out optimizer state. They are used if there is a choice of them,
-    and if nothing else fits or they are MIN_SPEEDUP faster.
+    and if nothing else fits or they are MIN_SPEEDUP faster. Assumptions are compared by their best
+    drafts; one of them is searched further.
     """
     if request.cost.choices.is_fixed:
         return search_autohet(request, seeds)
@@ -44,62 +44,93 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
 
     # where the first search may be the last, its bound is that of the answer
     as_it_is = _with_assumption(request, plain, prove=request.prove and needed)
-    first = _try(lambda: search_autohet(as_it_is, known))
-    is_cut = False
-    if isinstance(first, Answer):
-        if needed:
-            return first
-        is_cut = request.is_late
-        if is_cut or not _promises(request, first.step_time_s):
-            others = []
-        known = [*known, first.plan]
+    first = _try(lambda: draft(as_it_is, known))
+    if needed and isinstance(first, RankedDrafts):
+        return improve(first)
 
-    drafts = []
+    drafts = {plain: first}
     for assumed in others:
-        search = partial(draft, _with_assumption(request, assumed), known)
-        drafts.append(_try(search))
-    tried = [first, *_improve_fastest(drafts)]
-    best = _choose(tried)
+        if request.is_late and isinstance(first, RankedDrafts):
+            break
+        if _promises(request, assumed, drafts):
+            drafts[assumed] = _draft(request, assumed, first, known)
+    fastest = _fastest(list(drafts.values()))
+    best = improve(fastest)
 
     plan = fewest_shared(request.cost, best.plan)
     prediction = request.cost.predict(plan)
     proof = proof_for(request, prediction.step_time_s)
-    evaluated = _num_evaluated([first, *drafts])
     seconds = request.clock() - begin
-    report = SearchReport(seconds, evaluated, proof.lower_bound_s, proof.gap, proof.says)
-
+    evaluated = 0
     left = []
-    for assumed, each in zip([plain, *others], tried, strict=True):
-        if each is not best:
-            left.append(_why_left(assumed, each, best))
-    if is_cut:
+    for assumed, each in drafts.items():
+        if isinstance(each, RankedDrafts):
+            evaluated += len(each.ranked) + len(each.rejected)
+        if each is not fastest:
+            left.append(_why_left(assumed, each, fastest))
+    if request.is_late:
         left.append(Rejected("stages that save memory", TIME_IS_OVER))
+    report = SearchReport(seconds, evaluated, proof.lower_bound_s, proof.gap, proof.says)
     found = replace(best, plan=plan, prediction=prediction, search=report)
     return found.add_rejected(*left)
 
 
-def _improve_fastest(drafts: Sequence[RankedDrafts | InfeasibleError]) -> list[_Outcome]:
-    """Return the drafts, with the second half of the search for the fastest of them alone."""
+def _promises(request: Request, assumed: Assumed, drafts: Mapping[Assumed, _Drafts]) -> bool:
+    """Return True if drafts of an assumption may be better than those known of others.
+
+    Without a plan that fits, all are drafted until one fits; those with many holders save little
+    more. If one fits without saving memory, two are drafted where memory is scarce.
+    """
+    first, *tried = drafts.values()
+    if not isinstance(first, RankedDrafts):
+        any_fits = any(isinstance(each, RankedDrafts) for each in tried)
+        return not any_fits or assumed.holders <= limits.SHARED_BY[0]
+    best_s = _best_s(first)
+    refused = any(each.lacks_memory_s * limits.MIN_SPEEDUP < best_s for each in first.rejected)
+    return len(tried) < 2 and (refused or (not request.brief and _is_full(first.ranked[0])))
+
+
+def _is_full(draft: Costed) -> bool:
+    """Return True if the fullest worker of a plan has no room for one block more."""
+    worker, share = draft.prediction.tightest_worker
+    (stage,) = [each for each in draft.plan.stages if worker in each.workers]
+    return share * (stage.num_layers + 1) > stage.num_layers
+
+
+def _draft(request: Request, assumed: Assumed, first: _Drafts, known: list[Plan]) -> _Drafts:
+    """Draft under an assumption; only few drafts if there is a plan that does nothing for memory.
+
+    Its best drafts are among those that are compared.
+    """
+    asked = _with_assumption(request, assumed)
+    if isinstance(first, InfeasibleError):
+        return _try(lambda: draft(asked, known))
+    plans = [each.plan for each in first.ranked[: limits.SHORTLIST]]
+    found = _try(lambda: draft(replace(asked, brief=True), [*known, *plans]))
+    return replace(found, request=asked) if isinstance(found, RankedDrafts) else found
+
+
+def _fastest(drafts: Sequence[_Drafts]) -> RankedDrafts:
+    """Return the drafts with the fastest one.
+
+    The first ones, which do nothing for memory, are returned unless others are clearly faster.
+
+    Raises:
+        InfeasibleError: none fits; the reason of the first.
+    """
     possible = [each for each in drafts if isinstance(each, RankedDrafts)]
-    fastest = min(possible, key=lambda each: each.ranked[0].step_time_s, default=None)
+    first = drafts[0]
+    if not possible:
+        assert isinstance(first, InfeasibleError)
+        raise first
+    best = min(possible, key=_best_s)
+    if isinstance(first, RankedDrafts) and _best_s(first) <= limits.MIN_SPEEDUP * _best_s(best):
+        return first
+    return best
 
-    found: list[_Outcome] = []
-    for each in drafts:
-        if isinstance(each, RankedDrafts) and each is fastest:
-            found.append(improve(each))
-        else:
-            found.append(each)
-    return found
 
-
-def _num_evaluated(tried: Sequence[_Outcome]) -> int:
-    total = 0
-    for each in tried:
-        if isinstance(each, Answer):
-            total += each.search.plans_evaluated
-        elif isinstance(each, RankedDrafts):
-            total += len(each.ranked) + len(each.rejected)
-    return total
+def _best_s(found: RankedDrafts) -> float:
+    return found.ranked[0].step_time_s
 
 
 def with_room_or_without(search: Callable[[Request], _Found], request: Request) -> _Found:
@@ -132,14 +163,17 @@ def levels(request: Request) -> list[Assumed]:
     ways = allowed.recompute
     lightest = ways[0]
     heaviest = ways[-1]
-    first_choices = () if allowed.only_if_needed else (lightest,)
-    found = [Assumed(lightest, choices=first_choices), Assumed(heaviest, choices=ways)]
-
-    if _may_share(request):
-        for holders in limits.SHARED_BY:
-            if holders <= len(request.fleet.workers):
-                found.append(Assumed(lightest, holders, choices=ways))
-                found.append(Assumed(heaviest, holders, choices=ways))
+    # without choices, so that plans say nothing of memory where nothing is done for it
+    found = [Assumed(lightest)]
+    shared = list(limits.SHARED_BY) if _may_share(request) else []
+    shared = [holders for holders in shared if holders <= len(request.fleet.workers)]
+    for holders in shared[:1]:
+        found.append(Assumed(lightest, holders, choices=ways))
+    for holders in (1, *shared[:1]):
+        found.append(Assumed(heaviest, holders, choices=ways))
+    for holders in shared[1:]:
+        found.append(Assumed(lightest, holders, choices=ways))
+        found.append(Assumed(heaviest, holders, choices=ways))
 
     # with one way to recompute, the lightest and the heaviest are the same
     return list(dict.fromkeys(found))
@@ -217,14 +251,6 @@ def _without_limits(request: Request) -> Request:
     return replace(request, cost=request.cost.with_assumption(assumed))
 
 
-def _promises(request: Request, step_s: float) -> bool:
-    """Return True if drafts whose stages save memory at no loss of time would be clearly faster."""
-    free = _without_limits(request)
-    drafts_s = [each.seconds for each in proposals_for(free, tables_of(free))]
-    fastest_s = min(drafts_s, default=step_s)
-    return fastest_s * limits.MIN_SPEEDUP < step_s
-
-
 def proof_for(request: Request, step_s: float) -> Proof:
     """Prove a bound for a plan of `step_s` seconds, over all that the job allows for memory."""
     if not request.prove:
@@ -233,31 +259,7 @@ def proof_for(request: Request, step_s: float) -> Proof:
     return prove(tables_of(free), step_s, lambda: request.is_late)
 
 
-def _choose(tried: Sequence[_Outcome]) -> Answer:
-    """Return the fastest answer.
-
-    The first, which does nothing for memory, is returned unless another is clearly faster.
-    """
-    found = []
-    refusals = []
-    for each in tried:
-        if isinstance(each, Answer):
-            found.append(each)
-        elif isinstance(each, InfeasibleError):
-            refusals.append(each)
-    if not found:
-        raise refusals[0]
-
-    best = min(found, key=lambda each: each.step_time_s)
-    plain = tried[0]
-    if isinstance(plain, Answer):
-        is_nearly_as_fast = plain.step_time_s <= limits.MIN_SPEEDUP * best.step_time_s
-        if is_nearly_as_fast:
-            return plain
-    return best
-
-
-def _why_left(assumed: Assumed, tried: _Outcome, best: Answer) -> Rejected:
+def _why_left(assumed: Assumed, tried: _Drafts, best: RankedDrafts) -> Rejected:
     """Say in words why an assumption was left."""
     ways = assumed.choices or (assumed.recompute,)
     what = f"stages that recompute {' or '.join(ways)}"
@@ -266,11 +268,9 @@ def _why_left(assumed: Assumed, tried: _Outcome, best: Answer) -> Rejected:
 
     if isinstance(tried, InfeasibleError):
         return Rejected(what, str(tried))
-    if isinstance(tried, RankedDrafts):
-        draft_s = tried.ranked[0].step_time_s
-        why = f"{draft_s:.4g} s a step its best draft, slower than another that was improved"
-    elif tried.step_time_s < best.step_time_s:
-        why = f"{tried.step_time_s:.4g} s a step, not clearly faster than a plan that does without"
+    why = f"{_best_s(tried):.4g} s a step its best draft, "
+    if _best_s(tried) < _best_s(best):
+        why += "not clearly faster than one that does without"
     else:
-        why = f"{tried.step_time_s:.4g} s a step, slower than the chosen plan"
+        why += "slower than another that was improved"
     return Rejected(what, why)

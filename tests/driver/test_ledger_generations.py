@@ -189,7 +189,7 @@ def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -
     assert ledger.checkpoints.upload_s == 4.0
 
 
-def test_too_little_host_memory_is_an_event_once_for_each_node() -> None:
+def test_what_a_node_lacks_is_an_event_once_for_each_node() -> None:
     decided = Round()
     ledger = Ledger(fake_job())
     short = WorkerReport("a/0", 1, 1, Phase.TRAINING, 2, 1, memory_shortage="64 MB")
@@ -197,7 +197,7 @@ def test_too_little_host_memory_is_an_event_once_for_each_node() -> None:
     for now in (10.0, 11.0):
         seen = Observation(now, {}, reports={"a/0": short, "b/0": enough})
         decided.collect(ledger.record(seen, 1))
-    other = replace(short, memory_shortage="32 MB")
+    other = replace(short, memory_shortage="32 MB", compile_fallback="too many sizes")
     neighbour = replace(short, worker="a/1")
     for now in (12.0, 13.0):
         seen = Observation(now, {}, reports={"a/0": other, "a/1": neighbour})
@@ -206,4 +206,5 @@ def test_too_little_host_memory_is_an_event_once_for_each_node() -> None:
     assert [(each.kind, each.sentence) for each in told] == [
         ("memory_shortage", "a: 64 MB"),
         ("memory_shortage", "a: 32 MB"),
+        ("compile_fallback", "a: too many sizes"),
     ]

@@ -63,14 +63,16 @@ import sys
 from autohet.cli.main import main
 code = main(sys.argv[1:])
 assert code == 0, code
-print("imported", [name for name in ("torch", "transformers") if name in sys.modules])
+print("imported", [name for name in ("ray", "torch", "transformers") if name in sys.modules])
 """
 
 
 CLUSTER = {
     "cluster_name": "c",
+    "head_node_type": "head",
     "available_node_types": {
-        "a10g": {"node_config": {"InstanceType": "g5.xlarge"}, "max_workers": 2}
+        "head": {"node_config": {"InstanceType": "m5.large"}, "resources": {"CPU": 2}},
+        "a10g": {"node_config": {"InstanceType": "g5.xlarge"}, "max_workers": 2},
     },
 }
 
@@ -85,7 +87,7 @@ def plan_arguments(folder: Path) -> list[str]:
     return ["plan", *files, "--compare", "varuna,hap", "--json"]
 
 
-def test_a_second_plan_imports_neither_torch_nor_transformers(
+def test_a_second_plan_imports_neither_torch_nor_transformers_nor_ray(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pipelines and a program, planned here and again in a new process: the plans are equal."""
@@ -98,8 +100,11 @@ def test_a_second_plan_imports_neither_torch_nor_transformers(
     assert done.returncode == 0, done.stderr
     second, imported = done.stdout.split("imported")
     assert imported == " []\n"
-    plans = [[each["plan"] for each in json.loads(out)["results"]] for out in (first, second)]
+    found = [json.loads(out) for out in (first, second)]
+    plans = [[each["plan"] for each in document["results"]] for document in found]
     assert plans[0] == plans[1]
+    assert found[0]["launch"]["head"] == "head"
+    assert found[0]["launch"] == found[1]["launch"]
 
 
 def test_a_stored_fact_is_the_derived_one(store: Path, derivations: list[str]) -> None:

@@ -125,8 +125,8 @@ class CheckpointLog:
         self._snapshot: Age = (0, 0)
         self._num_logged = 0
         self._num_damaged = 0
-        self._shortages: set[tuple[str, str]] = set()
-        """Logged shortage of host memory by node."""
+        self._warned: set[tuple[str, str]] = set()
+        """Logged sentences on what a node lacks, with its name."""
         self._transfers = EndedTransfers()
 
     def note_step(self, num_steps: int, now: float) -> None:
@@ -179,7 +179,7 @@ class CheckpointLog:
         if has_snapshot or has_checkpoint:
             yield from self.log_transfers(generation)
         yield from self._take_checkpoint_errors(seen)
-        yield from self._take_shortages(seen, generation)
+        yield from self._take_warnings(seen, generation)
         yield from self._take_damaged(seen, generation)
 
     def log_transfers(self, generation: int) -> Effects:
@@ -238,21 +238,20 @@ class CheckpointLog:
             yield event("decision", generation, sentence)
         self._num_damaged = len(damaged)
 
-    def _take_shortages(self, seen: Observation, generation: int) -> Effects:
-        """Log each sentence on what a node's host memory has no room for once.
+    def _take_warnings(self, seen: Observation, generation: int) -> Effects:
+        """Log each sentence on what a node lacks once: host memory, or a compiler's room.
 
         Two workers of a node may report different ones: one may have kept that of a generation in
         which it was the node's first.
         """
         for worker, report in seen.reports.items():
             node = node_of(worker)
-            sentence = report.memory_shortage
-            if sentence is None or (node, sentence) in self._shortages:
-                continue
-            self._shortages.add((node, sentence))
-            yield event(
-                "memory_shortage", generation, f"{node}: {sentence}", node=node, reason=sentence
-            )
+            for kind in ("memory_shortage", "compile_fallback"):
+                reason = getattr(report, kind)
+                if reason is None or (node, reason) in self._warned:
+                    continue
+                self._warned.add((node, reason))
+                yield event(kind, generation, f"{node}: {reason}", node=node, reason=reason)
 
     def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> Effects:
         """Log each failed checkpoint once, with the newest step that is safe."""

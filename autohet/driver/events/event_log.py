@@ -27,6 +27,7 @@ KINDS = (
     "checkpoint",
     "checkpoint_failed",
     "memory_shortage",
+    "compile_fallback",
     "notice",
     "risk",
     "death",
@@ -46,7 +47,7 @@ KINDS = (
     "finished",
     "failed",
 )
-WARNINGS = ("checkpoint_failed", "memory_shortage", "from_scratch")
+WARNINGS = ("checkpoint_failed", "memory_shortage", "compile_fallback", "from_scratch")
 """Kinds whose sentence is logged as a warning."""
 FREQUENT = ("step", "snapshot", "transfers")
 """Kinds that are written to the file, but not kept in memory."""

@@ -12,6 +12,7 @@ from html import escape
 from itertools import pairwise
 from textwrap import shorten
 
+from autohet.driver.events.event_log import WARNINGS
 from autohet.driver.events.zone_bill import ZoneBill
 from autohet.driver.report.chart import chart
 from autohet.driver.report.events import Event, Points, fleet_over_time, kept_steps, of_kind
@@ -249,7 +250,7 @@ def _change_row(event: Event, begin: float) -> str:
 def _decisions(events: Sequence[Event], begin: float) -> str:
     items = []
     for event in events:
-        if event["kind"] in ("decision", "checkpoint_failed", "from_scratch"):
+        if event["kind"] in ("decision", *WARNINGS):
             at = event["time"] - begin
             items.append(f"<li>{at:,.1f} s: {escape(event['reason'])}</li>")
     if not items:

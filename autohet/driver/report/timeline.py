@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from autohet.driver.events.event_log import WARNINGS
 from autohet.driver.report.events import Event
 
 Span = dict[str, Any]
@@ -41,8 +42,7 @@ NEWS_KINDS = (
     "calibration",
     "decision",
     "checkpoint",
-    "checkpoint_failed",
-    "from_scratch",
+    *WARNINGS,
     "finished",
     "failed",
 )

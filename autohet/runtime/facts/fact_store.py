@@ -1,8 +1,8 @@
-"""Store of derived values on disk: what planning once read from transformers' modules.
+"""Store of derived values on disk: what planning once read from transformers and Ray.
 
-Reading them takes seconds, since it imports torch. A value is a JSON document whose name is a hash
-of everything that it depends on, so that it is never stale, only unused. It carries the warnings
-that were logged when it was derived; a reader logs them again.
+Reading them takes seconds, since it imports torch or Ray. A value is a JSON document whose name is
+a hash of everything that it depends on, so that it is never stale, only unused. It carries the
+warnings that were logged when it was derived; a reader logs them again.
 
 The store is a convenience: a document that is absent, damaged or cannot be written is derived anew.
 """
@@ -27,8 +27,8 @@ MAX_DOCUMENTS = 512
 MAX_BYTES = 64 * 2**20
 """Limits on the store; the documents that were not written or read for longest are removed."""
 MAX_REMEMBERED = 32
-LIBRARIES = ("torch", "transformers")
-SOURCES = ("autohet/runtime", "planner")
+LIBRARIES = ("ray", "torch", "transformers")
+SOURCES = ("autohet/control", "autohet/driver", "autohet/runtime", "planner")
 """Folders with the code that derives values; a change of any of its files makes them unused."""
 
 T = TypeVar("T")

@@ -104,7 +104,7 @@ class PlanningInputs:
     def _choices(self) -> MemoryChoices:
         """Memory choices that the job leaves to the planner.
 
-        If `recompute` or `optimizer_sharding` is `auto`, an `if_needed` of the other means `auto`
+        If `recompute` or `optimizer_sharding` is `if_needed`, an `auto` of the other means that
         too.
         """
         training = self.job.training
@@ -114,12 +114,14 @@ class PlanningInputs:
         # The state of adapters is small: sharing it out or offloading it would save nothing.
         trains_all = self.job.model.adapter is None
         wishes = {training.recompute, training.optimizer_sharding}
+        dispatch = self.job.parallelism.expert_dispatch
         return MemoryChoices(
             recomputes,
             training.optimizer_sharding != "off" and trains_all,
             offload=training.offload == "if_needed" and trains_all,
-            only_if_needed="auto" not in wishes,
-            expert_dispatch=self.job.parallelism.expert_dispatch,
+            only_if_needed="if_needed" in wishes,
+            # without experts there is no choice, which searches need not look for
+            expert_dispatch="sum" if self.spec.experts is None else dispatch,
         )
 
     def fleet(self, fleet: Fleet) -> Fleet:

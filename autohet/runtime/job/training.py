@@ -117,19 +117,19 @@ class TrainingSection:
     """
     router_bias_speed: float = 1e-3
     """Change of a router's correction bias in a step, with router_balance: bias."""
-    recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
+    recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "auto"
     """Recomputation of a block's activations in the backward pass.
 
     none: all are kept; selective: all but matrix products and fused attention are recomputed; full:
     all are recomputed from the block's input. auto: the planner chooses for each stage, where it is
     clearly faster or nothing fits without; if_needed: only if nothing fits without.
     """
-    optimizer_sharding: Literal["off", "auto", "if_needed"] = "if_needed"
+    optimizer_sharding: Literal["off", "auto", "if_needed"] = "auto"
     """Sharding of masters and moments over the holders of a layer (ZeRO-1).
 
     A sharded master or moment has no second live holder. off: never. auto: the planner chooses,
     where it is clearly faster or nothing fits without; if_needed: only if nothing fits without. If
-    `recompute` or `optimizer_sharding` is auto, an if_needed of the other means auto too.
+    `recompute` or `optimizer_sharding` is if_needed, an auto of the other means that too.
     """
     offload: Literal["off", "optimizer", "if_needed"] = "if_needed"
     """Keep masters and moments in host memory and update them there, by the same arithmetic.

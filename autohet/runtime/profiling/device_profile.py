@@ -21,11 +21,13 @@ from autohet.runtime.groups.clock import EventClock, HostClock, StreamClock
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.models.config_keys import with_layers
 from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.layers.compilation import MAX_VARIANTS, reached_limit
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.profiling.layer_update import FlatGradients
+from planner.errors import ConfigError
 from planner.inputs.gpu_names import identify_gpu
 from planner.inputs.profile import Measurement
 
@@ -209,12 +211,21 @@ def _measure_size(
     count: int,
     device: torch.device,
 ) -> Measurement | None:
-    """Measure one microbatch size; return None if it does not fit."""
+    """Measure one microbatch size; return None if it does not fit.
+
+    Raises:
+        ConfigError: it ran uncompiled though blocks are compiled.
+    """
     try:
         forward, backward, peak = _time_both(request, stage, layer, size, device)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None
+    if reached_limit():
+        raise ConfigError(
+            f"a microbatch of {size} sequences ran uncompiled, after {MAX_VARIANTS} compiled"
+            " variants of a function; measure fewer --microbatches at once"
+        )
     return Measurement(
         model=request.model,
         gpu_type=request.gpu_type,

@@ -266,6 +266,8 @@ class PlanMemory:
             numbers = working_ahead(both_s, rooms, most)
             # plans leave 1F1B's own numbers out
             most_in_flight = () if numbers == one_each(depth) else numbers
+            if most_in_flight == pipeline.most_in_flight:
+                return pipeline
             return replace(pipeline, most_in_flight=most_in_flight)
 
         return plan.map_pipelines(choose)

@@ -53,7 +53,7 @@ def test_what_plan_needs_is_enough_and_the_rest_has_defaults() -> None:
     job = Job.from_document(minimal())
     assert (job.training.precision, job.training.recompute, job.parallelism.strategy) == (
         "bf16",
-        "if_needed",
+        "auto",
         "autohet",
     )
     assert job.data is None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from autohet.runtime.models.layers import compilation
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
@@ -20,6 +21,8 @@ from autohet.runtime.models.stages.kernels import (
     wants_compiled,
 )
 from autohet.runtime.models.stages.stage import build_stage
+from autohet.runtime.profiling.device_profile import ProfileRequest, measure_layers
+from planner.errors import ConfigError
 from tests.harness.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -39,16 +42,15 @@ def stage_of(seed: int = 0):
     return stage, torch.randint(int(config.vocab_size), (2, 8))
 
 
-def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The compiler's own back end for debugging: what is asked here is what is compiled, and how
-    often.
-    """
-    compiled = []
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch):
+    """Graphs that blocks were compiled to, by a back end that runs them as they are."""
+    torch._dynamo.reset()
+    counters.clear()
+    found = []
 
     def back_end(graph, inputs):
-        compiled.append(graph)
+        found.append(graph)
         return graph.forward
 
     monkeypatch.setattr(
@@ -58,16 +60,66 @@ def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(
             self, "_compiled_call_impl", torch.compile(self._call_impl, backend=back_end, **keys)
         ),
     )
+    yield found
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(graphs: list) -> None:
+    """What is asked here is what is compiled, and how often."""
     stage, tokens = stage_of()
     wanted = stage(tokens)
     assert compile_blocks(stage)
     torch.testing.assert_close(stage(tokens), wanted)
-    first = len(compiled)
+    first = len(graphs)
     assert first
     following, _ = stage_of(1)
     compile_blocks(following)
     following(tokens)
-    assert len(compiled) == first
+    assert len(graphs) == first
+
+
+class Block(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.relu()
+
+
+def run_generation(size: int) -> None:
+    """Train and evaluate with a new stage, which is gone afterwards."""
+    stage = SimpleNamespace(blocks=[Block(), Block()], spec=SimpleNamespace(tp_degree=1))
+    assert compile_blocks(stage)
+    hidden = torch.ones(size, requires_grad=True)
+    for block in stage.blocks:
+        block(hidden).sum().backward()
+        with torch.no_grad():
+            block(hidden)
+
+
+def test_every_size_of_an_elastic_run_is_compiled_once(graphs: list) -> None:
+    """With dynamo's own limit of 8 variants, the fifth size runs uncompiled."""
+    for size in range(1, 13):
+        run_generation(size)
+        assert len(graphs) == 2 * size
+    for size in (1, 6, 12):
+        run_generation(size)
+    assert len(graphs) == 24
+    assert compilation.fallback_reason() is None
+
+
+def test_shapes_beyond_the_limit_are_said_to_run_uncompiled(
+    graphs: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run goes on; a profile would take their times for compiled ones."""
+    monkeypatch.setattr(kernels, "MAX_VARIANTS", 3)
+    run_generation(1)
+    assert compilation.fallback_reason() is None
+    run_generation(2)
+    assert len(graphs) == 3
+    assert "run uncompiled" in str(compilation.fallback_reason())
+    config = tiny_config("llama")
+    request = ProfileRequest("m", config, "fp32", 8, (3,), "cpu", "CPU", repeats=1)
+    with pytest.raises(ConfigError, match="3 sequences ran uncompiled"):
+        list(measure_layers(request))
 
 
 def test_blocks_that_communicate_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,8 +190,10 @@ def test_a_compiler_that_fails_is_no_reason_to_fail(
         raise RuntimeError("Failed to find C compiler. Please specify via CC")
 
     compilation.can_compile.cache_clear()
+    monkeypatch.setattr(compilation, "_FAILURES", [])
     monkeypatch.setattr(torch, "compile", refuses)
     monkeypatch.setattr(torch, "ones", lambda *shape, **options: torch.zeros(*shape))
     assert not compilation.can_compile("cuda")
     assert "Failed to find C compiler" in caplog.text
+    assert "Failed to find C compiler" in str(compilation.fallback_reason())
     compilation.can_compile.cache_clear()

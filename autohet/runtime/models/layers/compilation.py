@@ -1,8 +1,9 @@
-"""Check for a working torch.compile on this machine, once per process."""
+"""Compiled code of this process: a check for a working compiler, its limit, and its failures."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cache
 
 import torch
@@ -11,6 +12,15 @@ from torch import Tensor
 from autohet.runtime.models.error_text import first_line
 
 logger = logging.getLogger("autohet.worker")
+MAX_VARIANTS = 256
+"""Limit on the compiled variants of one function in a process, the most that dynamo allows in all.
+
+Variants differ in shapes, grad mode and kind of block. An elastic run meets many sizes of
+microbatches, and dynamo's own limit of 8 would leave the later ones uncompiled.
+"""
+LIMIT_REACHED = "Dynamo recompile limit exceeded"
+_FAILURES: list[str] = []
+"""Why torch.compile fails in this process; empty if it does not, or has not been tried."""
 
 
 @cache
@@ -25,10 +35,31 @@ def can_compile(device_type: str) -> bool:
     try:
         torch.compile(_trial)(sample).backward()
     except Exception as error:  # noqa: BLE001 - a compiler's failures have no common type
-        reason = first_line(error)
-        logger.warning("Nothing is compiled, since torch.compile fails here: %s", reason)
+        reason = f"Nothing is compiled, since torch.compile fails here: {first_line(error)}"
+        logger.warning("%s", reason)
+        _FAILURES.append(reason)
         return False
     return True
+
+
+def fallback_reason() -> str | None:
+    """Return why code that was to be compiled runs uncompiled in this process; None: none does."""
+    if _FAILURES:
+        return _FAILURES[0]
+    if not reached_limit():
+        return None
+    return (
+        f"Further shapes run uncompiled, since a function has {MAX_VARIANTS} compiled variants"
+        " in this worker's process; use fewer sizes of microbatches, or restart the run"
+    )
+
+
+def reached_limit() -> bool:
+    """Return True if some function has MAX_VARIANTS, so that other shapes of it run uncompiled."""
+    # Nothing was compiled in a process that has not imported it, and the import takes a second.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    found = [] if dynamo is None else list(dynamo.counters["unimplemented"])
+    return any(each.startswith(LIMIT_REACHED) for each in found)
 
 
 def _trial(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.models.layers.autograd import apply
-from autohet.runtime.models.layers.compilation import can_compile
+from autohet.runtime.models.layers.compilation import MAX_VARIANTS, can_compile
 from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.layers.row_chunks import row_chunks, wide_zeros
@@ -341,4 +341,7 @@ def _eager(
 @cache
 def _compile(terms: LossTerms) -> LossAndGradient:
     """Return `_eager` compiled into few passes over the logits."""
-    return torch.compile(partial(_eager, terms=terms))
+    # torch's type hints lack this parameter
+    compile_: Any = torch.compile
+    compiled: LossAndGradient = compile_(partial(_eager, terms=terms), recompile_limit=MAX_VARIANTS)
+    return compiled

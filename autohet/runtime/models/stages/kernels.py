@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from autohet.runtime.models.layers.compilation import can_compile
+from autohet.runtime.models.layers.compilation import MAX_VARIANTS, can_compile
 from autohet.runtime.models.registry import FAMILIES
 from autohet.runtime.models.stages.stage import StageModel
 from planner.cost.parameters import MIN_COMPILED_PARAMETERS
@@ -53,9 +53,9 @@ def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
 def compile_blocks(stage: StageModel) -> bool:
     """Set each block of the stage to be compiled at its first call; return True if they are.
 
-    The process caches compiled code by the block's code and shapes. Stages of the next generation
-    use it if their microbatches and slices have the same shapes. Blocks of a stage of several ranks
-    communicate, so they are not compiled.
+    The process keeps compiled code by the block's code and shapes, up to MAX_VARIANTS. Stages of
+    later generations use it if their microbatches and slices have the same shapes. Blocks of a
+    stage of several ranks communicate, so they are not compiled.
     """
     if stage.spec.tp_degree > 1:
         logger.info(
@@ -64,7 +64,7 @@ def compile_blocks(stage: StageModel) -> bool:
         )
         return False
     for block in stage.blocks:
-        block.compile(dynamic=False)
+        block.compile(dynamic=False, recompile_limit=MAX_VARIANTS)
     return True
 
 
