@@ -1,4 +1,4 @@
-"""Built-in decoder families: each module of this folder defines one, as `FAMILY`."""
+"""Built-in decoder families: each module of this folder defines one, as `FAMILY`, or several."""
 
 import importlib
 import pkgutil
@@ -10,8 +10,9 @@ from autohet.runtime.models.family import Family
 def _import_families() -> dict[str, Family]:
     families = {}
     for module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
-        family: Family = importlib.import_module(module.name).FAMILY
-        families[family.model_type] = family
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, Family):
+                families[value.model_type] = value
     return families
 
 
