@@ -236,7 +236,7 @@ class RememberedPlanning(Planning):
             ConfigError: no plan exists for this fleet.
         """
         if redundant:
-            self._require_nodes(fleet)
+            self.require_nodes(fleet)
         for node in fleet.nodes:
             self._kinds[node.name] = self.kind_of(node)
         names = self._counted_names(fleet, current)

@@ -142,7 +142,7 @@ class Planning:
         cost = self.make_cost(fleet)
         request = self.request(fleet, cost)
         if redundant:
-            self._require_nodes(fleet)
+            self.require_nodes(fleet)
         else:
             request = replace(request, min_node_disjoint_holders=1)
 
@@ -183,43 +183,12 @@ class Planning:
         try:
             proposal = None
             if in_place and current is not None:
-                proposal = self._whole_pipelines(fleet, current)
+                proposal = _whole_pipelines(self, fleet, current)
             if proposal is None:
                 proposal = self.propose(fleet, current, redundant=redundant)
         except ConfigError as error:
             return PlanResult(None, str(error), self.clock() - started)
         return PlanResult(proposal, "", self.clock() - started)
-
-    def _whole_pipelines(self, fleet: Fleet, current: PlanProposal) -> PlanProposal | None:
-        """Return the present plan without its broken pipelines, which nobody has searched.
-
-        Its workers go on with the stages that they have. None if it may not be chosen; the wish for
-        copies on several nodes is left to the search that follows.
-        """
-        if not self.can_repair or current.plan.spmd is not None:
-            return None
-        self._require_nodes(fleet)
-        cost = self.make_cost(fleet)
-        request = self.request(fleet, cost)
-        request = replace(request, min_node_disjoint_holders=1, needs_staging_room=False)
-        alive = set(fleet.workers)
-        plan = repair(current.plan, request, alive, in_place=True)
-        if plan is None or (self._may_compile and _cuts_microbatches(plan)):
-            return None
-        prediction = cost.predict(plan)
-        if unacceptable(request, plan, prediction) is not None:
-            return None
-        idle = sorted(alive - set(plan.workers))
-        names = (f"{', '.join(idle)}: a worker of their pipeline is lost",) if idle else ()
-        return PlanProposal(plan, prediction, cost, names, searched=False)
-
-    @property
-    def _may_compile(self) -> bool:
-        """True if code may be compiled for one shape of microbatches."""
-        training = self.job.training
-        if training.compile_blocks != "auto":
-            return training.compile_blocks
-        return training.device != "cpu" and self.job.emulation is None
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""
@@ -272,7 +241,7 @@ class Planning:
                     found[worker] = seconds * slowdown
         return found
 
-    def _require_nodes(self, fleet: Fleet) -> None:
+    def require_nodes(self, fleet: Fleet) -> None:
         """Raise InfeasibleError in the job's terms, before a search would raise it in its own."""
         wishes = self.job.parallelism
         wanted = max(wishes.redundancy, wishes.min_pipelines)
@@ -403,8 +372,41 @@ def _or_stay(proposal: PlanProposal, current: PlanProposal | None) -> PlanPropos
     return replace(proposal, stay=True, reason="staying: the plan is the present one")
 
 
-def _cuts_microbatches(plan: Plan) -> bool:
-    return any(pipeline.last_microbatch_sequences for pipeline in plan.pipelines)
+def _whole_pipelines(
+    planning: Planning, fleet: Fleet, current: PlanProposal
+) -> PlanProposal | None:
+    """Return the present plan without its broken pipelines, which nobody has searched.
+
+    Its workers go on with the stages that they have. None if it may not be chosen; the wish for
+    copies on several nodes is left to the search that follows.
+    """
+    if not planning.can_repair or current.plan.spmd is not None:
+        return None
+    planning.require_nodes(fleet)
+    cost = planning.make_cost(fleet)
+    request = planning.request(fleet, cost)
+    request = replace(request, min_node_disjoint_holders=1, needs_staging_room=False)
+    alive = set(fleet.workers)
+    plan = repair(current.plan, request, alive, in_place=True)
+    if plan is None:
+        return None
+    cuts_last = any(pipeline.last_microbatch_sequences for pipeline in plan.pipelines)
+    if cuts_last and _may_compile(planning.job):
+        return None
+    prediction = cost.predict(plan)
+    if unacceptable(request, plan, prediction) is not None:
+        return None
+    idle = sorted(alive - set(plan.workers))
+    names = (f"{', '.join(idle)}: a worker of their pipeline is lost",) if idle else ()
+    return PlanProposal(plan, prediction, cost, names, searched=False)
+
+
+def _may_compile(job: Job) -> bool:
+    """Return True if code may be compiled for one shape of microbatches."""
+    training = job.training
+    if training.compile_blocks != "auto":
+        return training.compile_blocks
+    return training.device != "cpu" and job.emulation is None
 
 
 def _spmd_compute_s(proposal: PlanProposal, factors: Mapping[str, float]) -> dict[str, float]:

@@ -41,7 +41,7 @@ from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.step.replica_check import ReplicaCheck, ReplicasDiffer
-from autohet.runtime.step.row_count import RowCount, RowsDiffer
+from autohet.runtime.step.row_count import RowsDiffer
 from autohet.runtime.step.votes import Vote, Voter, check_rows, skip_reason
 
 MOST_REPAIRS = 2
@@ -79,16 +79,26 @@ class EvaluationEnded:
 class KeptPasses:
     """Passes of a step, all ended, of a worker whose pipeline has outlived another.
 
-    gradients: accumulated and not summed. The rest is this worker's part of the vote.
+    gradients: accumulated and not summed. The rest is this worker's part of the vote; voter: counts
+    rows and pairs.
     """
 
     step: int
     gradients: GradientSync
     loss: Tensor
     num_targets: Tensor
-    rows: RowCount
-    preference_sums: Mapping[str, Tensor]
+    voter: Voter
     overflows: Tensor | None
+
+    def add_to(self, voter: Voter, overflows: Tensor | None) -> None:
+        """Add the rows, pairs and overflows to those of the same worker's rest of the step."""
+        if voter.rows is not None and self.voter.rows is not None:
+            voter.rows.add_all(self.voter.rows)
+        if voter.preference is not None and self.voter.preference is not None:
+            for name, value in self.voter.preference.sums.items():
+                voter.preference.sums[name] = voter.preference.sums[name] + value
+        if overflows is not None and self.overflows is not None:
+            overflows += self.overflows
 
 
 class UpdateTimes:

@@ -178,7 +178,9 @@ class StageTrainer(Trainer):
         self._executor.computed = executor.computed
         self.place = self._executor.place
         if resumed is not None:
-            loss, num_targets = self._add_kept(kept, loss, num_targets)
+            kept.add_to(self.voter, self._overflows())
+            loss = loss + kept.loss
+            num_targets = num_targets + kept.num_targets
         passes_done = self._clock.mark()
         if self.gate is not None:
             self._enter("gate")
@@ -186,7 +188,14 @@ class StageTrainer(Trainer):
                 self.gate.wait()
             except (Interrupted, PeerLost):
                 if resumed is None:
-                    self._keep(loss, num_targets)
+                    self.kept = KeptPasses(
+                        self.step,
+                        self.gradient_sync,
+                        loss,
+                        num_targets,
+                        self.voter,
+                        self._overflows(),
+                    )
                 raise
         self._enter("gradient_sync")
         squares = self.gradient_sync.finish()
@@ -204,41 +213,18 @@ class StageTrainer(Trainer):
             self._rows.add(sequences)
             return batch(step, sequences)
 
+        def announce_last() -> None:
+            self.gradient_sync.last_backward()
+            if self.gate is not None:
+                self.gate.announce()
+
         return executor.run(
             microbatch,
             self._enter,
-            before_last_backward=self._announce_last,
+            before_last_backward=announce_last,
             begins=None if self._begins is None else self._microbatch_begins,
             before_forward=self._draw_dropout if self._has_dropout else lambda m: None,
         )
-
-    def _announce_last(self) -> None:
-        self.gradient_sync.last_backward()
-        if self.gate is not None:
-            self.gate.announce()
-
-    def _keep(self, loss: Tensor, num_targets: Tensor) -> None:
-        """Keep the passes of this step, no gradient of which is summed."""
-        preference = self.voter.preference
-        sums = {} if preference is None else preference.sums
-        overflows = self._overflows()
-        self.kept = KeptPasses(
-            self.step, self.gradient_sync, loss, num_targets, self._rows, sums, overflows
-        )
-
-    def _add_kept(
-        self, kept: KeptPasses, loss: Tensor, num_targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Add what was kept to the vote, beside the gradients; return all losses and targets."""
-        self._rows.add_all(kept.rows)
-        preference = self.voter.preference
-        if preference is not None:
-            for name, value in kept.preference_sums.items():
-                preference.sums[name] = preference.sums[name] + value
-        overflows = self._overflows()
-        if overflows is not None and kept.overflows is not None:
-            overflows += kept.overflows
-        return loss + kept.loss, num_targets + kept.num_targets
 
     def _begin_scaled(self) -> None:
         """Let this stage compute gradients with the step's scale; no-op unless it is in fp16."""
