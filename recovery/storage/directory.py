@@ -14,6 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -66,7 +67,8 @@ class DirectoryStorage:
 
         def write() -> None:
             try:
-                self._write(temporary, as_payload(data))
+                pieces = pieces_of(as_payload(data), self._options.part_bytes)
+                _write(temporary, pieces, partial(self._bandwidth.take, cancelled=self._cancelled))
                 _publish(temporary, target, if_none_match)
             finally:
                 with contextlib.suppress(OSError):
@@ -179,15 +181,6 @@ class DirectoryStorage:
             raise StorageError(self.uri, f"object name {name!r} leaves the storage")
         return self._root.joinpath(*parts)
 
-    def _write(self, temporary: Path, payload: Payload) -> None:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb", buffering=_BUFFER_BYTES) as file:
-            for piece in pieces_of(payload, self._options.part_bytes):
-                self._bandwidth.take(len(piece), self._cancelled)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
         seen: set[str] = set()
         # A step's directory may be a link to another disk.
@@ -269,6 +262,17 @@ def _raise_unless_gone(error: OSError) -> None:
     """
     if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         raise error
+
+
+def _write(temporary: Path, pieces: Iterable[Buffer], take: Callable[[int], None]) -> None:
+    """Write the pieces durably, each after `take` of its size."""
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    with temporary.open("xb", buffering=_BUFFER_BYTES) as file:
+        for piece in pieces:
+            take(len(piece))
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _publish(temporary: Path, target: Path, exclusive: bool) -> None:

@@ -175,7 +175,7 @@ class S3Storage:
 
     def until(self, cancelled: threading.Event) -> Storage:
         both = either(self._connection.cancelled, cancelled)
-        return self._over(replace(self._connection, cancelled=both))
+        return _over(self, replace(self._connection, cancelled=both))
 
     def patient(
         self,
@@ -184,18 +184,19 @@ class S3Storage:
         until: threading.Event | None = None,
     ) -> Storage:
         patience = Patience(patience_s, on_wait, until)
-        return self._over(replace(self._connection, patience=patience))
+        return _over(self, replace(self._connection, patience=patience))
 
     def close(self) -> None:
         self._connection.close()
 
-    def _over(self, connection: S3Connection) -> S3Storage:
-        """Return the same storage over another connection to the same bucket."""
-        # Not by the constructor, which would open a client of its own.
-        bound = object.__new__(S3Storage)
-        bound._connection = connection
-        bound._multipart = replace(self._multipart, connection=connection)
-        return bound
+
+def _over(storage: S3Storage, connection: S3Connection) -> S3Storage:
+    """Return the same storage over another connection to the same bucket."""
+    # Not by the constructor, which would open a client of its own.
+    bound = object.__new__(S3Storage)
+    bound._connection = connection
+    bound._multipart = replace(storage._multipart, connection=connection)
+    return bound
 
 
 def _probe_conditions(connection: S3Connection) -> bool:
