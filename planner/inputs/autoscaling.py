@@ -21,7 +21,7 @@ from planner.inputs.cluster_documents import (
     provider_type,
     with_legacy_types,
 )
-from planner.inputs.documents import is_integer, read_mapping
+from planner.inputs.documents import is_integer, read_mapping, read_section
 from planner.inputs.fleet import NodeBound, NodeType
 from planner.inputs.machines import ec2_gpu_name
 from planner.inputs.zones import region_of
@@ -140,7 +140,7 @@ def autoscaling_config(document: object, where: str = "cluster") -> AutoscalingC
     top = with_legacy_types(read_mapping(document, where))
     entries = read_mapping(top.get("available_node_types"), f"available_node_types of {where}")
     head = top.get("head_node_type", default_head(top, entries))
-    if head is not None and head not in entries:
+    if head is not None and head not in [*entries]:
         raise ConfigError(
             f"head_node_type of {where} is '{head}', which is not one of its node types"
             f" ({', '.join(entries)})"
@@ -190,12 +190,12 @@ def _autoscaled_type(
             note = _unstated_gpus(name, num_gpus, provider_type(top)) if least < most else ""
             most = least
     zones = named_zones(config, top)
-    region = (top.get("provider") or {}).get("region") or region_of(min(zones, default=""))
+    region = read_section(top, "provider").get("region") or region_of(min(zones, default=""))
     return AutoscaledType(
         name=name,
         instance_type=instance_type,
         resources=resources,
-        labels=dict(entry.get("labels") or {}),
+        labels=dict(read_section(entry, "labels")),
         min_workers=least,
         max_workers=most,
         is_head=is_head,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.inputs.documents import read_mapping, read_section, read_sections
 from planner.inputs.kuberay import DERIVED, as_launcher_document, is_kuberay
 from planner.inputs.machines import device_name
 
@@ -101,10 +102,13 @@ def read_cluster_yaml(path: str | Path) -> object:
                 f"cluster '{path}' is a template; render it first (`helm template`, `envsubst`)"
             ) from None
         raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
-    document = _the_cluster(documents, f"cluster '{path}'")
-    if is_kuberay(document):
-        return as_launcher_document(document, f"cluster '{path}'")
-    return document
+    return cluster_document(documents, f"cluster '{path}'")
+
+
+def cluster_document(documents: list[object], where: str) -> object:
+    """Return the one document that describes a cluster, KubeRay's as a launcher's."""
+    document = _the_cluster(documents, where)
+    return as_launcher_document(document, where) if is_kuberay(document) else document
 
 
 def _refuse_scripts(text: str, where: str) -> None:
@@ -147,7 +151,7 @@ def _the_cluster(documents: list[object], where: str) -> object:
         )
     names = []
     for cluster in clusters:
-        metadata = cluster.get("metadata") or {}
+        metadata = read_section(cluster, "metadata")
         names.append(f"{cluster['kind']} {metadata.get('name')}")
     raise ConfigError(
         f"{where} holds {len(clusters)} clusters ({', '.join(names)}); give a file with one"
@@ -173,7 +177,7 @@ def _items(document: object) -> Iterator[object]:
 
 def _brings(document: Json) -> bool:
     """Return True if a KubeRay document describes a cluster; a RayJob may only select one."""
-    spec = document.get("spec") or {}
+    spec = read_section(document, "spec")
     spec = spec.get("jobTemplate") or spec
     return bool({"headGroupSpec", "rayClusterSpec", "rayClusterConfig"} & set(spec))
 
@@ -187,7 +191,7 @@ def refuse_other_documents(top: Json, where: str) -> None:
             f"{where} holds values of KubeRay's Helm chart; render the cluster with `helm template"
             " kuberay/ray-cluster -f FILE` and give that"
         )
-    if _ANYSCALE_KEYS & set(top) or "instance_type" in (top.get("head_node") or {}):
+    if _ANYSCALE_KEYS & set(top) or "instance_type" in read_section(top, "head_node"):
         raise ConfigError(
             f"{where} is an Anyscale compute config; `ray up` does not read it. Give a Ray"
             " cluster-launcher file with available_node_types"
@@ -214,8 +218,8 @@ def with_legacy_types(top: Json) -> Json:
     See merge_legacy_yaml_with_defaults in `ray/autoscaler/_private/util.py`. A part that is missing
     is a machine without GPUs there.
     """
-    head = top.get("head_node")
-    workers = top.get("worker_nodes")
+    head = read_section(top, "head_node")
+    workers = read_section(top, "worker_nodes")
     if "available_node_types" in top or not (head or workers):
         return top
     types: dict[str, dict[str, Any]] = {
@@ -242,13 +246,13 @@ def default_head(top: Json, types: Json) -> str | None:
 
 def provider_type(top: Json) -> object:
     """Return the `type` of a file's provider; None if it names none."""
-    provider = top.get("provider") or {}
+    provider = read_section(top, "provider")
     return provider.get("type")
 
 
 def instance_type_of(config: Json) -> str | None:
     """The machine that a node is: EC2's InstanceType, GCP's machineType, Azure's vmSize."""
-    azure = config.get("azure_arm_parameters") or {}
+    azure = read_section(config, "azure_arm_parameters")
     named = config.get("InstanceType") or config.get("machineType") or azure.get("vmSize")
     if not named:
         return None
@@ -256,27 +260,24 @@ def instance_type_of(config: Json) -> str | None:
     return str(named).rsplit("/", 1)[-1]
 
 
-def _accelerators(config: Json) -> list[Json]:
-    found = config.get("guestAccelerators") or ()
-    return [item for item in found if isinstance(item, Mapping)]
-
-
 def accelerator_count(config: Json) -> int | None:
     """Return the GPUs that a GCP node adds to its machine type; None if it names none."""
-    counts = [int(item.get("acceleratorCount", 0)) for item in _accelerators(config)]
+    counts = [
+        int(item.get("acceleratorCount", 0)) for item in read_sections(config, "guestAccelerators")
+    ]
     return sum(counts) if counts else None
 
 
 def derived_labels(config: Json, top: Json) -> dict[str, str]:
     """Market, zone and GPU type as the launcher's own keys say them; a file's labels override."""
-    found = dict(config.get(DERIVED) or {})
+    found = dict(read_section(config, DERIVED))
     if _is_spot(config):
         found[LABEL_PREFIX + "spot"] = "true"
     zones = named_zones(config, top)
     if len(zones) == 1:
         # several say only where the node may be
         found[LABEL_PREFIX + "zone"] = min(zones)
-    for item in _accelerators(config):
+    for item in read_sections(config, "guestAccelerators"):
         name = str(item.get("acceleratorType", "")).rsplit("/", 1)[-1]
         found[LABEL_PREFIX + "gpu-type"] = device_name(name)
     return found
@@ -284,20 +285,21 @@ def derived_labels(config: Json, top: Json) -> dict[str, str]:
 
 def named_zones(config: Json, top: Json) -> frozenset[str]:
     """Return the zones that a node type or its file names; Ray takes several between commas."""
-    placement = config.get("Placement") or {}
-    provider = top.get("provider") or {}
+    placement = read_section(config, "Placement")
+    provider = read_section(top, "provider")
     named = placement.get("AvailabilityZone") or provider.get("availability_zone") or ""
     return frozenset(part.strip() for part in str(named).split(",") if part.strip())
 
 
 def _is_spot(config: Json) -> bool:
     """Return True if EC2's market options, GCP's scheduling or Azure's priority ask for spot."""
-    market = config.get("InstanceMarketOptions") or {}
+    market = read_section(config, "InstanceMarketOptions")
     if market.get("MarketType") == "spot":
         return True
     scheduling = config.get("scheduling") or {}
-    for item in scheduling if isinstance(scheduling, list) else [scheduling]:
+    for entry in scheduling if isinstance(scheduling, list) else [scheduling]:
+        item = read_mapping(entry, "scheduling")
         if item.get("preemptible") is True or item.get("provisioningModel") == "SPOT":
             return True
-    azure = config.get("azure_arm_parameters") or {}
+    azure = read_section(config, "azure_arm_parameters")
     return str(azure.get("priority", "")).lower() == "spot"

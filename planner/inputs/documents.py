@@ -37,6 +37,27 @@ def read_mapping(document: object, what: str) -> Mapping[str, Any]:
     return document
 
 
+def read_section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the mapping under a key; empty if it is absent or null.
+
+    Raises:
+        ConfigError: something else is there.
+    """
+    return read_mapping(document.get(key) or {}, key)
+
+
+def read_sections(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return the list of mappings under a key; empty if it is absent or null.
+
+    Raises:
+        ConfigError: something else is there.
+    """
+    found = document.get(key) or []
+    if not isinstance(found, list):
+        raise ConfigError(f"{key} must be a list, not {type(found).__name__}")
+    return [read_mapping(item, f"an item of {key}") for item in found]
+
+
 def check_keys(
     document: Mapping[str, Any],
     what: str,

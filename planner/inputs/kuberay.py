@@ -18,7 +18,14 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from planner.errors import ConfigError
-from planner.inputs.documents import is_integer, read_mapping
+from planner.inputs.documents import (
+    check_keys,
+    is_integer,
+    read_list,
+    read_mapping,
+    read_section,
+    read_sections,
+)
 from planner.inputs.kuberay_drains import drain_notes
 from planner.inputs.machines import PART_OF_A_CARD, device_name, possible_machines
 from planner.inputs.zones import ZONE_LINKS
@@ -65,6 +72,8 @@ SHARING_ANNOTATIONS = ("gpu-fraction", "gpu-memory")
 """Annotations of a pod that gets a part of a GPU: NVIDIA's KAI scheduler."""
 FACTS = ("autohet.io/", "ray.io/accelerator-type")
 """Labels that state facts of a node, wherever a chart can set them."""
+_EXPRESSION = frozenset({"key", "operator", "values"})
+"""Keys of a node affinity's expression whose operator is In."""
 UNBOUNDED = 2**31 - 1
 """Value that the API server writes for an absent `maxReplicas`."""
 Json = Mapping[str, Any]
@@ -99,7 +108,7 @@ def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
         types[HEAD] = _node_type(head, HEAD, (0, 0), notes)
 
     _collect(errors, add_head)
-    for group in spec.get("workerGroupSpecs") or []:
+    for group in read_sections(spec, "workerGroupSpecs"):
         _collect(errors, partial(_add_group, types, group, where, scales, notes))
     if errors:
         raise ConfigError("; ".join(errors))
@@ -123,7 +132,7 @@ def _zone_links(metadata: Json, where: str) -> dict[str, Any]:
     """The table of zones from an annotation, whose value is YAML text."""
     import yaml
 
-    text = (metadata.get("annotations") or {}).get(ZONE_LINKS)
+    text = read_section(metadata, "annotations").get(ZONE_LINKS)
     if text is None:
         return {}
     try:
@@ -215,12 +224,11 @@ def _node_type(
 ) -> dict[str, Any]:
     template = read_mapping(group.get("template") or {}, f"template of group '{name}'")
     pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
-    containers = pod.get("containers") or [{}]
-    resources = read_mapping(containers[0].get("resources") or {}, f"resources of group '{name}'")
+    resources = _first_resources(pod)
     least, most = num_nodes
     found: dict[str, Any] = {
         "resources": _shape(group, resources, name, notes),
-        "labels": dict(group.get("labels") or {}),
+        "labels": dict(read_section(group, "labels")),
         "min_workers": least,
         "max_workers": most,
         "node_config": {},
@@ -241,16 +249,16 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[st
     They are the group's own `resources`, else its start parameters, else the first container's
     limits and requests.
     """
-    own = group.get("resources") or {}
-    start = group.get("rayStartParams") or {}
-    limits = resources.get("limits") or {}
-    requests = resources.get("requests") or {}
+    own = read_section(group, "resources")
+    start = read_section(group, "rayStartParams")
+    limits = read_section(resources, "limits")
+    requests = read_section(resources, "requests")
     # Where both are given, Ray's autoscaler reads the limit.
     given = {**requests, **limits}
     shape: dict[str, Any] = {
         "GPU": _num_gpus(own, start, [*limits.items(), *requests.items()], name)
     }
-    claims = [str(claim.get("name")) for claim in resources.get("claims") or ()]
+    claims = [str(claim.get("name")) for claim in read_sections(resources, "claims")]
     if claims and not shape["GPU"]:
         notes.append(
             f"group '{name}' has devices by resource claims ({', '.join(claims)}), of which Ray"
@@ -306,7 +314,7 @@ def _start_resources(text: object, name: str) -> dict[str, int]:
 
 def _other_gpus(resources: Json, name: str) -> str:
     """Return why a pod's GPUs are not planned on; empty if they may be."""
-    given = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    given = {**read_section(resources, "requests"), **read_section(resources, "limits")}
     others = [key for key in given if key.endswith("gpu") and key != GPU_RESOURCE]
     if not others or GPU_RESOURCE in given:
         return ""
@@ -357,11 +365,11 @@ def _required_labels(pod: Json) -> dict[str, tuple[str, ...]]:
     alternatives; only labels that all of them name count.
     """
     found: dict[str, tuple[str, ...]] = {}
-    for key, value in (pod.get("nodeSelector") or {}).items():
+    for key, value in read_section(pod, "nodeSelector").items():
         found[key] = (str(value),)
-    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
-    needed = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    terms = [dict(_named_values(term)) for term in needed.get("nodeSelectorTerms") or []]
+    affinity = read_section(read_section(pod, "affinity"), "nodeAffinity")
+    needed = read_section(affinity, "requiredDuringSchedulingIgnoredDuringExecution")
+    terms = [dict(_named_values(term)) for term in read_sections(needed, "nodeSelectorTerms")]
     if not terms:
         return found
 
@@ -376,9 +384,10 @@ def _required_labels(pod: Json) -> dict[str, tuple[str, ...]]:
 
 
 def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for expression in term.get("matchExpressions") or []:
+    for expression in read_sections(term, "matchExpressions"):
         if expression.get("operator") == "In":
-            values = expression.get("values") or ()
+            check_keys(expression, "a node affinity", _EXPRESSION, _EXPRESSION)
+            values = read_list(expression, "values", "a node affinity")
             yield str(expression["key"]), tuple(map(str, values))
 
 
@@ -406,19 +415,25 @@ def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> dict[str, An
             found["InstanceMarketOptions"] = {"MarketType": "spot"}
     products = _first(needed, GPU_LABELS)
     shared = [f"{key}={needed[key][0]}" for key, no in SHARED.items() if _is_named(needed, key, no)]
-    annotations = ((group.get("template") or {}).get("metadata") or {}).get("annotations") or {}
+    metadata = read_section(read_section(group, "template"), "metadata")
+    annotations = read_section(metadata, "annotations")
     shared += [key for key in SHARING_ANNOTATIONS if key in annotations]
     shared += [product for product in products if PART_OF_A_CARD.search(product)]
     if shared:
         found[NOT_PLANNED] = f"group '{name}' has parts of a GPU ({shared[0]}): not planned on"
-    first = (pod.get("containers") or [{}])[0].get("resources") or {}
-    limits = {**(first.get("limits") or {}), **(group.get("resources") or {})}
+    limits = {**read_section(_first_resources(pod), "limits"), **read_section(group, "resources")}
     derived = {**_gpu_type(products), **_memory(limits), **_stated_facts(group)}
     if derived:
         found[DERIVED] = derived
     if requests:
         found[POD] = requests
     return found
+
+
+def _first_resources(pod: Json) -> Json:
+    """Return the resources of the pod's first container, which is Ray's."""
+    containers = read_sections(pod, "containers")
+    return read_section(containers[0], "resources") if containers else {}
 
 
 def _is_named(needed: Mapping[str, tuple[str, ...]], label: str, no: str | None) -> bool:
@@ -431,9 +446,9 @@ def _pod_requests(pod: Json) -> dict[str, float]:
     A container that requests none has its limit reserved.
     """
     cpus = 0.0
-    for container in pod.get("containers") or ():
-        resources = container.get("resources") or {}
-        given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    for container in read_sections(pod, "containers"):
+        resources = read_section(container, "resources")
+        given = {**read_section(resources, "limits"), **read_section(resources, "requests")}
         cpus += quantity(given.get("cpu", 0)) or 0.0
     return {"cpu": cpus} if cpus else {}
 
@@ -443,9 +458,9 @@ def _stated_facts(group: Json) -> dict[str, str]:
 
     The Helm chart can set these, and not the group's own labels.
     """
-    metadata = (group.get("template") or {}).get("metadata") or {}
-    found = dict(metadata.get("labels") or {})
-    text = str((group.get("rayStartParams") or {}).get("labels") or "").strip("\"'")
+    metadata = read_section(read_section(group, "template"), "metadata")
+    found = dict(read_section(metadata, "labels"))
+    text = str(read_section(group, "rayStartParams").get("labels") or "").strip("\"'")
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if equals:

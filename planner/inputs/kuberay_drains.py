@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from planner.inputs.documents import is_integer
+from planner.inputs.documents import is_integer, read_section, read_sections
 
 Json = Mapping[str, Any]
 DEFAULT_GRACE_S = 30
@@ -68,11 +68,11 @@ def _template(group: Json, part: str) -> Json:
 
 def _tells_ray(group: Json) -> bool:
     """Return True if a hook of the pod signals `ray start`, or drains the node."""
-    for container in _template(group, "spec").get("containers") or []:
+    for container in read_sections(_template(group, "spec"), "containers"):
         if not isinstance(container, Mapping):
             continue
-        hook = (container.get("lifecycle") or {}).get("preStop") or {}
-        command = (hook.get("exec") or {}).get("command") or ()
+        hook = read_section(read_section(container, "lifecycle"), "preStop")
+        command = read_section(hook, "exec").get("command") or ()
         text = " ".join(map(str, command))
         # `ray stop`, which many files have, ends Ray at once.
         if "kill" in text or "drain" in text:

@@ -12,9 +12,10 @@ from planner.inputs.catalogue import (
     all_instance_types,
     find_instance_type,
     has_part_of_gpu,
+    may_have_gpus,
 )
 from planner.inputs.cluster_documents import LABEL_PREFIX, instance_type_of
-from planner.inputs.documents import is_number, parse_number, read_mapping
+from planner.inputs.documents import is_number, parse_number, read_mapping, read_section
 
 _NUMBERS = (
     "gpu-memory-gib",
@@ -141,9 +142,10 @@ def refuse_missing_facts(
 
 def why_gpus_are_unknown(name: str, entry: Mapping[str, Any]) -> str:
     """Return why nothing is known of a node type's GPUs; empty if file or catalogue states them."""
-    instance = instance_type_of(entry.get("node_config") or {})
-    says_gpus = "GPU" in (entry.get("resources") or {})
-    if says_gpus or find_instance_type(instance or ""):
+    instance = instance_type_of(read_section(entry, "node_config"))
+    if "GPU" in read_section(entry, "resources"):
+        return ""
+    if instance is not None and (find_instance_type(instance) or not may_have_gpus(instance)):
         return ""
     return unknown_instance_note(name, instance)
 

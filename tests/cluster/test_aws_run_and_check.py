@@ -12,11 +12,13 @@ import time
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import pytest
 from botocore.exceptions import ClientError
+from ray.autoscaler._private.aws import config as aws_config
 
 from tests.harness.s3_server import s3_server
 from tests.harness.waits import HANG_S, wait_until
@@ -296,21 +298,10 @@ def test_each_family_has_the_quota_that_aws_counts_it_under(
     assert check_script().quota_code(instance, spot) == code
 
 
-@pytest.mark.parametrize(("most", "needed"), [(10, 4 * 96 + 3 * 4), (3, 3 * 96), (None, 2 * 96)])
-def test_the_whole_clusters_limit_bounds_what_is_needed(most: int | None, needed: int) -> None:
-    """Two types of one quota: the limit is filled with the larger nodes; the head counts apart."""
-    types = {
-        "head": {"quota": "S", "vcpus": 2, "nodes": 1},
-        "big": {"quota": "G", "vcpus": 4 * 96, "nodes": 4},
-        "small": {"quota": "G", "vcpus": 3 * 4, "nodes": 3},
-        "unknown": {"quota": None, "vcpus": 4, "nodes": 1},
-    }
-    document = {"head_node_type": "head"} | ({} if most is None else {"max_workers": most})
-    assert check_script().needed_vcpus(document, types) == {"S": 2, "G": needed}
-
-
 class DryRuns:
     """EC2's dry run, which refuses one subnet."""
+
+    meta = SimpleNamespace(region_name="us-east-1")
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -331,12 +322,23 @@ def test_each_subnet_and_the_rest_of_a_node_config_are_in_the_dry_run() -> None:
         "CapacityReservationSpecification": reserved,
         "KeyName": "ray's",
     }
-    assert check.launch_answer(ec2, config, "g5.xlarge").startswith("InvalidSubnetID.NotFound")
+    assert check.launch_answer(ec2, config).startswith("InvalidSubnetID.NotFound")
     assert [asked["SubnetId"] for asked in ec2.asked] == ["a", "b"]
     assert ec2.asked[0]["SecurityGroupIds"] == ["sg-1"]
     assert ec2.asked[0]["CapacityReservationSpecification"] == reserved
     assert "KeyName" not in ec2.asked[0]
-    assert check.launch_answer(ec2, config | {"SubnetIds": ["a"]}, "g5.xlarge") == "ok"
+    assert check.launch_answer(ec2, config | {"SubnetIds": ["a"]}) == "ok"
+
+
+def test_the_image_of_a_dry_run_is_the_one_that_ray_would_take() -> None:
+    """Wrong: a made-up image, which EC2 refuses whatever the file says."""
+    check, ec2 = check_script(), DryRuns()
+    default = aws_config.DEFAULT_AMI["us-east-1"]
+    for config in ({}, {"ImageId": "latest_dlami"}, {"ImageId": "ami-1"}, {"LaunchTemplate": {}}):
+        assert check.launch_answer(ec2, config) == "ok"
+    assert [asked.get("ImageId") for asked in ec2.asked] == [default, default, "ami-1", None]
+    ec2.meta = SimpleNamespace(region_name="mars-1")
+    assert "Ray has none for mars-1" in check.launch_answer(ec2, {})
 
 
 @pytest.mark.parametrize(

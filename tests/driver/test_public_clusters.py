@@ -6,8 +6,13 @@ What is planned is what Ray launches and what is priced; what cannot be planned 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +35,12 @@ from autohet.driver.ray.requests.node_requests import (
     resource_constraints,
 )
 from planner.errors import ConfigError
-from planner.inputs.autoscaling import AutoscaledType, AutoscalingConfig
+from planner.inputs.autoscaling import AutoscaledType, AutoscalingConfig, autoscaling_config
 from planner.inputs.cluster import Cluster, cluster_from_document
-from planner.inputs.cluster_documents import read_cluster_yaml
+from planner.inputs.cluster_documents import cluster_document, read_cluster_yaml, with_legacy_types
+from tests.harness.s3_server import s3_server
 
+ROOT = Path(__file__).parents[2]
 PUBLIC = yaml.safe_load((Path(__file__).parent / "public_clusters.yaml").read_text())
 PLANNED = {case["source"]: case for case in PUBLIC if "planned" in case}
 REFUSED = {case["source"]: case for case in PUBLIC if "refused" in case}
@@ -50,6 +57,24 @@ srun ray start --head --num-gpus 4
 pb2: Any = instance_manager_pb2
 
 
+def described_p3(name: str, vcpus: int, memory_mib: int, gpus: int) -> dict[str, Any]:
+    """EC2's description of a machine that moto has no more."""
+    device = {"Name": "V100", "Manufacturer": "NVIDIA", "Count": gpus}
+    return {
+        "InstanceType": name,
+        "VCpuInfo": {"DefaultVCpus": vcpus},
+        "MemoryInfo": {"SizeInMiB": memory_mib},
+        "GpuInfo": {"Gpus": [device]},
+    }
+
+
+DESCRIBED = {name: {"InstanceType": name, **row} for name, row in INSTANCE_TYPES.items()} | {
+    "p3.2xlarge": described_p3("p3.2xlarge", 8, 62464, 1),
+    "p3.16xlarge": described_p3("p3.16xlarge", 64, 499712, 8),
+}
+"""Instance types as EC2 describes them (P3: EC2 User Guide, accelerated computing)."""
+
+
 def written(documents: list[dict[str, Any]], directory: Path) -> Path:
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump_all(documents))
@@ -60,8 +85,7 @@ def rays_config(document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ra
     """Ray's own reading: of a RayCluster by its autoscaler on KubeRay, of a file by `ray up`."""
     document = copy.deepcopy(document)
     if "apiVersion" not in document:
-        described = [{"InstanceType": name, **row} for name, row in INSTANCE_TYPES.items()]
-        monkeypatch.setattr(aws, "list_ec2_instances", lambda *_: described)
+        monkeypatch.setattr(aws, "list_ec2_instances", lambda *_: [*DESCRIBED.values()])
         config = prepare_config(document)
         for key in LEGACY:
             config.pop(key, None)
@@ -110,10 +134,10 @@ def largest_fleets(cluster: Cluster) -> list[dict[str, int]]:
     return alone if cluster.bound is not None else [*alone, whole]
 
 
-def test_there_are_forty_public_files() -> None:
+def test_there_are_fifty_public_files() -> None:
     sources = {case["source"] for case in PUBLIC}
     assert len(sources) == len(PUBLIC)
-    assert len(PUBLIC) + 1 >= 40
+    assert len(PUBLIC) + 1 >= 50
 
 
 @pytest.mark.parametrize("source", PLANNED)
@@ -144,12 +168,100 @@ def test_what_is_planned_is_what_ray_launches_and_what_is_priced(
             assert launched.get(name, 0) == max(minimum, workers), (name, counts)
 
 
+def aws_document(case: dict[str, Any]) -> dict[str, Any] | None:
+    """The file with its node types; None if AWS launches nothing of it."""
+    document = case["documents"][0]
+    if (document.get("provider") or {}).get("type") != "aws":
+        return None
+    return dict(with_legacy_types(document))
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Any]:
+    """scripts/aws/check, which asks moto."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        path = str(ROOT / "scripts" / "aws" / "check")
+        yield SourceFileLoader("check_script", path).load_module()
+
+
+@pytest.mark.parametrize("source", [name for name in PLANNED if aws_document(PLANNED[name])])
+def test_quotas_are_asked_for_what_ray_launches(
+    source: str, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: a script that reads bounds, heads and legacy files by rules of its own."""
+    document = aws_document(PLANNED[source])
+    assert document is not None
+    config = autoscaling_config(document)
+    found = check.check(document, config, document["provider"]["region"], None)
+    rays = rays_config(PLANNED[source]["documents"][0], monkeypatch)
+    cluster = cluster_from_document(document)
+
+    needed: Counter[str] = Counter()
+    for counts in largest_fleets(cluster):
+        nodes = Counter(ray_launches(rays, node_request(cluster, document, counts)))
+        nodes[rays.get_head_node_type()] += 1
+        vcpus: Counter[str] = Counter()
+        for name, number in nodes.items():
+            kind = found["types"][name]
+            if name in counts:
+                assert kind["nodes"] == number
+            each = DESCRIBED[kind["instance_type"]]["VCpuInfo"]["DefaultVCpus"]
+            vcpus[kind["quota"]] += number * each
+        needed |= vcpus
+    # other types, which no plan names, have further quotas
+    planned = {found["types"][kind.name]["quota"] for kind in cluster.node_types}
+    asked = {code: each["needed"] for code, each in found["quotas"].items()}
+    assert {code: asked[code] for code in planned} == {code: needed[code] for code in planned}
+    assert not [each for each in found["fails"] if "refuse the file" in each]
+
+
+def test_check_refuses_what_is_not_for_aws_and_what_plan_refuses(
+    check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in PUBLIC:
+        path = written(case["documents"], tmp_path)
+        monkeypatch.setattr("sys.argv", ["check", str(path), "--json"])
+        document = aws_document(case)
+        if document is None:
+            with pytest.raises(ConfigError):
+                check.main()
+        elif "refused" in case:
+            assert check.main() == 1
+            assert case["refused"] in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("source", REFUSED)
 def test_what_cannot_be_planned_is_one_sentence(source: str, tmp_path: Path) -> None:
     case = REFUSED[source]
     with pytest.raises(ConfigError) as refused:
         cluster_from_document(read_cluster_yaml(written(case["documents"], tmp_path)))
     assert case["refused"] in str(refused.value)
+
+
+def places(value: Any, parents: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = {}
+    if isinstance(value, dict | list):
+        items = value if isinstance(value, dict) else dict(enumerate(value))
+    for key, item in items.items():
+        yield (*parents, key)
+        yield from places(item, (*parents, key))
+
+
+def test_a_value_of_another_form_is_a_sentence_and_never_a_traceback() -> None:
+    """Each value of each file in turn is a text, a number, a list, null or absent."""
+    values = itertools.cycle(("text", 7, [1], None, {"a": 1}, True, ...))
+    for case in PUBLIC:
+        for place in places(case["documents"][0]):
+            changed = copy.deepcopy(case["documents"][0])
+            *parents, key = place
+            inside = functools.reduce(lambda found, name: found[name], parents, changed)
+            inside[key] = next(values)
+            if inside[key] is ...:
+                del inside[key]
+            with suppress(ConfigError):
+                cluster_from_document(cluster_document([changed], "cluster"))
 
 
 def test_a_slurm_script_is_named(tmp_path: Path) -> None:

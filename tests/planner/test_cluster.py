@@ -140,7 +140,7 @@ def test_fleet_names_nodes_and_workers():
         ),
         (
             lambda d: d["available_node_types"].pop("gpu"),
-            "no node type.*'m5.large' of 'head' is not in the catalogue",
+            "no node type of cluster has GPUs and max_workers above 0",
         ),
         (
             lambda d: d["available_node_types"]["gpu"].update(

@@ -11,6 +11,7 @@ import pytest
 
 from autohet.driver.sources.node_signs import MetadataWatch, cloud_clients
 from autohet.driver.sources.protocol import Sign
+from autohet.driver.sources.watch import pause_after
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.process.azure_metadata import AzureMetadata
 from autohet.runtime.process.cloud_metadata import CLOUDS, find_cloud
@@ -97,6 +98,20 @@ def test_googles_preemption_counts_from_when_it_is_first_seen(notice_s: float) -
             (later,) = watch.signs()
             assert later.in_s is not None
             assert later.in_s <= first.in_s - 0.2, "each poll would begin a new countdown"
+
+
+def test_what_googles_other_keys_hold_hides_no_preemption() -> None:
+    """Wrong: a maintenance event that nobody knows makes the whole poll a failure."""
+    with GoogleServer() as server:
+        client = GoogleMetadata(server.endpoint)
+        server.values |= {"preempted": "TRUE", "maintenance-event": "NEW_KIND_OF_EVENT"}
+        assert [notice.action for notice in client.notices()] == ["preempted"]
+
+
+def test_a_poll_begins_an_interval_after_the_one_before() -> None:
+    """Wrong: what an answer takes is added to the interval, and so to each notice."""
+    assert pause_after(0.5, 0.2) == pytest.approx(0.3)
+    assert pause_after(0.5, 3.0) == pytest.approx(0.05), "a slow service is not asked without pause"
 
 
 def test_googles_maintenance_of_a_machine_that_migrates_is_a_risk() -> None:

@@ -16,6 +16,8 @@ from botocore.exceptions import (
     TokenRetrievalError,
 )
 
+from planner.errors import ConfigError
+
 LOG_IN = "log in (aws configure, or aws sso login), and try again"
 
 
@@ -23,7 +25,14 @@ def run_script(name: str, main: Callable[[], int | None]) -> int:
     """Run a script's `main`; say in one sentence why it fails, without a traceback."""
     try:
         return main() or 0
-    except (BotoCoreError, ClientError, OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (
+        BotoCoreError,
+        ClientError,
+        ConfigError,
+        OSError,
+        UnicodeError,
+        yaml.YAMLError,
+    ) as error:
         print(f"{name}: {describe_error(error)}", file=sys.stderr)
         return 1
 
@@ -38,6 +47,8 @@ def describe_error(error: Exception) -> str:
             return f"there are no AWS credentials here ({text}); {LOG_IN}"
         case ProfileNotFound():
             return f"{text}; `aws configure list-profiles` names those that exist"
+        case ConfigError():
+            return " ".join(str(error).split())
         case ClientError():
             code = error.response.get("Error", {}).get("Code", "")
             return f"AWS refuses {error.operation_name} ({code}): {text}"

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 logger = logging.getLogger("autohet.sources")
 T = TypeVar("T")
+LEAST_PAUSE = 0.1
+"""Part of the interval that is left between a slow poll's end and the next one."""
 SELDOM = 6
 """Factor by which a poll that has never been answered is slower: off EC2 none ever is."""
 
 
+def pause_after(interval_s: float, took_s: float) -> float:
+    """Return the seconds until the next poll, which begins `interval_s` after the one before."""
+    return max(interval_s * LEAST_PAUSE, interval_s - took_s)
+
+
 class Watch(Generic[T]):
-    """Repeats a poll in a thread that it owns.
+    """Repeats a poll in a thread that it owns, every `poll_s` however long an answer takes.
 
     `answer` is the newest one, None before the first. A poll that fails is retried, whatever it
     raised; the same failure is logged once.
@@ -41,6 +49,7 @@ class Watch(Generic[T]):
             self._wake.clear()
             if self._closed:
                 return
+            began_at = time.monotonic()
             try:
                 self.answer = self._ask()
                 self.trouble = ""
@@ -51,6 +60,7 @@ class Watch(Generic[T]):
                     said = self.trouble
                     logger.info("%s does not answer: %s", self._name, said)
                 pause = self._poll_s if self.answer is not None else self._poll_s * SELDOM
+            pause = pause_after(pause, time.monotonic() - began_at)
             self._asked.set()
 
     def wait_for_first(self, timeout_s: float) -> None:

@@ -185,7 +185,7 @@ class ElasticSection:
     cloud that answers at the node; gpu: NVML; queue: `notice_queue`; file: `notice_file` or
     `notice_command`; script: the events of `script`.
     """
-    metadata_poll_s: float = 1.0
+    metadata_poll_s: float = 0.5
     """Seconds between two polls of a notice source.
 
     It holds for the instance metadata, the GPUs' health, `notice_file` and `notice_command`.

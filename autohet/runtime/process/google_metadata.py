@@ -78,8 +78,9 @@ class GoogleMetadata:
         )
 
     def notices(self) -> tuple[InstanceNotice, ...]:
-        found = [self._preemption(), self._maintenance()]
-        return tuple(notice for notice in found if notice is not None)
+        # A preemption is said at once: what the other keys hold changes nothing any more.
+        found = self._preemption() or self._maintenance()
+        return () if found is None else (found,)
 
     def acknowledge(self, event_id: str) -> None:
         """Google waits for no answer: no-op."""
