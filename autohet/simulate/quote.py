@@ -243,9 +243,9 @@ def _job_of(options: QuoteOptions) -> Job:
     return replace(job, elastic=elastic)
 
 
-def _traces(options: QuoteOptions, cluster: Cluster) -> list[tuple[Counts, float]]:
+def _traces(options: QuoteOptions, cluster: Cluster) -> Sequence[tuple[Counts, float]]:
     """Return the numbers of nodes by (second, type) in each trace, and its length in seconds."""
-    found = []
+    found: list[tuple[Counts, float]] = []
     for path in options.traces:
         counts: dict[tuple[float, str], int] = {}
         alive: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from autohet.simulate.picture import draw
 from autohet.simulate.simulation import BASELINES, POLICIES, Scenario, TraceSimulation, horizon
 from autohet.simulate.spot_trace import read_trace
 from planner.errors import ConfigError
-from planner.inputs.cluster import cluster_from_document
+from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
 from autohet.control.planning.fleet_choice import START_S, Offer, Terms, choose_among
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PRIOR_S = 7200.0
 """Weight of the prior of what fleets deliver, in seconds of a run."""
-DELIVERED_PRIOR = {False: 0.7, True: 0.95}
+DELIVERED_PRIOR = {False: 0.5, True: 0.95}
 """Prior share of the predicted steps that a fleet makes, by whether it is secure.
 
 Nodes boot, are reclaimed and are not to be had, and predictions err.
@@ -120,6 +120,15 @@ class Goal:
         for secure, whole_s in self._seconds.items():
             delivered[secure] = min(1.0, max(0.05, self._made_s[secure] / whole_s))
         return Left(now, steps, seconds, usd, delivered, redo_s)
+
+    def document(self) -> dict[str, Any]:
+        """Return the entry in a job's status and summary."""
+        in_time = None if self.terms.deadline_at is None else not self.is_late
+        return {
+            "spent_usd": round(self.spent_usd, 4),
+            "budget_usd": self.terms.budget_usd,
+            "in_time": in_time,
+        }
 
     def is_used_up(self, closing_s: float) -> bool:
         """Return True if the rest of the budget only pays for an end that takes `closing_s`."""
@@ -259,11 +268,9 @@ class GoalChooser:
             if is_in_time and offer.usd_a_step <= DEAR * self.usual_usd:
                 hoped.append(offer)
         in_time = [offer for offer in hoped if self._needed_s(offer) <= self.left.seconds]
-        if in_time:
-            found = min(in_time, key=lambda offer: (offer.usd_a_step, offer.step_s))
-        else:
-            found = min(hoped, key=self._needed_s, default=None)
-        return GoalChoice(found, why, waits=True)
+        cheapest = min(in_time, key=lambda offer: (offer.usd_a_step, offer.step_s), default=None)
+        fastest = min(hoped, key=self._needed_s, default=None)
+        return GoalChoice(cheapest or fastest, why, waits=True)
 
     def _all_offers(self) -> list[Offer]:
         """Return the fleets that may be had once no type is refused any more."""

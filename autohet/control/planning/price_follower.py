@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 REVIEW_S = 600.0
-"""Seconds after which a job with a deadline or a budget chooses again though nothing has changed."""
+"""Seconds after which a job with a deadline or a budget chooses again in any case."""
 LEAST_REVIEW_S = 15.0
 
 

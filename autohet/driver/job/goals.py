@@ -1,8 +1,14 @@
-"""Deadline and budget of a job: checks before anything is bought."""
+"""Deadline and budget of a job: checks before anything is bought, and what a run has spent."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from autohet.control.planning.fleet_choice import Offer
+from autohet.control.planning.goal import Goal, GoalTerms
+from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.spending import EVERY_S, Spending, read_spending, store_spending
 from autohet.runtime.job import Job
 from autohet.runtime.job.elastic import time_of
 from planner.errors import ConfigError
@@ -54,3 +60,37 @@ def check_budget(job: Job, cluster: Cluster, cheapest: Offer | None) -> None:
             f"the budget is {budget:.2f} USD, but {job.training.steps:,} steps cost"
             f" {least_usd:.2f} USD on the cheapest fleet ({nodes}); raise it, or train fewer steps"
         )
+
+
+class GoalKeeper:
+    """Deadline and budget of a run on the driver's clocks; its storage knows what was spent."""
+
+    def __init__(self, job: Job, durable: Durable, clock: Callable[[], float]) -> None:
+        self._job = job
+        self._durable = durable
+        self._clock = clock
+        self._stored_at = 0.0
+        self._started = 0.0
+
+    def begin(self) -> GoalTerms | None:
+        """Return what the run has to keep; None: nothing.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        if not self._job.elastic.has_goal:
+            return None
+        now = time.time()
+        before = read_spending(self._durable.storage) or Spending(now, now)
+        self._started = before.started
+        left_s = deadline_s(self._job, now, before.started)
+        deadline_at = None if left_s is None else self._clock() + left_s
+        return GoalTerms(deadline_at, self._job.elastic.budget_usd, before.usd_until(now))
+
+    def store(self, goal: Goal | None) -> None:
+        """Store what is spent, once a minute."""
+        if goal is None or self._clock() - self._stored_at < EVERY_S:
+            return
+        self._stored_at = self._clock()
+        spent = Spending(self._started, time.time(), goal.spent_usd, goal.usd_per_hour)
+        self._durable.work_pool.submit(store_spending, self._durable.storage, spent)

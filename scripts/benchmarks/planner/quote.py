@@ -3,7 +3,8 @@
     python -m scripts.benchmarks.planner.quote [DRAWS] [REPLAYS]     default: 60 and 100 for each trace; the traces are read from AUTOHET_MEASUREMENTS/data/traces
 
 Traces of SkyPilot's availability and preemption studies (V100 on AWS, Wu et al., NSDI 24). None of
-them tuned the policy: that was done on us-east-1f (preemption) and us-west-2a (one node). The
+them tuned the policy: that was done on us-east-1f (preemption), us-west-2a (one node) and us-west-2c
+(sixteen nodes). The
 replays are other stretches of each trace than the quote's. Their prices are DRAWN, since no public
 history covers these weeks: a spot price that reverts to its mean, with jumps to three times.
 
@@ -65,7 +66,7 @@ class Case:
 CASES = (
     Case("availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 3000, 6.0),
     Case("availability/16-node/aws-08-27-2023/us-west-2a_v100_1.json", 3000, 10.0),
-    Case("availability/16-node/aws-08-27-2023/us-west-2c_v100_1.json", 6000, 12.0, 16.0),
+    Case("availability/1-node/aws-02-15-2023/us-east-2a_v100_1.json", 3000, 9.0, 12.0),
     Case("preemption/4-node/aws-08-03-2023/us-east-2a_v100_1.json", 3000, 8.0, 9.0),
     Case("preemption/4-node/aws-08-03-2023/us-west-2c_v100_1.json", 6000, 16.0),
 )
@@ -73,7 +74,10 @@ CASES = (
 
 def market_of(case: Case, kinds: Mapping[str, Any], seed: int) -> Market:
     """Return the history of a case: the trace's nodes, and drawn prices."""
-    path = measurements_folder() / "data" / "traces" / "skypilot" / case.trace
+    folder = measurements_folder()
+    if folder is None:
+        sys.exit("no measurements: set AUTOHET_MEASUREMENTS")
+    path = folder / "data" / "traces" / "skypilot" / case.trace
     document = json.loads(path.read_text())
     gap_s = document["metadata"]["gap_seconds"]
     counts: dict[tuple[float, str], int] = {}
@@ -88,7 +92,7 @@ def market_of(case: Case, kinds: Mapping[str, Any], seed: int) -> Market:
 
 
 def drawn_prices(seed: int) -> Iterator[tuple[float, float]]:
-    """Yield (second, USD an hour) of a price that reverts to its mean and jumps once in two days."""
+    """Yield (second, USD an hour): a price that reverts to its mean, with a jump in two days."""
     chance = random.Random(seed)
     at = deviation = 0.0
     jump_until_s = -1.0
@@ -218,7 +222,7 @@ def record_case(case: Case, draws: int, replays: int) -> dict[str, Any]:
         "trace": case.trace,
         "steps": case.steps,
         "hours": case.hours,
-        "usd": case.usd,
+        "budget_usd": case.usd,
         "cpu_s_a_replay_with_hindsight": seconds / len(runs),
         "searches": simulation.memory.num_searches,
         **judge(case, runs[:draws], runs[draws:]),
