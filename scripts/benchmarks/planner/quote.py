@@ -1,6 +1,6 @@
 """Records quotes against replays that they did not see: results/quote.json.
 
-    python -m scripts.benchmarks.planner.quote [DRAWS] [REPLAYS]     default: 60 and 100 for each trace; the traces are read from AUTOHET_MEASUREMENTS/data/traces
+    python -m scripts.benchmarks.planner.quote [DRAWS] [REPLAYS]     default: 50 and 100 for each trace; the traces are read from AUTOHET_MEASUREMENTS/data/traces
 
 Traces of SkyPilot's availability and preemption studies (V100 on AWS, Wu et al., NSDI 24). None of
 them tuned the policy: that was done on us-east-1f (preemption), us-west-2a (one node) and us-west-2c
@@ -64,11 +64,11 @@ class Case:
 
 
 CASES = (
+    Case("preemption/4-node/aws-08-03-2023/us-east-2a_v100_1.json", 3000, 8.0, 9.0),
+    Case("availability/1-node/aws-02-15-2023/us-east-2a_v100_1.json", 3000, 9.0, 12.0),
+    Case("preemption/4-node/aws-08-03-2023/us-west-2c_v100_1.json", 3000, 10.0),
     Case("availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 3000, 6.0),
     Case("availability/16-node/aws-08-27-2023/us-west-2a_v100_1.json", 3000, 10.0),
-    Case("availability/1-node/aws-02-15-2023/us-east-2a_v100_1.json", 3000, 9.0, 12.0),
-    Case("preemption/4-node/aws-08-03-2023/us-east-2a_v100_1.json", 3000, 8.0, 9.0),
-    Case("preemption/4-node/aws-08-03-2023/us-west-2c_v100_1.json", 6000, 16.0),
 )
 
 
@@ -286,7 +286,7 @@ def total(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    draws, replays = [int(each) for each in (*arguments, 60, 100)[:2]] if arguments else (60, 100)
+    draws, replays = [int(each) for each in arguments] or (50, 100)
     cases = []
     for case in CASES:
         cases.append(record_case(case, draws, replays))
