@@ -162,9 +162,7 @@ def _follow_goal(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
             f" {memory.steps_left:g} steps are left"
         )
         yield event("decision", memory.generation, sentence)
-    step_s = 0.0 if memory.proposal is None else memory.proposal.predicted_step_s
-    closing_s = 2 * step_s + (memory.ledger.checkpoints.upload_s or 0.0)
-    if goal.stop_reason is None and goal.is_used_up(closing_s):
+    if goal.stop_reason is None and goal.lasts_s(memory.closing_s) <= 0.0:
         goal.stop_reason = (
             f"its budget: {goal.spent_usd:.2f} of {goal.terms.budget_usd:.2f} USD are spent, and"
             f" the rest pays for the end, with {memory.steps_left:g} steps left"

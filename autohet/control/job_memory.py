@@ -177,6 +177,12 @@ class JobMemory:
         return math.inf if last is None else last - self.ledger.committed_steps
 
     @property
+    def closing_s(self) -> float:
+        """Seconds from the decision to end until the newest step is in durable storage."""
+        step_s = 0.0 if self.proposal is None else self.proposal.predicted_step_s
+        return 2 * step_s + (self.ledger.checkpoints.upload_s or 0.0)
+
+    @property
     def redo_s(self) -> float:
         """Seconds of training that are repeated if all nodes die at once."""
         steps = self.job.checkpoint.fixed_steps or self.checkpoint_pace.steps

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from autohet.control.job_memory import JobMemory
 from autohet.control.job_state import Training
 from autohet.control.planning.buyer import LOOK_S, Buyer
 from autohet.control.planning.buying import Market, best_counts, completed
@@ -38,6 +39,7 @@ from autohet.simulate.dollars.hindsight import best_usd_per_step, longest_beyond
 from autohet.simulate.dollars.price_file import RecordedPrices
 from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.dollars.spending import usd_document, zone_bill
+from autohet.simulate.fleet.autoscaler import CALM_LOOK_S
 from autohet.simulate.fleet.coarse_layout import CoarseLayouts
 from autohet.simulate.fleet.generation import SimulatedJob
 from autohet.simulate.fleet.workforce import SimulatedWorkforce
@@ -349,12 +351,22 @@ class TraceSimulation:
                 workforce.wake_at(state.leaving.until)
             if isinstance(state, Training) and state.look_at is not None:
                 workforce.wake_at(state.look_at)
-            if self.goal is not None and controller.memory.buyer is not None:
-                look_at = max(controller.memory.buyer.look_at, workforce.now + LOOK_S)
-                workforce.wake_at(look_at)
+            self._wake_for_goal(controller.memory, workforce)
             if progress is not None and workforce.now - reported_at > end_s / 200:
                 reported_at = workforce.now
                 progress(min(1.0, reported_at / end_s))
+
+    def _wake_for_goal(self, memory: JobMemory, workforce: SimulatedWorkforce) -> None:
+        """Make the controller look when a deadline or a budget wants it.
+
+        A driver looks all the time, a simulated one when something happens.
+        """
+        if memory.goal is None or memory.buyer is None:
+            return
+        workforce.wake_at(max(memory.buyer.look_at, workforce.now + LOOK_S))
+        lasts_s = memory.goal.lasts_s(memory.closing_s)
+        if 0.0 < lasts_s < CALM_LOOK_S:
+            workforce.wake_at(workforce.now + lasts_s)
 
     def _autohet_document(
         self, controller: Controller, workforce: SimulatedWorkforce

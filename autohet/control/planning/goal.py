@@ -130,12 +130,14 @@ class Goal:
             "in_time": in_time,
         }
 
-    def is_used_up(self, closing_s: float) -> bool:
-        """Return True if the rest of the budget only pays for an end that takes `closing_s`."""
-        if self.terms.budget_usd is None:
-            return False
-        closing_usd = self.usd_per_hour * (closing_s + CLOSE_S) / 3600.0
-        return self.spent_usd + closing_usd >= self.terms.budget_usd
+    def lasts_s(self, closing_s: float) -> float:
+        """Return the seconds until the rest of the budget only pays for an end of `closing_s`."""
+        left_usd = (self.terms.budget_usd or math.inf) - self.spent_usd
+        if left_usd <= 0.0:
+            return 0.0
+        if not self.usd_per_hour:
+            return math.inf
+        return left_usd / self.usd_per_hour * 3600.0 - closing_s - CLOSE_S
 
 
 @dataclass(frozen=True)
