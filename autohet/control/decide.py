@@ -153,7 +153,7 @@ def _follow_goal(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
         return seen
     wish = None if memory.buyer is None else memory.buyer.wish
     prices = {} if memory.buyer is None else memory.buyer.prices
-    goal.record(seen, memory.ledger.committed_steps, wish, prices)
+    goal.count(seen, memory.ledger.committed_steps, wish, prices)
     deadline = goal.terms.deadline_at
     if deadline is not None and seen.now > deadline and not goal.is_late:
         goal.is_late = True

@@ -89,7 +89,7 @@ class Goal:
         self._seconds = {secure: PRIOR_S for secure in DELIVERED_PRIOR}
         self._made_s = {secure: PRIOR_S * share for secure, share in DELIVERED_PRIOR.items()}
 
-    def record(
+    def count(
         self, seen: Observation, steps: int, wanted: Wish | None, prices: Mapping[str, float]
     ) -> None:
         """Count the dollars, and the steps made of those predicted, since the last observation.
