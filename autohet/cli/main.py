@@ -22,6 +22,7 @@ COMMANDS = {
     "check-model": "prove on the CPU that a job's model is trained as transformers computes it",
     "profile": "measure this machine's devices for a job's layers",
     "simulate": "a spot trace through the real controller, on a fake clock",
+    "quote": "the price of a job by a deadline, and how likely it is",
     "bench": "benchmarks: planner, recovery, step",
     "checkpoint": "list, verify or export checkpoints",
     "status": "what a running job is doing",

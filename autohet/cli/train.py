@@ -145,6 +145,11 @@ def describe_summary(summary: dict[str, Any]) -> str:
             f"  {change['cause']} at step {change['step']}: {change['steps_lost']} steps lost;"
             f" {tiers}; seconds: {parts}"
         )
+    goal = summary.get("goal")
+    if goal is not None:
+        of = "" if goal["budget_usd"] is None else f" of {goal['budget_usd']:,.2f}"
+        late = " after its deadline" if goal["in_time"] is False else ""
+        lines.append(f"nodes: {goal['spent_usd']:,.2f}{of} USD{late}")
     lines.append(f"checkpoint: {summary['checkpoint']}\nevents: {summary['events']}")
     return "\n".join(lines)
 

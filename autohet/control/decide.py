@@ -49,6 +49,7 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     seen = _hide_replaced_nodes(memory, seen)
     seen = yield from _apply_failure_policy(memory, seen)
     yield from memory.ledger.record(seen, memory.generation)
+    seen = yield from _follow_goal(memory, seen)
     if isinstance(memory.state, Saving):
         memory.state = yield from closing.save(memory.state, memory, seen)
         return
@@ -133,10 +134,42 @@ def _buy(memory: JobMemory, seen: Observation) -> Effects:
     if memory.buyer is None:
         return
     is_training = isinstance(memory.state, Training)
-    actions, said = memory.buyer.decide(seen, memory.members, training=is_training)
+    left = None
+    if memory.goal is not None:
+        left = memory.goal.left(seen.now, memory.steps_left, memory.redo_s)
+    actions, said = memory.buyer.decide(seen, memory.members, training=is_training, left=left)
     yield from actions
     for sentence in said:
         yield event("decision", memory.generation, sentence)
+
+
+def _follow_goal(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
+    """Count what is spent of the job's budget, and stop the job before it is passed.
+
+    Returns the observation with the stop that was decided on because of it.
+    """
+    goal = memory.goal
+    if goal is None or isinstance(memory.state, Ended):
+        return seen
+    wish = None if memory.buyer is None else memory.buyer.wish
+    prices = {} if memory.buyer is None else memory.buyer.prices
+    goal.count(seen, memory.ledger.committed_steps, wish, prices)
+    deadline = goal.terms.deadline_at
+    if deadline is not None and seen.now > deadline and not goal.is_late:
+        goal.is_late = True
+        sentence = (
+            "Deciding to go on although the deadline has passed, since"
+            f" {memory.steps_left:g} steps are left"
+        )
+        yield event("decision", memory.generation, sentence)
+    if goal.stop_reason is None and goal.lasts_s(memory.closing_s) <= 0.0:
+        goal.stop_reason = (
+            f"its budget: {goal.spent_usd:.2f} of {goal.terms.budget_usd:.2f} USD are spent, and"
+            f" the rest pays for the end, with {memory.steps_left:g} steps left"
+        )
+    if goal.stop_reason is None or not memory.steps_left:
+        return seen
+    return replace(seen, stop_reason=seen.stop_reason or goal.stop_reason)
 
 
 # Failed ticks, and workers that cannot take part

@@ -14,6 +14,7 @@ from autohet.control.script import Script
 
 if TYPE_CHECKING:
     from autohet.control.planning.buyer import Buyer
+    from autohet.control.planning.goal import Goal
     from autohet.control.planning.orders import OrderBuilder
     from autohet.control.planning.proposals import Planner, PlanProposal
     from autohet.control.values.change import Change
@@ -137,6 +138,8 @@ class JobMemory:
     """Change that goes on when the job, stopped for want of nodes, trains again."""
     buyer: Buyer | None = None
     """Adapts the request for nodes; None where the autoscaler cannot be asked for others."""
+    goal: Goal | None = None
+    """Deadline and budget; None where the job has neither."""
     nodes: NodeMemory = field(default_factory=NodeMemory)
     """Facts by name of a node or worker."""
     speeds: SpeedMemory = field(default_factory=SpeedMemory)
@@ -168,3 +171,23 @@ class JobMemory:
         self.timeouts = self.job.elastic.timeouts()
         if self.job.checkpoint.fixed_steps is not None:
             self.checkpoint_pace.look_at = math.inf
+
+    @property
+    def steps_left(self) -> float:
+        """Steps of the run that are not committed yet; infinite while their number is unknown."""
+        last = self.ledger.last_step
+        return math.inf if last is None else last - self.ledger.committed_steps
+
+    @property
+    def closing_s(self) -> float:
+        """Seconds from the decision to end until the newest step is in durable storage."""
+        step_s = 0.0 if self.proposal is None else self.proposal.predicted_step_s
+        return 2 * step_s + (self.ledger.checkpoints.upload_s or 0.0)
+
+    @property
+    def redo_s(self) -> float:
+        """Seconds of training that are repeated if all nodes die at once."""
+        steps = self.job.checkpoint.fixed_steps or self.checkpoint_pace.steps
+        if self.proposal is None or steps is None:
+            return 0.0
+        return steps * self.proposal.predicted_step_s

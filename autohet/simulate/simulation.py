@@ -5,15 +5,19 @@ It shows what a job would have done, lost and cost. SIMULATED time, real decisio
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from autohet.control.job_memory import JobMemory
 from autohet.control.job_state import Training
-from autohet.control.planning.buyer import Buyer
+from autohet.control.planning.buyer import LOOK_S, Buyer
 from autohet.control.planning.buying import Market, best_counts, completed
 from autohet.control.planning.fleet_choice import Terms
+from autohet.control.planning.goal import Goal, GoalTerms
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.outlook import MOST_S
 from autohet.control.planning.price_follower import decides_by_price
@@ -35,6 +39,7 @@ from autohet.simulate.dollars.hindsight import best_usd_per_step, longest_beyond
 from autohet.simulate.dollars.price_file import RecordedPrices
 from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.dollars.spending import usd_document, zone_bill
+from autohet.simulate.fleet.autoscaler import CALM_LOOK_S
 from autohet.simulate.fleet.coarse_layout import CoarseLayouts
 from autohet.simulate.fleet.generation import SimulatedJob
 from autohet.simulate.fleet.workforce import SimulatedWorkforce
@@ -148,12 +153,21 @@ class TraceSimulation:
 
     scenario: Scenario
     memory: SearchCache = field(default_factory=SearchCache)
+    goal: GoalTerms | None = None
+    """Goal of a job that ends with its last step; None: it trains until the trace ends."""
 
     def __post_init__(self) -> None:
         self.scenario = self.scenario.able()
-        self.job = _endless(self.scenario.job)
+        self.job = _endless(self.scenario.job, self.goal)
         self.inputs: PlanningInputs = planning_inputs(self.job, zones=self.scenario.cluster.zones)
         self.prices = PriceHistory(self.scenario.kinds, self.scenario.prices.rows)
+
+    def along(self, trace: Sequence[TraceEvent], prices: RecordedPrices) -> TraceSimulation:
+        """Return the simulation of the same job along another history; searches are shared."""
+        other = copy.copy(self)
+        other.scenario = replace(self.scenario, trace=trace, prices=prices)
+        other.prices = PriceHistory(self.scenario.kinds, prices.rows)
+        return other
 
     def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
         """Return the document of one policy or baseline (`autohet simulate --json`).
@@ -215,6 +229,28 @@ class TraceSimulation:
     def _local_first(
         self, trace: Sequence[TraceEvent], progress: Callable[[float], None] | None
     ) -> dict[str, Any]:
+        self.require_plan()
+        controller, workforce, planning = self.replay(trace, progress)
+        document = self._autohet_document(controller, workforce)
+        if decides_by_price(self.job):
+            document |= self._price_document(planning, trace, document)
+        return document
+
+    def require_plan(self) -> None:
+        """Raise ConfigError if the whole cluster cannot train the job, at the lowest prices.
+
+        A limit of dollars an hour may be met only for some time.
+        """
+        kinds = self.prices.cheapest(self.scenario.kinds, self.scenario.end_s)
+        whole = replace(self.scenario.cluster, node_types=tuple(kinds.values()))
+        RememberedPlanning(self.inputs, self.memory, self.scenario.costs).answer(
+            whole.fleet(), None
+        )
+
+    def replay(
+        self, trace: Sequence[TraceEvent], progress: Callable[[float], None] | None = None
+    ) -> tuple[Controller, SimulatedWorkforce, RememberedPlanning]:
+        """Let the controller follow a trace to its end or the job's; its machines are billed."""
         scenario = self.scenario
         job = self.job
         # Planning and workforce need each other: planning gets the workforce once it exists.
@@ -232,6 +268,7 @@ class TraceSimulation:
             settle_s=job.elastic.arrivals_debounce_s + 0.05,
             replication_share=job.checkpoint.replicate_bandwidth_share,
             end_s=scenario.end_s,
+            last_step=job.training.steps or math.inf,
         )
         pace = _pace(planning)
         workforce = SimulatedWorkforce(
@@ -239,27 +276,20 @@ class TraceSimulation:
         )
         holder.append(workforce)
 
-        # A job that the whole cluster cannot train is the user's to fix: this raises its error.
-        # At the lowest prices, since a limit of dollars an hour may be met only for some time.
-        kinds = self.prices.cheapest(scenario.kinds, scenario.end_s)
-        whole = replace(scenario.cluster, node_types=tuple(kinds.values()))
-        planning.answer(whole.fleet(), None)
-
         config = load_config(job.model)
         layouts = CoarseLayouts(config)
         orders = OrderBuilder(job, layouts, zones=scenario.cluster.zones)
         controller = Controller(job, workforce, planning, orders, EventLog(None))
         workforce.workers.checkpoint_pace = controller.memory.checkpoint_pace
+        if self.goal is not None:
+            controller.memory.goal = Goal(self.goal)
         if decides_by_price(job) and job.elastic.request_nodes is None:
-            market = self._market(trace)
+            market = self.market(trace)
             workforce.machines.request(market.counts)
             controller.memory.buyer = Buyer(job, planning, market)
         self._run_controller(controller, workforce, progress)
         workforce.machines.bill.settle(workforce.now)
-        document = self._autohet_document(controller, workforce)
-        if decides_by_price(job):
-            document |= self._price_document(planning, trace, document)
-        return document
+        return controller, workforce, planning
 
     def _price_document(
         self,
@@ -273,7 +303,7 @@ class TraceSimulation:
         beyond_s = None
         if bound is not None:
             beyond_s = longest_beyond_s(document["machines"], self.prices, bound, end_s)
-        market = self._market(trace)
+        market = self.market(trace)
         speeds = planning.fleet_speeds(market.cluster, [market.counts])
         terms = Terms.of(self.job, market)
         best = best_usd_per_step(terms, speeds, trace, self.prices, end_s)
@@ -282,22 +312,27 @@ class TraceSimulation:
             ratio = document["usd"] / document["steps"] / best
         return {"longest_beyond_bound_s": beyond_s, "usd_per_token_over_hindsight": ratio}
 
-    def _market(self, trace: Sequence[TraceEvent]) -> Market:
+    def market(self, trace: Sequence[TraceEvent]) -> Market:
         """Return the market of the trace's node types at the first prices, and the first request.
 
         Nothing is requested while no fleet is within the job's bound on its price.
         """
         kinds = self.prices.at(self.scenario.kinds, 0.0)
         traded = {event.node_type for event in trace}
+        if self.goal is not None:
+            # A type that is not there for the whole time is still hoped for.
+            traded |= kinds.keys()
         node_types = tuple(kind for kind in kinds.values() if kind.name in traded)
         cluster = replace(self.scenario.cluster, node_types=node_types)
         # It is asked before the clock runs.
         planning = RememberedPlanning(self.inputs, self.memory, self.scenario.costs)
-        try:
-            best = best_counts(planning, cluster, {})
-        except ConfigError:
-            best = {}
-        counts = completed(best, cluster, {}, self.job.elastic.min_workers) if best else {}
+        best = {}
+        if not self.job.elastic.has_goal:
+            try:
+                best = best_counts(planning, cluster, {})
+            except ConfigError:
+                return Market(cluster, {}, {})
+        counts = completed(best, cluster, {}, self.job.elastic.min_workers)
         return Market(cluster, {}, counts)
 
     def _run_controller(
@@ -316,9 +351,22 @@ class TraceSimulation:
                 workforce.wake_at(state.leaving.until)
             if isinstance(state, Training) and state.look_at is not None:
                 workforce.wake_at(state.look_at)
+            self._wake_for_goal(controller.memory, workforce)
             if progress is not None and workforce.now - reported_at > end_s / 200:
                 reported_at = workforce.now
                 progress(min(1.0, reported_at / end_s))
+
+    def _wake_for_goal(self, memory: JobMemory, workforce: SimulatedWorkforce) -> None:
+        """Make the controller look when a deadline or a budget wants it.
+
+        A driver looks all the time, a simulated one when something happens.
+        """
+        if memory.goal is None or memory.buyer is None:
+            return
+        workforce.wake_at(max(memory.buyer.look_at, workforce.now + LOOK_S))
+        lasts_s = memory.goal.lasts_s(memory.closing_s)
+        if 0.0 < lasts_s < CALM_LOOK_S:
+            workforce.wake_at(workforce.now + lasts_s)
 
     def _autohet_document(
         self, controller: Controller, workforce: SimulatedWorkforce
@@ -499,9 +547,12 @@ def _usd_per_million(usd: float, tokens: int) -> float | None:
     return usd / tokens * 1e6
 
 
-def _endless(job: Job) -> Job:
-    """Return the job without an end, a limit of waiting, or a rehearsal."""
+def _endless(job: Job, goal: GoalTerms | None) -> Job:
+    """Return the job without a limit of waiting, a rehearsal, and, without a goal, an end."""
     elastic = replace(job.elastic, script=(), wait_for_fleet_s=float(ENDLESS))
+    if goal is not None:
+        return replace(job, elastic=elastic)
+    elastic = replace(elastic, deadline=None, budget_usd=None)
     return replace(job, training=replace(job.training, steps=ENDLESS), elastic=elastic)
 
 

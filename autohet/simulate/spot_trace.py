@@ -61,7 +61,7 @@ def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[Tra
 
     kinds = {kind.name: kind for kind in cluster.node_types}
     if columns == COUNTS:
-        return _from_counts(_read_counts(rows, str(path), kinds), notice_s)
+        return from_counts(_read_counts(rows, str(path), kinds), notice_s)
     if columns == EVENTS:
         return _from_events(rows, str(path), kinds, notice_s)
     raise ConfigError(
@@ -110,9 +110,8 @@ def _read_counts(
     return dict(sorted(found.items()))
 
 
-def _from_counts(
-    counts: Mapping[tuple[float, str], int], notice_s: float
-) -> tuple[TraceEvent, ...]:
+def from_counts(counts: Mapping[tuple[float, str], int], notice_s: float) -> tuple[TraceEvent, ...]:
+    """Return the events of numbers of nodes by (time, type), in order of time; see `read_trace`."""
     alive: dict[str, list[str]] = {}
     num_started: Counter[str] = Counter()
     found: list[TraceEvent] = []

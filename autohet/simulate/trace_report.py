@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from autohet.driver.sources.instance_types import with_described_types
 from autohet.runtime.job import Job
@@ -18,8 +18,18 @@ from autohet.simulate.picture import draw
 from autohet.simulate.simulation import BASELINES, POLICIES, Scenario, TraceSimulation, horizon
 from autohet.simulate.spot_trace import read_trace
 from planner.errors import ConfigError
-from planner.inputs.cluster import cluster_from_document
+from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
+
+
+class PriceOptions(Protocol):
+    """Options that name prices over time."""
+
+    @property
+    def prices(self) -> str | None: ...
+
+    @property
+    def prices_from(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -101,17 +111,23 @@ def _scenario(options: TraceOptions, described: object) -> Scenario:
         raise ConfigError(
             f"--notice-s is {options.notice_s:g}; it must be a number of seconds, at least 0"
         )
-    if options.prices_from and not options.prices:
-        raise ConfigError("--prices-from needs --prices")
-
     known = with_described_types(described)
     cluster = cluster_from_document(known, f"cluster '{options.cluster}'")
     trace = read_trace(options.trace, cluster, options.notice_s)
-    prices = RecordedPrices()
-    if options.prices:
-        prices = read_prices(options.prices, cluster, described, _moment(options.prices_from))
+    prices = read_recorded_prices(options, cluster, described)
     job = Job.from_yaml(options.job)
     return Scenario(job, cluster, trace, horizon(trace, options.hours), prices=prices)
+
+
+def read_recorded_prices(
+    options: PriceOptions, cluster: Cluster, described: object
+) -> RecordedPrices:
+    """Read the prices that a command names; none if it names none."""
+    if options.prices_from and not options.prices:
+        raise ConfigError("--prices-from needs --prices")
+    if not options.prices:
+        return RecordedPrices()
+    return read_prices(options.prices, cluster, described, _moment(options.prices_from))
 
 
 def _moment(given: str | None) -> datetime | None:

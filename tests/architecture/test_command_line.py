@@ -25,6 +25,7 @@ SURFACE = {
     ],
     "train": ["--job", "--cluster", "--address", "--events", "--json"],
     "profile": ["--job", "--out"],
+    "quote": ["--job", "--cluster", "--by", "--usd", "--trace", "--prices", "--json"],
     "simulate": ["--job", "--cluster", "--trace", "--json"],
     "bench": ["--json"],
     "checkpoint": ["--storage", "--json"],

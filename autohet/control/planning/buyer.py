@@ -5,6 +5,7 @@ Pure but for the planner's answers. Returns as actions what to request and what 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from autohet.control.planning.price_follower import PriceFollower, decides_by_pr
 from autohet.control.values.actions import Action, AskForNodes, GiveBack
 
 if TYPE_CHECKING:
+    from autohet.control.planning.goal import Left, Wish
     from autohet.control.planning.proposals import Pending, Planner
     from autohet.control.values.observation import Launches, Observation
     from autohet.runtime.job import Job
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 SURPLUS_S = 300.0
 """Seconds after which a node that other nodes replace is given back although it trains."""
+GOAL_SURPLUS_S = 60.0
+"""The same for a job with a deadline or a budget, whose plans use all nodes that live."""
 STILL = "Deciding to ask for the same nodes still"
 
 
@@ -67,12 +71,39 @@ class Buyer:
         self._looked_at = -LOOK_S
         self._switched_at = 0.0
 
+    @property
+    def wish(self) -> Wish | None:
+        """Fleet that is wanted for a deadline or a budget."""
+        return None if self._follower is None else self._follower.wish
+
+    @property
+    def look_at(self) -> float:
+        """Time at which a deadline or a budget wants another choice."""
+        return math.inf if self._follower is None else self._follower.look_at
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Prices of node types in the cluster file or by its catalogue, in USD per hour."""
+        kinds = self._market.cluster.node_types
+        return {kind.name: kind.usd_per_hour or 0.0 for kind in kinds}
+
+    @property
+    def waits(self) -> bool:
+        """True if a deadline or a budget is waiting for nodes at a usual price."""
+        return self._follower is not None and self._follower.waits
+
     def decide(
-        self, seen: Observation, members: Collection[str], *, training: bool
+        self,
+        seen: Observation,
+        members: Collection[str],
+        *,
+        training: bool,
+        left: Left | None = None,
     ) -> tuple[list[Action], list[str]]:
         """Run one round, at most every LOOK_S seconds.
 
-        Returns the actions, and sentences that give their reasons.
+        left: of the job's deadline and budget; None: it has none. Returns the actions, and
+        sentences that give their reasons.
         """
         if seen.now - self._looked_at < LOOK_S:
             return [], []
@@ -82,7 +113,7 @@ class Buyer:
         if self._follower is None:
             sentences = self._answer_refusals(seen, market)
         else:
-            sentences = self._follow_prices(self._follower, seen, market)
+            sentences = self._follow_prices(self._follower, seen, market, left)
         if self._fixed:
             return [], sentences
 
@@ -148,16 +179,16 @@ class Buyer:
         return refusal_words(self._refused, seen.launches, overdue)
 
     def _follow_prices(
-        self, follower: PriceFollower, seen: Observation, market: Market
+        self, follower: PriceFollower, seen: Observation, market: Market, left: Left | None
     ) -> list[str]:
-        """Choose anew which nodes to pay for, if prices or refusals have changed."""
+        """Choose anew which nodes to pay for, if prices, refusals or what is left have changed."""
         alive = self._count_kept(seen)
         refusal = self._look_at_refusals(seen, alive)
         most = {name: alive.get(name, 0) for name in self._refused}
-        why = follower.reason_to_choose(market, self._base, most, refusal)
+        why = follower.reason_to_choose(market, self._base, most, refusal, left)
         if not why:
             return []
-        found = follower.choose(market, self._base, most, self._kept_usd(seen))
+        found = follower.choose(market, self._base, most, self._kept_usd(seen), left)
         reason = f"{why}, and {found.reason}" if found.reason else why
         if found.counts is None or found.counts == self._base:
             is_news = reason != self._why and (found.reason or why == refusal)
@@ -185,7 +216,8 @@ class Buyer:
         usd = self._kept_usd(seen) + usd_per_hour(missing, market.cluster)
         is_any_wanted = any(wanted.values())
         have_come = is_any_wanted and not any(missing.values())
-        is_late = seen.now - self._switched_at > SURPLUS_S
+        late_s = SURPLUS_S if self.wish is None else GOAL_SURPLUS_S
+        is_late = seen.now - self._switched_at > late_s
         prices = fleet.prices_of(seen, seen.nodes)
         # Nodes of other types were started by somebody else, who pays for them.
         bought = {kind.name for kind in market.cluster.node_types}

@@ -85,6 +85,8 @@ class Market:
 
         A type that `prices` lacks keeps the cluster's own price.
         """
+        if not prices:
+            return self
         kinds = []
         for kind in self.cluster.node_types:
             price = prices.get(kind.name, kind.usd_per_hour)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -125,14 +125,20 @@ class Terms:
 def choose_fleet(
     speeds: FleetSpeeds, terms: Terms, present: Offer | None, kept_usd: float
 ) -> Offer:
-    """Return the best fleet on these terms: `present`, unless another earns the move to it.
+    """Return the best fleet on these terms; see `choose_among`."""
+    return choose_among(terms.offers(speeds), terms, present, kept_usd)
+
+
+def choose_among(
+    offers: Sequence[Offer], terms: Terms, present: Offer | None, kept_usd: float
+) -> Offer:
+    """Return the best of these fleets: `present`, unless another earns the move to it.
 
     kept_usd: USD per hour of the living nodes, which are paid for while new ones start.
 
     Raises:
-        InfeasibleError: no fleet is within the bound.
+        InfeasibleError: there is none.
     """
-    offers = terms.offers(speeds)
     if present is None or not terms.is_within(present.usd_per_hour):
         if not offers:
             limit = "at any price" if terms.bound is None else f"for at most {terms.bound:.2f} $/h"

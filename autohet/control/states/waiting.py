@@ -31,7 +31,8 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
     is_short = num_workers < elastic.min_workers
     starting = fleet.starting_workers(seen)
     preparing = fleet.preparing_nodes(seen)
-    if state.since == 0.0 or (preparing and is_short):
+    holds = memory.buyer is not None and memory.buyer.waits
+    if state.since == 0.0 or (preparing and is_short) or holds:
         # The data takes the time that it takes: the patience is for a fleet that does not come.
         state.since = seen.now
 

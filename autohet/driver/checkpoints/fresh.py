@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 
+from autohet.driver.checkpoints.spending import SPENDING
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import list_checkpoints
@@ -37,6 +38,7 @@ def begin_fresh_run(job: Job) -> None:
                     f"--fresh: a driver of this job was alive in {uri} just now; end it first"
                 )
             begin_fresh(storage)
+            storage.delete([SPENDING])
     except StorageError as error:
         raise ConfigError(str(error)) from error
     logger.warning("Beginning at step 0 in %s: steps that nodes hold are not used (--fresh)", uri)

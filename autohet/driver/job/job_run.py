@@ -12,6 +12,7 @@ from typing import Any
 from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import Market
+from autohet.control.planning.goal import Goal
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.replanning import drop_search
 from autohet.control.values.observation import Observation
@@ -21,6 +22,7 @@ from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.emulated.rehearsal import Rehearsal
 from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_data
+from autohet.driver.job.goals import GoalKeeper
 from autohet.driver.job.run_record import steps_told
 from autohet.driver.job.run_storage import CheckpointScalars, make_durable
 from autohet.driver.job.supervise import is_restart
@@ -130,6 +132,7 @@ class JobRun:
 
         self.market: Market | None = None
         self._facts = CheckpointScalars(job, self.durable)
+        self._goal = GoalKeeper(job, self.durable, time.monotonic)
         self._published_at = -math.inf
         self._clock = time.monotonic
 
@@ -157,6 +160,8 @@ class JobRun:
             scales = loss_scales(found.manifest)
             logger.info("Going on from step %d of %s", found.step, found.uri)
         memory.ledger.go_on_from(step, self._told, scales)
+        terms = self._goal.begin()
+        memory.goal = None if terms is None else Goal(terms)
 
         self._begin_recording(scales)
         self.events.emit(
@@ -185,6 +190,7 @@ class JobRun:
             prepares=self.controller.memory.prepares,
             keeps_passes=self.controller.memory.keeps_passes,
             evaluations=self.controller.memory.ledger.evaluation_log.document,
+            goal=None if self.controller.memory.goal is None else self.controller.memory.goal.terms,
         )
 
     def buy(self, request: FleetRequest | None) -> None:
@@ -200,6 +206,7 @@ class JobRun:
         # Before the controller's tick, which may commit a checkpoint with these facts.
         self._facts.record(self.controller.memory)
         seen = self.controller.tick()
+        self._goal.store(self.controller.memory.goal)
         if self.fleet is not None:
             self.fleet.reap(self._clock())
         if self._clock() - self._published_at >= STATUS_PERIOD_S:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from autohet.control.ledger.ledger import ToldSteps
-from autohet.control.planning.buying import best_counts
+from autohet.control.planning.buying import Market, best_counts
+from autohet.control.planning.fleet_choice import Terms
 from autohet.driver.checkpoints.resumption import FoundCheckpoint, found_checkpoint
 from autohet.driver.emulated.rehearsal import check_script
 from autohet.driver.job.checks import (
@@ -26,6 +28,7 @@ from autohet.driver.job.checks import (
     check_writable,
 )
 from autohet.driver.job.cluster_choice import find_document
+from autohet.driver.job.goals import check_budget, deadline_s
 from autohet.driver.job.run_record import steps_told
 from autohet.driver.job.supervise import is_restart
 from autohet.driver.loop.planning import make_planning
@@ -162,7 +165,15 @@ def check_inputs(
 
     check_paces(job, cluster)
     check_min_workers(job, cluster)
-    return found, best_counts(planning, cluster, standing or {})
+    deadline_s(job, time.time(), None if found is None else 0.0)
+    check_budget(job, cluster, None)
+    if job.elastic.budget_usd is not None and found is None:
+        market = Market(cluster, standing or {}, {})
+        offers = Terms.of(job, market).offers(planning.fleet_speeds(cluster, []))
+        check_budget(job, cluster, min(offers, key=lambda each: each.usd_a_step, default=None))
+    best = best_counts(planning, cluster, standing or {})
+    # With a goal the buyer chooses the nodes, once it knows the fleets' step times.
+    return found, {} if job.elastic.has_goal else best
 
 
 @contextmanager

@@ -148,7 +148,13 @@ class Controller:
 
     def summary(self) -> dict[str, Any]:
         """Return the document that `autohet train --json` prints."""
-        return ledger_summary(self.memory.ledger, self.memory.plans, self.events.path)
+        summary = ledger_summary(self.memory.ledger, self.memory.plans, self.events.path)
+        return summary | self._goal()
+
+    def _goal(self) -> dict[str, Any]:
+        """Return the entry of a job's deadline and budget; empty where it has neither."""
+        goal = self.memory.goal
+        return {} if goal is None else {"goal": goal.document()}
 
     def status(self) -> dict[str, Any]:
         """Return the document that `autohet status` shows."""
@@ -168,6 +174,7 @@ class Controller:
             "predicted_step_s": predicted_step_s,
             "gpu_types": self._utilisation(),
             **ledger_status(memory.ledger),
+            **self._goal(),
         }
 
     def _utilisation(self) -> dict[str, Any]:

@@ -91,6 +91,10 @@ class Planning:
     ) -> None:
         self.inputs = inputs
         self.job = inputs.job
+        if self.job.elastic.has_goal:
+            # The buyer chooses the nodes by price: a plan makes the most of them.
+            wishes = replace(self.job.parallelism, objective="time")
+            self.job = replace(self.job, parallelism=wishes)
         self.clock = clock
         self.horizon_s = inputs.job.parallelism.horizon_s or MOST_S
         self.move_s = MOVE_PRIOR_S

@@ -39,7 +39,9 @@ from planner.errors import ConfigError
 from planner.inputs.fleet import Fleet
 
 logger = logging.getLogger("autohet")
-VERSION = 7
+VERSION = 8
+READABLE = (7, 8)
+"""Versions that a replay reads; 8 has the goal of a job with a deadline or a budget."""
 MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
 FIELDS = tuple(field.name for field in fields(Observation))
 

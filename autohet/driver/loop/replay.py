@@ -17,6 +17,7 @@ from autohet.control.decide import decide
 from autohet.control.job_memory import JobMemory
 from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
+from autohet.control.planning.goal import Goal
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import (
     Pending,
@@ -34,7 +35,7 @@ from autohet.driver.loop.emulated_paces import paces_of
 from autohet.driver.loop.planning import Planning, make_planning
 from autohet.driver.loop.recorder import (
     MAPPINGS,
-    VERSION,
+    READABLE,
     RecordedAnswer,
     RecordedResult,
     decided_document,
@@ -163,7 +164,7 @@ class _Answered(Generic[T]):
 
 
 def no_record(path: Path) -> ConfigError:
-    return ConfigError(f"'{path}' is no record of a run's observations (version {VERSION})")
+    return ConfigError(f"'{path}' is no record of a run's observations (version {READABLE[-1]})")
 
 
 def lives_of(path: Path) -> list[list[tuple[int, str]]]:
@@ -275,7 +276,7 @@ def first_difference(then: Any, now: Any) -> str:
 
 def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the facts in a first line. Raises ConfigError where it is not of this version."""
-    if document.get("version") != VERSION:
+    if document.get("version") not in READABLE:
         raise no_record(path)
     facts = {}
     for name, fact in document.items():
@@ -293,6 +294,8 @@ def memory_at_start(
     market = header.get("market")
     if market is not None:
         memory.buyer = Buyer(job, planning, market)
+    goal = header.get("goal")
+    memory.goal = None if goal is None else Goal(goal)
     memory.generation = header["generation"]
     memory.prepares = header.get("prepares", False)
     memory.keeps_passes = header.get("keeps_passes", False)

@@ -15,6 +15,13 @@ _PART = re.compile(r"(\d+(?:\.\d+)?) *(seconds?|sec|s|minutes?|min|m|hours?|h|da
 _DURATION = re.compile(f"(?:{_PART.pattern})+")
 
 
+def duration_s(text: str) -> float | None:
+    """Return the seconds of a duration such as `90s`, `1h30m`; None if the text is none."""
+    if not _DURATION.fullmatch(text.strip()):
+        return None
+    return sum(float(n) * SECONDS_BY_UNIT[unit[0]] for n, unit in _PART.findall(text))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     """Durable checkpoints, and the snapshots in host memory and on local disk.
@@ -144,11 +151,7 @@ class CheckpointSection:
     @property
     def every_s(self) -> float | None:
         """Seconds of training between durable checkpoints; None if the job names none."""
-        text = "" if isinstance(self.every, int) else self.every.strip()
-        if not _DURATION.fullmatch(text):
-            return None
-        parts = _PART.findall(text)
-        return sum(float(number) * SECONDS_BY_UNIT[unit[0]] for number, unit in parts)
+        return None if isinstance(self.every, int) else duration_s(self.every)
 
     @property
     def num_kept(self) -> int | None:

@@ -1,10 +1,13 @@
 """The `elastic` section: sources of notices, reactions to fleet changes, and timeouts."""
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
+from autohet.runtime.job.checkpoint import duration_s
 from autohet.runtime.job.requirements import require, require_at_least, require_positive
 from autohet.runtime.process.google_metadata import PREEMPTION_NOTICE_S
+from planner.errors import ConfigError
 
 NOTICE_SOURCES = ("ray", "aws", "gpu", "queue", "file", "script", "google", "azure")
 ADDED_SOURCES = ("google", "azure")
@@ -60,6 +63,27 @@ class ScriptedEvent:
                 self.node is not None or self.node_type is not None,
                 f"elastic.script: a {self.event} needs node, or node_type for any node of a type",
             )
+
+
+def time_of(given: str, started: float, name: str) -> float:
+    """Return a deadline in seconds since the epoch, of a run that began at `started`.
+
+    given: an ISO 8601 time (UTC if it names no zone), or a duration from the start.
+
+    Raises:
+        ConfigError: it is neither, and is called `name` in the message.
+    """
+    seconds = duration_s(given)
+    if seconds is not None:
+        return started + seconds
+    try:
+        moment = datetime.fromisoformat(given)
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {given!r}; give a time (2026-12-01T08:00:00Z) or a duration from the"
+            " start (36h, 1d12h)"
+        ) from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 @dataclass(frozen=True)
@@ -212,6 +236,19 @@ class ElasticSection:
     null: those that the best plan of the largest fleet uses, and enough for `min_workers`; {}:
     none.
     """
+    deadline: str | None = None
+    """Time by which the last step is to be trained: ISO 8601, or a duration from the first start.
+
+    Examples: `2026-12-01T08:00:00Z` (UTC if it names no zone), `36h`, `1d12h`. The run buys the
+    cheapest nodes that are in time, and others as the slack shrinks (`autohet quote` says what to
+    expect). A run that is late goes on, and says so. null: none.
+    """
+    budget_usd: float | None = None
+    """Most dollars for the nodes of the whole run, restarts included.
+
+    The run ends with a checkpoint before it spends more. Every node type needs a price. null: no
+    limit.
+    """
     idle_release_s: float = 300.0
     """Seconds of training after which a node that no plan has used is given back."""
     slow_ratio: float = 1.5
@@ -238,6 +275,14 @@ class ElasticSection:
         require_at_least("elastic.min_workers", self.min_workers, 1)
         require_positive("elastic.patience", self.patience)
         require_positive("elastic.idle_release_s", self.idle_release_s)
+        require_positive("elastic.budget_usd", self.budget_usd)
+        if self.deadline is not None:
+            time_of(self.deadline, 0.0, "elastic.deadline")
+        require(
+            not self.has_goal or self.request_nodes is None,
+            "elastic.request_nodes names the nodes to buy, but elastic.deadline and budget_usd"
+            " choose them; leave one of them out",
+        )
         require_at_least("elastic.max_failures_in_a_row", self.max_failures_in_a_row, 1)
         require_at_least("elastic.slow_steps", self.slow_steps, 1)
         require_positive("elastic.slow_forgiven_s", self.slow_forgiven_s)
@@ -314,6 +359,11 @@ class ElasticSection:
             worker_start_s=more * (self.worker_start_timeout_s or 3 * step),
             checkpoint_s=more * (self.checkpoint_timeout_s or 10 * step),
         )
+
+    @property
+    def has_goal(self) -> bool:
+        """True if the job has a deadline or a budget."""
+        return self.deadline is not None or self.budget_usd is not None
 
     @property
     def arrivals_debounce_s(self) -> float:

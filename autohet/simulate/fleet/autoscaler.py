@@ -13,6 +13,8 @@ from autohet.simulate.fleet.no_agents import NoAutoscaler
 
 TRY_S = 30.0
 """Seconds between two launches of a machine that cannot be had."""
+EAGER_S = 60.0
+"""Seconds after a change for which a buyer looks as often as it does in a run."""
 BUSY_S = 420.0
 """Seconds after a change for which a buyer may have something to do at each of its looks."""
 CALM_LOOK_S = 600.0
@@ -46,5 +48,7 @@ class SimulatedAutoscaler(NoAutoscaler):
         """Return when a buyer looks next: often after a change, seldom while all is quiet."""
         if self._machines.wanted is None:
             return []
+        if now - changed_at < EAGER_S:
+            return [now + LOOK_S]
         is_busy = now - changed_at < BUSY_S or self._machines.shortage()
-        return [now + (LOOK_S if is_busy else CALM_LOOK_S)]
+        return [now + (TRY_S if is_busy else CALM_LOOK_S)]

@@ -23,7 +23,8 @@ class SimulatedJob:
 
     every_steps: steps between two checkpoints; None: the controller requests each. settle_s:
     seconds for which the controller gathers arrivals. replication_share: part of a node's network
-    for copies to other nodes. end_s: nothing happens after it.
+    for copies to other nodes. end_s: nothing happens after it. last_step: number of steps after
+    which the workers finish.
     """
 
     every_steps: int | None
@@ -31,6 +32,7 @@ class SimulatedJob:
     replication_share: float = 0.25
     tokens_by_step: int = 0
     end_s: float = math.inf
+    last_step: float = math.inf
 
 
 @dataclass
@@ -59,13 +61,16 @@ class SimulatedGeneration:
     uploads: list[tuple[float, int]] = field(default_factory=list)
     """Uploaded checkpoints, as (second of the upload's end, step)."""
 
-    def due(self, now: float, due_in_steps: int | None) -> list[float]:
+    def due(self, now: float, due_in_steps: int | None, last_step: float) -> list[float]:
         """Return the times of events that the controller waits for, but the end of the building.
 
         They are the ends of uploads, the step after which all stand, the first step of a change,
-        which ends it, and the step after `due_in_steps` steps: a checkpoint is requested then.
+        which ends it, the last step, and the step after `due_in_steps` steps: a checkpoint is
+        requested then.
         """
         moments = []
+        if self.phase is Phase.TRAINING and last_step < math.inf:
+            moments.append(self.step_ends_at + (last_step - self.step - 1) * self.step_s)
         if self.phase is Phase.TRAINING and due_in_steps is not None:
             moments.append(self.step_ends_at + max(0, due_in_steps - 1) * self.step_s)
         is_awaited = self.stop or self.step == self.order.start_step
@@ -84,6 +89,7 @@ class SimulatedGeneration:
         number = 1
         if not self.stop:
             number += int((moment - self.step_ends_at) / self.step_s)
+        number = int(min(number, job.last_step - self.step))
         first = self.step
         first_ended_at = self.step_ends_at
         self.step += number
@@ -95,11 +101,13 @@ class SimulatedGeneration:
             self._begin_requested_upload(first, first_ended_at)
         else:
             self._begin_uploads(first, first_ended_at, job.every_steps)
-        if self.stop:
-            self.phase = Phase.STOPPED
+        is_last = self.step >= job.last_step
+        if self.stop or is_last:
+            self.phase = Phase.FINISHED if is_last else Phase.STOPPED
             is_uploaded = any(step == self.step for _, step in self.uploads)
-            if self.upload and not is_uploaded:
-                self.uploads.append((first_ended_at + self.upload_s, self.step))
+            if (self.upload or is_last) and not is_uploaded:
+                ended_at = first_ended_at + (number - 1) * self.step_s
+                self.uploads.append((ended_at + self.upload_s, self.step))
         return True
 
     def _record_steps(self, first: int, first_ended_at: float, tokens: int) -> None:

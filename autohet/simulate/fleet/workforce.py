@@ -51,6 +51,7 @@ class SimulatedWorkforce:
         self.node_agents = NoAgents(self._release)
         self.autoscaler = SimulatedAutoscaler(self.machines)
         self._end_s = job.end_s
+        self._last_step = job.last_step
         self._looks_s = (1e-3, NOTICES_GATHER_S, job.settle_s, job.settle_s + 2.0)
         """Seconds after a change at which the controller's own waits for more changes end."""
         self._checkpoint = CheckpointState()
@@ -102,9 +103,8 @@ class SimulatedWorkforce:
         moments = self._due() + self.clock.pending_wakes()
         generation = self.workers.generation
         if generation is not None:
-            moments += generation.due(
-                now, self.workers.checkpoint_pace.due_in_steps(generation.step)
-            )
+            due_in_steps = self.workers.checkpoint_pace.due_in_steps(generation.step)
+            moments += generation.due(now, due_in_steps, self._last_step)
 
         moments += self.autoscaler.looks(now, self.clock.changed_at)
         for look_s in self._looks_s:
