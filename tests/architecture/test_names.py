@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("planner", "recovery", "autohet")
 ROLES = {
-    "add_parser": "every command of autohet.cli",
+    "add_options": "every command of autohet.cli",
     "run": "every command, and every part of the benchmarks",
     "step": "every state of the controller",
     "show": "every display of a benchmark or command",
