@@ -386,7 +386,7 @@ class Ledger:
 
         yield from self.keep_step(record)
         self.checkpoints.note_step(record.step + 1, seen.now)
-        self.step_seconds.setdefault(record.generation, []).append(record.seconds)
+        self.step_seconds.setdefault(record.generation, []).append(self._usual_s(record))
         if self._began_at is None:
             self._began_at = seen.now - record.seconds
         last_step_at = self._last_step_at
@@ -396,6 +396,13 @@ class Ledger:
             if self.failures.total:
                 self.failures.clear()
             yield from self._close_change(record, last_step_at, seen)
+
+    def _usual_s(self, record: StepRecord) -> float:
+        """Return a step's seconds; those of a whole one if it went on from kept passes."""
+        change = self.open_change
+        if change is None or not change.kept_share or change.generation != record.generation:
+            return record.seconds
+        return max(record.seconds, change.step_s or 0.0)
 
     def keep_step(self, record: StepRecord) -> Effects:
         """Keep the record of a committed step, and log it."""
@@ -448,9 +455,8 @@ class Ledger:
             return
         change.first_step_at = seen.now
         change.last_step_at = last_step_at
-        # A step whose passes were kept took only the rest of its time after the change.
-        if not change.kept_share:
-            change.step_s = min(first.seconds, change.step_s or first.seconds)
+        seconds = self._usual_s(first)
+        change.step_s = min(seconds, change.step_s or seconds)
         change.usd_per_hour = seen.usd_per_hour
         self.open_change = None
         yield from self._close(change, first.generation)
