@@ -135,6 +135,16 @@ class _SeenVote:
         return self.vote[0]
 
 
+def _usual_s(record: StepRecord, change: Change | None) -> float:
+    """Return a step's seconds; those of a whole one if it went on from kept passes.
+
+    change: the one whose first step it may be.
+    """
+    if change is None or not change.kept_share or change.generation != record.generation:
+        return record.seconds
+    return max(record.seconds, change.step_s or 0.0)
+
+
 class Ledger:
     """The driver's memory of a run.
 
@@ -386,7 +396,9 @@ class Ledger:
 
         yield from self.keep_step(record)
         self.checkpoints.note_step(record.step + 1, seen.now)
-        self.step_seconds.setdefault(record.generation, []).append(self._usual_s(record))
+        self.step_seconds.setdefault(record.generation, []).append(
+            _usual_s(record, self.open_change)
+        )
         if self._began_at is None:
             self._began_at = seen.now - record.seconds
         last_step_at = self._last_step_at
@@ -396,13 +408,6 @@ class Ledger:
             if self.failures.total:
                 self.failures.clear()
             yield from self._close_change(record, last_step_at, seen)
-
-    def _usual_s(self, record: StepRecord) -> float:
-        """Return a step's seconds; those of a whole one if it went on from kept passes."""
-        change = self.open_change
-        if change is None or not change.kept_share or change.generation != record.generation:
-            return record.seconds
-        return max(record.seconds, change.step_s or 0.0)
 
     def keep_step(self, record: StepRecord) -> Effects:
         """Keep the record of a committed step, and log it."""
@@ -455,7 +460,7 @@ class Ledger:
             return
         change.first_step_at = seen.now
         change.last_step_at = last_step_at
-        seconds = self._usual_s(first)
+        seconds = _usual_s(first, change)
         change.step_s = min(seconds, change.step_s or seconds)
         change.usd_per_hour = seen.usd_per_hour
         self.open_change = None
