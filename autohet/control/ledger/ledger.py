@@ -135,6 +135,16 @@ class _SeenVote:
         return self.vote[0]
 
 
+def _usual_s(record: StepRecord, change: Change | None) -> float:
+    """Return a step's seconds; those of a whole one if it went on from kept passes.
+
+    change: the one whose first step it may be.
+    """
+    if change is None or not change.kept_share or change.generation != record.generation:
+        return record.seconds
+    return max(record.seconds, change.step_s or 0.0)
+
+
 class Ledger:
     """The driver's memory of a run.
 
@@ -386,7 +396,9 @@ class Ledger:
 
         yield from self.keep_step(record)
         self.checkpoints.note_step(record.step + 1, seen.now)
-        self.step_seconds.setdefault(record.generation, []).append(record.seconds)
+        self.step_seconds.setdefault(record.generation, []).append(
+            _usual_s(record, self.open_change)
+        )
         if self._began_at is None:
             self._began_at = seen.now - record.seconds
         last_step_at = self._last_step_at
@@ -447,9 +459,8 @@ class Ledger:
             return
         change.first_step_at = seen.now
         change.last_step_at = last_step_at
-        # A step whose passes were kept took only the rest of its time after the change.
-        if not change.kept_share:
-            change.step_s = min(first.seconds, change.step_s or first.seconds)
+        seconds = _usual_s(first, change)
+        change.step_s = min(seconds, change.step_s or seconds)
         change.usd_per_hour = seen.usd_per_hour
         self.open_change = None
         yield from self._close(change, first.generation)
