@@ -4,7 +4,7 @@
 #   plain call, or they do not; use_cache is a matter of speed alone.
 # Seen: they do only with use_cache=False. The default call makes a cache, and then the
 #   second document attends to the first, in training mode too. Gradient checkpointing turns
-#   the cache off, and with it the leak. A mask of ones, which every collator adds, brings
+#   the cache off, and with it the leak. A mask of ones, which many collators add, brings
 #   the leak back.
 # Output:
 #   second document against the same one alone, largest difference of logits:
