@@ -10,17 +10,15 @@ from typing import Any
 
 from autohet.cli.simulate import NOTICE_S
 
+DESCRIPTION = (
+    "SIMULATED: the real controller runs the job along many stretches of spot traces and"
+    " price histories, by its deadline and within its budget. Answers with the probability,"
+    " the price and the time, and the reasons of draws that fail."
+)
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "quote",
-        help="the price of a job by a deadline, and how likely it is",
-        description=(
-            "SIMULATED: the real controller runs the job along many stretches of spot traces and"
-            " price histories, by its deadline and within its budget. Answers with the probability,"
-            " the price and the time, and the reasons of draws that fail."
-        ),
-    )
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="the job document (YAML)")
     add("--cluster", required=True, metavar="CLUSTER", help="Ray cluster-launcher YAML")

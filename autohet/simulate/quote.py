@@ -42,7 +42,7 @@ WARM_DRAWS = 4
 """Draws before the others, which share their searches."""
 INTERVAL = 0.9
 Events = Sequence[TraceEvent]
-Counts = Mapping[tuple[float, str], int]
+TraceCounts = Mapping[tuple[float, str], int]
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Market:
+class QuoteMarket:
     """Histories that draws are taken from.
 
     traces: numbers of nodes by (second, type), and the seconds after which each begins again.
     """
 
     kinds: Mapping[str, NodeType]
-    traces: Sequence[tuple[Counts, float]]
+    traces: Sequence[tuple[TraceCounts, float]]
     notice_s: float
     prices: RecordedPrices
 
@@ -163,7 +163,7 @@ class Draws:
     """Some draws of a simulation, to be made in this process or another."""
 
     simulation: TraceSimulation
-    market: Market
+    market: QuoteMarket
     numbers: Sequence[int]
 
 
@@ -206,7 +206,9 @@ def report_quote(options: QuoteOptions, progress: Callable[[float], None]) -> di
     simulation = TraceSimulation(Scenario(job, cluster, (), HOUR_S), goal=goal)
     cluster = simulation.scenario.cluster
     prices = read_recorded_prices(options, cluster, described)
-    market = Market(simulation.scenario.kinds, _traces(options, cluster), options.notice_s, prices)
+    market = QuoteMarket(
+        simulation.scenario.kinds, _traces(options, cluster), options.notice_s, prices
+    )
     simulation = simulation.along((), prices)
     front = _front(simulation, market.prices_s)
     check_budget(job, cluster, front[0] if front else None)
@@ -243,9 +245,9 @@ def _job_of(options: QuoteOptions) -> Job:
     return replace(job, elastic=elastic)
 
 
-def _traces(options: QuoteOptions, cluster: Cluster) -> Sequence[tuple[Counts, float]]:
+def _traces(options: QuoteOptions, cluster: Cluster) -> Sequence[tuple[TraceCounts, float]]:
     """Return the numbers of nodes by (second, type) in each trace, and its length in seconds."""
-    found: list[tuple[Counts, float]] = []
+    found: list[tuple[TraceCounts, float]] = []
     for path in options.traces:
         counts: dict[tuple[float, str], int] = {}
         alive: Counter[str] = Counter()
@@ -288,7 +290,7 @@ def _end_s(by_s: float | None, job: Job, front: Sequence[Offer]) -> float:
 
 
 def _make_all(
-    simulation: TraceSimulation, market: Market, number: int, progress: Callable[[float], None]
+    simulation: TraceSimulation, market: QuoteMarket, number: int, progress: Callable[[float], None]
 ) -> list[Draw]:
     """Make all draws, half of them in another process where there is a second processor."""
     warm = range(min(WARM_DRAWS, number))
@@ -306,7 +308,7 @@ def _make_all(
 # ------------------------------------------------------------------------------
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
+def median_and_bounds(values: Sequence[float]) -> dict[str, float] | None:
     """Return the median of drawn values, and bounds between which another draw lies in 9 of 10.
 
     They are order statistics, so that no distribution is assumed; None without values.
@@ -339,8 +341,8 @@ def _document(job: Job, by_s: float | None, draws: Sequence[Draw]) -> dict[str, 
         "draws": len(draws),
         "probability": likelihood(len(kept), len(draws)),
         "probability_in_time": likelihood(len(in_time), len(draws)),
-        "usd": spread([draw.usd for draw in draws]),
-        "hours": spread([draw.hours for draw in trained]),
+        "usd": median_and_bounds([draw.usd for draw in draws]),
+        "hours": median_and_bounds([draw.hours for draw in trained]),
         "reasons": list(_reasons(draws, by_hours)),
         "runs": [asdict(draw) for draw in draws],
     }
@@ -374,7 +376,7 @@ def _fleet_document(job: Job, offer: Offer) -> dict[str, Any]:
     }
 
 
-def _assumptions(cluster: Cluster, market: Market, sources: Mapping[str, str]) -> list[str]:
+def _assumptions(cluster: Cluster, market: QuoteMarket, sources: Mapping[str, str]) -> list[str]:
     """Return what is assumed for want of a history, each with the option that replaces it."""
     found = []
     if market.untold:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from recovery.state.checksum import BLOCK_BYTES, block_digests, checksum, combined
+from recovery.state.checksum import BLOCK_BYTES, checksum, combined, digests_of_blocks
 
 _PIECE_BYTES = 1 << 20
 """Bytes that are read before they are checked: a multiple of a checksum's blocks."""
@@ -33,7 +33,7 @@ class SpanMemory:
         if end < len(self.bytes):
             end -= (end - start) % BLOCK_BYTES
         number = start // BLOCK_BYTES
-        came = block_digests(self.bytes[start:end])
+        came = digests_of_blocks(self.bytes[start:end])
         self.digests[number : number + len(came)] = came
 
     def checksum(self) -> int:

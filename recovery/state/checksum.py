@@ -29,13 +29,13 @@ class RunningChecksum:
 
     def update(self, data: memoryview) -> None:
         """Add bytes: a multiple of BLOCK_BYTES, or the end."""
-        self._digests.extend(block_digests(data))
+        self._digests.extend(digests_of_blocks(data))
 
     def value(self) -> int:
         return combined(self._digests)
 
 
-def block_digests(data: memoryview) -> list[int]:
+def digests_of_blocks(data: memoryview) -> list[int]:
     """Return the digest of each block; the last one may be shorter."""
     starts = range(0, len(data), BLOCK_BYTES)
     return [xxh3_64_intdigest(data[start : start + BLOCK_BYTES]) for start in starts]

@@ -101,7 +101,7 @@ class S3Storage:
         self, name: str, start: int, num_bytes: int, pieces: Iterable[memoryview]
     ) -> None:
         """Fill `pieces` one after the other: see `recovery.storage.contents.get_pieces`."""
-        s3_download.get_pieces(self._connection, name, (start, num_bytes), pieces)
+        s3_download.download_pieces(self._connection, name, (start, num_bytes), pieces)
 
     def size(self, name: str) -> int | None:
         target = self._connection.target(name)

@@ -33,7 +33,7 @@ def get(connection: S3Connection, name: str, start: int, length: int | None) -> 
     return data
 
 
-def get_pieces(
+def download_pieces(
     connection: S3Connection, name: str, span: tuple[int, int], pieces: Iterable[memoryview]
 ) -> None:
     """Fill `pieces` with the object's bytes of `span`, (start, number of bytes)."""

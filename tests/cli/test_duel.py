@@ -5,7 +5,7 @@ import json
 import pytest
 
 from autohet.bench.duel import report
-from autohet.bench.duel.task import Task, record_step
+from autohet.bench.duel.task import DuelTask, record_step
 from autohet.bench.duel.trainers import TRAINERS
 
 STEPS = 8
@@ -15,7 +15,7 @@ LOSSES = [5.0 - step / 10 for step in range(STEPS)]
 @pytest.fixture
 def task(tmp_path):
     (tmp_path / "reference.json").write_text(json.dumps(LOSSES))
-    return Task(str(tmp_path), STEPS, 4, 0.1, 1.0, (1, 3))
+    return DuelTask(str(tmp_path), STEPS, 4, 0.1, 1.0, (1, 3))
 
 
 def record(task, steps, *, dropped=(), first=100.0):

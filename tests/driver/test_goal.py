@@ -30,8 +30,8 @@ from autohet.driver.loop.value_codec import decode, encode
 from autohet.runtime.job import Job
 from autohet.runtime.job.elastic import ElasticSection, time_of
 from autohet.simulate.dollars.price_file import RecordedPrices
-from autohet.simulate.quote import Market as Histories
-from autohet.simulate.quote import likelihood, run_draw, spread
+from autohet.simulate.quote import QuoteMarket as Histories
+from autohet.simulate.quote import likelihood, median_and_bounds, run_draw
 from autohet.simulate.simulation import Scenario, TraceSimulation
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
@@ -182,9 +182,9 @@ def test_times_and_bad_input_are_one_sentence() -> None:
 
 
 def test_bounds_of_a_quote_hold_another_draw_in_nine_of_ten() -> None:
-    found = spread([float(value) for value in range(1, 200)])
+    found = median_and_bounds([float(value) for value in range(1, 200)])
     assert found == {"median": 100.0, "low": 9.0, "high": 191.0}
-    assert spread([]) is None
+    assert median_and_bounds([]) is None
     assert likelihood(200, 200) >= 0.99 > likelihood(198, 200)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from autohet.bench.duel.task import NUM_WORKERS, Task, steps_in
+from autohet.bench.duel.task import NUM_WORKERS, DuelTask, steps_in
 
 DOCUMENT: Mapping[str, Any] = {
     "cluster_name": "duel",
@@ -38,7 +38,7 @@ DEADLINE_S = 600.0
 POLL_S = 0.05
 
 
-class Machines(Protocol):
+class LeavingMachines(Protocol):
     """How a trainer's machines are warned, killed and replaced; `index`: the machine's."""
 
     def notice(self, index: int) -> None: ...
@@ -49,7 +49,7 @@ class Machines(Protocol):
 
 
 @contextmanager
-def leaving(task: Task, log: Path, machines: Machines) -> Iterator[None]:
+def leaving(task: DuelTask, log: Path, machines: LeavingMachines) -> Iterator[None]:
     """Take machines away at the task's steps for the length of the context."""
     is_over = threading.Event()
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from autohet.bench.duel.machines import DOCUMENT
-from autohet.bench.duel.task import Task, job_of, record_step
+from autohet.bench.duel.task import DuelTask, job_of, record_step
 from autohet.driver.job.job_run import Machines
 from autohet.driver.job.run import connection, train_on
 from planner.inputs.cluster import cluster_from_document
 
 
-def run(task: Task, log: Path) -> None:
+def run(task: DuelTask, log: Path) -> None:
     """Train the task, whose machines leave by the job's own script.
 
     Raises:

@@ -26,13 +26,13 @@ from ray.train import (
 from ray.train.torch import TorchTrainer, prepare_model
 
 from autohet.bench.duel.machines import DOCUMENT, leaving
-from autohet.bench.duel.task import NUM_WORKERS, PlainModel, Task, record_step
+from autohet.bench.duel.task import NUM_WORKERS, DuelTask, PlainModel, record_step
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.requests.drain import drain
 
 
-def run(task: Task, log: Path, *, just_in_time: bool = False) -> None:
+def run(task: DuelTask, log: Path, *, just_in_time: bool = False) -> None:
     """Train the task on a local Ray cluster.
 
     just_in_time: save a checkpoint as soon as a notice is seen.
@@ -78,7 +78,7 @@ class _Nodes:
 
 def _train(settings: dict[str, Any]) -> None:
     """Run one worker's training loop."""
-    task = Task.load(settings["directory"])
+    task = DuelTask.load(settings["directory"])
     plain = PlainModel(task)
     first = 0
     saved = get_checkpoint()

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autohet.bench.duel.task import FILES, NUM_WORKERS, Task, make_task, steps_in
+from autohet.bench.duel.task import FILES, NUM_WORKERS, DuelTask, make_task, steps_in
 from autohet.bench.duel.trainers import TRAINERS, run_apart, why_not
 
 STEPS = 160
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any("failed" in each for each in document["trainers"]))
 
 
-def results(task: Task) -> Iterator[dict[str, Any]]:
+def results(task: DuelTask) -> Iterator[dict[str, Any]]:
     """Yield each trainer's entry when it is done."""
     for name, trainer in TRAINERS.items():
         entry: dict[str, Any] = {"trainer": name, "what": trainer.what}
@@ -64,7 +64,7 @@ def results(task: Task) -> Iterator[dict[str, Any]]:
         yield entry
 
 
-def score(task: Task, name: str) -> dict[str, Any]:
+def score(task: DuelTask, name: str) -> dict[str, Any]:
     """Return what a trainer's recorded steps come to; units are in METHOD.
 
     Raises:
@@ -93,7 +93,7 @@ def score(task: Task, name: str) -> dict[str, Any]:
     }
 
 
-def duel_document(task: Task, trainers: list[dict[str, Any]]) -> dict[str, Any]:
+def duel_document(task: DuelTask, trainers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the whole document of a duel."""
     reference = json.loads((task.path / FILES[3]).read_text())
     return {

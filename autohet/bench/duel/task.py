@@ -46,7 +46,7 @@ FILES = ("task.json", "start.pt", "rows.npy", "reference.json")
 
 
 @dataclass(frozen=True)
-class Task:
+class DuelTask:
     """Steps, pace and leaving machines of one duel; everything else is written beside it.
 
     row_s: seconds that a sequence takes on one worker, as a sleep. notice_s: time from a notice
@@ -71,7 +71,7 @@ class Task:
         return Path(self.directory)
 
     @classmethod
-    def load(cls, directory: str) -> Task:
+    def load(cls, directory: str) -> DuelTask:
         document = json.loads(Path(directory, FILES[0]).read_text())
         return cls(**{**document, "leaving": tuple(document["leaving"])})
 
@@ -80,7 +80,7 @@ class Task:
         return self.path / f"{trainer}.steps.jsonl"
 
 
-def make_task(directory: Path, steps: int, seed: int) -> Task:
+def make_task(directory: Path, steps: int, seed: int) -> DuelTask:
     """Write a task's weights, rows, and its losses in one process; return it.
 
     Machines leave at four steps, one in each quarter of the run.
@@ -89,7 +89,7 @@ def make_task(directory: Path, steps: int, seed: int) -> Task:
     quarter = steps // 4
     # A replacement and a whole notice fit between two of them.
     leaving = [quarter * part + chance.randint(quarter // 8, quarter // 4) for part in range(4)]
-    task = Task(str(directory), steps, quarter, 0.15, 6.0, tuple(leaving), seed)
+    task = DuelTask(str(directory), steps, quarter, 0.15, 6.0, tuple(leaving), seed)
 
     job = job_of(task)
     training = job.require_training()
@@ -110,7 +110,7 @@ def make_task(directory: Path, steps: int, seed: int) -> Task:
     return task
 
 
-def job_of(task: Task) -> Job:
+def job_of(task: DuelTask) -> Job:
     """Return the task as AutoHet's job."""
     names = [f"node-{index}" for index in range(len(task.leaving))]
     script: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ def job_of(task: Task) -> Job:
 class PlainModel:
     """Whole model of the library with torch's AdamW, as the other trainers train it."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: DuelTask) -> None:
         torch.set_num_threads(1)
         job = job_of(task)
         first = torch.load(task.path / FILES[1])

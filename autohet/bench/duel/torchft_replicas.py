@@ -15,12 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from autohet.bench.duel.machines import leaving, wait_for
-from autohet.bench.duel.task import NUM_WORKERS, PlainModel, Task, record_step
+from autohet.bench.duel.task import NUM_WORKERS, DuelTask, PlainModel, record_step
 
 MODULE = "autohet.bench.duel.torchft_replicas"
 
 
-def run(task: Task, log: Path) -> None:
+def run(task: DuelTask, log: Path) -> None:
     """Train the task in one process a machine.
 
     Raises:
@@ -44,7 +44,7 @@ def run(task: Task, log: Path) -> None:
 class _Replicas:
     """Processes by machine."""
 
-    def __init__(self, task: Task, log: Path, lighthouse: str) -> None:
+    def __init__(self, task: DuelTask, log: Path, lighthouse: str) -> None:
         self._task = task
         self._log = log
         self._lighthouse = lighthouse
@@ -70,7 +70,7 @@ class _Replicas:
         return all(process.poll() is not None for process in self._processes.values())
 
 
-def _train(task: Task, log: Path, name: str) -> None:
+def _train(task: DuelTask, log: Path, name: str) -> None:
     """Run one replica's training loop."""
     import torch
     from torch.distributed import TCPStore
@@ -114,7 +114,7 @@ def _train(task: Task, log: Path, name: str) -> None:
     manager.shutdown(wait=False)
 
 
-def _wait_for_all(task: Task, name: str) -> None:
+def _wait_for_all(task: DuelTask, name: str) -> None:
     """Wait until every machine's first process is there, so that all begin with step 0."""
     (task.path / f"torchft-{name}").touch()
     names = [f"torchft-{index}" for index in range(NUM_WORKERS)]
@@ -122,4 +122,4 @@ def _wait_for_all(task: Task, name: str) -> None:
 
 
 if __name__ == "__main__":
-    _train(Task.load(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    _train(DuelTask.load(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autohet.bench.duel.task import Task
+from autohet.bench.duel.task import DuelTask
 
 LIMIT_S = 900.0
 """Seconds after which a trainer that has not ended is given up."""
 
 
 @dataclass(frozen=True)
-class Trainer:
+class Contestant:
     """Trainer, how it is run, and the package that it needs beside AutoHet's own."""
 
     what: str
@@ -32,17 +32,17 @@ class Trainer:
 
 
 TRAINERS = {
-    "autohet": Trainer("AutoHet: a plan for what is there, state moved on notice", "ours"),
-    "ray_train": Trainer("Ray Train, periodic checkpoints", "ray_train"),
-    "ray_train_jit": Trainer(
+    "autohet": Contestant("AutoHet: a plan for what is there, state moved on notice", "ours"),
+    "ray_train": Contestant("Ray Train, periodic checkpoints", "ray_train"),
+    "ray_train_jit": Contestant(
         "Ray Train, a checkpoint on each notice", "ray_train", {"just_in_time": True}
     ),
-    "transformers": Trainer(
+    "transformers": Contestant(
         "transformers' Trainer, enable_jit_checkpoint, torchrun",
         "transformers_trainer",
         package="accelerate",
     ),
-    "torchft": Trainer("torchft, a replica a machine", "torchft_replicas", package="torchft"),
+    "torchft": Contestant("torchft, a replica a machine", "torchft_replicas", package="torchft"),
 }
 
 
@@ -54,7 +54,7 @@ def why_not(name: str) -> str | None:
     return f"the package {package} is not installed (pip install {package})"
 
 
-def run_apart(name: str, task: Task) -> None:
+def run_apart(name: str, task: DuelTask) -> None:
     """Run a trainer to its end in a session of its own.
 
     Raises:
@@ -82,7 +82,7 @@ def run_apart(name: str, task: Task) -> None:
 
 
 if __name__ == "__main__":
-    _task = Task.load(sys.argv[2])
+    _task = DuelTask.load(sys.argv[2])
     _trainer = TRAINERS[sys.argv[1]]
     _module = importlib.import_module(f"autohet.bench.duel.{_trainer.module}")
     _module.run(_task, Path(_task.log_of(sys.argv[1])), **_trainer.options)

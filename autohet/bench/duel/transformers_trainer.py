@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from autohet.bench.duel.machines import leaving, wait_for
-from autohet.bench.duel.task import NUM_WORKERS, Task
+from autohet.bench.duel.task import NUM_WORKERS, DuelTask
 
 MODULE = "autohet.bench.duel.transformers_trainer"
 
 
-def run(task: Task, log: Path) -> None:
+def run(task: DuelTask, log: Path) -> None:
     """Train the task in processes of torchrun, each start in a session of its own."""
     workers = _Torchrun(task, log)
     try:
@@ -33,7 +33,7 @@ def run(task: Task, log: Path) -> None:
 class _Torchrun:
     """One start after another of the same command."""
 
-    def __init__(self, task: Task, log: Path) -> None:
+    def __init__(self, task: DuelTask, log: Path) -> None:
         self._task = task
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,7 +74,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _train(task: Task, log: Path) -> None:
+def _train(task: DuelTask, log: Path) -> None:
     """Run one worker's trainer."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -134,4 +134,4 @@ def _train(task: Task, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    _train(Task.load(sys.argv[1]), Path(sys.argv[2]))
+    _train(DuelTask.load(sys.argv[1]), Path(sys.argv[2]))

@@ -33,7 +33,14 @@ from autohet.control.planning.fleet_choice import Terms
 from autohet.control.planning.goal import GoalTerms
 from autohet.runtime.job import Job
 from autohet.simulate.dollars.price_file import RecordedPrices
-from autohet.simulate.quote import HOUR_S, Draw, Market, likelihood, run_draw, spread
+from autohet.simulate.quote import (
+    HOUR_S,
+    Draw,
+    QuoteMarket,
+    likelihood,
+    median_and_bounds,
+    run_draw,
+)
 from autohet.simulate.remembered_planning import RememberedPlanning
 from autohet.simulate.simulation import Scenario, TraceSimulation
 from planner.inputs.cluster import cluster_from_document
@@ -72,7 +79,7 @@ CASES = (
 )
 
 
-def market_of(case: Case, kinds: Mapping[str, Any], seed: int) -> Market:
+def market_of(case: Case, kinds: Mapping[str, Any], seed: int) -> QuoteMarket:
     """Return the history of a case: the trace's nodes, and drawn prices."""
     folder = measurements_folder()
     if folder is None:
@@ -88,7 +95,7 @@ def market_of(case: Case, kinds: Mapping[str, Any], seed: int) -> Market:
         before = count
     rows = [(at, "spot", usd) for at, usd in drawn_prices(seed)]
     prices = RecordedPrices(rows, {"spot": f"drawn, seed {seed}"})
-    return Market(kinds, [(counts, len(document["data"]) * gap_s)], NOTICE_S, prices)
+    return QuoteMarket(kinds, [(counts, len(document["data"]) * gap_s)], NOTICE_S, prices)
 
 
 def drawn_prices(seed: int) -> Iterator[tuple[float, float]]:
@@ -233,8 +240,8 @@ def record_case(case: Case, draws: int, replays: int) -> dict[str, Any]:
 def judge(case: Case, quoted: Sequence[Replay], runs: Sequence[Replay]) -> dict[str, Any]:
     """Compare a quote that is made of some runs with others."""
     kept = sum(is_in_time(case, run.draw) for run in quoted)
-    prices = spread([run.draw.usd for run in quoted])
-    hours = spread([run.draw.hours for run in quoted if run.draw.is_trained])
+    prices = median_and_bounds([run.draw.usd for run in quoted])
+    hours = median_and_bounds([run.draw.hours for run in quoted if run.draw.is_trained])
     judged = [run for run in runs if is_in_time(case, run.draw) and run.best_usd]
     over = [run.draw.usd / case.usd for run in runs] if case.usd else [0.0]
     best_usd = sum(run.best_usd or 0.0 for run in judged)
