@@ -22,7 +22,7 @@ class SearchStep:
     kept: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segments:
     """Segments of a graph whose steps are `places`.
 

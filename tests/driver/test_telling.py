@@ -52,7 +52,9 @@ def test_nothing_is_told_while_it_is_decided_and_all_before_it_is_done(
 
     monkeypatch.setattr(control, "decide", decide_and_note)
     monkeypatch.setattr(
-        workforce, "interrupt", lambda *call: (order.append("interrupt"), interrupt(*call))
+        workforce,
+        "interrupt",
+        lambda *call, **named: (order.append("interrupt"), interrupt(*call, **named)),
     )
     run(controller, lambda: "interrupt" in order)
     last = order[len(order) - 1 - order[::-1].index("decided") :]

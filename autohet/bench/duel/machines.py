@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,29 +46,21 @@ class LeavingMachines(Protocol):
     def replace(self, index: int) -> None: ...
 
 
-@contextmanager
-def leaving(task: DuelTask, log: Path, machines: LeavingMachines) -> Iterator[None]:
-    """Take machines away at the task's steps for the length of the context."""
-    is_over = threading.Event()
+def take_away(
+    task: DuelTask, log: Path, machines: LeavingMachines, is_over: Callable[[], bool]
+) -> None:
+    """Take machines away at the task's steps; return when the last has left, or training is over.
 
-    def strike() -> None:
-        for index, step in enumerate(task.leaving):
-            while newest_step(log) < step:
-                if is_over.wait(POLL_S):
-                    return
-            machines.notice(index)
-            if is_over.wait(task.notice_s):
-                return
-            machines.kill(index)
-            machines.replace(index)
-
-    striker = threading.Thread(target=strike, name="machines leave", daemon=True)
-    striker.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        striker.join(DEADLINE_S)
+    Call it in the main thread: a node of Ray starts nowhere else.
+    """
+    for index, step in enumerate(task.leaving):
+        wait_for(lambda step=step: is_over() or newest_step(log) >= step, f"step {step}")  # type: ignore[misc]
+        if is_over():
+            return
+        machines.notice(index)
+        time.sleep(task.notice_s)
+        machines.kill(index)
+        machines.replace(index)
 
 
 def newest_step(log: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ray.train import (
 )
 from ray.train.torch import TorchTrainer, prepare_model
 
-from autohet.bench.duel.machines import DOCUMENT, leaving
+from autohet.bench.duel.machines import DOCUMENT, take_away
 from autohet.bench.duel.task import NUM_WORKERS, DuelTask, PlainModel, record_step
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.ray import cluster as ray_cluster
@@ -45,17 +46,17 @@ def run(task: DuelTask, log: Path, *, just_in_time: bool = False) -> None:
         trainer = TorchTrainer(
             _train,
             train_loop_config=settings,
-            scaling_config=ScalingConfig(
-                num_workers=NUM_WORKERS, resources_per_worker={"CPU": 1, "GPU": 1}
-            ),
+            scaling_config=ScalingConfig(num_workers=NUM_WORKERS, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(
                 name=log.stem,
                 storage_path=str(task.path / "ray_train"),
                 failure_config=FailureConfig(max_failures=-1),
             ),
         )
-        with leaving(task, log, _Nodes(fleet, task.notice_s)):
-            trainer.fit()
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(trainer.fit)
+            take_away(task, log, _Nodes(fleet, task.notice_s), training.done)
+            training.result()
     finally:
         fleet.close()
 

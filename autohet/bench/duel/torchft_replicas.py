@@ -14,7 +14,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from autohet.bench.duel.machines import leaving, wait_for
+from autohet.bench.duel.machines import take_away, wait_for
 from autohet.bench.duel.task import NUM_WORKERS, DuelTask, PlainModel, record_step
 
 MODULE = "autohet.bench.duel.torchft_replicas"
@@ -33,8 +33,8 @@ def run(task: DuelTask, log: Path) -> None:
     try:
         for index in range(NUM_WORKERS):
             replicas.replace(index)
-        with leaving(task, log, replicas):
-            wait_for(replicas.are_finished, "torchft")
+        take_away(task, log, replicas, replicas.are_finished)
+        wait_for(replicas.are_finished, "torchft")
     finally:
         for index in range(NUM_WORKERS):
             replicas.kill(index)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from autohet.bench.duel.machines import leaving, wait_for
+from autohet.bench.duel.machines import take_away, wait_for
 from autohet.bench.duel.task import NUM_WORKERS, DuelTask
 
 MODULE = "autohet.bench.duel.transformers_trainer"
@@ -24,8 +24,8 @@ def run(task: DuelTask, log: Path) -> None:
     workers = _Torchrun(task, log)
     try:
         workers.start()
-        with leaving(task, log, workers):
-            wait_for(lambda: workers.is_finished, "transformers' Trainer")
+        take_away(task, log, workers, workers.is_finished)
+        wait_for(workers.is_finished, "transformers' Trainer")
     finally:
         workers.kill(0)
 
@@ -38,7 +38,6 @@ class _Torchrun:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
     def is_finished(self) -> bool:
         return (self._task.path / "transformers" / "finished").exists()
 

@@ -85,7 +85,7 @@ def _picture(plan: Plan, held: Held, color_by_node: Mapping[str, str]) -> str:
     parts: list[str] = []
     for row, pipeline in enumerate(shown):
         top = row * (BAR + GAP)
-        size = f"{pipeline.shape} seq"
+        size = f"{pipeline.shape} seq".replace(" x ", " × ")
         parts.append(f"<text x={LEFT - 8} y={top + 17} text-anchor=end>{size}</text>")
         for stage in pipeline.stages:
             parts += _stage(pipeline, stage, num_layers, top, held, color_by_node)

@@ -169,14 +169,15 @@ class StageTrainer(Trainer):
         # If the step is repeated, it is run from its start.
         self._resumed = None
         executor = self._executor
+        place = self.place
         if resumed is not None:
             kept, rest = resumed
             self.gradient_sync.add(kept.gradients)
             executor = executor.dealt(rest)
-        self.place = executor.place
+            self.place = executor.place
         loss, num_targets = self._run_passes(executor, batch)
         self._executor.computed = executor.computed
-        self.place = self._executor.place
+        self.place = place
         if resumed is not None:
             kept.add_to(self.voter, self._overflows())
             loss = loss + kept.loss

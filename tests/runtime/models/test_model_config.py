@@ -23,7 +23,7 @@ def load(**mapping):
 @pytest.mark.parametrize(
     ("mapping", "says"),
     [
-        ({"model_type": "mamba"}, "gpt2, gpt_oss, granite, llama, mistral, mixtral, olmo2"),
+        ({"model_type": "mamba"}, "granite, llama, ministral, ministral3, mistral, mixtral, olmo2"),
         ({"model_type": "llama", "hiden_size": 64}, "'hiden_size'; did you mean hidden_size"),
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
         (

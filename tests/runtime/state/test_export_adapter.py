@@ -210,7 +210,8 @@ def check_exports(
         AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
     )
     with torch.no_grad():
-        tolerance = 1e-5 * max(1.0, logits.abs().max().item())
+        # A merged map adds up in another order than the map and its update.
+        tolerance = 2e-5 * max(1.0, logits.abs().max().item())
         torch.testing.assert_close(loaded(TOKENS).logits, logits, rtol=1e-5, atol=tolerance)
     assert adapter.files == ("adapter_model.safetensors",)
     assert not (tmp_path / "adapter" / "config.json").exists()

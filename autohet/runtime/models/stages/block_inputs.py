@@ -30,12 +30,14 @@ class BlockInputs:
     """Maker of masks and rotary tables for the blocks of a stage.
 
     rotary: the library's rotary embedding, of which the stage makes its own; None: the model has
-    none. attention: an attention module of the model, which may take positions.
+    none. attention: an attention module beside it, which may take positions.
     """
 
-    def __init__(self, spec: StageSpec, rotary: nn.Module | None, attention: nn.Module) -> None:
+    def __init__(
+        self, spec: StageSpec, rotary: nn.Module | None, attention: nn.Module | None
+    ) -> None:
         self._spec = spec
-        self._takes_positions = _takes(attention, "position_ids")
+        self._takes_positions = attention is not None and _takes(attention, "position_ids")
         self._rotary = None if rotary is None else _on_device(rotary, spec.config, spec.device)
         self._rotary_by_layer_type = rotary is not None and _takes(rotary, "layer_type")
         self._windows = [window_of(spec.config, layer) for layer in spec.layers]

@@ -79,8 +79,10 @@ class StageModel(nn.Module):
         if family.has_experts:
             use_grouped_products(model.config, spec.dtype, may_loop=family.loops_over_own_experts)
         self._take_modules(model)
-        rotary = model.get_submodule(family.rotary) if family.rotary else None
-        attention = model.get_submodule(f"{family.layers}.0.{family.attention}")
+        rotary = attention = None
+        if family.rotary:
+            rotary = model.get_submodule(family.rotary)
+            attention = model.get_submodule(f"{family.layers}.0.{family.attention}")
         self.inputs = BlockInputs(spec, rotary, attention)
         self.dropout = StageDropout(spec)
         self._embedding_dropout = self.dropout.of_embedding() if spec.is_first else None
