@@ -59,6 +59,8 @@ DATES = {
     "autohet/driver/ray/requests/drain.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/sky/supervisor.py": "moments that a supervisor started again reads, as dates",
     "autohet/driver/sources/script_file.py": "a script may name the moment as a date",
+    "autohet/driver/job/goals.py": "a deadline is a date, and a later driver reads what was spent",
+    "autohet/driver/job/preparation.py": "a deadline is a date",
     "autohet/driver/job/status.py": "the age of what another process published, with a date",
     "autohet/runtime/process/google_metadata.py": "a notice says its moment as a date",
     "autohet/runtime/process/metadata_server.py": "clouds name the moment of an end as a date",

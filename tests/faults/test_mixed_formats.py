@@ -49,4 +49,4 @@ def test_a_worker_goes_and_no_step_is_lost(scene: Scene, tmp_path: Path, memory:
     assert scales.before(FEW_STEPS) == FIRST_SCALE
     plans = [event["plan"] for event in result.events if event["kind"] == "plan"]
     stages = [stage for each in plans[1]["pipelines"] for stage in each["stages"]]
-    assert {stage.get("compute") for stage in stages} == {"fp16"}, "the planner's own plan"
+    assert {stage.get("compute") for stage in stages} == {"fp16", None}, "stages stay what they are"

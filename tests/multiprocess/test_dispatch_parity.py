@@ -42,7 +42,8 @@ GENERATIONS = itertools.count(11000)
 DEEPSEEK = MIXTURES["deepseek_v3"]
 QWEN3 = MIXTURES["qwen3_moe"]
 ADAPTER = AdapterSection(rank=4, alpha=16.0)
-DROPPING = replace(ADAPTER, dropout=0.3)
+DROPPING = replace(ADAPTER, dropout=0.3, targets=("kv_b_proj", "o_proj"))
+"""Experts are adapted without dropout."""
 VOCABULARY = 400
 """Of the tests' chat tokenizer."""
 ROWS_LENGTH = 31
