@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from autohet.control.planning.fleet_choice import Offer, Terms
+from autohet.control.planning.fleet_choice import Offer, Terms, by_price
 from autohet.control.planning.goal import GoalTerms
 from autohet.control.planning.outlook import SPOT_PRIOR_S
 from autohet.driver.job.goals import check_budget, deadline_s
@@ -275,7 +275,7 @@ def _front(simulation: TraceSimulation, prices_s: float) -> list[Offer]:
     cluster = replace(market.cluster, node_types=lowest)
     terms = Terms.of(simulation.job, replace(market, cluster=cluster))
     front: list[Offer] = []
-    for offer in sorted(terms.offers(speeds), key=lambda each: (each.usd_a_step, each.step_s)):
+    for offer in sorted(terms.offers(speeds), key=by_price):
         if not front or offer.step_s < front[-1].step_s:
             front.append(offer)
     return front

@@ -140,6 +140,7 @@ def autoscaling_config(document: object, where: str = "cluster") -> AutoscalingC
     top = with_legacy_types(read_mapping(document, where))
     entries = read_mapping(top.get("available_node_types"), f"available_node_types of {where}")
     head = top.get("head_node_type", default_head(top, entries))
+    # In a list, since what the file gives may be no key at all.
     if head is not None and head not in [*entries]:
         raise ConfigError(
             f"head_node_type of {where} is '{head}', which is not one of its node types"

@@ -69,8 +69,6 @@ def _template(group: Json, part: str) -> Json:
 def _tells_ray(group: Json) -> bool:
     """Return True if a hook of the pod signals `ray start`, or drains the node."""
     for container in read_sections(_template(group, "spec"), "containers"):
-        if not isinstance(container, Mapping):
-            continue
         hook = read_section(read_section(container, "lifecycle"), "preStop")
         command = read_section(hook, "exec").get("command") or ()
         text = " ".join(map(str, command))

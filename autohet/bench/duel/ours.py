@@ -8,6 +8,7 @@ from typing import Any
 
 from autohet.bench.duel.machines import DOCUMENT
 from autohet.bench.duel.task import DuelTask, job_of, record_step
+from autohet.bench.recovery.emulated_fleet import silent
 from autohet.driver.job.job_run import Machines
 from autohet.driver.job.run import connection, train_on
 from planner.inputs.cluster import cluster_from_document
@@ -23,7 +24,7 @@ def run(task: DuelTask, log: Path) -> None:
     machines = cluster_from_document(DOCUMENT)
     with connection(job, DOCUMENT, None) as fleet:
         events = log.with_name("autohet-events.jsonl")
-        outcome = train_on(job, Machines(machines, fleet), events, _silent, [_StepLog(log)])
+        outcome = train_on(job, Machines(machines, fleet), events, silent, [_StepLog(log)])
     if not outcome.ok:
         raise RuntimeError(outcome.reason)
 
@@ -40,7 +41,3 @@ class _StepLog:
 
     def close(self) -> None:
         """Nothing stays open between two steps."""
-
-
-def _silent(*_: Any) -> None:
-    """No-op: the run shows nothing."""

@@ -7,7 +7,6 @@ Both are the arms of Ray's own preemption benchmark. A notice is a drain of the 
 from __future__ import annotations
 
 import logging
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,17 @@ from typing import Any
 import ray
 import torch
 from ray.train import (
-    Checkpoint,
     FailureConfig,
     RunConfig,
     ScalingConfig,
-    get_checkpoint,
     get_context,
     get_preemption_info,
-    report,
 )
 from ray.train.torch import TorchTrainer, prepare_model
 
 from autohet.bench.duel.machines import DOCUMENT, take_away
 from autohet.bench.duel.task import NUM_WORKERS, DuelTask, PlainModel, record_step
+from autohet.bench.recovery.ray_train_baseline import report_checkpoint, resume
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.requests.drain import drain
@@ -81,14 +78,7 @@ def _train(settings: dict[str, Any]) -> None:
     """Run one worker's training loop."""
     task = DuelTask.load(settings["directory"])
     plain = PlainModel(task)
-    first = 0
-    saved = get_checkpoint()
-    if saved is not None:
-        with saved.as_directory() as directory:
-            state = torch.load(Path(directory, "state.pt"))
-        plain.load(state)
-        first = state["step"] + 1
-
+    first = resume(plain.model, plain.optimizer)
     context = get_context()
     model = prepare_model(plain.model)
     has_saved_on_notice = False
@@ -109,13 +99,4 @@ def _train(settings: dict[str, Any]) -> None:
             has_saved_on_notice = get_preemption_info() is not None
             is_due = is_due or has_saved_on_notice
         if is_due:
-            _save(plain.state(step), context.get_world_rank() == 0)
-
-
-def _save(state: dict[str, Any], leads: bool) -> None:
-    if not leads:
-        report({})
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        torch.save(state, Path(directory, "state.pt"))
-        report({}, checkpoint=Checkpoint.from_directory(directory))
+            report_checkpoint(plain.model, plain.optimizer, step)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autohet.bench.duel.task import FILES, NUM_WORKERS, DuelTask, make_task, steps_in
+from autohet.bench.duel.task import NUM_WORKERS, REFERENCE_FILE, DuelTask, make_task, steps_in
 from autohet.bench.duel.trainers import TRAINERS, run_apart, why_not
 
 STEPS = 160
@@ -76,7 +76,7 @@ def score(task: DuelTask, name: str) -> dict[str, Any]:
     if num_missing > len(task.leaving) or task.steps - 1 not in kept:
         raise RuntimeError(f"{name} recorded {len(kept)} of {task.steps} steps")
 
-    reference = json.loads((task.path / FILES[3]).read_text())
+    reference = json.loads((task.path / REFERENCE_FILE).read_text())
     times = sorted(each["time"] for each in steps)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     seconds = times[-1] - times[0]
@@ -95,7 +95,7 @@ def score(task: DuelTask, name: str) -> dict[str, Any]:
 
 def duel_document(task: DuelTask, trainers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the whole document of a duel."""
-    reference = json.loads((task.path / FILES[3]).read_text())
+    reference = json.loads((task.path / REFERENCE_FILE).read_text())
     return {
         "duel": {
             "steps": task.steps,

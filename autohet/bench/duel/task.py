@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autohet.emulate.demo import reference_losses
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import first_weights
 from autohet.runtime.step.batches import Batches
-from autohet.runtime.step.reference import reference_model, train_reference
+from autohet.runtime.step.reference import reference_model
 
 MODEL: Mapping[str, Any] = {
     "model_type": "llama",
@@ -42,7 +43,10 @@ NUM_WORKERS = 4
 ROWS = 8
 """Sequences of a step."""
 LEARNING_RATE = 1e-3
-FILES = ("task.json", "start.pt", "rows.npy", "reference.json")
+TASK_FILE = "task.json"
+START_FILE = "start.pt"
+ROWS_FILE = "rows.npy"
+REFERENCE_FILE = "reference.json"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class DuelTask:
 
     @classmethod
     def load(cls, directory: str) -> DuelTask:
-        document = json.loads(Path(directory, FILES[0]).read_text())
+        document = json.loads(Path(directory, TASK_FILE).read_text())
         return cls(**{**document, "leaving": tuple(document["leaving"])})
 
     def log_of(self, trainer: str) -> Path:
@@ -98,15 +102,14 @@ def make_task(directory: Path, steps: int, seed: int) -> DuelTask:
     batches = Batches(dataset, task.seed, ROWS, torch.device("cpu"))
     rows = [batches(step, range(ROWS)) for step in range(steps)]
     tokens = torch.stack([torch.cat([each[0], each[1][:, -1:]], dim=1) for each in rows])
-    np.save(directory / FILES[2], tokens.numpy())
+    np.save(directory / ROWS_FILE, tokens.numpy())
 
     names = list(family_of(config).parameter_specs(config))
     first = dict(first_weights(job.model, config, names, task.seed))
-    torch.save(first, directory / FILES[1])
-    model = reference_model(config, iter(first.items()))
-    losses = list(train_reference(model, job.training, batches, steps))
-    (directory / FILES[3]).write_text(json.dumps(losses))
-    (directory / FILES[0]).write_text(json.dumps(asdict(task)))
+    torch.save(first, directory / START_FILE)
+    losses = reference_losses(job, steps)
+    (directory / REFERENCE_FILE).write_text(json.dumps(losses))
+    (directory / TASK_FILE).write_text(json.dumps(asdict(task)))
     return task
 
 
@@ -162,7 +165,7 @@ class PlainModel:
     def __init__(self, task: DuelTask) -> None:
         torch.set_num_threads(1)
         job = job_of(task)
-        first = torch.load(task.path / FILES[1])
+        first = torch.load(task.path / START_FILE)
         self.task = task
         self.model = reference_model(load_config(job.model), iter(first.items()))
         self.optimizer = torch.optim.AdamW(
@@ -172,7 +175,7 @@ class PlainModel:
             eps=job.training.eps,
             weight_decay=0.0,
         )
-        self.rows = np.load(task.path / FILES[2], mmap_mode="r")
+        self.rows = np.load(task.path / ROWS_FILE, mmap_mode="r")
 
     def part(self, step: int, rank: int, size: int) -> Tensor:
         """Return a worker's rows of a step, [rows, S + 1]."""
@@ -184,13 +187,8 @@ class PlainModel:
         logits = model(input_ids=rows[:, :-1]).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the state after a step."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": step,
-        }
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

@@ -82,7 +82,7 @@ def _train(task: DuelTask, log: Path, name: str) -> None:
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
         load_state_dict=plain.load,
-        state_dict=lambda: plain.state(0),
+        state_dict=plain.state,
         min_replica_size=1,
         replica_id=f"node-{name}-",
         rank=0,

@@ -44,7 +44,7 @@ def measure_changes() -> dict[str, dict[str, Any]]:
             cluster_path=CLUSTER,
             address=None,
             events_path=Path(directory, "events.jsonl"),
-            show=_silent,
+            show=silent,
         )
     changes = {change["cause"]: change for change in outcome.summary["reconfigurations"]}
     if not changes:
@@ -147,5 +147,5 @@ def _job(directory: str) -> Job:
     )
 
 
-def _silent(*_: Any) -> None:
+def silent(*_: Any) -> None:
     """No-op: the run shows nothing."""

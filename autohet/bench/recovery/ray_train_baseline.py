@@ -152,7 +152,7 @@ def _train(settings: dict[str, Any]) -> None:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = prepare_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     optimizer = torch.optim.AdamW(model.parameters())
-    first = _resume(model, optimizer)
+    first = resume(model, optimizer)
 
     # Written line by line: a worker that is killed leaves all its steps.
     name = f"steps-{get_context().get_world_rank()}-{time.time_ns()}"
@@ -168,10 +168,11 @@ def _train(settings: dict[str, Any]) -> None:
         if (directory / "stop").exists():
             return
         if step % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
-            _save(model, optimizer, step)
+            report_checkpoint(model, optimizer, step)
 
 
-def _resume(model: Any, optimizer: Any) -> int:
+def resume(model: Any, optimizer: Any) -> int:
+    """Load the newest checkpoint, if there is one; return the step to begin with."""
     import torch
 
     checkpoint = get_checkpoint()
@@ -184,7 +185,8 @@ def _resume(model: Any, optimizer: Any) -> int:
     return int(state["step"]) + 1
 
 
-def _save(model: Any, optimizer: Any, step: int) -> None:
+def report_checkpoint(model: Any, optimizer: Any, step: int) -> None:
+    """Report a checkpoint after a step; all workers call it."""
     import torch
 
     if get_context().get_world_rank() != 0:

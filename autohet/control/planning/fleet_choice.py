@@ -95,7 +95,7 @@ class Terms:
     def value(self, offer: Offer) -> tuple[float, float]:
         """Return what the objective asks to be least, and what decides between equals."""
         if self.objective == "cost":
-            return offer.usd_a_step, offer.step_s
+            return by_price(offer)
         return offer.step_s, offer.usd_per_hour
 
     def _nodes(self, speeds: FleetSpeeds, counts: Collection[int]) -> dict[str, int] | None:
@@ -120,6 +120,11 @@ class Terms:
             if left:
                 return None
         return {name: number for name, number in found.items() if number}
+
+
+def by_price(offer: Offer) -> tuple[float, float]:
+    """Sort key of fleets: price of a step, then its seconds."""
+    return offer.usd_a_step, offer.step_s
 
 
 def choose_fleet(

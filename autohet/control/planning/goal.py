@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
-from autohet.control.planning.fleet_choice import START_S, Offer, Terms, choose_among
+from autohet.control.planning.fleet_choice import START_S, Offer, Terms, by_price, choose_among
 from autohet.control.values.observation import StartState
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class GoalChooser:
         if any(self._usd(offer) <= self.left.usd for offer in everything):
             return self._wait("what can be had costs more than the budget allows")
         why = "the budget ends before the last step"
-        cheapest = min(offers, key=lambda offer: (offer.usd_a_step, offer.step_s), default=None)
+        cheapest = min(offers, key=by_price, default=None)
         least_usd = min((offer.usd_a_step for offer in everything), default=math.inf)
         if cheapest is None or cheapest.usd_a_step > DEAR * least_usd:
             return self._wait(why)
@@ -251,7 +251,7 @@ class GoalChooser:
         """
         secure = [offer for offer in within if self.is_secure(offer)]
         if secure:
-            cheapest = min(secure, key=lambda offer: (offer.usd_a_step, offer.step_s))
+            cheapest = min(secure, key=by_price)
             return self.left.seconds - self._net_s(cheapest)
         needed_s = min((self._needed_s(offer) for offer in self._all_offers()), default=math.inf)
         return (self.left.seconds - needed_s) / 2
@@ -270,7 +270,7 @@ class GoalChooser:
             if is_in_time and offer.usd_a_step <= DEAR * self.usual_usd:
                 hoped.append(offer)
         in_time = [offer for offer in hoped if self._needed_s(offer) <= self.left.seconds]
-        cheapest = min(in_time, key=lambda offer: (offer.usd_a_step, offer.step_s), default=None)
+        cheapest = min(in_time, key=by_price, default=None)
         fastest = min(hoped, key=self._needed_s, default=None)
         return GoalChoice(cheapest or fastest, why, waits=True)
 
@@ -307,15 +307,17 @@ class GoalChooser:
 
     def _needed_s(self, offer: Offer) -> float:
         """Return the seconds until the last step on a fleet."""
-        needed_s = self.left.needed_s(offer.step_s, secure=self.is_secure(offer))
-        return needed_s if self._is_present(offer) else needed_s + START_S + self.terms.move_s
+        return self._move_s(offer) + self.left.needed_s(offer.step_s, secure=self.is_secure(offer))
 
     def _net_s(self, offer: Offer) -> float:
         """Return the same for a fleet that loses all its spot nodes at once."""
         steady = self._steady(offer)
         step_s = self.speeds.step_s(steady) if steady else math.inf
-        needed_s = self.left.needed_s(step_s, secure=True)
-        return needed_s if self._is_present(offer) else needed_s + START_S + self.terms.move_s
+        return self._move_s(offer) + self.left.needed_s(step_s, secure=True)
+
+    def _move_s(self, offer: Offer) -> float:
+        """Return the seconds until a fleet trains."""
+        return 0.0 if self._is_present(offer) else START_S + self.terms.move_s
 
     def _usd(self, offer: Offer) -> float:
         """Return the dollars of a fleet until the last step."""

@@ -75,11 +75,8 @@ class GenerationGroups:
         self.device = device
         self.timeout_s = timeouts.operation_s
         self.back_end = back_end or BACK_ENDS[device.type]
-        self.gated = False
-        """True if gradient sums of a step start once all workers have announced that they may.
-
-        The vote and these sums then share no group with a pipeline's own messages.
-        """
+        self.wants_gate = False
+        """Wish for `gated`."""
         self._store = PrefixStore(f"generation-{generation}", store)
         self._rendezvous_s = timeouts.rendezvous_s
         self.built: dict[tuple[str, tuple[str, ...]], Group] = {}
@@ -95,6 +92,15 @@ class GenerationGroups:
         can therefore cast no vote.
         """
         self._lock = threading.Lock()
+
+    @property
+    def gated(self) -> bool:
+        """True if gradient sums of a step start once all workers have announced that they may.
+
+        The vote and these sums then share no group with a pipeline's own messages. Groups that run
+        in the order of a stream are never gated.
+        """
+        return self.wants_gate and not self.back_end.in_stream_order
 
     def meet(self, members: Collection[str]) -> None:
         """Wait until every member has arrived.

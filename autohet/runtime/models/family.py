@@ -27,10 +27,10 @@ from autohet.runtime.models.layers.adapters import (
     Adapter,
     adapter_of,
     check_ends,
+    module_of,
     target_ranks,
 )
 from autohet.runtime.models.layers.dropout import ModelDropout
-from autohet.runtime.models.layers.expert_adapters import is_stack
 from autohet.runtime.models.layers.experts import (
     CORRECTION_BIAS,
     EXPERTS,
@@ -367,8 +367,7 @@ def _adapted_specs(
         path = name.removesuffix(".weight")
         if path not in ranks:
             continue
-        parent, _, _ = path.rpartition(".")
-        module = model.get_submodule(parent if is_stack(path) else path)
+        module = module_of(path, model)
         if isinstance(module, nn.Embedding):
             matrices = _embedding_specs(spec, path, ranks[path])
         else:

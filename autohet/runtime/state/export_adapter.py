@@ -23,11 +23,12 @@ from autohet.runtime.models.layers.adapters import (
     Adapter,
     adapter_of,
     is_adapter,
+    module_of,
     peft_targets,
     shortest_targets,
     whole_number,
 )
-from autohet.runtime.models.layers.expert_adapters import in_peft_layout, is_stack, peft_names
+from autohet.runtime.models.layers.expert_adapters import in_peft_layout, peft_names
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
@@ -186,8 +187,7 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
     ranks = family.adapter_ranks(adapter, model)
 
     def update_of(path: str) -> Tensor:
-        parent, _, _ = path.rpartition(".")
-        module = model.get_submodule(parent if is_stack(path) else path)
+        module = module_of(path, model)
         if isinstance(module, nn.Embedding):
             rows = read(f"{path}{EMBEDDING_B}") @ read(f"{path}{EMBEDDING_A}")
             return adapter.scaling * rows.T

@@ -124,7 +124,7 @@ class NextGeneration:
         )
         groups = GenerationGroups(store, order.generation, self._me, self._setup.device, limits)
         building.groups = groups
-        groups.gated = order.gated and not groups.back_end.in_stream_order
+        groups.wants_gate = order.gated
         if building.is_dropped:
             groups.interrupt()
         groups.meet(order.plan.workers)

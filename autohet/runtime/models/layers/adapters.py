@@ -274,6 +274,12 @@ def _check_dropout(adapter: Adapter, of_experts: Collection[str]) -> None:
         )
 
 
+def module_of(path: str, model: nn.Module) -> nn.Module:
+    """Return the module that holds an adapted weight: of a stack, that of its experts."""
+    parent, _, _ = path.rpartition(".")
+    return model.get_submodule(parent if is_stack(path) else path)
+
+
 def peft_targets(ranks: Mapping[str, int], model: nn.Module, adapter: Adapter) -> dict[str, Any]:
     """Return the keys of peft's `LoraConfig` that select adapted weights, with whole paths.
 
