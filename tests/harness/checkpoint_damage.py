@@ -13,6 +13,7 @@ import torch
 
 from recovery.checkpoint.commit import find_newest, list_checkpoints, open_checkpoint
 from recovery.checkpoint.dcp import METADATA_NAME
+from recovery.checkpoint.errors import LaterRelease
 from recovery.checkpoint.journal import PREFIX, Journal, read_ancestry
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.checkpoint.read import read_shards, verify
@@ -112,13 +113,22 @@ class Judge:
         """
         storage = MemoryStorage()
         storage.objects = {**self._intact, damage.name: damage.data}
+        try:
+            found = self._is_found(storage, damage)
+        except LaterRelease as error:  # a flipped digit of the version: loud, and nothing replaced
+            assert damage.name in str(error), error
+            assert storage.objects == {**self._intact, damage.name: damage.data}
+            found = True
+        outcome = "found" if found else "harmless"
+        self.outcomes[f"{self.part_of(damage)}: {damage.kind} {outcome}"] += 1
+        return outcome
+
+    def _is_found(self, storage: MemoryStorage, damage: Damage) -> bool:
         in_journal = damage.name.startswith(PREFIX)
         found = self._journal_found(storage) if in_journal else self._checkpoint_found(storage)
         self._check_newest(storage, damage)
         self._check_retention(storage, damage, found)
-        outcome = "found" if found else "harmless"
-        self.outcomes[f"{self.part_of(damage)}: {damage.kind} {outcome}"] += 1
-        return outcome
+        return found
 
     @staticmethod
     def part_of(damage: Damage) -> str:
