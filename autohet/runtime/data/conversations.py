@@ -62,6 +62,8 @@ def messages_of(value: Any, field: str) -> list[ChatMessage]:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[["):
+        return f"text {value[:40]!r} that is no JSON, which has double quotes"
     return f"{type(value).__name__} {str(value)[:40]!r}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from autohet.runtime.data.examples import Example, ExampleKind
@@ -94,7 +95,13 @@ def _joined(record: dict[str, Any], fields: list[str]) -> Any:
 
 
 def _chat_messages(turns: Any, system: Any) -> Any:
-    """Return turns as messages, after the record's system prompt."""
+    """Return turns as messages, after the record's system prompt.
+
+    A cell of a CSV file holds its conversation as JSON text.
+    """
+    if isinstance(turns, str):
+        with suppress(ValueError):
+            turns = without_nulls(json.loads(turns))
     if not is_conversation(turns):
         return turns
     messages = [_message(turn) for turn in turns]

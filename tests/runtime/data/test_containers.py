@@ -124,6 +124,12 @@ def test_conversations_of_each_container_are_the_library_s(
         assert union[1]["messages"][1]["tool_calls"] is None, "the union has nulls"
         union.to_parquet(tmp_path / "union.parquet")
         sources["union"] = str(tmp_path / "union.parquet")
+        texts = [{name: json.dumps(value) for name, value in each.items()} for each in records]
+        table = pa.Table.from_pylist(
+            texts, pa.schema({"messages": pa.string(), "tools": pa.string()})
+        )
+        pyarrow.csv.write_csv(table, tmp_path / "texts.csv")
+        sources["texts"] = str(tmp_path / "texts.csv")
     keys = {"kind": "chat", "tokenizer": str(tmp_path / "tokenizer")}
     rows = {}
     for name, source in sources.items():
@@ -227,6 +233,16 @@ def test_a_csv_file_gives_the_rows_of_its_table(
         keys = {"split": "train", "cache_dir": str(tmp_path / "c")}
         found = datasets.load_dataset("csv", data_files=str(tmp_path / "a.csv"), **keys)
         assert found["text"][:] == texts
+
+
+def test_a_conversation_as_python_shows_it_is_no_json(tmp_path: Path, make_data: MakeData) -> None:
+    save_chat_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    table = pa.table({"messages": [str(chat(1)["messages"])]})
+    pyarrow.csv.write_csv(table, tmp_path / "a.csv")
+    with pytest.raises(ConfigError, match="that is no JSON, which has double quotes"):
+        prepare_dataset(
+            make_data(tmp_path / "a.csv", kind="chat", tokenizer=str(tmp_path / "tokenizer")), 63
+        )
 
 
 def test_a_row_of_a_table_with_too_many_cells_is_broken_as_for_datasets(
