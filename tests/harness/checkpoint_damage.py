@@ -92,9 +92,9 @@ def sample(storage: MemoryStorage, count: int, seed: int = 0) -> list[Damage]:
     ]
 
 
-def require_named(error: RecoveryError) -> None:
-    """An error names the checkpoint that is damaged."""
-    assert str(NEWEST) in str(error), error
+def require_named(error: RecoveryError, name: str = str(NEWEST)) -> None:
+    """An error names the checkpoint, or the document, that is damaged."""
+    assert name in str(error), error
 
 
 class Judge:
@@ -116,7 +116,7 @@ class Judge:
         try:
             found = self._is_found(storage, damage)
         except LaterRelease as error:  # a flipped digit of the version: loud, and nothing replaced
-            assert damage.name in str(error), error
+            require_named(error, damage.name)
             assert storage.objects == {**self._intact, damage.name: damage.data}
             found = True
         outcome = "found" if found else "harmless"
