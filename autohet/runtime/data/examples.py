@@ -13,7 +13,12 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autohet.runtime.data.chat.targets import render_chat, render_completion, render_each_turn
+from autohet.runtime.data.chat.targets import (
+    render_chat,
+    render_completion,
+    render_each_turn,
+    warn_once,
+)
 from autohet.runtime.data.chat.template import ChatTemplate, RenderedText
 from autohet.runtime.data.conversations import RECORD_FIELDS, conversation_of, messages_of
 from autohet.runtime.data.marks import MAX_TOKEN
@@ -24,6 +29,8 @@ from planner.errors import ConfigError
 
 PROMPT = "prompt"
 COMPLETION = "completion"
+LABEL = "label"
+"""Whether a completion is wanted, in unpaired preferences (TRL's KTO)."""
 CHOSEN = "chosen"
 REJECTED = "rejected"
 USERS = ("user", "human")
@@ -211,9 +218,15 @@ class _Completions:
 class CompletionExamples(_Completions):
     """Records with `prompt` and `completion`."""
 
-    columns = (PROMPT, COMPLETION, *RECORD_FIELDS)
+    columns = (PROMPT, COMPLETION, LABEL, *RECORD_FIELDS)
 
     def extract(self, record: Any) -> Completion:
+        label = _object(record).get(LABEL)
+        if str(label).lower() == "false" and self._data.field_of(COMPLETION) != LABEL:
+            warn_once(
+                f"{LABEL!r} has no effect: a completion labelled false is trained on as the others"
+                " are; remove such records"
+            )
         return self._of(with_messages(_object(record)), COMPLETION)
 
     def encode(self, extracted: Sequence[Completion]) -> list[Example]:

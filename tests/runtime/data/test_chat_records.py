@@ -183,6 +183,20 @@ def test_what_cannot_be_trained_on_is_said(targets: Any, caplog: pytest.LogCaptu
         assert word in caplog.text
 
 
+@pytest.mark.parametrize("label", [False, True])
+def test_an_unwanted_completion_is_named(
+    tmp_path: Path, make_data: MakeData, caplog: pytest.LogCaptureFixture, label: bool
+) -> None:
+    """Wrong: the unpaired preferences of KTO teach what they advise against, without a word."""
+    warn_once.cache_clear()
+    path = tmp_path / "a.jsonl"
+    record = {"prompt": "2 + 2?", "completion": "5", "label": label}
+    path.write_text(f"{json.dumps(record)}\n" * 9)
+    with caplog.at_level(logging.WARNING):
+        prepare_dataset(make_data(path, kind="prompt_completion"), 7)
+    assert ("labelled false" in caplog.text) is not label
+
+
 def test_each_turn_may_be_a_document(tmp_path: Path, make_data: MakeData) -> None:
     """Under Qwen3's template, whose earlier turns lose their reasoning in the whole text."""
     library = save_chat_tokenizer(tmp_path / "tokenizer", trl_template("qwen3"))
