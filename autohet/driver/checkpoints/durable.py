@@ -32,11 +32,17 @@ from recovery.checkpoint.commit import (
     list_checkpoints,
     of_present_history,
 )
-from recovery.checkpoint.errors import CheckpointCorrupt, Superseded
+from recovery.checkpoint.errors import (
+    CheckpointConflict,
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    Superseded,
+)
 from recovery.checkpoint.journal import Journal, JournalUnreachable, oldest_needed
 from recovery.checkpoint.lease import LEASE_S, DriverLease, LeaseKeeper
 from recovery.checkpoint.manifest import Manifest, Scalar
 from recovery.checkpoint.read import read_shards
+from recovery.checkpoint.receipts import read_uploads
 from recovery.errors import RecoveryError
 from recovery.state.ancestry import Descent
 from recovery.state.layout import Layout, ShardId
@@ -215,8 +221,30 @@ class Durable:
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
+            self._commit_stored(newest.manifest)
             self.work_pool.submit(self.cleaner.tidy, newest.manifest)
         return self.state()
+
+    def _commit_stored(self, newest: Manifest | None) -> None:
+        """Commit the checkpoints that an earlier driver left without a manifest.
+
+        All of their parts are stored, and so are the receipts. `newest`: the newest checkpoint,
+        whose facts of the run they share.
+        """
+        after = -1
+        if newest is not None:
+            after = newest.step
+            known = {key: fact for key, fact in newest.scalars.items() if key != SKIPPED_FROM}
+            self._scalars = {**known, **self._scalars}
+        for upload in read_uploads(self.storage, after):
+            if not upload.is_complete:
+                continue
+            receipts = tuple(upload.receipts.values())
+            try:
+                self._commit(_Commit(upload.step, upload.generation, upload.layout, receipts))
+                self._restored_step = upload.step
+            except (CheckpointIncomplete, CheckpointConflict) as error:
+                logger.warning("Step %d is not committed: %s", upload.step, error)
 
     def _newest_intact(self) -> NewestCheckpoint:
         """Return the newest checkpoint that is not known to be damaged.
