@@ -77,7 +77,9 @@ def put_receipt(storage: Storage, receipt: WorkerReceipt, generation: int, layou
     )
     data = msgspec.json.encode(stored)
     writer = re.sub(r"[^A-Za-z0-9.-]", "_", receipt.worker)
-    storage.put(step_prefix(receipt.step) + own_name(writer, receipt_digest(data), RECEIPT_SUFFIX), data)
+    storage.put(
+        step_prefix(receipt.step) + own_name(writer, receipt_digest(data), RECEIPT_SUFFIX), data
+    )
 
 
 def read_uploads(storage: Storage, after: int = -1) -> list[StoredUpload]:
@@ -119,4 +121,6 @@ def remove_receipts(storage: Storage, step: int) -> None:
     """Remove the receipts of a committed step; best effort."""
     with suppress(StorageError):
         names = [info.name for info in storage.list(step_prefix(step))]
-        storage.delete([each for each in names if each.endswith(RECEIPT_SUFFIX) and is_own_name(each)])
+        storage.delete(
+            [each for each in names if each.endswith(RECEIPT_SUFFIX) and is_own_name(each)]
+        )

@@ -65,6 +65,9 @@ class RayWorkforce:
         Rounds follow soon while anything changes, and later while all workers train.
         """
         observer = self.observer
+        # What the round before has observed is decided on, and its events are written.
+        observer.agent_reports.acknowledge()
+        observer.worker_reports.acknowledge()
         if observer.is_calm():
             gather_s = CALM_GATHER_S
             tick_s = CALM_TICK_S

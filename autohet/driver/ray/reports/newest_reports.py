@@ -153,6 +153,11 @@ class Reports:
             answer.heard_at = None if answer.value is None else now
         self._take_ends(now)
 
+    def acknowledge(self) -> None:
+        """Tell the senders that what `fresh` has returned is recorded; else they send it again."""
+        if not self.unread:
+            self.server.acknowledge()
+
     def _take_ends(self, now: float) -> None:
         """Mark actors as ended once no last messages can come any more."""
         while self._told_ends:
