@@ -32,6 +32,7 @@ from recovery.checkpoint.commit import (
     list_checkpoints,
     of_present_history,
 )
+from recovery.checkpoint.epoch import claim_epoch, require_epoch
 from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointCorrupt,
@@ -85,6 +86,16 @@ class _Commit:
     tries: int = 0
 
 
+def _stored_uploads(storage: Storage, newest: Manifest | None) -> list[_Commit]:
+    """Return the checkpoints beyond the newest whose every part is stored, oldest first."""
+    found = []
+    for upload in read_uploads(storage, -1 if newest is None else newest.step):
+        if upload.is_complete:
+            receipts = tuple(upload.receipts.values())
+            found.append(_Commit(upload.step, upload.generation, upload.layout, receipts))
+    return found
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """Facts of a run that its checkpoints hold.
@@ -124,6 +135,8 @@ class Durable:
         # A claim has its own thread, since it must not wait for a checkpoint.
         self.claim_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self.lease = DriverLease(storage, lease_s)
+        self.epoch = 0
+        """Epoch of this driver, which its commands to processes carry; 0 before `take_lease`."""
         self._journal = Journal(storage, self.lease.driver)
         self._journal_lock = threading.Lock()
         self._keeper: LeaseKeeper | None = None
@@ -169,6 +182,7 @@ class Durable:
         if self._keeper is not None:
             return
         self.lease.take()
+        self.epoch = claim_epoch(self.storage, self.lease.driver)
         self._journal.mark()
         self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
 
@@ -183,6 +197,7 @@ class Durable:
         superseded = None
         unclaimed = None
         try:
+            require_epoch(self.storage, self.epoch)
             with self._journal_lock:
                 self._journal.claim(entry)
         except Superseded as error:
@@ -197,6 +212,7 @@ class Durable:
             )
 
     def _check_journal(self) -> None:
+        require_epoch(self.storage, self.epoch)
         with self._journal_lock:
             ancestry = self._journal.check()
             # Under both locks: else a thread that is late would show an old ancestry.
@@ -221,30 +237,19 @@ class Durable:
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
-            self._commit_stored(newest.manifest)
+            if newest.manifest is not None:
+                known = newest.manifest.scalars
+                carried = {key: fact for key, fact in known.items() if key != SKIPPED_FROM}
+                self._scalars = {**carried, **self._scalars}
+            # What an earlier driver left without a manifest, although all of it is stored.
+            for left in _stored_uploads(self.storage, newest.manifest):
+                try:
+                    self._commit(left)
+                    self._restored_step = left.step
+                except (CheckpointIncomplete, CheckpointConflict) as error:
+                    logger.warning("Step %d is not committed: %s", left.step, error)
             self.work_pool.submit(self.cleaner.tidy, newest.manifest)
         return self.state()
-
-    def _commit_stored(self, newest: Manifest | None) -> None:
-        """Commit the checkpoints that an earlier driver left without a manifest.
-
-        All of their parts are stored, and so are the receipts. `newest`: the newest checkpoint,
-        whose facts of the run they share.
-        """
-        after = -1
-        if newest is not None:
-            after = newest.step
-            known = {key: fact for key, fact in newest.scalars.items() if key != SKIPPED_FROM}
-            self._scalars = {**known, **self._scalars}
-        for upload in read_uploads(self.storage, after):
-            if not upload.is_complete:
-                continue
-            receipts = tuple(upload.receipts.values())
-            try:
-                self._commit(_Commit(upload.step, upload.generation, upload.layout, receipts))
-                self._restored_step = upload.step
-            except (CheckpointIncomplete, CheckpointConflict) as error:
-                logger.warning("Step %d is not committed: %s", upload.step, error)
 
     def _newest_intact(self) -> NewestCheckpoint:
         """Return the newest checkpoint that is not known to be damaged.
