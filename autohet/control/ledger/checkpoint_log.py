@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,11 @@ class CheckpointLog:
         self._complete = set()
         self._receipts = {}
         self._due_at = {}
+
+    def inherit(self, receipts: Collection[tuple[str, Any]]) -> None:
+        """Take over the parts that workers wrote under an earlier driver, by worker."""
+        for worker, (generation, step, parts) in receipts:
+            self._receipts.setdefault((generation, step), {})[worker] = parts
 
     def record(
         self, seen: Observation, orders: Mapping[str, GenerationOrder], generation: int
