@@ -30,12 +30,14 @@ class Inherited:
 
     orders: one worker's order of each generation that a living worker knows, oldest first.
     receipts: parts of checkpoints that are not committed, each with its worker, as in
-    `WorkerReport.receipts`. newest: newest generation in the journal.
+    `WorkerReport.receipts`. newest: newest generation in the journal. committed: step of the newest
+    checkpoint.
     """
 
     orders: tuple[GenerationOrder, ...]
     receipts: tuple[tuple[str, Any], ...] = ()
     newest: int | None = None
+    committed: int = -1
 
 
 @dataclass

@@ -54,15 +54,13 @@ def add_node(cluster: Cluster) -> None:
 
 
 @contextmanager
-def nodes_without_names(count: int, dashboard_port: int) -> Iterator[Cluster]:
+def nodes_without_names(count: int, dashboard_port: int | None = None) -> Iterator[Cluster]:
     """Ray nodes as an autoscaler starts them: with facts for the planner, and no name of their
     own.
     """
-    dashboard = {
-        "include_dashboard": True,
-        "dashboard_host": "127.0.0.1",
-        "dashboard_port": dashboard_port,
-    }
+    dashboard: dict[str, Any] = {"include_dashboard": dashboard_port is not None}
+    if dashboard_port is not None:
+        dashboard |= {"dashboard_host": "127.0.0.1", "dashboard_port": dashboard_port}
     with warm_ray_workers():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard})
         try:
@@ -192,7 +190,7 @@ def test_a_stop_ends_what_has_no_driver(tmp_path: Path) -> None:
     )
     events = tmp_path / "events.jsonl"
     autohet = str(Path(sys.executable).parent / "autohet")
-    with nodes_without_names(2, free_port()) as cluster:
+    with nodes_without_names(2) as cluster:
         at = ["--address", cluster.address]
         driver = subprocess.Popen(
             [autohet, "train", *at, "--job", str(job_path), "--events", str(events)]

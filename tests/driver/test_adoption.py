@@ -16,7 +16,15 @@ import pytest
 from autohet.control.job_state import Inherited, Training
 from autohet.control.ledger.ledger import ToldSteps
 from autohet.control.states.waiting import inherit
-from autohet.control.values.actions import Action, Begin, Dismiss, Hire, Interrupt, RequestStop
+from autohet.control.values.actions import (
+    Action,
+    Begin,
+    CommitCheckpoint,
+    Dismiss,
+    Hire,
+    Interrupt,
+    RequestStop,
+)
 from autohet.control.values.observation import Loss
 from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.run_record import steps_told
@@ -34,6 +42,7 @@ def adopt(
     workforce: ScriptedWorkforce,
     told: ToldSteps | None = None,
     newest: int | None = None,
+    committed: int = -1,
 ) -> Controller:
     """The next driver of the run, which knows what its workers and its events say."""
     after, _ = make(nodes=0, workforce=workforce)
@@ -47,8 +56,8 @@ def adopt(
         records = before.memory.ledger.records
         told = ToldSteps(0, frozenset(records), None, (orders[-1].generation, max(records)))
     memory.ledger.go_on_from(0, told)
-    receipts: Any = ()
-    inherit(memory, Inherited(orders, receipts, newest or orders[-1].generation))
+    newest = newest or orders[-1].generation
+    inherit(memory, Inherited(orders, newest=newest, committed=committed))
     return after
 
 
@@ -157,3 +166,24 @@ def test_a_stop_that_came_while_no_driver_was_there_stops_it() -> None:
     assert after.ended is not None
     assert (after.ended.ok, "autohet stop" in after.ended.reason) == (False, True)
     assert workforce.commits
+
+
+def test_a_part_that_is_told_again_of_a_committed_step_commits_nothing(done: list[Action]) -> None:
+    """The storage had the receipts of step 4 before, and the next driver has committed it."""
+    before, workforce = make()
+    run(before, trained(before, 5))
+    done.clear()
+    after = adopt(before, workforce, committed=4)
+    observe = workforce.observe
+
+    def with_receipts() -> Any:
+        seen = observe()
+        reports = {}
+        for worker, report in seen.reports.items():
+            told = [(report.generation, step, ("written",)) for step in (4, 6)]
+            reports[worker] = replace(report, receipts=tuple(told))
+        return replace(seen, reports=reports)
+
+    workforce.observe = with_receipts  # type: ignore[method-assign]
+    after.tick()
+    assert [action.step for action in done if isinstance(action, CommitCheckpoint)] == [6]

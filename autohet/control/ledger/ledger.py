@@ -251,9 +251,7 @@ class Ledger:
         self.resumed_at = step
         self.told = told
 
-    def inherit(
-        self, orders: Mapping[str, GenerationOrder], receipts: Collection[tuple[str, Any]]
-    ) -> None:
+    def inherit(self, orders: Mapping[str, GenerationOrder]) -> None:
         """Go on with a generation of an earlier driver, at its first step without an event."""
         order = any_order(orders)
         assert order is not None
@@ -263,7 +261,6 @@ class Ledger:
         self.resumed_at = self._first_step
         self.step_seconds.setdefault(order.generation, [])
         self._told_evaluations = frozenset(self.evaluation_log.losses)
-        self.checkpoints.inherit(receipts)
 
     def begin_generation(self, generation: int, change: Change) -> Effects:
         """Begin a generation at its first step; steps that were run beyond it are forgotten."""

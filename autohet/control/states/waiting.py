@@ -169,7 +169,8 @@ def inherit(memory: JobMemory, inherited: Inherited) -> None:
     memory.orders.inherit(inherited.orders)
     orders = dict.fromkeys(newest.participants, newest)
     memory.agent_gc.begin(orders)
-    memory.ledger.inherit(orders, inherited.receipts)
+    memory.ledger.inherit(orders)
+    memory.ledger.checkpoints.inherit(inherited.receipts, inherited.committed)
     memory.state = Adopting(newest.generation, is_newest=inherited.newest == newest.generation)
 
 

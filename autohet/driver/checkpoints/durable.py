@@ -20,8 +20,10 @@ from autohet.control.states.ways_back import SKIPPED_STEPS
 from autohet.control.values.observation import CheckpointState
 from autohet.driver.checkpoints.cleaning import CheckpointCleaner, Retention
 from autohet.driver.checkpoints.resumption import require_some_intact
+from autohet.runtime.job.identity import DATA_DIGEST, DATA_ROWS
 from autohet.runtime.messages import WorkerReport
 from autohet.runtime.state.model_files import ModelFiles
+from autohet.runtime.step.loss_scale import LOSS_SCALE
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
     CheckpointFacts,
@@ -56,6 +58,8 @@ FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 15.0
 """Seconds between two tries of one commit: the first pause, and the limit of its doubling."""
 
+CARRIED_FACTS = (DATA_DIGEST, DATA_ROWS, LOSS_SCALE)
+"""Facts of a run that the newest checkpoint knows before the first tick does."""
 Suspect = tuple[int, ShardId]
 """Step, and a shard that a restore did not get from the durable checkpoint of that step."""
 
@@ -238,9 +242,9 @@ class Durable:
         if not self._tidied:
             self._tidied = True
             if newest.manifest is not None:
-                known = newest.manifest.scalars
-                carried = {key: fact for key, fact in known.items() if key != SKIPPED_FROM}
-                self._scalars = {**carried, **self._scalars}
+                for key in CARRIED_FACTS:
+                    if key in newest.manifest.scalars:
+                        self._scalars[key] = newest.manifest.scalars[key]
             # What an earlier driver left without a manifest, although all of it is stored.
             for left in _stored_uploads(self.storage, newest.manifest):
                 try:

@@ -202,12 +202,17 @@ class JobRun:
             self.workforce.workers.dismiss(list(self.workforce.observer.workers))
             self._inherited = Inherited(())
             return
-        uploads = read_uploads(self.durable.storage, found.step or 0)
+        uploads = read_uploads(self.durable.storage, -1 if found.step is None else found.step)
         parts = []
         for upload in uploads:
             for worker, receipt in upload.receipts.items():
                 parts.append((worker, (upload.generation, upload.step, receipt)))
-        self._inherited = replace(inherited, receipts=tuple(parts), newest=found.ancestry.newest)
+        self._inherited = replace(
+            inherited,
+            receipts=tuple(parts),
+            newest=found.ancestry.newest,
+            committed=-1 if found.step is None else found.step,
+        )
         inherit(self.controller.memory, self._inherited)
 
     def _begin_recording(self, scales: str) -> None:

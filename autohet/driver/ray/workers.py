@@ -56,6 +56,8 @@ class RayWorkers:
                     continue
                 # An idle worker that died, or one that never came up: try again.
                 self.dismiss([worker])
+            if not self._charge.is_mine:
+                return
             self.start_worker(worker, tracked)
 
     def start_worker(self, worker: str, tracked: TrackedNode) -> None:

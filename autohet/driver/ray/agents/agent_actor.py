@@ -109,7 +109,7 @@ class AgentActor(RunActor):
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
         self.data = Preparation(job)
         self._told_at = 0.0
-        self._told: tuple[HeadlessWatch, ReportSender] | None = None
+        self._driver_parts: tuple[HeadlessWatch, ReportSender] | None = None
         if driver is None:
             return
         self._fingerprint = fingerprint(job)
@@ -117,7 +117,7 @@ class AgentActor(RunActor):
         # Last: it reports at once, from a thread of its own.
         self._reports = ReportSender(driver, self.report, self._is_news, LOOK_S)
         self._watch = HeadlessWatch(self._reports, job.elastic.headless_s)
-        self._told = (self._watch, self._reports)
+        self._driver_parts = (self._watch, self._reports)
 
     def _is_news(self, before: AgentReport | None, report: AgentReport) -> bool:
         now = time.monotonic()
@@ -207,7 +207,7 @@ class AgentActor(RunActor):
                 watch.close()
         self.data.close()
         self._store.close()
-        for part in self._told or ():
+        for part in self._driver_parts or ():
             part.close()
         self._log.close()
 

@@ -57,6 +57,8 @@ class RayNodeAgents:
             tracked = observer.nodes.get(name)
             if tracked is None or tracked.agent is not None:
                 continue
+            if not self._charge.is_mine:
+                return
             agent = self._adopted.pop(name, None) or self._start(name, tracked)
             tracked.agent = agent
             tracked.view = replace(tracked.view, agent_started=True)
