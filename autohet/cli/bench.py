@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from autohet.cli.outputs import check_output
+from autohet.cli.plan_options import check_output
 
 BENCHMARKS = {
     "planner": "accuracy of the cost model; the searches against bounds and other planners",

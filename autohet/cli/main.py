@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "benchmarks: planner, recovery, step",
     "checkpoint": "list, verify or export checkpoints",
     "status": "what a running job is doing",
+    "stop": "stop a running job, also without its driver",
     "replay": "a run's recorded observations, decided anew",
     "report": "a run's events as one HTML page and a timeline",
     "demo": "the demonstration, on an emulated fleet on this machine",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autohet.cli.outputs import check_output
 from autohet.cli.plan_answers import evaluate_given, first_plan, search_plan
 from autohet.cli.plan_inputs import Session, open_session
 from autohet.cli.plan_options import add_options as add_options
+from autohet.cli.plan_options import check_output
 from autohet.control.planning.buying import nodes_of
 from autohet.runtime.facts.fact_store import recall
 from autohet.runtime.facts.planning import PlanningInputs

@@ -1,8 +1,11 @@
-"""Options of `autohet plan`."""
+"""Options of `autohet plan`, and the check of output files that all commands share."""
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
 from planner.cost.parameters import FRAMEWORKS
+from planner.errors import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +15,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_cost_model(parser)
     _add_wishes(parser)
     _add_outputs(parser)
+
+
+def check_output(option: str, path: str | None, endings: Sequence[str] = ()) -> None:
+    """Raise ConfigError if an option's file cannot be written or has none of `endings`.
+
+    A path of None passes.
+    """
+    if path is None:
+        return
+    if endings and Path(path).suffix.lower() not in endings:
+        raise ConfigError(f"{option} is '{path}'; its name must end in {' or '.join(endings)}")
+    if Path(path).is_dir():
+        raise ConfigError(f"{option} is '{path}', a directory; name a file")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(
+            f"{option} is '{path}', but there is no directory '{Path(path).parent}'; make it first"
+        )
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from autohet.control.checkpoint_pace import pace_checkpoints
 from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
 from autohet.control.failures import FailureAnswer, answer_failures
 from autohet.control.job_state import (
+    Adopting,
     Building,
     Closing,
     Ended,
@@ -107,6 +108,8 @@ def _step(memory: JobMemory, seen: Observation) -> Deciding[State]:
     match memory.state:
         case Waiting() as state:
             return (yield from waiting.step(state, memory, seen))
+        case Adopting() as state:
+            return (yield from waiting.step_adopting(state, memory, seen))
         case Quiescing() as state:
             return (yield from quiescing.step(state, memory, seen))
         case Sourcing() as state:

@@ -2,6 +2,8 @@
 
 The controller moves between them, one tick at a time.
 
+A driver that takes over living workers begins with Adopting, which leads to Training or Quiescing.
+
 Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
               ^            |          |
               |            v          v
@@ -11,14 +13,31 @@ Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autohet.control.planning.orders import Book
     from autohet.control.planning.proposals import PendingSearch, PlanProposal
     from autohet.control.values.change import Change
     from autohet.control.values.fleet_event import FleetEvent
+    from autohet.runtime.messages import GenerationOrder
     from planner.inputs.fleet import Node
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """Legacy of a driver that has ended: what living workers and the storage know of its run.
+
+    orders: one worker's order of each generation that a living worker knows, oldest first.
+    receipts: parts of checkpoints that are not committed, each with its worker, as in
+    `WorkerReport.receipts`. newest: newest generation in the journal. committed: step of the newest
+    checkpoint.
+    """
+
+    orders: tuple[GenerationOrder, ...]
+    receipts: tuple[tuple[str, Any], ...] = ()
+    newest: int | None = None
+    committed: int = -1
 
 
 @dataclass
@@ -36,6 +55,19 @@ class Waiting:
     said_at: float = 0.0
     tried: tuple[Node, ...] = ()
     """Nodes, with their prices of that time, for which the planner had no plan."""
+
+
+@dataclass
+class Adopting:
+    """Taking over `generation`, whose workers may have trained on without a driver.
+
+    is_newest: the journal knows no later generation. deadline: limit on their first reports; None
+    before the first tick.
+    """
+
+    generation: int
+    is_newest: bool
+    deadline: float | None = None
 
 
 @dataclass
@@ -214,4 +246,4 @@ class Ended:
     storage_is_back: bool = False
 
 
-State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Saving | Ended
+State = Waiting | Adopting | Quiescing | Sourcing | Building | Training | Closing | Saving | Ended

@@ -193,6 +193,10 @@ class Worker:
                 replicated_step=self.preservation.replication.complete_step(live.generation),
             )
 
+    @property
+    def phase(self) -> Phase:
+        return self._report.phase
+
     def prepare(self, order: PreparationOrder) -> None:
         """Build what the next generation needs beside its state, while the present one trains.
 

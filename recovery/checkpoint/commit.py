@@ -39,6 +39,7 @@ from recovery.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from recovery.checkpoint.receipts import remove_receipts
 from recovery.checkpoint.stock_metadata import correct_metadata, offer_metadata
 from recovery.checkpoint.write import CheckpointPart, WorkerReceipt, step_prefix, write_shards
 from recovery.release import RELEASE
@@ -142,7 +143,7 @@ def commit_checkpoint(
         scalars=dict(facts.scalars),
         model_config=dict(facts.model_config),
         num_bytes=layout.num_bytes,
-        tensors=tuple(_tensor_entry(layout.tensors[name]) for name in sorted(layout.tensors)),
+        tensors=tuple(TensorEntry.of(layout.tensors[name]) for name in sorted(layout.tensors)),
         files=files,
         run="" if claimed is None else claimed.run,
         driver="" if claimed is None else claimed.driver,
@@ -151,7 +152,9 @@ def commit_checkpoint(
     if committed is not None:
         # Its data files stay until they are old enough for `remove_orphans`.
         storage.delete([step_prefix(step) + MANIFEST_NAME])
-    return _put_manifest(storage, manifest)
+    manifest = _put_manifest(storage, manifest)
+    remove_receipts(storage, step)
+    return manifest
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
@@ -429,10 +432,6 @@ def _chosen_files(
     if missing:
         raise CheckpointIncomplete(step, tuple(map(str, missing)))
     return tuple(files)
-
-
-def _tensor_entry(spec: TensorSpec) -> TensorEntry:
-    return TensorEntry(spec.name, spec.shape, spec.dtype, spec.split_dim, spec.cuts)
 
 
 def _check_files(storage: Storage, manifest: Manifest) -> None:

@@ -160,6 +160,13 @@ class Superseded(CheckpointError):
         )
 
 
+class Replaced(Superseded):
+    """Raised when another driver has claimed a later epoch of this job; `generation`: the epoch."""
+
+    def __str__(self) -> str:
+        return f"driver {self.driver} has taken the job over in {self.uri}: epoch {self.generation}"
+
+
 @dataclass(eq=False, repr=False)
 class LeaseHeld(CheckpointError):
     """Raised when another driver of this job is alive."""

@@ -82,6 +82,14 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split_dim: int | None
     cuts: tuple[int, ...]
 
+    @classmethod
+    def of(cls, spec: TensorSpec) -> TensorEntry:
+        return cls(spec.name, spec.shape, spec.dtype, spec.split_dim, spec.cuts)
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.shape, self.dtype, self.split_dim, self.cuts)
+
 
 class _ManifestV2(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Manifest of version 2, which records no run."""
@@ -118,12 +126,7 @@ class Manifest(_ManifestV2, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """The spec of each tensor, by state name."""
-        specs = {}
-        for entry in self.tensors:
-            specs[entry.name] = TensorSpec(
-                entry.name, entry.shape, entry.dtype, entry.split_dim, entry.cuts
-            )
-        return specs
+        return {entry.name: entry.spec for entry in self.tensors}
 
     @cached_property
     def locations(self) -> Mapping[ShardId, tuple[str, StoredShard]]:

@@ -5,6 +5,7 @@ Only proven objects are ever removed: others may share the directory, and a name
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Collection
@@ -12,10 +13,12 @@ from collections.abc import Collection
 from recovery.checkpoint.dcp import DATA_SUFFIX, METADATA_NAME, files_of_dcp_metadata
 from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
 from recovery.storage.errors import ObjectMissing
+from recovery.storage.own_names import is_own_name
 from recovery.storage.protocol import ObjectInfo, Storage
 
 LEASE_CONTENT = b"autohet lease\n"
 TRAILER_BYTES = 64
+RECEIPT_SUFFIX = ".receipt"
 
 _DATA_FILE = re.compile(r"^.+-([0-9a-f]{16})" + re.escape(DATA_SUFFIX) + "$")
 _LEASE = re.compile(r"^(reader-[0-9a-f]+-\d+|resumed-[0-9a-f]+)\.lease$")
@@ -30,6 +33,16 @@ def trailer(step: int, digest: str) -> bytes:
     filled = text.ljust(TRAILER_BYTES - 9, b" ")
     assert len(filled) == TRAILER_BYTES - 9, f"step {step} is too long for a trailer"
     return filled + f"{zlib.crc32(filled):08x}\n".encode()
+
+
+def receipt_digest(data: bytes) -> str:
+    """Return the digest in the name of a stored receipt with this content."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def is_receipt(name: str, data: bytes) -> bool:
+    """Return True if an object is a stored receipt of this package, whole."""
+    return is_own_name(name) and name.endswith(f"-{receipt_digest(data)}{RECEIPT_SUFFIX}")
 
 
 def owned(
@@ -73,6 +86,8 @@ def _is_proven(storage: Storage, step: int, name: str, info: ObjectInfo) -> bool
             return info.size == len(LEASE_CONTENT) and storage.get(info.name) == LEASE_CONTENT
         if name == METADATA_NAME:
             return is_own_metadata(storage.get(info.name))
+        if name.endswith(RECEIPT_SUFFIX):
+            return is_receipt(name, storage.get(info.name))
         data_file = _DATA_FILE.match(name)
         if data_file is None or info.size < TRAILER_BYTES:
             return False

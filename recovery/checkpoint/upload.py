@@ -83,15 +83,18 @@ class Uploader:
         progress: UploadProgress | None = None,
         patience_s: float = 0.0,
         on_failure: Callable[[int, str], None] | None = None,
+        on_written: Callable[[Storage, WorkerReceipt], None] | None = None,
     ) -> None:
         """Start the thread; retry failed requests, and the whole upload, for `patience_s` seconds.
 
         Pauses between retries double. `on_failure(step, reason)` is called when a request begins to
-        wait, and for each failure after which the upload is retried.
+        wait, and for each failure after which the upload is retried. `on_written(storage, receipt)`
+        is called once all files are durable; a StorageError of it is one of the upload's.
         """
         self._storage = storage
         self._patience_s = patience_s
         self._on_failure = on_failure
+        self._on_written = on_written
         self._abandoned = threading.Event()
         self._max_file_bytes = max_file_bytes
         self._progress = progress
@@ -285,6 +288,8 @@ class Uploader:
             try:
                 receipt = write(storage)
                 _require_written(storage, receipt, task.proof)
+                if self._on_written is not None:
+                    self._on_written(storage, receipt)
                 return receipt
             except StorageError as error:
                 if time.monotonic() + pause_s > until or self._abandoned.is_set():

@@ -1,5 +1,5 @@
-"""A submitted job's driver that is killed while its nodes live: it is started again, and goes on
-from their host memory.
+"""A driver that is killed while its workers live: they train on, and the next driver adopts them;
+without a next one, a stop ends them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from autohet.driver.loop.replay import replay_run
+from recovery.checkpoint.receipts import read_uploads
+from recovery.storage.open import open_storage
 from tests.harness.local_fleet import (
     free_port,
     largest_relative_difference,
@@ -52,15 +54,13 @@ def add_node(cluster: Cluster) -> None:
 
 
 @contextmanager
-def nodes_without_names(count: int, dashboard_port: int) -> Iterator[Cluster]:
+def nodes_without_names(count: int, dashboard_port: int | None = None) -> Iterator[Cluster]:
     """Ray nodes as an autoscaler starts them: with facts for the planner, and no name of their
     own.
     """
-    dashboard = {
-        "include_dashboard": True,
-        "dashboard_host": "127.0.0.1",
-        "dashboard_port": dashboard_port,
-    }
+    dashboard: dict[str, Any] = {"include_dashboard": dashboard_port is not None}
+    if dashboard_port is not None:
+        dashboard |= {"dashboard_host": "127.0.0.1", "dashboard_port": dashboard_port}
     with warm_ray_workers():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard})
         try:
@@ -92,11 +92,21 @@ def driver_of(events: Path) -> int:
     return driver
 
 
-def test_a_killed_driver_goes_on_from_its_nodes_memory(
+def workers_here() -> set[int]:
+    """Process ids of the workers on this machine."""
+    found = set()
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (place / "cmdline").read_bytes().startswith(b"ray::WorkerActor"):
+                found.add(int(place.name))
+    return found
+
+
+def test_workers_train_on_without_a_driver_and_the_next_one_adopts_them(
     tmp_path: Path,
 ) -> None:
     """Nobody does anything, and nothing was asked for: the job that was submitted once ends with
-    every step trained.
+    every step trained once, by the same processes.
     """
     sections: dict[str, Any] = {
         "training": {"steps": STEPS},
@@ -120,9 +130,16 @@ def test_a_killed_driver_goes_on_from_its_nodes_memory(
 
         wait_until(is_between_checkpoints, "a checkpoint and three steps")
         assert not over(), client.get_job_logs(submitted)[-2000:]
+        before = workers_here()
         os.kill(driver_of(events), signal.SIGKILL)
         # Nodes are numbered in the order of their ids: the others may have other names from now on.
         add_node(cluster)
+
+        def is_adopted() -> bool:
+            return over() or any("adopted" in event for event in events_of(events, "decision"))
+
+        wait_until(is_adopted, "a driver in charge")
+        assert workers_here() >= before, "no process was started again"
         wait_until(over, "the end")
         logs = client.get_job_logs(submitted)
         assert client.get_job_status(submitted) is JobStatus.SUCCEEDED, logs[-2000:]
@@ -152,15 +169,52 @@ def test_a_killed_driver_goes_on_from_its_nodes_memory(
     done = [event["step"] for event in first if event["kind"] == "step"][-1]
     checkpoints = [event["step"] for event in first if event["kind"] == "checkpoint"]
     assert checkpoints[-1] < done - 1, "host memory is newer than any checkpoint"
-    restore = next(event for event in second if event["kind"] == "restore")
-    assert restore["bytes_by_tier"]["s3"] == 0
-    steps = [event for event in second if event["kind"] == "step"]
-    assert done - 1 <= steps[0]["step"]  # a busy driver has heard of fewer than were done
-    losses = {event["step"]: event["loss"] for event in lines if event["kind"] == "step"}
-    told = [losses[step] for step in sorted(losses) if step >= steps[0]["step"]]
+    adopted = next(i for i, event in enumerate(second) if "adopted" in event)
+    assert not {"plan", "restore"} & {event["kind"] for event in second[:adopted]}
+    steps = [event["step"] for event in lines if event["kind"] == "step"]
+    assert steps == list(range(STEPS)), "each has one event, in order"
+    told = [event["loss"] for event in lines if event["kind"] == "step"]
     job = make_job(tmp_path, **sections)
-    assert largest_relative_difference(told, job, steps[0]["step"]) < 1e-3
+    assert largest_relative_difference(told, job, 0) < 1e-3
     assert_report_is_of_both_drivers(tmp_path, lines)
+
+
+def test_a_stop_ends_what_has_no_driver(tmp_path: Path) -> None:
+    """Its newest step is stored whole, and no process of the job is left."""
+    job_path, _ = write_documents(
+        tmp_path,
+        {},
+        training={"steps": 5000},
+        checkpoint={"every_steps": 2000},
+        emulation={"block_forward_s": 0.006},
+    )
+    events = tmp_path / "events.jsonl"
+    autohet = str(Path(sys.executable).parent / "autohet")
+    with nodes_without_names(2) as cluster:
+        at = ["--address", cluster.address]
+        driver = subprocess.Popen(
+            [autohet, "train", *at, "--job", str(job_path), "--events", str(events)]
+        )
+        try:
+            wait_until(
+                lambda: driver.poll() is not None or len(events_of(events, "step")) > 2, "steps"
+            )
+            assert driver.poll() is None
+        finally:
+            driver.kill()
+            driver.wait()
+        assert workers_here()
+        told = events_of(events, "step")[-1]["step"]
+        command = [autohet, "stop", *at, "--json"]
+        shown = subprocess.run(command, capture_output=True, check=False)
+        assert shown.returncode == 0, shown.stderr[-2000:]
+        document = json.loads(shown.stdout)
+        assert (document["driven"], document["num_left"]) == (False, 0)
+        wait_until(lambda: not workers_here(), "the end of the workers")
+    storage = open_storage(make_job(tmp_path).checkpoint_storage)
+    (upload,) = read_uploads(storage)
+    assert upload.is_complete
+    assert upload.step > told
 
 
 def assert_report_is_of_both_drivers(directory: Path, events: list[dict[str, Any]]) -> None:

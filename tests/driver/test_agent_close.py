@@ -4,11 +4,16 @@ dear.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autohet.control.values.observation import Prune
 from autohet.driver.ray.agents.agent_actor import AgentActor, AgentPlace
+from autohet.driver.ray.reports.report_server import ReportServer
+from autohet.driver.ray.run_actor import fingerprint
+from autohet.runtime.process.epoch_fence import StaleDriver
 from tests.harness.fake_job import fake_job
 
 WAITED_FOR_S = 5.0
@@ -53,3 +58,30 @@ def test_a_push_that_is_stuck_keeps_no_snapshot(tmp_path: Path) -> None:
     (within,) = asked
     assert within is not None
     assert within < WAITED_FOR_S / 2
+
+
+def test_a_driver_that_was_replaced_removes_nothing(tmp_path: Path) -> None:
+    """It stood still, and wakes: its prune, sent before it knows, comes after the take-over."""
+    server = ReportServer("127.0.0.1", 5.0)
+    build = AgentActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    memory, disk = str(tmp_path / "memory/run/a"), str(tmp_path / "disk/run/a")
+    place = AgentPlace("a", "127.0.0.1", "token", memory, disk)
+    first, second = (replace(server.expect("a"), epoch=epoch) for epoch in (2, 3))
+    agent = build(place, (), fake_job(), {}, None, first)
+    try:
+        assert agent.introduce() == (fingerprint(fake_job()), "token")
+        assert fingerprint(fake_job(steps=7)) != fingerprint(fake_job())
+        prune = Prune((9, 9), 9, frozenset())
+        assert agent.command(2, "prune", prune) == 0
+        agent.adopt(second)
+        for call in (
+            lambda: agent.command(2, "prune", prune),
+            lambda: agent.command(2, "close", True),
+            lambda: agent.adopt(first),
+        ):
+            with pytest.raises(StaleDriver):
+                call()
+        assert agent.command(3, "prune", prune) == 0
+    finally:
+        agent.close(forget_snapshots=True)
+        server.close()

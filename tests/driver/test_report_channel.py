@@ -41,6 +41,7 @@ from autohet.runtime.process.report_channel import (
     ReportSender,
     frame_mac,
 )
+from tests.harness.waits import wait_until
 
 HOST = "127.0.0.1"
 
@@ -160,11 +161,55 @@ def test_what_comes_twice_counts_once_and_is_answered_each_time(server: ReportSe
         while len(answer) < NUMBER.size:
             assert time.monotonic() < deadline
             news += [each.value for each in server.take()[1]]
+            server.acknowledge()
             with suppress(TimeoutError):
                 answer += client.socket.recv(NUMBER.size)
         assert NUMBER.unpack(answer) == (2,)
         client.socket.close()
     assert news == ["one", "two"]
+
+
+def test_the_next_driver_is_told_what_the_one_before_has_not_recorded(server: ReportServer) -> None:
+    """It knows nothing: what is no news to others is to it. While no driver is there, what waits
+    for one is bounded.
+    """
+    values: list[Any] = ["recorded"]
+    with telling(server.expect("a"), values) as sender:
+        gather(server, lambda found: found == ["recorded"])
+        server.acknowledge()
+        wait_until(lambda: not sender._unanswered, "the acknowledgement")
+        values.append("received alone")
+        gather(server, lambda found: found == ["received alone"])
+        server.close()
+        wait_until(lambda: sender.away_s > 0, "the end of the first driver")
+        values.append("of the gap")
+        wait_until(lambda: len(sender._unsent) + len(sender._unanswered) == 2, "news of the gap")
+        second = ReportServer(HOST, 0.05)
+        sender.redirect(second.expect("a"))
+        found = gather(second, lambda found: len(found) == 3)
+        assert found == ["received alone", "of the gap", "of the gap"]
+        assert sender.away_s == 0
+        second.acknowledge()
+        wait_until(lambda: sender._kept_bytes == 0, "the acknowledgement")
+        second.close()
+
+
+def test_news_that_waits_for_a_driver_is_bounded(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_channel, "MOST_KEPT_BYTES", 2000)
+    monkeypatch.setattr(report_channel, "RETRY_S", 3600.0)
+    values: list[Any] = [0]
+    with telling(server.expect("a"), values) as sender:
+        gather(server, lambda found: found == [0])
+        server.close()
+        wait_until(lambda: sender.away_s > 0, "the end of the driver")
+        for number in range(1, 9):
+            values.append(bytes(500) + bytes([number]))
+            wait_until(lambda: sender._last is values[-1], "a look")
+        kept = [pickle.loads(value)[-1] for _, _, value in sender._unsent]
+        assert kept == [6, 7, 8]
+        assert sender._kept_bytes < 2000
 
 
 class Trap:

@@ -72,7 +72,7 @@ def test_told_steps_are_those_of_the_last_run_in_the_file(tmp_path: Path) -> Non
     ]
     text = "".join(json.dumps({"time": 0.0, "generation": 1, **line}) + "\n" for line in lines)
     path.write_text(text + '{"time": 1.0, "ki')
-    assert steps_told(path) == ToldSteps(3, frozenset({3, 5}), checkpoint_step=4)
+    assert steps_told(path) == ToldSteps(3, frozenset({3, 5}), 4, newest=(1, 5))
     assert steps_told(path).missing(6) == [4]
     assert steps_told(tmp_path / "none") == NOTHING_TOLD
 

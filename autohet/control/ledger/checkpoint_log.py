@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,8 @@ class CheckpointLog:
         self._receipts: dict[Age, dict[str, Any]] = {}
         self._complete: set[Age] = set()
         """Checkpoints whose every part is written."""
+        self._committed_before = -1
+        """Step of the newest checkpoint when this driver took over living workers."""
         self._snapshot: Age = (0, 0)
         self._num_logged = 0
         self._num_damaged = 0
@@ -168,6 +170,15 @@ class CheckpointLog:
         self._complete = set()
         self._receipts = {}
         self._due_at = {}
+
+    def inherit(self, receipts: Collection[tuple[str, Any]], committed: int) -> None:
+        """Take over the parts that workers wrote under an earlier driver, by worker.
+
+        committed: step of the newest checkpoint; parts of it and of older ones are told again.
+        """
+        self._committed_before = committed
+        for worker, (generation, step, parts) in receipts:
+            self._receipts.setdefault((generation, step), {})[worker] = parts
 
     def record(
         self, seen: Observation, orders: Mapping[str, GenerationOrder], generation: int
@@ -289,7 +300,7 @@ class CheckpointLog:
         """
         generation, step, parts = receipt
         age = (generation, step)
-        if age in self._complete:
+        if age in self._complete or step <= self._committed_before:
             return
         if isinstance(parts, UploadRetried):
             reason = f"{worker}: {parts.reason}"

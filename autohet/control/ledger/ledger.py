@@ -42,17 +42,22 @@ class ToldSteps:
     """Steps of a run that have an event.
 
     first: the step at which the run began; steps: those with an event; checkpoint_step: the newest
-    checkpoint with one.
+    checkpoint with one. newest: newest generation with a step's event, and its last such step.
     """
 
     first: int
     steps: frozenset[int]
     checkpoint_step: int | None = None
+    newest: tuple[int, int] = (0, -1)
 
     @property
     def until(self) -> int:
         """Number of steps that are known to have been run: all before this one."""
         return max(self.steps, default=-1) + 1
+
+    def until_in(self, generation: int) -> int:
+        """Return the step behind the last one of this generation that has an event."""
+        return self.newest[1] + 1 if self.newest[0] == generation else 0
 
     def missing(self, restored: int) -> list[int]:
         """Return the steps before `restored`, at which the run continues, that have no event."""
@@ -135,6 +140,20 @@ class _SeenVote:
         return self.vote[0]
 
 
+def _newest_vote(known: _SeenVote | None, report: WorkerReport) -> _SeenVote | None:
+    """Return the newer one of a known vote and a worker's.
+
+    Votes of a generation that is not known to be ready count, too: if it dies before that, it may
+    have run a step.
+    """
+    if report.vote is None or report.live_generation is None:
+        return known
+    new = _SeenVote(report.live_generation, report.vote)
+    if known is not None and (new.generation, new.step) <= (known.generation, known.step):
+        return known
+    return new
+
+
 def _usual_s(record: StepRecord, change: Change | None) -> float:
     """Return a step's seconds; those of a whole one if it went on from kept passes.
 
@@ -193,6 +212,8 @@ class Ledger:
         self.evaluations: dict[int, EvaluationRecord] = {}
         """Evaluation records of this driver by step, of the present history."""
         self.evaluation_log = EvaluationLog(job.evaluation)
+        self._told_evaluations: frozenset[int] = frozenset()
+        """Steps of the present generation whose evaluation an earlier driver has logged."""
         self.peak_bytes: dict[str, int] = {}
         """Peak device memory by worker, in its newest step."""
         self._num_rows = 0
@@ -230,6 +251,17 @@ class Ledger:
         self.resumed_at = step
         self.told = told
 
+    def inherit(self, orders: Mapping[str, GenerationOrder]) -> None:
+        """Go on with a generation of an earlier driver, at its first step without an event."""
+        order = any_order(orders)
+        assert order is not None
+        self.orders = orders
+        self._generation = order.generation
+        self._first_step = max(order.start_step, self.told.until_in(order.generation))
+        self.resumed_at = self._first_step
+        self.step_seconds.setdefault(order.generation, [])
+        self._told_evaluations = frozenset(self.evaluation_log.losses)
+
     def begin_generation(self, generation: int, change: Change) -> Effects:
         """Begin a generation at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
@@ -245,6 +277,7 @@ class Ledger:
         if self.evaluation_log.section is not None:
             self.evaluation_log.go_back_to(max([first, *self.evaluations]))
 
+        self._told_evaluations = frozenset()
         change.expect_step(self._predicted_step_s, self.measured_step_s(self._generation))
         self._predicted_step_s = change.predicted_step_s
         change.generation = generation
@@ -289,7 +322,7 @@ class Ledger:
         """
         yield from self._take_rows(seen)
         for report in seen.reports.values():
-            self._take_vote(report)
+            self._vote = _newest_vote(self._vote, report)
             for record in report.steps:
                 if record.skipped is not None:
                     self.skipped.take(report.worker, record.step, record.skipped)
@@ -323,7 +356,8 @@ class Ledger:
 
     def _take_evaluation(self, record: EvaluationRecord, generation: int) -> Effects:
         """Keep and log the first report of an evaluation; all workers report the same."""
-        if record.generation != generation or record.step in self.evaluations:
+        is_known = record.step in self.evaluations or record.step in self._told_evaluations
+        if record.generation != generation or is_known:
             return
         self.evaluations[record.step] = record
         self.evaluation_log.take(record.step, record.loss)
@@ -369,24 +403,11 @@ class Ledger:
             return None
         return self._vote.vote
 
-    def _take_vote(self, report: WorkerReport) -> None:
-        """Keep a worker's vote if it is the newest.
-
-        Votes of a generation that is not known to be ready count, too: if it dies before that, it
-        may have run a step.
-        """
-        if report.vote is None or report.live_generation is None:
-            return
-        new = _SeenVote(report.live_generation, report.vote)
-        known = (0, -1)
-        if self._vote is not None:
-            known = (self._vote.generation, self._vote.step)
-        if (new.generation, new.step) > known:
-            self._vote = new
-
     def _take_step(self, record: StepRecord, generation: int, seen: Observation) -> Effects:
         if record.generation < self._generation:
             return  # the run has gone back behind that generation
+        if record.generation == self._generation and record.step < self._first_step:
+            return  # an earlier driver has logged it
         known = self.records.get(record.step)
         if known is not None:
             is_of_present = record.generation == generation

@@ -123,6 +123,12 @@ class OrderBuilder:
         """
         self._begun = False
 
+    def inherit(self, orders: Iterable[GenerationOrder]) -> None:
+        """Take over generations of an earlier driver, whose state living workers hold."""
+        for order in orders:
+            self._layouts[order.generation] = order.layout
+        self._begun = True
+
     def confirm(self) -> None:
         """Note that a generation has its state, or has run a step.
 

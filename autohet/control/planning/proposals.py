@@ -141,6 +141,13 @@ class Planner(Protocol):
         in_place: propose the whole pipelines of the present plan if they can train alone.
         """
 
+    def predict(self, plan: Plan, fleet: Fleet) -> PlanProposal:
+        """Return a plan that runs on this fleet, with its prediction; nothing is searched.
+
+        Raises:
+            ConfigError: the plan does not fit the fleet.
+        """
+
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""
 

@@ -164,7 +164,8 @@ def _missing_losses(memory: JobMemory, change: Change) -> Deciding[dict[str, Any
 
     A driver that is killed leaves such steps.
     """
-    missing = memory.ledger.told.missing(change.restore_step or 0)
+    told = memory.ledger.told.missing(change.restore_step or 0)
+    missing = [step for step in told if step not in memory.ledger.records]
     is_first_generation = len(memory.plans) == 1
     if not is_first_generation or not missing:
         return {}

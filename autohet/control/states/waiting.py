@@ -1,20 +1,37 @@
-"""State Waiting: there are too few workers, or no plan for them."""
+"""States in which a driver begins.
+
+Waiting: there are too few workers, or no plan for them. Adopting: workers have trained on without a
+driver, and this one takes over their generation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from autohet.control import fleet
 from autohet.control.ending import fail, finish
 from autohet.control.fleet import describe_starting
-from autohet.control.job_state import State, Waiting
+from autohet.control.job_state import (
+    Adopting,
+    Inherited,
+    Quiescing,
+    State,
+    Training,
+    Waiting,
+)
 from autohet.control.replanning import build_fleet
+from autohet.control.states.quiescing import interrupt_after_death
 from autohet.control.states.sourcing import adopt
+from autohet.control.values.actions import Interrupt
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding, Effects, event
+from autohet.runtime.messages import Phase
+from planner.errors import ConfigError
 
 if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
+    from autohet.control.planning.proposals import PlanProposal
     from autohet.control.values.observation import Observation
 
 
@@ -138,3 +155,93 @@ def _announce_wait(
         state.said = state.reason
         state.said_at = seen.now
         yield event("decision", memory.generation, f"Deciding to wait, since {state.reason}")
+
+
+# Workers that outlived their driver
+# --------------------------------------------------------------------------------------
+
+
+def inherit(memory: JobMemory, inherited: Inherited) -> None:
+    """Set a new driver's memory to what an earlier driver has left, before the first tick."""
+    newest = inherited.orders[-1]
+    memory.generation = max(memory.generation, newest.generation)
+    memory.members = newest.plan.workers
+    memory.orders.inherit(inherited.orders)
+    orders = dict.fromkeys(newest.participants, newest)
+    memory.agent_gc.begin(orders)
+    memory.ledger.inherit(orders)
+    memory.ledger.checkpoints.inherit(inherited.receipts, inherited.committed)
+    memory.state = Adopting(newest.generation, is_newest=inherited.newest == newest.generation)
+
+
+def step_adopting(state: Adopting, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Go on with the generation if all its workers train in it; else stop them, and plan anew."""
+    if state.deadline is None:
+        state.deadline = seen.now + memory.timeouts.heartbeat_s
+    members = memory.members
+    unheard = [worker for worker in members if _is_unheard(worker, seen)]
+    if unheard and seen.now < state.deadline:
+        return state
+
+    proposal = _predict(memory, seen)
+    if proposal is not None:
+        memory.proposal = proposal
+        memory.timeouts = memory.job.elastic.timeouts(proposal.predicted_step_s)
+        planned = seen.nodes_with(members)
+        memory.planned_nodes = frozenset(planned)
+    step_now = memory.ledger.committed_steps
+    trouble = fleet.find_deaths_or_failures(seen, members)
+    if trouble is not None:
+        return (yield from interrupt_after_death(memory, trouble, seen))
+    if proposal is not None and state.is_newest and _all_train(state, seen, members):
+        entry = (state.generation, proposal.plan, proposal.predicted_step_s)
+        memory.plans.append(entry)
+        sentence = (
+            f"Deciding to go on with generation {state.generation} as it is, since all of its"
+            f" {len(members)} workers have trained on without a driver"
+        )
+        yield event("decision", memory.generation, sentence, adopted=list(members))
+        return Training(state.generation, seen.now)
+
+    reason = "the driver was started again while not all workers trained"
+    sentence = (
+        f"Deciding to stop the {len(members)} living workers and to plan anew, since {reason}"
+    )
+    yield event("decision", memory.generation, sentence)
+    change = Change(
+        cause="start",
+        nodes=(),
+        happened_at=seen.now,
+        detected_at=seen.now,
+        step_before=step_now,
+        plan_before=None if memory.proposal is None else memory.proposal.plan,
+        reason=reason,
+    )
+    yield Interrupt(fleet.survivors(seen, members), memory.generation)
+    return Quiescing(change, seen.now + memory.timeouts.quiesce_s, interrupted=True)
+
+
+def _is_unheard(worker: str, seen: Observation) -> bool:
+    is_known = seen.node_of(worker) in seen.nodes
+    return worker not in seen.losses and not (is_known and worker in seen.reports)
+
+
+def _all_train(state: Adopting, seen: Observation, members: Collection[str]) -> bool:
+    for report in seen.reports_of(members):
+        is_in = report.generation == report.live_generation == state.generation
+        if not is_in or report.phase not in (Phase.TRAINING, Phase.FINISHED):
+            return False
+    return True
+
+
+def _predict(memory: JobMemory, seen: Observation) -> PlanProposal | None:
+    """Return the members' plan with its prediction; None where a node of it is gone."""
+    order = next(iter(memory.ledger.orders.values()))
+    nodes = seen.nodes_with(order.plan.workers)
+    if not nodes <= seen.nodes.keys():
+        return None
+    living = fleet.fleet_of(seen, nodes, order.generation)
+    try:
+        return memory.planning.predict(order.plan, living)
+    except ConfigError:
+        return None

@@ -20,8 +20,10 @@ from autohet.control.states.ways_back import SKIPPED_STEPS
 from autohet.control.values.observation import CheckpointState
 from autohet.driver.checkpoints.cleaning import CheckpointCleaner, Retention
 from autohet.driver.checkpoints.resumption import require_some_intact
+from autohet.runtime.job.identity import DATA_DIGEST, DATA_ROWS
 from autohet.runtime.messages import WorkerReport
 from autohet.runtime.state.model_files import ModelFiles
+from autohet.runtime.step.loss_scale import LOSS_SCALE
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
     CheckpointFacts,
@@ -32,11 +34,18 @@ from recovery.checkpoint.commit import (
     list_checkpoints,
     of_present_history,
 )
-from recovery.checkpoint.errors import CheckpointCorrupt, Superseded
+from recovery.checkpoint.epoch import claim_epoch, require_epoch
+from recovery.checkpoint.errors import (
+    CheckpointConflict,
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    Superseded,
+)
 from recovery.checkpoint.journal import Journal, JournalUnreachable, oldest_needed
 from recovery.checkpoint.lease import LEASE_S, DriverLease, LeaseKeeper
 from recovery.checkpoint.manifest import Manifest, Scalar
 from recovery.checkpoint.read import read_shards
+from recovery.checkpoint.receipts import read_uploads
 from recovery.errors import RecoveryError
 from recovery.state.ancestry import Descent
 from recovery.state.layout import Layout, ShardId
@@ -49,6 +58,8 @@ FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 15.0
 """Seconds between two tries of one commit: the first pause, and the limit of its doubling."""
 
+CARRIED_FACTS = (DATA_DIGEST, DATA_ROWS, LOSS_SCALE)
+"""Facts of a run that the newest checkpoint knows before the first tick does."""
 Suspect = tuple[int, ShardId]
 """Step, and a shard that a restore did not get from the durable checkpoint of that step."""
 
@@ -77,6 +88,16 @@ class _Commit:
     layout: Layout
     receipts: tuple[Any, ...]
     tries: int = 0
+
+
+def _stored_uploads(storage: Storage, newest: Manifest | None) -> list[_Commit]:
+    """Return the checkpoints beyond the newest whose every part is stored, oldest first."""
+    found = []
+    for upload in read_uploads(storage, -1 if newest is None else newest.step):
+        if upload.is_complete:
+            receipts = tuple(upload.receipts.values())
+            found.append(_Commit(upload.step, upload.generation, upload.layout, receipts))
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,6 +139,8 @@ class Durable:
         # A claim has its own thread, since it must not wait for a checkpoint.
         self.claim_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self.lease = DriverLease(storage, lease_s)
+        self.epoch = 0
+        """Epoch of this driver, which its commands to processes carry; 0 before `take_lease`."""
         self._journal = Journal(storage, self.lease.driver)
         self._journal_lock = threading.Lock()
         self._keeper: LeaseKeeper | None = None
@@ -163,6 +186,7 @@ class Durable:
         if self._keeper is not None:
             return
         self.lease.take()
+        self.epoch = claim_epoch(self.storage, self.lease.driver)
         self._journal.mark()
         self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
 
@@ -177,6 +201,7 @@ class Durable:
         superseded = None
         unclaimed = None
         try:
+            require_epoch(self.storage, self.epoch)
             with self._journal_lock:
                 self._journal.claim(entry)
         except Superseded as error:
@@ -191,6 +216,7 @@ class Durable:
             )
 
     def _check_journal(self) -> None:
+        require_epoch(self.storage, self.epoch)
         with self._journal_lock:
             ancestry = self._journal.check()
             # Under both locks: else a thread that is late would show an old ancestry.
@@ -215,6 +241,17 @@ class Durable:
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
+            if newest.manifest is not None:
+                for key in CARRIED_FACTS:
+                    if key in newest.manifest.scalars:
+                        self._scalars[key] = newest.manifest.scalars[key]
+            # What an earlier driver left without a manifest, although all of it is stored.
+            for left in _stored_uploads(self.storage, newest.manifest):
+                try:
+                    self._commit(left)
+                    self._restored_step = left.step
+                except (CheckpointIncomplete, CheckpointConflict) as error:
+                    logger.warning("Step %d is not committed: %s", left.step, error)
             self.work_pool.submit(self.cleaner.tidy, newest.manifest)
         return self.state()
 

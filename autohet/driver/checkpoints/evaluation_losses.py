@@ -25,9 +25,15 @@ EVALUATION_LOSSES = "evaluation.losses"
 
 
 def read_evaluations(
-    storage: Storage, manifest: Manifest, section: EvaluationSection | None = None
+    storage: Storage,
+    manifest: Manifest,
+    section: EvaluationSection | None = None,
+    *,
+    whole: bool = False,
 ) -> EvaluationLog:
     """Return the losses of the run whose newest checkpoint is `manifest`, until its step.
+
+    whole: also those of later steps, from which the run goes on.
 
     Raises:
         StorageError: the storage does not answer.
@@ -43,7 +49,8 @@ def read_evaluations(
         logger.warning("%s of %s is damaged (%s): no loss is known", EVALUATIONS, storage, error)
         losses = {}
     log = EvaluationLog(section, losses, document.get("rows"))
-    log.go_back_to(manifest.step)
+    if not whole:
+        log.go_back_to(manifest.step)
     return log
 
 

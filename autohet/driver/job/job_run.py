@@ -6,16 +6,18 @@ import logging
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from autohet.control.job_state import Inherited
 from autohet.control.ledger.ledger import NOTHING_TOLD
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import Market
 from autohet.control.planning.goal import Goal
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.replanning import drop_search
-from autohet.control.values.observation import Observation
+from autohet.control.states.waiting import inherit
+from autohet.control.values.observation import CheckpointState, Observation
 from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.checkpoints.resumption import loss_scales
 from autohet.driver.emulated.fleet import EmulatedFleet
@@ -43,6 +45,7 @@ from autohet.runtime.models.config import load_config
 from autohet.runtime.models.proof import require_proof
 from autohet.runtime.process.log import RunRecord
 from planner.inputs.cluster import Cluster
+from recovery.checkpoint.receipts import read_uploads
 
 logger = logging.getLogger("autohet")
 STATUS_PERIOD_S = 2.0
@@ -102,12 +105,17 @@ class JobRun:
             require_proof(config)
         check_data(job, int(config.vocab_size), here=fleet is not None)
         self.durable = durable or make_durable(job)
+        self._inherited: Inherited | None = None
+        """Generations of living workers that this driver has taken over; None before `start`."""
         self._told = steps_told(events.path) if is_restart() else NOTHING_TOLD
 
         zones = None if cluster is None else cluster.zones
         self.planning = BackgroundPlanning(planning_inputs(job, zones=zones))
         settings = WorkerSettings(
-            threads_of_a_worker(job, None if fleet is None else fleet.document), record
+            threads_of_a_worker(job, None if fleet is None else fleet.document),
+            record,
+            # An emulated machine is a process of its driver's.
+            outlives=fleet is None,
         )
         self.workforce = RayWorkforce(job, run_id(job), self.durable, cluster, settings)
         pace = paces_of if job.emulation is not None else None
@@ -147,19 +155,24 @@ class JobRun:
         """
         self.durable.take_lease()
         publish_name(self.job.name)
+        if self._inherited is None:
+            orders = self.workforce.take_over(self.durable.epoch, restart=is_restart())
+            self._inherited = Inherited(orders)
         found = self.durable.load_newest()
         memory = self.controller.memory
         memory.generation = found.ancestry.newest or 0
         step = 0
         scales = ""
         if found.manifest is not None:
-            self._facts.go_on_from(found.manifest, memory)
+            inherits = bool(self._inherited.orders)
+            self._facts.go_on_from(found.manifest, memory, inherits=inherits)
             # Nodes whose data has other tokens are refused.
             self.workforce.observer.expect_data(self._facts.expected_data(found.manifest))
             step = found.manifest.step
             scales = loss_scales(found.manifest)
             logger.info("Going on from step %d of %s", found.step, found.uri)
         memory.ledger.go_on_from(step, self._told, scales)
+        self._inherit(found)
         terms = self._goal.begin()
         memory.goal = None if terms is None else Goal(terms)
 
@@ -172,6 +185,35 @@ class JobRun:
             checkpoint=found.uri,
             restart=is_restart(),
         )
+
+    def _inherit(self, found: CheckpointState) -> None:
+        """Go on with the processes that were taken over, if the journal knows what they hold."""
+        inherited = self._inherited
+        if inherited is None or not inherited.orders:
+            return
+        generation = inherited.orders[-1].generation
+        if generation not in found.ancestry.entries:
+            logger.warning(
+                "Generation %d, which living workers are in, is not in the journal of %s: they are"
+                " ended",
+                generation,
+                self.durable.storage.uri,
+            )
+            self.workforce.workers.dismiss(list(self.workforce.observer.workers))
+            self._inherited = Inherited(())
+            return
+        uploads = read_uploads(self.durable.storage, -1 if found.step is None else found.step)
+        parts = []
+        for upload in uploads:
+            for worker, receipt in upload.receipts.items():
+                parts.append((worker, (upload.generation, upload.step, receipt)))
+        self._inherited = replace(
+            inherited,
+            receipts=tuple(parts),
+            newest=found.ancestry.newest,
+            committed=-1 if found.step is None else found.step,
+        )
+        inherit(self.controller.memory, self._inherited)
 
     def _begin_recording(self, scales: str) -> None:
         """Record what a replay needs beside the observations; no-op without a recorder."""
@@ -190,6 +232,7 @@ class JobRun:
             prepares=self.controller.memory.prepares,
             keeps_passes=self.controller.memory.keeps_passes,
             evaluations=self.controller.memory.ledger.evaluation_log.document,
+            inherited=self._inherited,
             goal=None if self.controller.memory.goal is None else self.controller.memory.goal.terms,
         )
 

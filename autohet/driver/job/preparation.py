@@ -148,14 +148,16 @@ def check_inputs(
     These are the model, the storage, the data (`here`: the nodes are on this machine), and that all
     of `cluster`, if it is known, has a plan for the job. Returns the checkpoint that the job
     resumes from, and the nodes of that plan by type. The price of `standing` nodes counts within
-    the job's bound. If the checkpoint is of the job's last step, nothing more is checked.
+    the job's bound. If the checkpoint is of the job's last step, or an earlier driver of the run
+    was killed, nothing more is checked.
 
     Raises:
         ConfigError: says what to fix.
     """
     config = load_config(job.model)
     found = check_storage(job, config)
-    if found is not None and found.ended:
+    if is_restart() or (found is not None and found.ended):
+        # In a restart workers may train without a driver: what was checked is not checked again.
         return found, None
     check_data(job, int(config.vocab_size), here=here)
     planning = make_planning(job, zones=None if cluster is None else cluster.zones)

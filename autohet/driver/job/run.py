@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autohet.control.planning.buying import best_counts
 from autohet.control.values.observation import Observation
 from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.ray_metrics import RayMetrics
@@ -21,18 +22,19 @@ from autohet.driver.events.event_log import EventLog
 from autohet.driver.job.checks import check_gpus, check_shared_storage
 from autohet.driver.job.job_run import JobRun, Machines, Outcome
 from autohet.driver.job.patience import with_patience
-from autohet.driver.job.preparation import check_storage, prepare
+from autohet.driver.job.preparation import PreparedJob, check_storage, prepare
 from autohet.driver.job.run_record import RunCopies
 from autohet.driver.job.run_storage import make_durable
 from autohet.driver.job.submission import is_submitted, warn_of_no_restart
 from autohet.driver.job.supervise import is_restart, is_supervised, note_begun
 from autohet.driver.loop.controller import Controller, Guard
+from autohet.driver.loop.planning import make_planning
 from autohet.driver.loop.recorder import Recorder, recorder_beside
-from autohet.driver.loop.run_directories import node_directories
+from autohet.driver.loop.run_directories import node_directories, run_id
 from autohet.driver.loop.stop_signals import ignore_signals, stop_on_signals, unwind_on_sigterm
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster_file import is_emulated
-from autohet.driver.ray.requests.scaling import fleet_request
+from autohet.driver.ray.requests.scaling import fleet_request, standing_nodes
 from autohet.driver.ray.this_machine import gpu_ids, is_this_machine, reserved
 from autohet.driver.report.write import leave_report
 from autohet.runtime.job import Job
@@ -92,13 +94,30 @@ def train(
                 check_gpus(job)
             addresses = ray_cluster.machine_addresses()
             with_patience(partial(check_shared_storage, job, document, addresses), patience_s)
-        request = fleet_request(job, prepared.cluster, document or {}, address, prepared.best)
+        best = _best_nodes(prepared) if fleet is None else None
+        request = fleet_request(job, prepared.cluster, document or {}, address, best)
         request.ask()
         machines = Machines(prepared.cluster, fleet, request)
         try:
             return train_on(job, machines, events_path, show, callbacks, durable)
         finally:
             request.withdraw()
+
+
+def _best_nodes(prepared: PreparedJob) -> Mapping[str, int] | None:
+    """Return the nodes of the best plan by type; those that an earlier driver has found, if any."""
+    if prepared.cluster is None:
+        return None
+    memory = ray_cluster.ClusterMemory("nodes", run_id(prepared.job))
+    if prepared.best is not None:
+        memory.save(prepared.best)
+        return prepared.best
+    known = memory.load()
+    if known or prepared.job.elastic.has_goal:
+        return known
+    planning = make_planning(prepared.job, zones=prepared.cluster.zones)
+    standing = standing_nodes(prepared.cluster, prepared.document or {})
+    return best_counts(planning, prepared.cluster, standing)
 
 
 @contextmanager

@@ -85,14 +85,16 @@ def steps_told(path: Path | None) -> ToldSteps:
     first: int | None = None
     steps = set()
     committed = []
+    newest = (0, -1)
     for event in events:
         if event["kind"] == "started" and first is None:
             first = int(event["step"])
         elif event["kind"] == "step":
             steps.add(int(event["step"]))
+            newest = max(newest, (int(event["generation"]), int(event["step"])))
         elif event["kind"] == "checkpoint":
             committed.append(int(event["step"]))
-    return ToldSteps(first or 0, frozenset(steps), max(committed, default=None))
+    return ToldSteps(first or 0, frozenset(steps), max(committed, default=None), newest)
 
 
 def begin_of_run(events: Path, *, goes_on: bool) -> int:

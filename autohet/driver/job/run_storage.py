@@ -40,11 +40,16 @@ class CheckpointScalars:
         self._recorded: dict[int, float] = {}
         """Evaluation losses by step that the storage has, or is being given."""
 
-    def go_on_from(self, manifest: Manifest, memory: JobMemory) -> None:
-        """Take over from a checkpoint what its run has to know of the part before it."""
+    def go_on_from(self, manifest: Manifest, memory: JobMemory, *, inherits: bool = False) -> None:
+        """Take over from a checkpoint what its run has to know of the part before it.
+
+        inherits: the run goes on from the state of living workers, which is newer.
+        """
         memory.generation = max(memory.generation, manifest.generation)
         memory.ledger.skipped.go_on_from(skipped_from(manifest))
-        log = read_evaluations(self._durable.storage, manifest, self._job.evaluation)
+        log = read_evaluations(
+            self._durable.storage, manifest, self._job.evaluation, whole=inherits
+        )
         memory.ledger.evaluation_log = log
         self._recorded = dict(log.losses)
         self._durable.cleaner.losses = self._recorded

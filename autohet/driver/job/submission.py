@@ -22,9 +22,9 @@ def is_submitted() -> bool:
 def warn_of_no_restart() -> None:
     """Warn that no parent restarts the driver of a submitted job."""
     logger.warning(
-        "This job ends if its driver is killed, by the kernel's out-of-memory killer say, and goes"
-        " on only once it is submitted again: submit `autohet train --job ...`, which starts a"
-        " killed driver again by itself"
+        "If this job's driver is killed, by the kernel's out-of-memory killer say, its workers end"
+        " after elastic.headless_s, and the job goes on only once it is submitted again: submit"
+        " `autohet train --job ...`, which starts a killed driver again by itself"
     )
 
 

@@ -2,8 +2,8 @@
 
 A parent process that does nothing else restarts it, on the head node, within the same Ray job. The
 parent imports neither Ray nor torch, so the kernel's out-of-memory killer spares it. The new driver
-finds the old one's lease dead (it was a process of the same machine) and resumes from the nodes'
-host memory.
+finds the old one's lease dead (it was a process of the same machine) and adopts the workers, which
+trained on meanwhile.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ def supervise_child(restarts: int, work: Callable[[], int]) -> int:
                 "The driver %s, and %d times before; it is not started again", what, restarts
             )
             return 1
-        logger.warning(
-            "The driver %s; it is started again and goes on from its nodes' memory", what
-        )
+        logger.warning("The driver %s; it is started again and takes over its living workers", what)
 
 
 def _exit_code_of(code: int) -> int:

@@ -194,6 +194,16 @@ class Planning:
             return PlanResult(None, str(error), self.clock() - started)
         return PlanResult(proposal, "", self.clock() - started)
 
+    def predict(self, plan: Plan, fleet: Fleet) -> PlanProposal:
+        """Return a plan that runs on this fleet, with its prediction; nothing is searched.
+
+        Raises:
+            ConfigError: the plan does not fit the fleet.
+        """
+        is_fixed = self.job.parallelism.plan is not None
+        cost = self.make_cost(fleet, one_format=is_fixed)
+        return PlanProposal(plan, cost.predict(plan), cost)
+
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""
         return _AtOnce(lambda: self.propose(fleet, current, thorough=True))

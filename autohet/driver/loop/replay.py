@@ -28,6 +28,7 @@ from autohet.control.planning.proposals import (
     Q,
     T,
 )
+from autohet.control.states.waiting import inherit
 from autohet.control.values.effects import Round
 from autohet.control.values.evaluation_log import EvaluationLog
 from autohet.control.values.observation import Observation
@@ -306,6 +307,9 @@ def memory_at_start(
         found = header.get("evaluations", {"losses": {}, "rows": None})
         losses = {int(step): loss for step, loss in found["losses"].items()}
         memory.ledger.evaluation_log = EvaluationLog(job.evaluation, losses, found["rows"])
+    inherited = header.get("inherited")
+    if inherited is not None and inherited.orders:
+        inherit(memory, inherited)
     return memory
 
 

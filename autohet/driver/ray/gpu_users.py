@@ -23,11 +23,12 @@ def _name_memory(ray_job: str) -> ClusterMemory:
     return ClusterMemory("driver", ray_job)
 
 
-def gpu_users(nodes: Collection[str], slow: Collection[str]) -> dict[str, str]:
+def gpu_users(nodes: Collection[str], slow: Collection[str], run_id: str) -> dict[str, str]:
     """Return who else uses GPUs of these nodes (by Ray's id), as a phrase by node.
 
-    slow: nodes on which this job's processes should be up by now. If such a node has no free GPU,
-    and no job of AutoHet is on it, another program has them.
+    run_id: this job's; its actors may be an earlier driver's. slow: nodes on which this job's
+    processes should be up by now. If such a node has no free GPU, and no job of AutoHet is on it,
+    another program has them.
     """
     own_job = ray.get_runtime_context().get_job_id()
     own: set[str] = set()
@@ -36,7 +37,7 @@ def gpu_users(nodes: Collection[str], slow: Collection[str]) -> dict[str, str]:
         node = actor["Address"]["NodeID"]
         if node not in nodes or actor["ActorClassName"].rpartition(".")[2] != WORKER:
             continue
-        if actor["JobID"] == own_job:
+        if actor["JobID"] == own_job or actor["Name"].startswith(f"{run_id} "):
             own.add(node)
         else:
             jobs.setdefault(node, set()).add(actor["JobID"])

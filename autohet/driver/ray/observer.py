@@ -79,12 +79,14 @@ class RayObserver:
         clock: Callable[[], float],
     ) -> None:
         self.job = job
+        self.run_id = run_id
         self.durable = durable
         self.clock = clock
         self.timeouts = job.elastic.timeouts()
         self.wake_up = WakeUp()
         """Wake-up of the driver's wait: by reports, ends of actors and signals."""
         self._stop_reason: str | None = None
+        self._stop_request = ray_cluster.ClusterMemory("stop", run_id)
         self.launches: LaunchWatch | None = None
         """Watch of launches; set if the autoscaler is asked for nodes."""
         self.spot_types: Mapping[str, SpotType] = {}
@@ -101,9 +103,9 @@ class RayObserver:
         self.worker_reports = Reports(host, clock, self.timeouts.suspicion_s / BEATS, self.wake_up)
         self._merged_at = -math.inf
 
-        calls = RayCalls()
-        self.inventories = Inventories(calls, self.timeouts)
-        self.agent_commands = AgentCommands(self.timeouts, calls)
+        self.calls = RayCalls()
+        self.inventories = Inventories(self.calls, self.timeouts)
+        self.agent_commands = AgentCommands(self.timeouts, self.calls)
         self._data = DataWatch(job)
         self._nodes_read_at = -math.inf
         self._busy_read_at = -math.inf
@@ -113,7 +115,7 @@ class RayObserver:
         self.nodes = self.tracked.in_use
         self.workers: dict[str, Any] = {}
         """Actor of each worker that has a process."""
-        self._losses = WorkerLosses(self.timeouts, calls, self.worker_reports)
+        self._losses = WorkerLosses(self.timeouts, self.calls, self.worker_reports)
         self.losses = self._losses.by_worker
 
     def expect_data(self, digest: str | None) -> None:
@@ -137,6 +139,8 @@ class RayObserver:
         if now - self._nodes_read_at >= poll_s:
             self._nodes_read_at = now
             self._read_nodes(now)
+            if self._stop_reason is None:
+                self._stop_reason = self._stop_request.load().get("by")
         if self.agent_reports.fresh():
             self._judge_data(now)
         self._find_busy(now)
@@ -202,7 +206,7 @@ class RayObserver:
 
         ids = {name: self.nodes[name].ray_node.node_id for name in waits_s}
         slow = [ids[name] for name, waited_s in waits_s.items() if waited_s >= SLOW_START_S]
-        users = gpu_users(set(ids.values()), slow) if ids else {}
+        users = gpu_users(set(ids.values()), slow, self.run_id) if ids else {}
         busy = {}
         for name, node_id in ids.items():
             if node_id in users:

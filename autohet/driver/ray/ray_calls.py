@@ -11,11 +11,22 @@ from ray.exceptions import RayError
 logger = logging.getLogger("autohet")
 
 
+OBSERVING = ("process_states",)
+"""Calls that change nothing, and that an agent answers whatever else it does."""
+
+
 class RayCalls:
-    """Implements `AgentCalls` for Ray actors."""
+    """Implements `AgentCalls` for Ray actors. `epoch`: that of this driver."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
 
     def ask(self, agent: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
-        ref: ray.ObjectRef[Any] = getattr(agent, method).remote(*arguments)
+        ref: ray.ObjectRef[Any]
+        if method in OBSERVING:
+            ref = getattr(agent, method).remote(*arguments)
+        else:
+            ref = agent.command.remote(self.epoch, method, *arguments)
         return ref
 
     def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:

@@ -6,13 +6,17 @@ The runtime does all the work and knows no Ray.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from autohet.driver.ray.run_actor import RunActor, fingerprint
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
+    STANDING_PHASES,
     GenerationOrder,
     Phase,
     PreparationOrder,
@@ -20,6 +24,8 @@ from autohet.runtime.messages import (
     WorkerPlace,
     WorkerReport,
 )
+from autohet.runtime.process.epoch_fence import EpochFence
+from autohet.runtime.process.headless_watch import LOOK_S, HeadlessWatch
 from autohet.runtime.process.log import RunRecord, log_as
 from autohet.runtime.process.report_channel import ReportAddress, ReportSender
 from planner.errors import ConfigError
@@ -38,7 +44,7 @@ CALL_THREADS = 6
     max_concurrency=CALL_THREADS,
     concurrency_groups={"life": 1},
 )
-class WorkerActor:
+class WorkerActor(RunActor):
     """Process of one GPU, which lives through every generation; Ray never restarts it."""
 
     def __init__(
@@ -59,6 +65,9 @@ class WorkerActor:
         torch.set_num_threads(num_threads)
         from autohet.runtime.worker import Worker
 
+        self._fingerprint = fingerprint(job)
+        self._fence = EpochFence(driver.epoch)
+        self._newest_order: GenerationOrder | None = None
         self._worker: Worker | None = None
         try:
             self._worker = Worker(place, job, record=record)
@@ -70,6 +79,7 @@ class WorkerActor:
         self._reports = ReportSender(
             driver, self._report, lambda before, report: report.is_news_after(before)
         )
+        self._watch = HeadlessWatch(self._reports, job.elastic.headless_s, self._save)
 
     def _report(self) -> WorkerReport:
         return self._unfit if self._worker is None else self._worker.report()
@@ -82,11 +92,47 @@ class WorkerActor:
         """
         self._reports.wait()
 
+    def _knowledge(self) -> tuple[int, ...]:
+        return tuple(order.generation for order in self._orders())
+
+    def _orders(self) -> list[GenerationOrder]:
+        """Return the order of the live state and the newest one, oldest first; each once."""
+        live = None if self._worker is None else self._worker.preservation.order
+        found = {order.generation: order for order in (live, self._newest_order) if order}
+        return [found[generation] for generation in sorted(found)]
+
+    def adopt(self, driver: ReportAddress) -> None:
+        super().adopt(driver)
+        if self._worker is not None:
+            # The next driver gives the number of what is prepared to another generation.
+            self._worker._next.drop()
+
+    def order(self, generation: int) -> GenerationOrder | None:
+        """Return the order of a generation for this worker, if it knows it, without transfers."""
+        for order in self._orders():
+            if order.generation == generation:
+                return replace(order, transfers=None, store_secret=b"")
+        return None
+
+    def _save(self, is_over: Callable[[], bool]) -> None:
+        """Make the newest step durable together with all other workers, if they train."""
+        worker = self._worker
+        if worker is None:
+            return
+        until = time.monotonic() + worker.timeouts.step_s + worker.timeouts.checkpoint_s
+        while is_over() and time.monotonic() < until:
+            if worker.phase in STANDING_PHASES and not worker.preservation.uploads.busy:
+                return
+            worker.request_stop(checkpoint=True)
+            time.sleep(LOOK_S)
+
     def prepare(self, order: PreparationOrder) -> None:
         self._here().prepare(order)
 
     def begin(self, order: GenerationOrder) -> None:
         self._log.generation = max(self._log.generation or 0, order.generation)
+        if self._newest_order is None or self._newest_order.generation < order.generation:
+            self._newest_order = order
         self._here().begin(order)
 
     def request_stop(self, checkpoint: bool) -> None:
@@ -102,6 +148,7 @@ class WorkerActor:
         return self._here().roll_forward(generation, vote)
 
     def close(self) -> None:
+        self._watch.close()
         if self._worker is not None:
             self._worker.close()
         self._reports.close()

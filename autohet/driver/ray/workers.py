@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from autohet.control.values.observation import Loss
 from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.observer import RayObserver
+from autohet.driver.ray.run_actors import WORKER, Charge, actor_options
 from autohet.driver.ray.tracked_nodes import TrackedNode
 from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.runtime.messages import GenerationOrder, PreparationOrder, WorkerPlace
@@ -20,17 +21,22 @@ from planner.inputs.fleet import node_of
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings of a run's processes: CPU threads of a worker, and where their logs go."""
+    """Settings of a run's processes: CPU threads of a worker, and where their logs go.
+
+    outlives: processes outlive their driver, and the next one takes them over.
+    """
 
     threads: int
     record: RunRecord | None = None
+    outlives: bool = False
 
 
 class RayWorkers:
     """Implements `Workers` over Ray; the observer keeps the handles."""
 
-    def __init__(self, observer: RayObserver, settings: WorkerSettings) -> None:
+    def __init__(self, observer: RayObserver, charge: Charge, settings: WorkerSettings) -> None:
         self._observer = observer
+        self._charge = charge
         self._settings = settings
 
     def hire(self, workers: Sequence[str]) -> None:
@@ -50,6 +56,8 @@ class RayWorkers:
                     continue
                 # An idle worker that died, or one that never came up: try again.
                 self.dismiss([worker])
+            if not self._charge.is_mine:
+                return
             self.start_worker(worker, tracked)
 
     def start_worker(self, worker: str, tracked: TrackedNode) -> None:
@@ -62,7 +70,8 @@ class RayWorkers:
         address = observer.worker_reports.expect(worker)
 
         actor_class: Any = WorkerActor
-        placed = actor_class.options(num_gpus=1, scheduling_strategy=on_node(tracked))
+        options = actor_options(observer.run_id, WORKER, worker, outlives=self._settings.outlives)
+        placed = actor_class.options(num_gpus=1, scheduling_strategy=on_node(tracked), **options)
         handle = placed.remote(
             place,
             observer.job,
@@ -80,45 +89,60 @@ class RayWorkers:
             handle = self._observer.workers.pop(worker, None)
             if handle is not None:
                 self._observer.worker_reports.remove(worker)
-                ray.kill(handle)
+                self._charge.kill([handle])
 
     def kill_processes(self, workers: Sequence[str]) -> None:
         """Kill these workers' processes without telling the controller (rehearsals)."""
-        self._send(workers, lambda handle: ray.kill(handle))
+        handles = self._observer.workers
+        self._charge.kill([handles[worker] for worker in workers if worker in handles])
 
     def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
         observer = self._observer
         for worker, order in orders.items():
-            handle = observer.workers.get(worker)
-            if handle is not None:
-                handle.prepare.remote(observer.rendezvous.with_secret(order))
+            self._send([worker], "prepare", observer.rendezvous.with_secret(order))
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         observer = self._observer
         # The orders were written with these inventories; the next ones need new inventories.
         observer.inventories.drop()
         for worker, order in orders.items():
-            handle = observer.workers[worker]
-            handle.begin.remote(observer.rendezvous.with_secret(order))
+            self._send([worker], "begin", observer.rendezvous.with_secret(order))
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
-        self._send(workers, lambda handle: handle.request_stop.remote(checkpoint))
+        self._send(workers, "request_stop", checkpoint)
 
     def request_checkpoint(self, worker: str) -> None:
-        self._send([worker], lambda handle: handle.request_checkpoint.remote())
+        self._send([worker], "request_checkpoint")
 
     def interrupt(self, workers: Sequence[str], generation: int, *, keep: bool = False) -> None:
-        self._send(workers, lambda handle: handle.interrupt.remote(generation, keep))
+        self._send(workers, "interrupt", generation, keep)
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
-        self._send(workers, lambda handle: handle.roll_forward.remote(generation, vote))
+        self._send(workers, "roll_forward", generation, vote)
 
-    def _send(self, workers: Sequence[str], call: Callable[[Any], Any]) -> None:
-        """Make the call on the workers that have a process."""
+    def _send(self, workers: Sequence[str], method: str, *arguments: Any) -> None:
+        """Send the command to those of these workers that have a process."""
         for worker in workers:
             handle = self._observer.workers.get(worker)
             if handle is not None:
-                call(handle)
+                handle.command.remote(self._charge.epoch, method, *arguments)
+
+    def note_losses(self, workers: Sequence[str]) -> None:
+        """Note the loss of those of these workers that have no process."""
+        observer = self._observer
+        now = observer.clock()
+        for worker in workers:
+            if worker not in observer.workers:
+                reason = "its process ended while no driver was there"
+                observer.losses[worker] = Loss(worker, reason, now, now)
+
+    def adopt(self, workers: Mapping[str, Any]) -> None:
+        """Take over workers' actors that outlived an earlier driver."""
+        observer = self._observer
+        for worker, handle in workers.items():
+            handle.adopt.remote(observer.worker_reports.expect(worker))
+            observer.worker_reports.watch(worker, handle.until_end.remote)
+            observer.workers[worker] = handle
 
 
 def on_node(tracked: TrackedNode) -> NodeAffinitySchedulingStrategy:

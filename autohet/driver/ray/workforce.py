@@ -19,8 +19,11 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agents.node_agents import RayNodeAgents
 from autohet.driver.ray.observer import BEATS, RayObserver
 from autohet.driver.ray.requests.autoscaler import RayAutoscaler
+from autohet.driver.ray.run_actors import Charge, forget_stop
+from autohet.driver.ray.take_over import take_over
 from autohet.driver.ray.workers import RayWorkers, WorkerSettings
 from autohet.runtime.job import Job
+from autohet.runtime.messages import GenerationOrder
 from planner.inputs.cluster import Cluster
 from recovery.state.ancestry import Descent
 
@@ -51,13 +54,33 @@ class RayWorkforce:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.observer = RayObserver(job, run_id, durable, cluster, clock)
-        self.workers = RayWorkers(self.observer, settings)
-        self.node_agents = RayNodeAgents(self.observer, settings.record)
+        self.charge = Charge(run_id)
+        self.workers = RayWorkers(self.observer, self.charge, settings)
+        self.node_agents = RayNodeAgents(
+            self.observer, self.charge, settings.record, outlives=settings.outlives
+        )
         self.autoscaler = RayAutoscaler(self.observer)
         self.rehearsal: Callable[[Rehearse], None] | None = None
         """Function that makes scripted events happen."""
         self._durable = durable
         self._waited_at = -math.inf
+        self._stops = False
+        """True once the actors know that the job is being stopped."""
+
+    def take_over(self, epoch: int, *, restart: bool) -> tuple[GenerationOrder, ...]:
+        """Take charge of the run under `epoch`, with the actors that outlived its last driver.
+
+        restart: a parent has started this driver again, so that a stop which was asked for still
+        counts. Returns the orders of the generations that living workers know, oldest first.
+        """
+        observer = self.observer
+        self.charge.take(epoch)
+        observer.calls.epoch = epoch
+        observer.agent_reports.epoch = epoch
+        observer.worker_reports.epoch = epoch
+        if not restart:
+            forget_stop(self.charge.run_id)
+        return take_over(observer.job, self.charge, self.workers, self.node_agents)
 
     def wait(self) -> None:
         """Block until there is news or the next round is due.
@@ -65,6 +88,9 @@ class RayWorkforce:
         Rounds follow soon while anything changes, and later while all workers train.
         """
         observer = self.observer
+        # What the round before has observed is decided on, and its events are written.
+        observer.agent_reports.acknowledge()
+        observer.worker_reports.acknowledge()
         if observer.is_calm():
             gather_s = CALM_GATHER_S
             tick_s = CALM_TICK_S
@@ -82,7 +108,13 @@ class RayWorkforce:
 
     def observe(self) -> Observation:
         """Combine the messages received in `wait` with the state found now."""
-        return self.observer.observe()
+        observer = self.observer
+        if observer.stop_reason and not self._stops:
+            # A driver that is killed before it has ended them is not waited for.
+            self._stops = True
+            for handle in (*observer.workers.values(), *observer.agents.values()):
+                handle.command.remote(self.charge.epoch, "expect_stop")
+        return observer.observe()
 
     def request_inventories(self) -> None:
         observer = self.observer
@@ -122,15 +154,18 @@ class RayWorkforce:
         memory is dear). `at_once`: do so without a message to the actors.
         """
         observer = self.observer
+        epoch = self.charge.epoch
         workers = list(observer.workers.values())
         agents = list(observer.agents.values())
         # Workers first: what they write after their agents have gone would stay.
         if not at_once:
-            _wait_for([worker.close.remote() for worker in workers])
-        _kill(workers)
+            _wait_for([worker.command.remote(epoch, "close") for worker in workers])
+        self.charge.kill(workers)
         if not at_once:
-            _wait_for([agent.close.remote(forget_snapshots) for agent in agents])
-        _kill(agents)
+            _wait_for([agent.command.remote(epoch, "close", forget_snapshots) for agent in agents])
+        self.charge.kill(agents)
+        if self._stops and self.charge.is_mine:
+            forget_stop(self.charge.run_id)
         observer.workers.clear()
         observer.close()
 
@@ -139,8 +174,3 @@ def _wait_for(calls: Sequence[ray.ObjectRef[Any]]) -> None:
     """Wait until the actors have answered, for `CLOSE_S` at the most."""
     if calls:
         ray.wait(list(calls), num_returns=len(calls), timeout=CLOSE_S)
-
-
-def _kill(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        ray.kill(handle)

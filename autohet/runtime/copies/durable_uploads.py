@@ -13,7 +13,9 @@ from autohet.runtime.copies.transfer_log import TransferLog
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import GenerationOrder, StateTransfer, UploadRetried
 from recovery.checkpoint.journal import entry_name
+from recovery.checkpoint.receipts import put_receipt
 from recovery.checkpoint.upload import Uploader
+from recovery.checkpoint.write import WorkerReceipt
 from recovery.errors import RecoveryError
 from recovery.local.snapshot import SnapshotLease
 from recovery.storage.errors import StorageTimeout
@@ -35,11 +37,16 @@ class DurableUploads:
         self._timeout_s = timeouts.checkpoint_s
         self._transfers = transfers
         self._uploader = Uploader(
-            storage, patience_s=timeouts.checkpoint_s, on_failure=self._note_failure
+            storage,
+            patience_s=timeouts.checkpoint_s,
+            on_failure=self._note_failure,
+            on_written=self._store_receipt,
         )
         self._harvesting = threading.Lock()
         self._awaited: tuple[int, int] | None = None
         """Generation and step of the upload in flight."""
+        self._order: GenerationOrder | None = None
+        """Order of the upload in flight."""
         self._receipts: list[tuple[int, int, Any]] = []
 
     @property
@@ -67,6 +74,7 @@ class DurableUploads:
         entry = entry_name(order.generation) if order.is_claimed else None
         with self._harvesting:
             self._harvest()
+            self._order = order
             self._uploader.submit(
                 step, self._worker, state, order.layout, order.checkpoint_shards, entry
             )
@@ -100,6 +108,14 @@ class DurableUploads:
 
     def close(self) -> None:
         self._uploader.close()
+
+    def _store_receipt(self, storage: Storage, receipt: WorkerReceipt) -> None:
+        """Put the receipt into the storage; called by the uploader's thread.
+
+        A driver that ends before it commits has told nobody which parts are stored.
+        """
+        assert self._order is not None
+        put_receipt(storage, receipt, self._order.generation, self._order.layout)
 
     def _note_failure(self, step: int, reason: str) -> None:
         """Record a failed upload attempt; called by the uploader's thread, which retries."""

@@ -186,6 +186,12 @@ class ElasticSection:
 
     A checkpoint is committed by then.
     """
+    headless_s: float = 600.0
+    """Seconds for which workers train on without a driver; the next driver takes them over.
+
+    Then they make the newest step durable, and their processes end. A job that is stopped
+    (`autohet stop`, SIGTERM, Ctrl-C) is not waited for.
+    """
     region_patience_s: float = 1800.0
     """Seconds without training after which `autohet sky` goes on in another region.
 
@@ -288,6 +294,7 @@ class ElasticSection:
         require_positive("elastic.slow_forgiven_s", self.slow_forgiven_s)
         require_at_least("elastic.debounce_s", self.debounce_s, 0)
         require_at_least("elastic.wait_for_fleet_s", self.wait_for_fleet_s, 0)
+        require_positive("elastic.headless_s", self.headless_s)
         require_positive("elastic.region_patience_s", self.region_patience_s)
         require_positive("elastic.metadata_poll_s", self.metadata_poll_s)
         require_positive("elastic.preemption_s", self.preemption_s)

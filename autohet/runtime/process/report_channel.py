@@ -7,8 +7,9 @@ length of the payload, number of its news, MAC, payload. The first frame names t
 0). Every other frame is news: its age in seconds by this process's clock, and a pickled value. The
 MAC is over nonce, place in the stream, number and payload; its key is a secret that the driver gave
 to this process alone. So nothing is unpickled that did not come from this process. Between frames,
-`BEAT` shows that the process is alive. The driver acknowledges news by its number. News without an
-acknowledgement when a connection ends is sent again over the next one; duplicates count once.
+`BEAT` shows that the process is alive. The driver acknowledges news by its number, once it has
+recorded it. News without an acknowledgement when a connection ends is sent again over the next one,
+to the next driver too; duplicates count once.
 """
 
 from __future__ import annotations
@@ -51,13 +52,18 @@ PATIENCE_S = 5.0
 A driver that was frozen for longer gets a new connection afterwards.
 """
 RETRY_S = 0.5
+AWAY_LOOK_S = 0.25
+"""Seconds between two polls for news while no driver is there."""
+MOST_KEPT_BYTES = 64 << 20
+"""Limit on the news that is kept for a driver; the oldest is dropped first."""
 
 
 @dataclass(frozen=True)
 class ReportAddress:
     """Address of the driver for reports, with its name for this process and the shared secret.
 
-    `beat_s`: seconds between two signs of life.
+    `beat_s`: seconds between two signs of life. `epoch`: that of the driver, by which its commands
+    are told from those of drivers before it.
     """
 
     host: str
@@ -65,6 +71,7 @@ class ReportAddress:
     name: str
     key: bytes = field(repr=False)
     beat_s: float
+    epoch: int = 0
 
 
 def frame_mac(key: bytes, nonce: bytes, place: int, number: int, payload: bytes) -> bytes:
@@ -96,10 +103,14 @@ class ReportSender:
         self._number = self._place = 0
         self._unsent: deque[tuple[int, float, bytes]] = deque()
         self._unanswered: deque[tuple[int, float, bytes]] = deque()
+        self._kept_bytes = 0
+        """Bytes of the news in both queues."""
+        self._next_address: ReportAddress | None = None
+        """Address of a driver that has replaced the present one; None: none has."""
         self._connection: socket.socket | None = None
         self._nonce = self._answers = b""
         self._spoke_at = self._lost_at = float("-inf")
-        self._began_at = time.monotonic()
+        self._began_at = self._there_at = time.monotonic()
         self._is_missed = False
         self._closing = threading.Event()
         self._error: BaseException | None = None
@@ -112,13 +123,26 @@ class ReportSender:
         if self._error is not None:
             raise self._error
 
+    def redirect(self, address: ReportAddress) -> None:
+        """Report to another driver from now on: first all news that no driver has recorded.
+
+        Any thread may call it.
+        """
+        self._next_address = address
+
+    @property
+    def away_s(self) -> float:
+        """Seconds for which no driver has been there; 0 while one is connected."""
+        return 0.0 if self._connection is not None else time.monotonic() - self._there_at
+
     def close(self) -> None:
         self._closing.set()
         self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(self._look_s):
+            while not self._closing.wait(self._pause_s):
+                self._follow()
                 self._look()
                 self._speak()
         except Exception as error:
@@ -126,6 +150,22 @@ class ReportSender:
             self._error = error
         finally:
             self._drop()
+
+    @property
+    def _pause_s(self) -> float:
+        is_away = self.away_s > PATIENCE_S and self._next_address is None
+        return max(self._look_s, AWAY_LOOK_S) if is_away else self._look_s
+
+    def _follow(self) -> None:
+        """Turn to the driver that has replaced the present one, which knows nothing so far."""
+        address = self._next_address
+        if address is None:
+            return
+        self._next_address = None
+        self._drop()
+        self._address = address
+        self._lost_at = float("-inf")
+        self._last = None
 
     def _look(self) -> None:
         report = self._report()
@@ -139,6 +179,14 @@ class ReportSender:
             self._number += 1
             self._unsent.append((self._number, time.monotonic(), value))
             self._last = report
+            self._kept_bytes += len(value)
+            while self._kept_bytes > MOST_KEPT_BYTES and len(self._unsent) > 1:
+                self._forget(self._unanswered or self._unsent)
+
+    def _forget(self, queue: deque[tuple[int, float, bytes]]) -> None:
+        """Drop the oldest news of a queue."""
+        _, _, value = queue.popleft()
+        self._kept_bytes -= len(value)
 
     def _speak(self) -> None:
         """Send the news, or a sign of life; reconnect, after a pause, if the connection fails."""
@@ -213,10 +261,11 @@ class ReportSender:
         whole = len(self._answers) // NUMBER.size * NUMBER.size
         for (number,) in NUMBER.iter_unpack(self._answers[:whole]):
             while self._unanswered and self._unanswered[0][0] <= number:
-                self._unanswered.popleft()
+                self._forget(self._unanswered)
         self._answers = self._answers[whole:]
 
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+            self._there_at = time.monotonic()

@@ -129,6 +129,9 @@ class IdleWorkerActor:
     def set_pace(self, step_s: float) -> None:
         self._worker.set_pace(step_s)
 
+    def command(self, _: int, method: str, *arguments: Any) -> None:
+        getattr(self, method)(*arguments)
+
     def begin(self, order: GenerationOrder) -> None:
         self._worker.begin(order)
 

@@ -20,12 +20,15 @@ import ray
 
 from autohet.control.values.observation import HeldPart, Prune
 from autohet.driver.ray.agents.agent_calls import AgentReport
+from autohet.driver.ray.run_actor import RunActor, fingerprint
 from autohet.driver.sources.gpu_health import GpuWatch
 from autohet.driver.sources.node_signs import MetadataWatch, cloud_clients
 from autohet.driver.sources.protocol import Sign
 from autohet.runtime.facts.preparation import Preparation
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, StateTransfer
+from autohet.runtime.process.epoch_fence import EpochFence
+from autohet.runtime.process.headless_watch import HeadlessWatch
 from autohet.runtime.process.log import RunRecord, log_as
 from autohet.runtime.process.report_channel import ReportAddress, ReportSender
 from autohet.runtime.process.stopped import ProcessState, process_states
@@ -70,7 +73,7 @@ class AgentPlace:
 @ray.remote(
     num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1, "life": 1}
 )  # type: ignore[call-overload]
-class AgentActor:
+class AgentActor(RunActor):
     """Agent of one node, started when the node joins.
 
     It holds a lease, so that a draining node stays until the agent is ended.
@@ -106,10 +109,15 @@ class AgentActor:
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
         self.data = Preparation(job)
         self._told_at = 0.0
+        self._driver_parts: tuple[HeadlessWatch, ReportSender] | None = None
+        if driver is None:
+            return
+        self._fingerprint = fingerprint(job)
+        self._fence = EpochFence(driver.epoch)
         # Last: it reports at once, from a thread of its own.
-        self._reports: ReportSender | None = None
-        if driver is not None:
-            self._reports = ReportSender(driver, self.report, self._is_news, LOOK_S)
+        self._reports = ReportSender(driver, self.report, self._is_news, LOOK_S)
+        self._watch = HeadlessWatch(self._reports, job.elastic.headless_s)
+        self._driver_parts = (self._watch, self._reports)
 
     def _is_news(self, before: AgentReport | None, report: AgentReport) -> bool:
         now = time.monotonic()
@@ -124,8 +132,10 @@ class AgentActor:
 
         The end of its process ends the call, too.
         """
-        assert self._reports is not None
         self._reports.wait()
+
+    def _knowledge(self) -> str:
+        return self._endpoint.token
 
     def report(self) -> AgentReport:
         facts = None
@@ -197,8 +207,8 @@ class AgentActor:
                 watch.close()
         self.data.close()
         self._store.close()
-        if self._reports is not None:
-            self._reports.close()
+        for part in self._driver_parts or ():
+            part.close()
         self._log.close()
 
     def _forget_snapshots(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,8 @@ class Reports:
     ) -> None:
         self.answers: dict[str, LatestReport] = {}
         self.server = ReportServer(host, beat_s)
+        self.epoch = 0
+        """Epoch of this driver, for the actors that are expected from now on."""
         self._clock = clock
         self.wake_up = wake_up
         wake_up.watch(self.server)
@@ -79,7 +81,7 @@ class Reports:
         Messages of an earlier actor under this key are dropped from now on.
         """
         self.remove(key)
-        address = self.server.expect(key)
+        address = replace(self.server.expect(key), epoch=self.epoch)
         self._addresses[key] = address
         self._keys[address.name] = key
         self.answers[key] = LatestReport(asked_at=self._clock())
@@ -152,6 +154,11 @@ class Reports:
             # An actor is up once it has reported; heartbeats before that do not count.
             answer.heard_at = None if answer.value is None else now
         self._take_ends(now)
+
+    def acknowledge(self) -> None:
+        """Tell the senders that what `fresh` has returned is recorded; else they send it again."""
+        if not self.unread:
+            self.server.acknowledge()
 
     def _take_ends(self, now: float) -> None:
         """Mark actors as ended once no last messages can come any more."""

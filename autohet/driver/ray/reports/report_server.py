@@ -50,6 +50,8 @@ class ExpectedSender:
     key: bytes
     number: int = 0
     connection: ReportConnection | None = None
+    is_unanswered: bool = False
+    """True if some of its messages are received and not acknowledged over this connection."""
 
 
 @dataclass(eq=False)
@@ -156,6 +158,16 @@ class ReportServer:
             self._accept()
         return heard, news
 
+    def acknowledge(self) -> None:
+        """Acknowledge all messages that `take` has returned: they are recorded."""
+        for speaker in self._speakers.values():
+            if not speaker.is_unanswered or speaker.connection is None:
+                continue
+            speaker.is_unanswered = False
+            # If it is not sent now, the next answer stands for this one, too.
+            with suppress(OSError):
+                speaker.connection.socket.send(NUMBER.pack(speaker.number))
+
     def close(self) -> None:
         for connection in list(self._connections.values()):
             self._end(connection)
@@ -239,7 +251,6 @@ class ReportServer:
         return False
 
     def _take_frames(self, connection: ReportConnection, news: list[News]) -> None:
-        answer = 0
         frame = self._next_frame(connection)
         while frame is not None:
             number, payload, speaker = frame
@@ -250,13 +261,8 @@ class ReportServer:
                 speaker.number = number
                 news.append(_read_news(connection.name, payload))
             if number:
-                answer = speaker.number
+                speaker.is_unanswered = True
             frame = self._next_frame(connection)
-
-        if answer:
-            # If it is not sent now, the next answer stands for this one, too.
-            with suppress(BlockingIOError):
-                connection.socket.send(NUMBER.pack(answer))
 
     def _next_frame(self, connection: ReportConnection) -> tuple[int, bytes, ExpectedSender] | None:
         """Return the number and payload of one whole frame, and its authenticated sender."""

@@ -1,0 +1,102 @@
+"""A checkpoint whose files all arrived is committed, also if the driver ended before its manifest:
+by the next one, from the receipts that lie beside the files.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autohet.driver.checkpoints.cleaning import Retention
+from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.runtime.copies.durable_uploads import DurableUploads
+from autohet.runtime.copies.transfer_log import TransferLog
+from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.checkpoint.read import verify
+from recovery.checkpoint.receipts import read_uploads
+from recovery.state.ancestry import Descent
+from recovery.state.layout import assign_writers
+from recovery.storage.open import open_storage
+from tests.harness.checkpoint_cases import full_state, local_state, state_specs, two_worker_layout
+from tests.harness.fake_job import fake_job
+from tests.harness.waits import HANG_S
+
+LAYOUT = two_worker_layout(state_specs())
+
+
+def upload(path: Path, step: int, generation: int, workers: tuple[str, ...]) -> None:
+    """Write the parts of these workers, as they do while they train."""
+    storage = open_storage(str(path))
+    writers = assign_writers(LAYOUT)
+    for worker in workers:
+        uploads = DurableUploads(worker, storage, fake_job().elastic.timeouts(), TransferLog())
+        order = SimpleNamespace(
+            generation=generation,
+            layout=LAYOUT,
+            checkpoint_shards=writers[worker],
+            is_claimed=False,
+        )
+        state = local_state(LAYOUT, worker, full_state(LAYOUT.tensors))
+        uploads.start(order, step, state)  # type: ignore[arg-type]
+        until = time.monotonic() + HANG_S
+        while not uploads.take_receipts():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        uploads.close()
+
+
+def driver(path: Path) -> Durable:
+    facts = RunFacts("job", {}, {"seed": 1})
+    return Durable(open_storage(str(path)), facts, Retention(None))
+
+
+@pytest.mark.parametrize(
+    ("uploads", "committed"),
+    [
+        ([(4, 1, LAYOUT.workers)], [4]),
+        ([(4, 1, LAYOUT.workers[:1])], []),
+        ([(4, 1, LAYOUT.workers[:1]), (4, 2, LAYOUT.workers[1:])], []),
+        ([(12, 1, LAYOUT.workers), (10, 2, LAYOUT.workers)], [10]),
+    ],
+    ids=["all parts", "a part is missing", "parts of two generations", "an abandoned history"],
+)
+def test_the_next_driver_commits_what_arrived_whole(
+    tmp_path: Path, uploads: list[tuple[int, int, tuple[str, ...]]], committed: list[int]
+) -> None:
+    first = driver(tmp_path)
+    first.take_lease()
+    for generation, first_step in ((1, 0), (2, 8)):
+        if any(each[1] == generation for each in uploads):
+            entry = Descent(
+                generation=generation,
+                parent=generation - 1 or None,
+                first_step=first_step,
+                driver=first.lease.driver,
+            )
+            first.claim(entry)
+            first.claim_pool.submit(lambda: None).result()
+    for each in uploads:
+        upload(tmp_path, *each)
+    first.close()
+
+    second = driver(tmp_path)
+    found = second.load_newest()
+    second.close()
+    storage = open_storage(str(tmp_path))
+    assert [info.step for info in list_checkpoints(storage)] == committed
+    assert found.step == (committed[-1] if committed else None)
+    for step in committed:
+        manifest = open_checkpoint(storage, step)
+        verify(storage, step)
+        assert (manifest.run, manifest.scalars["seed"]) != ("", 2)
+        assert not [each for each in read_uploads(storage) if each.step == step]
+
+
+def test_a_damaged_receipt_is_no_part(tmp_path: Path) -> None:
+    upload(tmp_path, 4, 1, LAYOUT.workers)
+    (path, *_) = tmp_path.glob("step-*/*.receipt")
+    path.write_bytes(path.read_bytes().replace(b'"generation":1', b'"generation":2'))
+    assert not any(each.is_complete for each in read_uploads(open_storage(str(tmp_path))))
