@@ -106,6 +106,8 @@ def _derived_styles(model_type: str, plan: Mapping[str, str]) -> dict[str, str]:
         changed["layers.*.self_attn"] = WHOLE_MIXER
     for pattern, style in plan.items():
         parent, _, name = pattern.rpartition(".")
+        if ".experts." in f".{pattern}":
+            continue  # a parameter of a stack, which is cut by experts
         if style == EXPERTS:
             changed |= routed_styles(parent)
         elif style == "mla_kv_a_proj":

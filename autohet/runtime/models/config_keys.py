@@ -51,6 +51,15 @@ GEMMA_KEYS = DECODER_KEYS - {"hidden_act"} | {
 WINDOW_KEYS = frozenset(
     {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 )
+DELTA_KEYS = frozenset(
+    {
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    }
+)
 EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
 ROUTED_KEYS = EXPERT_KEYS | {"norm_topk_prob"}
 

@@ -123,6 +123,11 @@ class Family:
     the path of a linear map inside a block, whose output is dropped. No place: the library's
     modules do not read the key.
     """
+    embedding_scale: Callable[[PreTrainedConfig, torch.dtype], float] | None = None
+    """Factor of the embedding's output, in the precision of the compute format.
+
+    None: the factor of the library's own table, or the config's `embedding_multiplier`.
+    """
     logit_adjustment: Callable[[PreTrainedConfig], LogitAdjustment] = adjustment_of
     """Adjustment of the head's output before the loss."""
     attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda config: getattr(

@@ -46,8 +46,8 @@ from autohet.runtime.models.layers.tensor_parallel import (
     SplitNorm,
     TensorParallel,
     enter,
-    join_sequence,
-    split_sequence,
+    gather_sequence,
+    own_part_alone,
 )
 from autohet.runtime.models.parameter_spec import (
     ParameterSpec,
@@ -183,22 +183,22 @@ def isolate_mixers(blocks: Iterable[nn.Module], spec: StageSpec) -> None:
             if is_recurrent(spec.config, spec.layers[index]):
                 compute_pieces_alone(module)
             if spec.tp is not None and spec.tp.cuts_sequence:
-                _join_before(module, spec.tp)
+                _gather_around(module, spec.tp)
 
 
-def _join_before(mixer: nn.Module, tp: TensorParallel) -> None:
+def _gather_around(mixer: nn.Module, tp: TensorParallel) -> None:
     """Give a module the whole sequence, and take this rank's part of its output."""
 
     def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             hidden, *rest = args
-            return (join_sequence(hidden, tp), *rest), kwargs
-        return args, {**kwargs, "hidden_states": join_sequence(kwargs["hidden_states"], tp)}
+            return (gather_sequence(hidden, tp), *rest), kwargs
+        return args, {**kwargs, "hidden_states": gather_sequence(kwargs["hidden_states"], tp)}
 
     def split(_: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, tuple):
-            return split_sequence(out[0], tp), *out[1:]
-        return split_sequence(out, tp)
+            return own_part_alone(out[0], tp), *out[1:]
+        return own_part_alone(out, tp)
 
     mixer.register_forward_pre_hook(join, with_kwargs=True)
     mixer.register_forward_hook(split)

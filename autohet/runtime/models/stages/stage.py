@@ -135,16 +135,18 @@ class StageModel(nn.Module):
 
     def _take_scale(self) -> None:
         """Take the factor of the embedding's output out of its table; the stage multiplies."""
+        spec = self.spec
         table: Any = self.embedding
-        # Gemma's table rounds its factor to the compute format, Granite's model does not.
-        self._embedding_scale = getattr(self.spec.config, "embedding_multiplier", None)
-        if hasattr(table, "scalar_embed_scale"):
-            self._embedding_scale = float(
-                torch.tensor(table.scalar_embed_scale).to(self.spec.dtype)
-            )
+        own = getattr(table, "scalar_embed_scale", None)
+        self._embedding_scale = getattr(spec.config, "embedding_multiplier", None)
+        if own is not None:
+            # Gemma's table rounds its factor to the compute format.
+            self._embedding_scale = float(torch.tensor(own).to(spec.dtype))
             self.embedding = nn.Embedding(
                 table.num_embeddings, table.embedding_dim, table.padding_idx, _weight=table.weight
             )
+        if spec.family.embedding_scale is not None:
+            self._embedding_scale = spec.family.embedding_scale(spec.config, spec.dtype)
 
     def _adapt_ends(self) -> None:
         """Add the low-rank update to embedding and head if they are targets."""
