@@ -78,10 +78,12 @@ def auto_family(model_type: str, **fields: Any) -> Family:
             " name it with model.family"
         )
     embedding, layers, norm = (f"model.{path}" for path in paths)
+    has_sinks = "layers.*.self_attn.sinks" in styles
     derived = {
         "changed_styles": _derived_styles(model_type, styles) | fields.pop("changed_styles", {}),
         "expert_names": _expert_names(model_type) if EXPERTS in styles.values() else None,
-        "has_sinks": "layers.*.self_attn.sinks" in styles,
+        "has_sinks": has_sinks,
+        "stock_attention": "eager" if has_sinks else "sdpa",
         "shares_key_heads": GATHERED not in (styles.get(each) for each in QUERIES),
         "packed": {"mlp.gate_up_proj": _gated_halves, "self_attn.qkv_proj": _query_key_value},
         "divide_attention": _divide_fused_attention,
@@ -178,7 +180,8 @@ def _expert_names(model_type: str) -> ExpertNames:
             block = "block_sparse_moe"
     if set(maps) != set(STACKS) or len(maps["gate_up_proj"]) != 2:
         return ExpertNames(are_stacked=True)
-    return ExpertNames(block, *maps["gate_up_proj"], *maps["down_proj"])
+    gate, up = maps["gate_up_proj"]
+    return ExpertNames(block, gate, up, maps["down_proj"][0])
 
 
 def _gated_halves(config: PreTrainedConfig) -> tuple[int, ...]:

@@ -274,7 +274,7 @@ def _check_spelling(key: str, candidates: Collection[str], where: str, model_typ
 
 def is_recurrent(config: PreTrainedConfig, layer: int) -> bool:
     """Return True if a block mixes tokens by a recurrence, which takes no attention mask."""
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) or ()
     return bool(kinds) and kinds[layer] == RECURRENT
 
 
