@@ -47,6 +47,20 @@ _GEMMA: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
+_DELTA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+    "pad_token_id": 3,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 _NO_SPECIAL_TOKENS: dict[str, Any] = {
     "pad_token_id": None,
     "bos_token_id": 1,
@@ -168,6 +182,7 @@ AUTO: dict[str, dict[str, Any]] = {
         "pad_token_id": 1,
         "eos_token_id": 2,
     },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **LLAMA_LIKE, **_DELTA, "attention_bias": True},
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **LLAMA_LIKE,

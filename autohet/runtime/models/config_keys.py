@@ -51,6 +51,15 @@ GEMMA_KEYS = DECODER_KEYS - {"hidden_act"} | {
 WINDOW_KEYS = frozenset(
     {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 )
+DELTA_KEYS = frozenset(
+    {
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    }
+)
 EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
 ROUTED_KEYS = EXPERT_KEYS | {"norm_topk_prob"}
 
@@ -155,6 +164,8 @@ MIN_SIMILARITY = 0.8
 """Similarity (difflib's ratio) above which an unknown key counts as a misspelt one."""
 
 
+RECURRENT = "linear_attention"
+"""Layer type of blocks whose tokens are mixed by a recurrence and a short convolution."""
 PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """Keys with an entry for each layer."""
 
@@ -261,6 +272,12 @@ def _check_spelling(key: str, candidates: Collection[str], where: str, model_typ
         raise ConfigError(f"{where}: {model_type} has no key '{key}'; did you mean {near[0]}?")
 
 
+def is_recurrent(config: PreTrainedConfig, layer: int) -> bool:
+    """Return True if a block mixes tokens by a recurrence, which takes no attention mask."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return bool(kinds) and kinds[layer] == RECURRENT
+
+
 def window_of(config: PreTrainedConfig, layer: int) -> int | None:
     """Return the number of tokens that a token of a block attends to, itself included.
 
@@ -288,10 +305,11 @@ def check_window(config: PreTrainedConfig, where: str) -> None:
             f"{where}: layer_types has {len(kinds)} entries, but num_hidden_layers is"
             f" {config.num_hidden_layers}; give one for each layer"
         )
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention", RECURRENT})
     if unknown:
         raise ConfigError(
-            f"{where}: layer_types holds {unknown[0]}; use full_attention or sliding_attention"
+            f"{where}: layer_types holds {unknown[0]}; use full_attention, sliding_attention or"
+            f" {RECURRENT}"
         )
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ConfigError(

@@ -86,7 +86,8 @@ def _check_dense(
             f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
             " not know; choose one whose routing it knows, such as mixtral, or a dense decoder"
         )
-    if parameter.dim() > 2:
+    is_depthwise = parameter.dim() == 3 and parameter.shape[1] == 1
+    if parameter.dim() > 2 and not is_depthwise:
         raise ConfigError(
             f"model_type '{kind}' has {name} of shape {tuple(parameter.shape)}; blocks of matrices"
             " and vectors alone are trained"

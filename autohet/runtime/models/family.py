@@ -39,7 +39,7 @@ from autohet.runtime.models.layers.experts import (
     ExpertNames,
     num_experts,
 )
-from autohet.runtime.models.layers.logits import UNCHANGED, LogitAdjustment
+from autohet.runtime.models.layers.logits import LogitAdjustment, adjustment_of
 from autohet.runtime.models.parameter_spec import (
     EMBEDDING,
     HEAD,
@@ -69,6 +69,10 @@ SPLIT_NORM = "split_norm"
 """Style of a norm over all heads of a cut projection (OLMo 2's of query and key)."""
 SPLIT_HEADS = "split_heads"
 """Style of an attention module with a parameter of its own that has a number for each head."""
+WHOLE = "whole"
+"""Style of a map that every rank of a group computes whole, although the library cuts it."""
+WHOLE_MIXER = "whole_mixer"
+"""Style of a module that mixes tokens, all of whose maps are whole."""
 PackedSizes = Callable[[PreTrainedConfig], tuple[int, ...]]
 """Function that returns the widths of the parts of a fused projection, in their order."""
 
@@ -120,10 +124,15 @@ class Family:
     modules do not read the key.
     """
     embedding_scale: Callable[[PreTrainedConfig, torch.dtype], float] | None = None
-    """Factor of the embedding's output, in the precision of the compute format."""
-    logit_adjustment: Callable[[PreTrainedConfig], LogitAdjustment] = lambda _: UNCHANGED
+    """Factor of the embedding's output, in the precision of the compute format.
+
+    None: the factor of the library's own table, or the config's `embedding_multiplier`.
+    """
+    logit_adjustment: Callable[[PreTrainedConfig], LogitAdjustment] = adjustment_of
     """Adjustment of the head's output before the loss."""
-    attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda _: None
+    attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda config: getattr(
+        config, "attn_logit_softcapping", None
+    )
     """Soft-cap of the attention's scores."""
     has_sinks: bool = False
     """True if attention has a learned sink in each head, which torch's fused kernels have not."""
@@ -456,7 +465,7 @@ def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
 
     Linear stores (out, in), Conv1D (in, out).
     """
-    if style is None or style in PARTIAL:
+    if style in (None, WHOLE, WHOLE_MIXER, *PARTIAL):
         return None
     output, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
     if style in ("vocabulary", SPLIT_NORM, SPLIT_HEADS, EXPERTS):

@@ -41,8 +41,8 @@ MODELS = {
         **COMMON,
     },
 }
-OF_FAMILIES = ("gpt_oss", "ministral3")
-"""Sinks, and queries that are scaled by positions."""
+OF_FAMILIES = ("gpt_oss", "ministral3", "qwen3_5_text")
+"""Sinks, queries that are scaled by positions, and recurrences."""
 BEGINS = [[0, 7, 8], [0, 13]]
 
 

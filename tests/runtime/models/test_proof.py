@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.cli.main import main
 from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.decoder_check import check_decoder
 from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.logits import UNCHANGED
 from autohet.runtime.models.proof import prove_model, require_proof, short_config
 from autohet.runtime.models.registry import FAMILIES
 from planner.errors import ConfigError
@@ -94,16 +96,14 @@ def test_the_answer_names_dropouts_that_it_does_not_compare(
 
 def test_a_forgotten_scale_is_named_by_its_place() -> None:
     config = tiny_config("granite")
-    FAMILIES["granite"] = replace(FAMILIES["granite"], embedding_scale=None)
+    FAMILIES["granite"] = replace(FAMILIES["granite"], embedding_scale=lambda config, _: 1.0)
     with pytest.raises(ConfigError, match=r"the input of model\.layers\.0"):
         require_proof(config)
 
 
 def test_a_forgotten_softcap_of_logits_is_seen() -> None:
     config = tiny_config("gemma3_text")
-    FAMILIES["gemma3_text"] = Family(
-        "gemma3_text", embedding_scale=FAMILIES["gemma3_text"].embedding_scale
-    )
+    FAMILIES["gemma3_text"] = Family("gemma3_text", logit_adjustment=lambda _: UNCHANGED)
     proof = prove_model(config, degrees=(1,))
     assert not proof.passed
 
@@ -112,6 +112,47 @@ def test_another_decoder_is_read_off_the_librarys_plans() -> None:
     config = load_config(source(TINY_ARCEE, "auto"))
     require_proof(config)
     assert FAMILIES["arcee"].token_embedding == "model.embed_tokens"
+
+
+TINY_MIXTURE = {
+    **LLAMA_LIKE,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+}
+OF_EACH_RULE: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_experts": 4, "num_dense_layers": 1, "head_dim": 8, "sliding_window": 8},
+    "cohere": {"logit_scale": 0.3},
+    "flex_olmo": {"num_experts": 4},
+    "gemma": {"head_dim": 8},
+    "glm4_moe_lite": {
+        "n_routed_experts": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 24},
+}
+"""Whole attention, logits, norms over all heads, scales, latent attention, shared experts.
+
+All model types that pass are recorded by scripts/benchmarks/quality/model_types.py.
+"""
+
+
+@pytest.mark.parametrize("model_type", OF_EACH_RULE)
+def test_the_rules_derive_a_family(model_type: str) -> None:
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    document = {**TINY_MIXTURE, **tokens, **OF_EACH_RULE[model_type], "model_type": model_type}
+    known = CONFIG_MAPPING[model_type]().to_dict()
+    document = {key: value for key, value in document.items() if key in known}
+    proof = prove_model(load_config(source({**document, "model_type": model_type}, "auto")), (1, 2))
+    assert proof.passed, proof.to_document()
+    assert {case.tp_degree for case in proof.cases} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +170,7 @@ def test_a_wrong_family_is_named(family: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "says"),
-    [("opt", "no pipeline and tensor-parallel plan"), ("qwen2_moe", "experts")],
+    [("opt", "no pipeline and tensor-parallel plan"), ("phi", "is not that of an embedding")],
 )
 def test_what_the_plans_cannot_cut_is_refused(model_type: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -396,6 +396,14 @@ OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
         "phi3": {},
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "qwen3_5_text": {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
         "smollm3": {},
         "starcoder2": {},
         **{

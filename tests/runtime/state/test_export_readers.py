@@ -62,7 +62,7 @@ def _cases_of_older() -> dict[str, dict[str, Any]]:
     return {name: case for name, case in cases.items() if case["model_type"] not in NEWER}
 
 
-NEWER = ("ministral", "ministral3", "vaultgemma")
+NEWER = ("ministral", "ministral3", "qwen3_5_text", "vaultgemma")
 """Model types that transformers 4.56 has not."""
 OF_OLDER = _cases_of_older()
 

@@ -2,7 +2,6 @@
 
 from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS
-from autohet.runtime.models.layers.logits import LogitAdjustment
 
 FAMILY = auto_family(
     "cohere2",
@@ -15,5 +14,4 @@ FAMILY = auto_family(
         "sliding_window",
         "sliding_window_pattern",
     },
-    logit_adjustment=lambda config: LogitAdjustment(factor=config.logit_scale),
 )

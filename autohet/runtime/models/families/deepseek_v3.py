@@ -2,33 +2,9 @@
 
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models.auto import ROUTED_EXPERTS, auto_family
+from autohet.runtime.models.auto import auto_family, latent_styles
 from autohet.runtime.models.config_keys import DECODER_KEYS, ROUTED_KEYS
-from autohet.runtime.models.family import PARTIAL
-from autohet.runtime.models.layers.experts import SHARED_COLUMN, SHARED_ROW, ExpertNames
 from planner.errors import ConfigError
-
-_LATENT_ATTENTION = {
-    **dict.fromkeys(
-        (
-            "layers.*.self_attn.q_a_proj",
-            "layers.*.self_attn.q_a_layernorm",
-            "layers.*.self_attn.kv_a_proj_with_mqa",
-            "layers.*.self_attn.kv_a_layernorm",
-        ),
-        PARTIAL[0],
-    ),
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.q_b_proj": "colwise",
-    "layers.*.self_attn.kv_b_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-}
-
-_SHARED_EXPERTS = {
-    "layers.*.mlp.shared_experts.gate_proj": SHARED_COLUMN,
-    "layers.*.mlp.shared_experts.up_proj": SHARED_COLUMN,
-    "layers.*.mlp.shared_experts.down_proj": SHARED_ROW,
-}
 
 
 def _check_latent_attention(config: PreTrainedConfig) -> None:
@@ -67,7 +43,6 @@ FAMILY = auto_family(
         "topk_group",
         "v_head_dim",
     },
-    changed_styles={**_LATENT_ATTENTION, **ROUTED_EXPERTS, **_SHARED_EXPERTS},
-    expert_names=ExpertNames(),
+    changed_styles=latent_styles("layers.*.self_attn"),
     check=_check_latent_attention,
 )

@@ -1,11 +1,6 @@
 """GLM 4: gate and up projection in one matrix, and norms after each part of a block."""
 
-from autohet.runtime.models.auto import FUSED_MLP, auto_family, gated_halves
+from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS
 
-FAMILY = auto_family(
-    "glm4",
-    config_keys=DECODER_KEYS | {"attention_bias"},
-    changed_styles=FUSED_MLP,
-    packed={"mlp.gate_up_proj": gated_halves},
-)
+FAMILY = auto_family("glm4", config_keys=DECODER_KEYS | {"attention_bias"})

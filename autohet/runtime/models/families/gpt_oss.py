@@ -3,7 +3,7 @@
 The library has no tensor-parallel plan for it.
 """
 
-from autohet.runtime.models.auto import ROUTED_EXPERTS
+from autohet.runtime.models.auto import routed_styles
 from autohet.runtime.models.config_keys import DECODER_KEYS, EXPERT_KEYS
 from autohet.runtime.models.family import SPLIT_HEADS, Family
 from autohet.runtime.models.layers.experts import ExpertNames
@@ -19,7 +19,7 @@ FAMILY = Family(
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
         "layers.*.self_attn.o_proj": "rowwise",
-        **ROUTED_EXPERTS,
+        **routed_styles("layers.*.mlp"),
     },
     expert_names=ExpertNames(are_stacked=True),
     has_sinks=True,

@@ -2,7 +2,6 @@
 
 from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS
-from autohet.runtime.models.layers.logits import LogitAdjustment
 
 FAMILY = auto_family(
     "granite",
@@ -15,6 +14,4 @@ FAMILY = auto_family(
         "mlp_bias",
         "residual_multiplier",
     },
-    embedding_scale=lambda config, _: float(config.embedding_multiplier),
-    logit_adjustment=lambda config: LogitAdjustment(divisor=config.logits_scaling),
 )

@@ -1,11 +1,6 @@
 """OLMo 2: norms over all heads of queries and keys."""
 
-from autohet.runtime.models.auto import NORMS_OVER_ALL_HEADS, auto_family
+from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS
 
-FAMILY = auto_family(
-    "olmo2",
-    config_keys=DECODER_KEYS | {"attention_bias"},
-    changed_styles=NORMS_OVER_ALL_HEADS,
-    shares_key_heads=False,
-)
+FAMILY = auto_family("olmo2", config_keys=DECODER_KEYS | {"attention_bias"})

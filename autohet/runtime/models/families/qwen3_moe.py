@@ -1,8 +1,7 @@
 """Qwen3 with routed experts."""
 
-from autohet.runtime.models.auto import ROUTED_EXPERTS, auto_family
+from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS, ROUTED_KEYS
-from autohet.runtime.models.layers.experts import ExpertNames
 
 FAMILY = auto_family(
     "qwen3_moe",
@@ -16,6 +15,4 @@ FAMILY = auto_family(
         "sliding_window",
         "use_sliding_window",
     },
-    changed_styles=ROUTED_EXPERTS,
-    expert_names=ExpertNames(),
 )

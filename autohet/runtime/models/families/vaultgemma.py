@@ -1,14 +1,11 @@
 """VaultGemma: as Gemma 2, with one norm before each part of a block and none after it."""
 
-from autohet.runtime.models.auto import auto_family, final_softcap, root_of_hidden_size
+from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import GEMMA_KEYS
 
 FAMILY = auto_family(
     "vaultgemma",
     config_keys=GEMMA_KEYS,
-    embedding_scale=root_of_hidden_size,
-    logit_adjustment=final_softcap,
-    attention_softcap=lambda config: config.attn_logit_softcapping,
     stock_attention="eager",
     example={
         "vocab_size": 67,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from autohet.runtime.models.layers.autograd import apply
 
@@ -52,6 +53,15 @@ class LogitAdjustment:
         # The derivative of tanh is 1 - tanh^2, and the result is softcap * tanh.
         squared = (adjusted / self.softcap).square_()
         return (1.0 - squared).mul_(slope)
+
+
+def adjustment_of(config: PreTrainedConfig) -> LogitAdjustment:
+    """Return the adjustment by the keys of Cohere's, Granite's and Gemma's configs."""
+    return LogitAdjustment(
+        factor=getattr(config, "logit_scale", None) or 1.0,
+        divisor=getattr(config, "logits_scaling", None) or 1.0,
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
 
 
 class _Adjust(torch.autograd.Function):

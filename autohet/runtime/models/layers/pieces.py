@@ -73,6 +73,30 @@ def piece_mask(begins: Tensor, window: int | None, device: torch.device) -> Tens
     return (same & seen).unsqueeze(1)
 
 
+def compute_pieces_alone(mixer: nn.Module) -> None:
+    """Let a module that mixes tokens along the sequence [b, S, h] compute each piece by itself.
+
+    Its `attention_mask` is then the rows' map of pieces on the host; None: each row is one piece.
+    """
+    compute = mixer.forward
+
+    def forward(
+        hidden_states: Tensor, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        if attention_mask is None:
+            whole: Tensor = compute(hidden_states, *args, **kwargs)
+            return whole
+        rows = []
+        for states, begins in zip(hidden_states, attention_mask, strict=True):
+            inner = [place for place in begins.nonzero().flatten().tolist() if place > 0]
+            pieces = states.tensor_split(inner)
+            outputs = [compute(piece.unsqueeze(0), *args, **kwargs) for piece in pieces]
+            rows.append(torch.cat(outputs, dim=1))
+        return torch.cat(rows)
+
+    mixer.forward = forward
+
+
 def cumulative_lengths(begins: Tensor, device: torch.device) -> Tensor:
     """Return the begins of pieces in the concatenated rows, then the total length, int32 [n + 1].
 

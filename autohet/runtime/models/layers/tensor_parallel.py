@@ -168,6 +168,13 @@ def _take_own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     return parts[tp.rank].clone(memory_format=torch.contiguous_format)
 
 
+def _place_own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
+    """Return [b, S, h] of zeros with this rank's part [b, ceil(S / degree), h] at its place."""
+    parts = [torch.zeros_like(x) for _ in range(tp.degree)]
+    parts[tp.rank] = x
+    return torch.cat(parts, dim=1)[:, :length].contiguous()
+
+
 def pad_sequence(x: Tensor, parts: int) -> Tensor:
     """Return [b, S, ...] with zeros at the end of dimension 1, whose length `parts` divides."""
     more = -x.shape[1] % parts
@@ -231,6 +238,11 @@ def reduce_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
 def own_part(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's part of hidden states that are whole and equal on every rank."""
     return apply(_SequenceOperation, x, tp, _take_own_part, _gather_parts)
+
+
+def own_part_alone(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return this rank's part of what every rank computed; each has a part of the gradient."""
+    return apply(_SequenceOperation, x, tp, _take_own_part, _place_own_part)
 
 
 def whole_of_parts(x: Tensor, tp: TensorParallel) -> Tensor:

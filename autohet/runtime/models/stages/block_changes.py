@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.family import COLUMN, ROW, SPLIT_NORM
+from autohet.runtime.models.config_keys import is_recurrent
+from autohet.runtime.models.family import COLUMN, ROW, SPLIT_NORM, WHOLE_MIXER
 from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     AdaptedLinear,
@@ -38,12 +39,15 @@ from autohet.runtime.models.layers.experts import (
     leave_after,
 )
 from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.layers.pieces import compute_pieces_alone
 from autohet.runtime.models.layers.tensor_parallel import (
     RowParallel,
     SequenceLength,
     SplitNorm,
     TensorParallel,
     enter,
+    gather_sequence,
+    own_part_alone,
 )
 from autohet.runtime.models.parameter_spec import (
     ParameterSpec,
@@ -163,6 +167,41 @@ def _divide_split_size(module: nn.Module, share: TensorShare) -> None:
         num_parts = share.end - share.first
         own_size = int(module.split_size) * num_parts // share.of  # type: ignore[arg-type]
         module.split_size = own_size  # type: ignore[assignment]
+
+
+# whole mixers
+# ----------------------------------------------------------------------------------
+
+
+def isolate_mixers(blocks: Iterable[nn.Module], spec: StageSpec) -> None:
+    """Let recurrent blocks compute each piece alone, and whole mixers see the whole sequence."""
+    for index, block in enumerate(blocks):
+        for name, module in block.named_modules():
+            path = f"{spec.block_path(index)}.{name}"
+            if spec.family.style(spec.config, path) != WHOLE_MIXER:
+                continue
+            if is_recurrent(spec.config, spec.layers[index]):
+                compute_pieces_alone(module)
+            if spec.tp is not None and spec.tp.cuts_sequence:
+                _gather_around(module, spec.tp)
+
+
+def _gather_around(mixer: nn.Module, tp: TensorParallel) -> None:
+    """Give a module the whole sequence, and take this rank's part of its output."""
+
+    def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            hidden, *rest = args
+            return (gather_sequence(hidden, tp), *rest), kwargs
+        return args, {**kwargs, "hidden_states": gather_sequence(kwargs["hidden_states"], tp)}
+
+    def split(_: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return own_part_alone(out[0], tp), *out[1:]
+        return own_part_alone(out, tp)
+
+    mixer.register_forward_pre_hook(join, with_kwargs=True)
+    mixer.register_forward_hook(split)
 
 
 # adapters

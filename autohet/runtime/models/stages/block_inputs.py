@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models.config_keys import window_of
+from autohet.runtime.models.config_keys import RECURRENT, is_recurrent, window_of
 from autohet.runtime.models.layers.attention import MaskMaker, window_band
 from autohet.runtime.models.layers.dropout import dropout_of
 from autohet.runtime.models.layers.pieces import (
@@ -40,7 +40,11 @@ class BlockInputs:
         self._takes_positions = attention is not None and _takes(attention, "position_ids")
         self._rotary = None if rotary is None else _on_device(rotary, spec.config, spec.device)
         self._rotary_by_layer_type = rotary is not None and _takes(rotary, "layer_type")
-        self._windows = [window_of(spec.config, layer) for layer in spec.layers]
+        self._windows: list[int | str | None] = []
+        """What tells the masks of blocks apart: the window, or RECURRENT."""
+        for layer in spec.layers:
+            kind = RECURRENT if is_recurrent(spec.config, layer) else None
+            self._windows.append(kind or window_of(spec.config, layer))
         self._key: object = None
         """What the last tables were made for."""
         self._tables: InputTables = {}
@@ -70,7 +74,9 @@ class BlockInputs:
             return self._tables
         made: dict[Any, Any] = {}
         for window in set(self._windows):
-            made[window] = mask(window, length, hidden.dtype, hidden.device)
+            made[window] = None
+            if not isinstance(window, str):
+                made[window] = mask(window, length, hidden.dtype, hidden.device)
         if self._rotary is not None:
             positions = torch.arange(length, device=hidden.device).unsqueeze(0)
             made["positions"] = positions
@@ -82,12 +88,13 @@ class BlockInputs:
     def of_pieces(self, hidden: Tensor, begins: Tensor) -> InputTables:
         """Return the tables for a microbatch with these begins of pieces, bool [b, S]."""
         device = hidden.device
-        windows = set(self._windows)
+        windows = {each for each in self._windows if not isinstance(each, str)}
         made: dict[Any, Any]
         if self._is_fused and uses_varlen(device, hidden.dtype):
             made = dict.fromkeys(windows, cumulative_lengths(begins, device))
         else:
             made = {window: piece_mask(begins, window, device) for window in windows}
+        made[RECURRENT] = begins
         if self._rotary is not None:
             positions = positions_of(begins).to(device, non_blocking=True)
             made["positions"] = positions
@@ -101,7 +108,7 @@ class BlockInputs:
         """
         window = self._windows[index]
         arguments: dict[str, Any] = {"attention_mask": tables[window]}
-        if isolated and window is not None:
+        if isolated and isinstance(window, int):
             arguments["piece_window"] = window
         if self._rotary is not None:
             arguments["position_embeddings"] = tables["rotary"][self._rotary_kind(index)]

@@ -43,6 +43,7 @@ from autohet.runtime.models.stages.block_changes import (
     adapted_map,
     balance_routers,
     cut_blocks,
+    isolate_mixers,
 )
 from autohet.runtime.models.stages.block_inputs import BlockInputs
 from autohet.runtime.models.stages.stage_dropout import StageDropout
@@ -82,11 +83,19 @@ class StageModel(nn.Module):
         rotary = attention = None
         if family.rotary:
             rotary = model.get_submodule(family.rotary)
-            attention = model.get_submodule(f"{family.layers}.0.{family.attention}")
+            attention = next(
+                (
+                    module
+                    for path, module in model.named_modules()
+                    if path.endswith(f".{family.attention}")
+                ),
+                None,
+            )
         self.inputs = BlockInputs(spec, rotary, attention)
         self.dropout = StageDropout(spec)
         self._embedding_dropout = self.dropout.of_embedding() if spec.is_first else None
         cut_blocks(self.blocks, spec)
+        isolate_mixers(self.blocks, spec)
         adapt_blocks(self.blocks, spec, self.dropout.rows)
         self._adapt_ends()
         self.dropout.add_to(self.blocks)
@@ -110,8 +119,7 @@ class StageModel(nn.Module):
         if spec.is_first:
             self.paths["embedding"] = family.token_embedding
             self.embedding = model.get_submodule(family.token_embedding)
-            if family.embedding_scale is not None:
-                self.embedding = _without_scale(self.embedding)
+            self._take_scale()
             if spec.tp is not None and spec.tp.degree > 1:
                 start = spec.first_token(family.token_embedding)
                 self.embedding = VocabularyEmbedding(self.embedding, spec.tp, start)
@@ -124,6 +132,21 @@ class StageModel(nn.Module):
             is_tied = family.tied_head(spec.config)
             self.paths["head"] = family.token_embedding if is_tied else family.head
             self.head = model.get_submodule(family.head)
+
+    def _take_scale(self) -> None:
+        """Take the factor of the embedding's output out of its table; the stage multiplies."""
+        spec = self.spec
+        table: Any = self.embedding
+        own = getattr(table, "scalar_embed_scale", None)
+        self._embedding_scale = getattr(spec.config, "embedding_multiplier", None)
+        if own is not None:
+            # Gemma's table rounds its factor to the compute format.
+            self._embedding_scale = float(torch.tensor(own).to(spec.dtype))
+            self.embedding = nn.Embedding(
+                table.num_embeddings, table.embedding_dim, table.padding_idx, _weight=table.weight
+            )
+        if spec.family.embedding_scale is not None:
+            self._embedding_scale = spec.family.embedding_scale(spec.config, spec.dtype)
 
     def _adapt_ends(self) -> None:
         """Add the low-rank update to embedding and head if they are targets."""
@@ -208,8 +231,8 @@ class StageModel(nn.Module):
     def _token_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         spec = self.spec
         hidden: Tensor = self.embedding(tokens)
-        if spec.family.embedding_scale is not None:
-            hidden = hidden * spec.family.embedding_scale(spec.config, spec.dtype)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
         if spec.family.position_embedding:
             hidden = hidden + self._position_states(tokens, begins)
         if self._embedding_dropout is not None:
@@ -342,11 +365,3 @@ def build_stage(
         )
     spec = StageSpec(family, config, layers, tp, device, dtype)
     return StageModel(spec, recompute)
-
-
-def _without_scale(table: nn.Module) -> nn.Embedding:
-    """Return a plain embedding in place of one that scales its output; the stage scales instead."""
-    assert isinstance(table, nn.Embedding)
-    return nn.Embedding(
-        table.num_embeddings, table.embedding_dim, table.padding_idx, _weight=table.weight
-    )

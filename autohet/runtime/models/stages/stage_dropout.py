@@ -103,8 +103,8 @@ class StageDropout:
                 drop = self._state_dropout(rate, f"{path}.{name}")
                 projection = block.get_submodule(name)
                 projection.register_forward_hook(_after(drop))
-            if self._rates.attention:
-                attention = self._spec.family.attention
+            attention = self._spec.family.attention
+            if self._rates.attention and hasattr(block, attention):
                 drawn = self._attention_dropout(f"{path}.{attention}")
                 setattr(block.get_submodule(attention), ATTENTION_DROPOUT, drawn)
 
