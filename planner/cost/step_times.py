@@ -4,6 +4,7 @@ A step is every pipeline's 1F1B as events (`schedule`), the gradient sync that i
 allow (`links.sync`), then the updates.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.basis import CostBasis
@@ -101,28 +102,32 @@ class StepTimes:
         """Return a lower bound of the slowest pipeline's part of a step, without simulating it."""
         return max(self._bound_s(plan, pipeline) for pipeline in plan.pipelines)
 
-    def work_at_least_s(self, plan: Plan) -> float:
-        """Return a lower bound of the slowest pipeline's part of a step from its stages' work.
+    def step_by_work_at_least_s(self, plan: Plan) -> float:
+        """Return a lower bound of the step time from stages' work and gradient sums alone.
 
         It holds for any number of microbatches in flight.
         """
+        return self._step_at_least_s(plan, list(map(self._work_s, plan.pipelines)))
+
+    def _work_s(self, pipeline: Pipeline) -> float:
         slowest_s = 0.0
-        for pipeline in plan.pipelines:
-            before_s = 0.0
-            for terms in self._stages.every_terms(pipeline):
-                work_s = terms.forward_s + terms.backward_s
-                slowest_s = max(slowest_s, before_s + pipeline.num_microbatches * work_s)
-                before_s += work_s
-            slowest_s = max(slowest_s, before_s)
-        return slowest_s
+        before_s = 0.0
+        for terms in self._stages.every_terms(pipeline):
+            work_s = terms.forward_s + terms.backward_s
+            slowest_s = max(slowest_s, before_s + pipeline.num_microbatches * work_s)
+            before_s += work_s
+        return max(slowest_s, before_s)
 
     def step_at_least_s(self, plan: Plan) -> float:
-        """Return a lower bound of the step time, without simulating it.
+        """Return a lower bound of the step time, without simulating it."""
+        return self._step_at_least_s(plan, [self._bound_s(plan, each) for each in plan.pipelines])
+
+    def _step_at_least_s(self, plan: Plan, ends_s: Sequence[float]) -> float:
+        """Return a lower bound of the step time if no pipeline ends before `ends_s`.
 
         The first stage of a pipeline ends last. Its gradients are summed after that, then those of
         a tied embedding, and no update starts before: each sum takes as long as its ring alone.
         """
-        ends_s = [self._bound_s(plan, pipeline) for pipeline in plan.pipelines]
         slowest = max(range(len(ends_s)), key=ends_s.__getitem__)
         if self._parameters.full_shard:
             return ends_s[slowest]

@@ -37,6 +37,7 @@ from planner.search.walk.judge import (
     seconds_of,
     simplest_near_fastest,
     slower,
+    too_few_holders,
     why_infeasible,
 )
 from planner.search.walk.moves import Moves
@@ -261,11 +262,20 @@ def _judge(request: Request, tables: Tables) -> Judge:
     # without transfers on the stages, the numbers in flight follow from the rest of a plan
     numbers_follow = cost.parameters.transfers == "none"
     alike = Likeness(tables.node_types, in_flight=not numbers_follow)
-    score = partial(seconds_of, request)
-    judge = Judge(score, cost.steps.step_at_least_s, cost.stage_choices.working_ahead, alike.key)
-
     # a bound of the plan as it is drawn holds only if getting it ready makes no stage faster
     is_prepared_faster = cost.assumed.choices or request.uneven
-    if is_prepared_faster or cost.choices.expert_dispatch != "sum":
-        return judge
-    return replace(judge, at_first=cost.steps.work_at_least_s)
+    has_bound = not is_prepared_faster and cost.choices.expert_dispatch == "sum"
+
+    def at_first(plan: Plan) -> float:
+        if too_few_holders(request, plan):
+            return math.inf
+        return cost.steps.step_by_work_at_least_s(plan) if has_bound else 0.0
+
+    return Judge(
+        # the first bound has counted the holders
+        partial(seconds_of, replace(request, min_node_disjoint_holders=1)),
+        cost.steps.step_at_least_s,
+        cost.stage_choices.working_ahead,
+        alike.key,
+        at_first,
+    )

@@ -222,9 +222,9 @@ class FleetSearch:
 
     def draft(self, counts: TypeCounts) -> Answer | None:
         """Return a fleet's best draft, whatever the budget; None if it has none."""
-        if counts not in self.answers:
-            self.answers[counts] = self._answer(counts, brief=True)
-        return self.answers[counts]
+        answer = self._answer(counts, brief=True)
+        self.answers.setdefault(counts, answer)
+        return answer
 
     def _answer(self, counts: TypeCounts, *, brief: bool) -> Answer | None:
         answered = self.space.answered

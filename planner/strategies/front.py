@@ -4,7 +4,8 @@ The fastest plan of all comes first, then the fastest that costs less, and so on
 constraint method: Haimes, Lasdon and Wismer, IEEE Trans. SMC 1, 1971). A node more makes no plan
 slower, so that of the fleets below a price only the largest are looked at; and no part of a fleet
 that was searched is faster than the best plan known there. A fleet whose drafts are far behind is
-not searched further.
+not searched further; one whose best draft is also that of the nodes in use is searched without the
+others.
 """
 
 import bisect
@@ -46,7 +47,7 @@ class Front:
         self._largest: dict[float, list[TypeCounts]] = {}
         self._known: list[_Known] = []
         self._searched: dict[TypeCounts, float] = {}  # with the least step time known within
-        self._drafted: set[TypeCounts] = set()
+        self._drafts: dict[TypeCounts, Answer | None] = {}
         self._spent_gpus = 0
         self.is_cut = False
         """True if the budget ended the search before the front was known."""
@@ -112,27 +113,45 @@ class Front:
 
         # of equally fast drafts the larger fleet, whose search says more of the others
         drafts_s = {counts: self._draft_s(counts) for counts in hopeful}
-        first = min(hopeful, key=lambda counts: (drafts_s[counts], -self.space.gpus(counts)))
-        first_s = drafts_s[first]
-        if first_s <= limits.WALK_GAIN * best_s and math.isfinite(first_s):
-            return first
+        hopeful.sort(key=lambda counts: (drafts_s[counts], -self.space.gpus(counts)))
+        for counts in hopeful:
+            if not drafts_s[counts] <= limits.WALK_GAIN * best_s or math.isinf(drafts_s[counts]):
+                break
+
+            used = self._same_within(counts)
+            if used not in self._searched:
+                return used
+            self._searched[counts] = self._fastest_within(counts)
 
         is_any_known = math.isfinite(best_s)
-        return None if is_any_known or was_any_searched else first
+        return None if is_any_known or was_any_searched else hopeful[0]
 
     def _draft_s(self, counts: TypeCounts) -> float:
         """Return the step time of a fleet's best draft; infinite if it has none."""
-        if counts not in self._drafted:
+        if counts not in self._drafts:
             if self._is_over():
                 self.is_cut = True
                 return math.inf
-            self._drafted.add(counts)
             self._spent_gpus += self.space.gpus(counts)
-            self._keep(self.found.draft(counts))
+            self._drafts[counts] = self.found.draft(counts)
+            self._keep(self._drafts[counts])
 
         # not what was just found: a full search may have found a faster one
         answer = self.found.answers.get(counts)
         return math.inf if answer is None else self.found.value(answer)
+
+    def _same_within(self, counts: TypeCounts) -> TypeCounts:
+        """Return the part of a fleet that its best draft uses, if that is the part's best too.
+
+        The other nodes then help no draft. Else the fleet itself is returned.
+        """
+        draft = self._drafts[counts]
+        assert draft is not None  # its step time is finite
+        used = self.space.counts_of(draft.used_nodes)
+        self._draft_s(used)
+        of_part = self._drafts.get(used)
+        is_same = of_part is not None and math.isclose(of_part.step_time_s, draft.step_time_s)
+        return used if is_same else counts
 
     def _search(self, counts: TypeCounts) -> None:
         self._searched[counts] = self._fastest_within(counts)

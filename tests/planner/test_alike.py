@@ -31,6 +31,8 @@ def test_walks_over_alike_plans_agree_with_the_prediction() -> None:
     tables, cost = tables_of(asked), asked.cost
     alike = Likeness(tables.node_types, in_flight=cost.parameters.transfers != "none")
     moves, first = Moves(tables, random.Random(1)), plan_with("autohet", asked).plan
+    judge = Judge(lambda plan: 0.0, prepared=cost.stage_choices.working_ahead, likeness=alike.key)
+    improver = Improver(moves, judge)
     seconds, now = dict[object, float](), first
     hits = 0
     for _ in range(300):
@@ -42,6 +44,7 @@ def test_walks_over_alike_plans_agree_with_the_prediction() -> None:
         known_s = seconds.setdefault(alike.key(drawn), own_s)
         assert abs(known_s - own_s) <= 1e-9 * own_s
         now = cost.stage_choices.working_ahead(drawn)
+        assert improver.prepare(drawn, alike.key(drawn)) == now
     assert hits > 20
 
 

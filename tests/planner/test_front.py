@@ -13,9 +13,11 @@ import pytest
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.search.problem import limits
-from planner.search.problem.request import Answer, Request, SearchReport
+from planner.search.problem.request import Answer, Request, SearchReport, narrow_to
+from planner.strategies import plan_with
 from planner.strategies.fleets import TypeCounts
 from planner.strategies.pareto import search_objective
+from tests.planner.cases import fleet, request
 from tests.planner.test_fleets import Cost, Prediction
 
 KINDS = ("big", "mid", "small")
@@ -33,6 +35,7 @@ class World:
         self.usd = [draw.uniform(1, 20) for _ in KINDS]
         self.sync_s = [draw.choice([0.0, 0.05, 0.5]) for _ in KINDS]
         self.needs = draw.choice([0.0, 5.0, 15.0])
+        self.slack = 1.3  # by how much a draft is slower, at most
         self.full: list[TypeCounts] = []
         self.drafted: list[TypeCounts] = []
 
@@ -70,7 +73,7 @@ class World:
         if not parts:
             raise InfeasibleError(f"{counts} train nothing")
         noise = random.Random(f"{self.seed}{counts}")
-        factor = {part: noise.uniform(1.0, 1.3) if asked.brief else 1.0 for part in parts}
+        factor = {part: noise.uniform(1.0, self.slack) if asked.brief else 1.0 for part in parts}
         used = min(parts, key=lambda part: (self.step_s(part) * factor[part], sum(part)))
         step_s = self.step_s(used) * factor[used]
         workers = [f"{name}-{i}/0" for name, n in zip(KINDS, used) for i in range(n)]
@@ -113,6 +116,31 @@ def test_few_of_many_fleets_are_searched() -> None:
             searched += len(world.full)
             fleets += answer.search.fleets
     assert searched < fleets / 2
+
+
+def test_a_fleet_whose_best_draft_leaves_nodes_idle_is_searched_without_them() -> None:
+    """Where drafts say all, only fleets are searched whose best plan uses all their nodes."""
+    for seed in range(20):
+        world = World(seed)
+        world.slack = 1.0
+        if world.front():
+            search_objective(world, world.request(time_limit_s=UNLIMITED_S))
+            searched = [counts for counts in world.full if world.parts(counts)]
+            best = [min(world.parts(counts), key=world.step_s) for counts in searched]
+            assert best == searched
+
+
+def test_each_point_of_a_front_is_what_its_own_nodes_get_alone() -> None:
+    """Same step and dollars, to the last bit, as a search of the fleet of these nodes."""
+    nodes = fleet(("A100", 2, 1), ("T4", 2, 1))
+    asked = dataclasses.replace(request(nodes, 8), prove=False)
+    answer = plan_with("autohet", dataclasses.replace(asked, objective="pareto"))
+    assert len(answer.front) > 1
+    for point in answer.front:
+        mine = tuple(node for node in nodes.nodes if node.name in point.used_nodes)
+        alone = plan_with("autohet", narrow_to(asked, Fleet(0, mine)))
+        assert alone.step_time_s == point.step_time_s
+        assert alone.prediction.usd_per_hour == point.prediction.usd_per_hour
 
 
 def test_a_front_that_its_budget_cuts_says_so_and_has_both_ends(

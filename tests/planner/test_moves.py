@@ -12,6 +12,8 @@ from planner.inputs.fleet import node_of
 from planner.plans.plan_checks import check_plan
 from planner.search.autohet import placements
 from planner.search.drafts.closed_form import families
+from planner.search.drafts.cut import Balancer
+from planner.search.drafts.cut_ranking import CutRanking, SharedNodes
 from planner.search.drafts.draft import Estimator, Shape, assign_microbatches
 from planner.search.drafts.families import Drafter, proposals_for
 from planner.search.drafts.side_by_side import SideBySide
@@ -93,7 +95,10 @@ def test_the_last_of_unlike_pipelines_has_no_microbatches_that_its_memory_does_n
         model(8, 1024),
     )
     tables = tables_of(asked)
-    drafter = Drafter(tables, families(tables), SideBySide(asked, tables, 1))
+    estimator = Estimator(tables)
+    sync = SideBySide(asked, tables, 1)
+    ranking = CutRanking(estimator, Balancer(tables), sync, SharedNodes(estimator, None))
+    drafter = Drafter(ranking, families(tables))
     row = {(tables.kind(r).resource, of.microbatch): r for r, of in enumerate(tables.rows)}
     assert (1, 3) not in row
     large, small = Shape((row[0, 4],), (10,)), Shape((row[1, 1],), (10,))

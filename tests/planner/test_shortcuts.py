@@ -95,6 +95,32 @@ def test_pipelines_are_cut_alike_together_alone_and_again() -> None:
     assert found[0] != found[1] != found[2]
 
 
+@pytest.mark.parametrize("microbatches", [None, 5.0])
+def test_one_pipeline_is_cut_alike_by_lists_and_by_arrays(
+    monkeypatch: pytest.MonkeyPatch, microbatches: float | None
+) -> None:
+    _, tables = case()
+    draw, rows = random.Random(2), [r for r, row in enumerate(tables.rows) if row.microbatch == 1]
+    counts = [microbatches] if microbatches else []
+    pipelines = [tuple(draw.choices(rows, k=draw.randint(1, 9))) for _ in range(40)]
+    by_lists = [Balancer(tables).cut_each([pipeline], counts) for pipeline in pipelines]
+    monkeypatch.setattr(limits, "CUT_BY_LISTS", 0)
+    by_arrays = [Balancer(tables).cut_each([pipeline], counts) for pipeline in pipelines]
+    assert repr(by_lists) == repr(by_arrays)  # of pipelines that cannot lie so, some are NaN
+
+
+@pytest.mark.parametrize("likely", [0.5, 1.1, 1e9])
+def test_cuts_do_not_depend_on_the_level_that_is_tried_first(
+    monkeypatch: pytest.MonkeyPatch, likely: float
+) -> None:
+    _, tables = case()
+    draw, rows = random.Random(3), [r for r, row in enumerate(tables.rows) if row.microbatch == 1]
+    pipelines = [tuple(draw.choices(rows, k=draw.randint(1, 9))) for _ in range(40)]
+    usual = Balancer(tables).cut_each(pipelines)
+    monkeypatch.setattr(limits, "LIKELY_BOTTLENECK", likely)
+    assert repr(Balancer(tables).cut_each(pipelines)) == repr(usual)
+
+
 @pytest.mark.parametrize(
     ("times", "again"), [(0.99, True), (1.14, True), (1.16, False), (float("inf"), False)]
 )

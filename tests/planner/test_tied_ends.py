@@ -115,7 +115,7 @@ def test_bounds_of_a_step_are_below_its_prediction() -> None:
         for plan in plans:
             step_s = asked.cost.predict(plan).step_time_s
             least_s = asked.cost.steps.step_at_least_s(plan)
-            assert asked.cost.steps.work_at_least_s(plan) <= step_s
+            assert asked.cost.steps.step_by_work_at_least_s(plan) <= step_s
             assert asked.cost.steps.pipelines_at_least_s(plan) <= least_s * (1 + 2e-9)
             assert least_s <= step_s
             tight += least_s > 0.8 * step_s

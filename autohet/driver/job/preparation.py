@@ -173,8 +173,9 @@ def check_inputs(
         market = Market(cluster, standing or {}, {})
         offers = Terms.of(job, market).offers(planning.fleet_speeds(cluster, []))
         check_budget(job, cluster, min(offers, key=lambda each: each.usd_a_step, default=None))
+        if offers:
+            return found, {}  # with a goal the buyer chooses the nodes by the same step times
     best = best_counts(planning, cluster, standing or {})
-    # With a goal the buyer chooses the nodes, once it knows the fleets' step times.
     return found, {} if job.elastic.has_goal else best
 
 

@@ -13,7 +13,6 @@ microbatches of its own.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -24,9 +23,10 @@ from planner.search.drafts.cut import Balancer
 from planner.search.drafts.cut_ranking import CutRanking, SharedNodes, climb
 from planner.search.drafts.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
 from planner.search.drafts.regroup import regroup
-from planner.search.drafts.side_by_side import SideBySide, Sync
+from planner.search.drafts.side_by_side import SideBySide
 from planner.search.drafts.uncut import (
     CutPipelines,
+    KnownOrders,
     UncutPipelines,
     uncut_family,
     uncut_in_best_orders,
@@ -55,13 +55,13 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     brief.
     """
     every = families(tables)
-    known = (Estimator(tables), Balancer(tables))
+    known = _Known.of(request, tables, every)
     if request.min_node_disjoint_holders < 2:
-        return _proposals_of(request, tables, every, every, known)
+        return _proposals_of(request, every, known)
 
     on_several_nodes = ~_on_one_node(tables, every)
     apart = every.take(np.flatnonzero(on_several_nodes))
-    found = _proposals_of(request, tables, apart, every, known)
+    found = _proposals_of(request, apart, known)
     if request.brief or on_several_nodes.all():
         return found
     if found and request.is_late:
@@ -72,50 +72,62 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     for proposal in found:
         known_drafts.add((proposal.draft, proposal.side_by_side))
     others = []
-    for proposal in _proposals_of(request, tables, every, every, known):
+    for proposal in _proposals_of(request, every, known):
         if (proposal.draft, proposal.side_by_side) not in known_drafts:
             others.append(proposal)
     return [*found, *others]
 
 
-def _proposals_of(
-    request: Request,
-    tables: Tables,
-    near_equal: Families,
-    every: Families,
-    known: tuple[Estimator, Balancer],
-) -> list[Proposal]:
-    """Return the best drafts of some families; any of `every` may train beside each other."""
+@dataclass(frozen=True)
+class _Known:
+    """Caches that serve several sets of families of a request.
+
+    every: families that may train beside each other. rankings: of either placement, the pipelines
+    side by side first. orders: best orders by supply and microbatch.
+    """
+
+    tables: Tables
+    every: Families
+    rankings: tuple[CutRanking, CutRanking]
+    orders: KnownOrders
+
+    @classmethod
+    def of(cls, request: Request, tables: Tables, every: Families) -> "_Known":
+        estimator = Estimator(tables)
+        balancer = Balancer(tables)
+        holders = request.min_node_disjoint_holders
+        most_pipelines = int(every.number.max(initial=1))
+
+        def ranking(parts: int, shared: SharedNodes) -> CutRanking:
+            return CutRanking(estimator, balancer, SideBySide(request, tables, parts), shared)
+
+        side_by_side = ranking(holders, SharedNodes(estimator, holders))
+        apart = ranking(max(1, most_pipelines), SharedNodes(estimator, None))
+        return cls(tables, every, (side_by_side, apart), {})
+
+
+def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list[Proposal]:
+    """Return the best drafts of some families; any known ones may train beside each other."""
+    tables = known.tables
     holders = request.min_node_disjoint_holders
-    most_pipelines = int(every.number.max(initial=1))
     numbers = sorted(set(near_equal.number.tolist()))
     usable = _resources_in(tables, near_equal)
-    orders = tuple(uncut_in_best_orders(tables, numbers, usable))
+    orders = tuple(uncut_in_best_orders(tables, numbers, usable, known.orders))
     # the prediction refuses some of the drafts if each layer must lie on several nodes
     keep = limits.DRAFTS
     if holders > 1:
         keep *= 4
 
     found = list[Proposal]()
-    for side_by_side in (True, False):
+    for side_by_side, ranking in zip((True, False), known.rankings, strict=True):
         if found and request.is_late:
             break
 
         # one pipeline alone has no other at its side
         fewest = max(holders, 2 if side_by_side else 1)
         enough = np.flatnonzero(near_equal.number >= fewest)
-        parts = holders if side_by_side else max(1, most_pipelines)
-        drafter = Drafter(
-            tables,
-            near_equal.take(enough),
-            SideBySide(request, tables, parts),
-            known,
-            side_by_side,
-            parts,
-            keep,
-            beside=every,
-            orders=orders,
-        )
+        families = near_equal.take(enough)
+        drafter = Drafter(ranking, families, side_by_side, keep, beside=known.every, orders=orders)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
@@ -140,30 +152,23 @@ def _on_one_node(tables: Tables, some: Families) -> Bools:
 class Drafter:
     """Proposes drafts of one placement over one set of tables.
 
-    sync: what follows the pipelines in this placement. known: estimator and balancer shared by both
-    placements. side_by_side: the same stages of all pipelines lie side by side; else each pipeline
-    is on nodes of its own, and only then may different families train beside each other. parts: of
-    pipelines that lie side by side on nodes of their own. keep: maximum number of drafts. beside:
-    families that may train beside each other (None: the drafter's). orders: equal pipelines whose
-    stages follow each other in any order.
+    ranking: ranking of cuts in this placement. side_by_side: the same stages of all pipelines lie
+    side by side; else each pipeline is on nodes of its own, and only then may different families
+    train beside each other. keep: maximum number of drafts. beside: families that may train beside
+    each other (None: the drafter's). orders: equal pipelines whose stages follow each other in any
+    order.
     """
 
-    tables: Tables
+    ranking: CutRanking
     families: Families
-    sync: Sync
-    known: tuple[Estimator, Balancer] | None = None
     side_by_side: bool = False
-    parts: int = 1
     keep: int = limits.DRAFTS
     beside: Families | None = None
     orders: tuple[UncutPipelines, ...] = ()
 
-    @cached_property
-    def ranking(self) -> CutRanking:
-        """Ranking of cuts in this placement."""
-        estimator, balancer = self.known or (Estimator(self.tables), Balancer(self.tables))
-        parts = self.parts if self.side_by_side else None
-        return CutRanking(estimator, balancer, self.sync, SharedNodes(estimator, parts))
+    @property
+    def tables(self) -> Tables:
+        return self.ranking.tables
 
     def proposals(self, is_late: Callable[[], bool] = lambda: False) -> list[Proposal]:
         """Return the best proposals, fastest first; `is_late` ends the search for more."""

@@ -18,6 +18,9 @@ from planner.search.drafts.orders import Orders, StageRows, neighbours, supply_o
 from planner.search.problem import limits
 from planner.search.problem.tables import Tables
 
+KnownOrders = dict[tuple[tuple[int, ...], int], list[StageRows]]
+"""Best orders by supply (`supply_of`) and sequences of a microbatch."""
+
 
 @dataclass(frozen=True)
 class UncutPipelines:
@@ -160,20 +163,26 @@ def share_groups(
 
 
 def uncut_in_best_orders(
-    tables: Tables, numbers: Iterable[int], usable: Collection[int]
+    tables: Tables, numbers: Iterable[int], usable: Collection[int], known: KnownOrders
 ) -> Iterator[UncutPipelines]:
-    """Yield equal pipelines with the best orders of stages, of each number and microbatch."""
+    """Yield equal pipelines with the best orders of stages, of each number and microbatch.
+
+    known: cache over these tables.
+    """
     spent = 0
     for number, size in itertools.product(numbers, tables.sizes):
         if number * size > tables.batch or tables.batch % size:
             continue
 
-        orders = Orders(tables, supply_of(tables, number, usable), size)
+        supply = supply_of(tables, number, usable)
+        orders = Orders(tables, supply, size)
         spent += orders.work
         if spent > limits.ORDERED:
             return
 
-        for rows in orders.found():
+        if (supply, size) not in known:
+            known[supply, size] = list(orders.found())
+        for rows in known[supply, size]:
             yield UncutPipelines(number, ((rows, number),), tables.batch)
 
 

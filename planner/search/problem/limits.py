@@ -30,7 +30,10 @@ MOST_FAMILIES = 240  # in all
 DRAFTS = 12
 BRIEF_DRAFTS = 6  # of a fleet that is compared with many others
 MAX_SLOWDOWN = 1.15  # times the best: what is slower is not made best by single moves
+CUT_BY_LISTS = 1  # pipelines that are cut without arrays: a walk asks for one at a time
 CUTS_AT_ONCE = 700  # entries of an array below which numpy costs the same however short it is
+# times nine tenths of the bottleneck at a perfect balance: most cuts succeed with that much
+LIKELY_BOTTLENECK = 1.4
 
 LEVEL = 1.05  # between bottlenecks for which orders of stages are found; their cut is exact
 LEVELS = 24  # of them

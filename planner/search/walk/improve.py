@@ -10,8 +10,9 @@ equal plan, unless a deadline ends the walks.
 """
 
 import math
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from planner.inputs.fleet import NodeType, node_of
@@ -102,7 +103,7 @@ class Improver:
         self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
         self._scores: dict[Hashable, float] = {}  # by likeness
         self._bounds: dict[Hashable, float] = {}
-        self._prepared: set[Hashable] = set()  # those whose bound is of the prepared plan
+        self._ready: dict[Hashable, Plan] = {}  # prepared plans; their bounds are of these
 
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
         """Return the best plan met in `tries` tries.
@@ -139,7 +140,7 @@ class Improver:
                 continue
             moved_s = self.score(drawn, most_s)
             if moved_s <= most_s:
-                now = self.judge.prepared(drawn)
+                now = self.prepare(drawn, self.judge.likeness(drawn))
                 now_s = moved_s
             if now_s < best_s * (1 - 1e-9):
                 best = now
@@ -159,9 +160,9 @@ class Improver:
             self._bounds[key] = self.judge.at_first(drawn)
         if self._bounds[key] > most_s:
             return math.inf
-        plan = self.judge.prepared(drawn)
-        if key not in self._prepared:
-            self._prepared.add(key)
+        is_new = key not in self._ready
+        plan = self.prepare(drawn, key)
+        if is_new:
             self._bounds[key] = self.judge.at_least(plan)
         if self._bounds[key] > most_s:
             return math.inf
@@ -169,6 +170,24 @@ class Improver:
         self._scores[key] = score
         self.timed[plan] = score
         return score
+
+    def prepare(self, drawn: Plan, key: Hashable) -> Plan:
+        """Return a plan as it would be run: like the first one of its key, on its own workers."""
+        known = self._ready.get(key)
+        if known is None:
+            known = self._ready[key] = self.judge.prepared(drawn)
+            return known
+
+        pipelines = []
+        for mine, ready in zip(drawn.pipelines, known.pipelines, strict=True):
+            stages = []
+            for stage, other in zip(mine.stages, ready.stages, strict=True):
+                same = stage if _REST(stage) == _REST(other) else None
+                stages.append(same or replace(other, workers=stage.workers))
+            is_unchanged = all(map(operator.is_, stages, mine.stages))
+            kept = mine.stages if is_unchanged else tuple(stages)
+            pipelines.append(replace(ready, stages=kept))
+        return replace(drawn, pipelines=tuple(pipelines))
 
 
 def tries_for(gpus: int) -> int:

@@ -56,10 +56,10 @@ def fewest_in_flight(cost: CostModel, plan: Plan) -> Costed:
 
 def seconds_of(request: Request, plan: Plan) -> float:
     """Return the predicted step time; infinite if the plan may not be chosen."""
-    if _too_few_holders(request, plan):  # known without a prediction
+    if too_few_holders(request, plan):  # known without a prediction
         return math.inf
     prediction = request.cost.predict(plan)
-    if unacceptable(request, plan, prediction):
+    if _refused(request, plan, prediction):
         return math.inf
     return prediction.step_time_s
 
@@ -71,20 +71,25 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
     """
     found = list[Costed]()
     rejected = list[Rejected]()
+    prepared = set[Plan]()
     working_ahead = request.cost.stage_choices.working_ahead
-    distinct = dict.fromkeys(map(working_ahead, plans))
-    for number, plan in enumerate(distinct):
+    distinct = dict.fromkeys(plans)
+    for number, drawn in enumerate(distinct):
         if found and request.is_late:
             what = f"{len(distinct) - number} of {len(distinct)} drafts"
             rejected.append(Rejected(what, TIME_IS_OVER))
             break
-        check_plan(plan, request.spec.num_layers)
-        too_few = _too_few_holders(request, plan)
+        check_plan(drawn, request.spec.num_layers)
+        too_few = too_few_holders(request, drawn)
         if too_few is not None:  # known without a prediction
-            rejected.append(Rejected(describe(plan), too_few))
+            rejected.append(Rejected(describe(drawn), too_few))
             continue
+        plan = working_ahead(drawn)
+        if plan in prepared:
+            continue
+        prepared.add(plan)
         each = Costed(plan, request.cost.predict(plan))
-        why = unacceptable(request, plan, each.prediction)
+        why = _refused(request, plan, each.prediction)
         if why is None:
             found.append(each)
             continue
@@ -198,6 +203,11 @@ def slower(others: Sequence[Costed]) -> list[Rejected]:
 
 def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | None:
     """Return why a plan may not be chosen, or None."""
+    return _refused(request, plan, prediction) or too_few_holders(request, plan)
+
+
+def _refused(request: Request, plan: Plan, prediction: Prediction) -> str | None:
+    """Return why the prediction of a plan refuses it, or None."""
     if not prediction.fits_devices:
         worker, share = prediction.tightest_worker
         return f"worker {worker} would need {share:.0%} of its memory"
@@ -216,7 +226,7 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     deepest = plan.depths[-1]
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
-    return _too_few_holders(request, plan)
+    return None
 
 
 def zones_of(fleet: Fleet, plan: Plan) -> tuple[str, ...]:
@@ -248,7 +258,7 @@ def _crosses_zones(request: Request, plan: Plan, prediction: Prediction) -> str 
     return None
 
 
-def _too_few_holders(request: Request, plan: Plan) -> str | None:
+def too_few_holders(request: Request, plan: Plan) -> str | None:
     """Return a sentence if some layer lies on fewer nodes than asked for, else None."""
     wanted = request.min_node_disjoint_holders
     if wanted < 2:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from planner.inputs.fleet import Fleet, Node, NodeType, node_of
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.search.drafts.cut import Balancer
-from planner.search.drafts.draft import Estimator, Shape, assign_microbatches
+from planner.search.drafts.draft import Draft, Estimator, Shape, assign_microbatches
 from planner.search.drafts.place import stages_on
 from planner.search.problem.tables import Tables, tp_degrees_of
 from planner.search.walk.judge import kind_of
@@ -37,6 +37,8 @@ class Moves:
         self._fleet = Fleet(0, tuple(nodes))
         self._uneven = any(kind.group for kind in tables.kinds)
         self._share = 0.0  # sequences of a pipeline, on average
+        # of a batch and shapes, since many moves lead to the same ones
+        self._shared: dict[tuple[int | Shape, ...], Draft | None] = {}
         self._ways: tuple[_Move, ...] = (
             self._move_blocks,
             self._reorder,
@@ -76,7 +78,11 @@ class Moves:
                 return None
             shapes.append(shape)
 
-        draft = assign_microbatches(self.estimator, shapes, plan.global_batch_sequences)
+        batch = plan.global_batch_sequences
+        key: tuple[int | Shape, ...] = (batch, *shapes)
+        if key not in self._shared:
+            self._shared[key] = assign_microbatches(self.estimator, shapes, batch)
+        draft = self._shared[key]
         if draft is None:
             return None
         counted = []

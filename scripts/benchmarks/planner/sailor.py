@@ -21,6 +21,8 @@ from planner.inputs.fleet import NodeType
 from planner.plans.plan import Plan
 from planner.search.autohet import placements
 from planner.search.drafts.closed_form import families
+from planner.search.drafts.cut import Balancer
+from planner.search.drafts.cut_ranking import CutRanking, SharedNodes
 from planner.search.drafts.draft import Estimator, Shape
 from planner.search.drafts.families import Drafter
 from planner.search.problem import limits
@@ -254,7 +256,10 @@ def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | 
         found = verdict(module, judge, plan.to_document())
         return float(found["step_time_s"]) if found["fits"] else math.inf
 
-    proposals = Drafter(tables, families(tables), SailorSync(judge, tables)).proposals()
+    estimator = Estimator(tables)
+    shared = SharedNodes(estimator, None)
+    ranking = CutRanking(estimator, Balancer(tables), SailorSync(judge, tables), shared)
+    proposals = Drafter(ranking, families(tables)).proposals()
     plans = [plan for each in proposals for plan in placements(tables, each, (1,))]
     starts = sorted(plans, key=seconds)[: limits.WALKS]
     tries = tries_for(sum(resource.num_gpus for resource in tables.resources))
