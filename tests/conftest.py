@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from planner.search.problem import limits
 from tests.harness.host_memory import owned_memory
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -28,6 +29,23 @@ def _no_host_memory_left() -> Iterator[None]:
     """
     with owned_memory():
         yield
+
+
+WHOLE = limits.MOST_TRIES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_tries() -> Iterator[None]:
+    """Walk a tenth as far, in fixtures of a module too: tests/planner tests how good a plan is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "MOST_TRIES", 120)
+        yield
+
+
+@pytest.fixture
+def _whole_search(_few_tries: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search as far as the product does: what is bought and what is used are two searches."""
+    monkeypatch.setattr(limits, "MOST_TRIES", WHOLE)
 
 
 def pytest_collection_finish() -> None:
