@@ -182,7 +182,8 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     from autohet.runtime.models.config import load_config
     from autohet.runtime.models.family import COMPUTE_DTYPES
     from autohet.runtime.models.registry import family_of
-    from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
+    from autohet.runtime.profiling.device_profile import ProfileRequest
+    from autohet.runtime.profiling.gpu_type import device_gpu_type
 
     device = args.device
     if device == "auto":

@@ -1,9 +1,12 @@
-"""Limits of what a reader must hold in mind: parameters of a function, methods of a class."""
+"""Limits of what a reader must hold in mind: parameters of a function, methods of a class, lines of
+an expression as the formatter lays it out.
+"""
 
 import ast
 import functools
 import io
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,15 @@ SILENT = {
     tokenize.ENDMARKER,
 }
 """Kinds of tokens that are no code."""
+MAX_LINES = 4
+"""Lines of a comprehension: two of content, and one for each bracket."""
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+LONG_TODAY: dict[str, int] = {}
+"""Files with longer comprehensions, and their number. The list only becomes shorter."""
+NESTED_TODAY: dict[str, int] = {}
+"""Files with a conditional expression inside another, and their number."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 GIVEN_BY_OTHERS = {
@@ -98,10 +110,10 @@ def test_classes_have_few_methods():
     assert found == set(), "a class of so many methods has two concerns"
 
 
-def num_tokens(text: str) -> int:
+def num_tokens(text: str, tree: ast.Module) -> int:
     """Return the number of tokens of a module without comments and docstrings."""
     docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
             first = node.body[0]
             assert first.end_lineno is not None
@@ -111,9 +123,63 @@ def num_tokens(text: str) -> int:
 
 
 def test_tokens_are_counted_without_words():
-    assert num_tokens('"""What it is."""\n\nx = f(1)  # why\n\n\ndef g():\n    """Do."""\n') == 11
+    text = '"""What it is."""\n\nx = f(1)  # why\n\n\ndef g():\n    """Do."""\n'
+    assert num_tokens(text, ast.parse(text)) == 11
 
 
 def test_the_code_does_not_grow():
-    total = sum(num_tokens((ROOT / path).read_text()) for path, _ in trees())
+    total = sum(num_tokens((ROOT / path).read_text(), tree) for path, tree in trees())
     assert total <= MAX_TOKENS, "delete what the change makes useless"
+
+
+def long_comprehensions(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, COMPREHENSIONS):
+            assert node.end_lineno is not None
+            if node.end_lineno - node.lineno + 1 > MAX_LINES:
+                yield node
+
+
+def nested_conditionals(tree: ast.AST) -> Iterator[ast.IfExp]:
+    """Yield each conditional expression that holds another one, at any depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            parts = (node.test, node.body, node.orelse)
+            if any(isinstance(each, ast.IfExp) for part in parts for each in ast.walk(part)):
+                yield node
+
+
+def too_many(found: Counter[str], allowed: dict[str, int]) -> dict[str, int]:
+    """Return the count of each file that has more than it is allowed."""
+    return {path: count for path, count in found.items() if count > allowed.get(path, 0)}
+
+
+def test_long_comprehensions_are_found():
+    short = "a = [\n    x\n    for x in y\n]\n"
+    long = "b = {\n    x: z\n    for x in y\n    if x\n}\n"
+    argument = "c = sum(\n    x\n    for x in y\n    if x\n)\n"
+    found = [node.lineno for node in long_comprehensions(ast.parse(short + long + argument))]
+    assert found == [5, 10]
+
+
+def test_nested_conditionals_are_found():
+    lines = [
+        "a = 1 if b else 2",
+        "a = 1 if b else 2 if c else 3",
+        "a = (1 if b else 2) if c else 3",
+        "a = f(1 if b else 2) if c else 3",
+        "a = (1 if b else 2) + (3 if c else 4)",
+        "a = 1 if (b if c else d) else 2",
+    ]
+    found = [node.lineno for node in nested_conditionals(ast.parse("\n".join(lines)))]
+    assert found == [2, 3, 4, 6]
+
+
+def test_comprehensions_fit_on_two_lines():
+    found = Counter(path for path, tree in trees() for _ in long_comprehensions(tree))
+    assert too_many(found, LONG_TODAY) == {}, "name a part, or write a loop or a function"
+
+
+def test_conditional_expressions_hold_no_other():
+    found = Counter(path for path, tree in trees() for _ in nested_conditionals(tree))
+    assert too_many(found, NESTED_TODAY) == {}, "write if and elif, or a function"

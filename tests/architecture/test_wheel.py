@@ -50,6 +50,6 @@ def test_help_and_plan_run_from_the_wheel(packages: Path, tmp_path: Path) -> Non
     assert "train a job on a Ray cluster" in run_installed(packages, ["--help"], tmp_path)
     job = ROOT / "cluster_configs/jobs/gpt2.yaml"
     cluster = ROOT / "cluster_configs/aws-cheap-spot.yaml"
-    options = ["--job", str(job), "--cluster", str(cluster), "--objective", "time"]
+    options = ["--job", str(job), "--cluster", str(cluster), "--strategy", "megatron"]
     planned = json.loads(run_installed(packages, ["plan", *options, "--json"], tmp_path))
     assert planned

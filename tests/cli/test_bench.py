@@ -25,7 +25,7 @@ from recovery.storage.claims import CLAIMS
 from recovery.storage.errors import ObjectExists, ObjectMissing
 from recovery.storage.open import open_storage
 from recovery.transfer.links import LinkRates
-from scripts.benchmarks.recovery.sweep import predicted_sweep, s3_sweep
+from scripts.benchmarks.recovery import sweep
 
 PARTS = {"detect", "replan", "rebuild", "restore", "first_step", "total"}
 NOTHING_FROM_S3 = ("a", "b_notice", "c", "e", "f")
@@ -221,12 +221,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_benchmark(
     assert f"{option} is" in capsys.readouterr().err
 
 
-def test_the_gain_over_s3_ends_with_the_network():
+def test_the_gain_over_s3_ends_with_the_network(monkeypatch):
     """At 25 Gb/s: a ratio of links as long as S3 is the slower one, and no better for an S3 that
     the card does not let through.
     """
+    monkeypatch.setattr(sweep, "S3_BYTES_PER_S", (0.25e9, 0.5e9, 4e9, 25e9))
     ratios = {}
-    for entry in s3_sweep(LinkRates(network_bytes_per_s=25e9 / 8), ["a", "e"]):
+    for entry in sweep.s3_sweep(LinkRates(network_bytes_per_s=25e9 / 8), ["a", "e"]):
         ratios.setdefault(entry["scenario"], {})[entry["s3_bytes_per_s"]] = entry["bound_ratio"]
     assert ratios["e"][0.25e9] == pytest.approx(25e9 / 8 / 0.25e9)
     assert ratios["a"][0.5e9] == pytest.approx(ratios["a"][0.25e9] / 2), (
@@ -237,8 +238,9 @@ def test_the_gain_over_s3_ends_with_the_network():
     assert ratios["e"][25e9] == pytest.approx(1.0)
 
 
-def test_the_predicted_gain_ends_too_and_fixed_costs_count_for_small_states():
-    found = predicted_sweep(LinkRates(network_bytes_per_s=25e9 / 8), ["e"])
+def test_the_predicted_gain_ends_too_and_fixed_costs_count_for_small_states(monkeypatch):
+    monkeypatch.setattr(sweep, "S3_BYTES_PER_S", (0.25e9, 1e9, 4e9, 25e9))
+    found = sweep.predicted_sweep(LinkRates(network_bytes_per_s=25e9 / 8), ["e"])
     ratios = {(entry["state_bytes"], entry["s3_bytes_per_s"]): entry["ratio"] for entry in found}
     for size in (1e9, 8e9):
         assert (

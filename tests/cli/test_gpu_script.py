@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from scripts.benchmarks.gpu import __main__ as gpu
-from scripts.benchmarks.gpu import aborts, measures, parts, ranks
+from scripts.benchmarks.gpu import aborts, measures, parts, probes, ranks
 from scripts.benchmarks.gpu.part import Failed, GpuPart, Machine, PartSkipped
 from tests.harness.waits import HANG_S
 
@@ -166,7 +166,10 @@ ONE_THAT_RUNS_PYTEST = "families"
 @pytest.mark.parametrize(
     "name", sorted(set(gpu.PARTS) - {"aborts", "ranks", *parts.TESTS} | {ONE_THAT_RUNS_PYTEST})
 )
-def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
+def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "UPDATE_ELEMENTS", 1 << 12)
     result = gpu.run_part(name, CPU)
     assert result["outcome"] == "shown", result
     assert json.dumps(result)

@@ -107,7 +107,7 @@ class World:
 def test_a_type_that_is_refused_gives_way_to_the_next_best_plan(
     aws: tuple[dict[str, Any], Cluster],
 ) -> None:
-    world = World(aws)
+    world = World(few(aws[0], p4d=1, g6e=1, g5=1))
     first = max(name for name, count in world.counts.items() if count and name != "g5-floor")
     world.look(0.0)
     world.failed = {first: FAILURES - 1}
@@ -224,7 +224,7 @@ def test_a_job_that_names_its_nodes_hears_what_is_refused_and_asks_for_them_stil
 
 
 def test_a_refused_type_that_no_plan_uses_is_told_too(aws: tuple[dict[str, Any], Cluster]) -> None:
-    world = World(aws)
+    world = World(few(aws[0], p4d=1, g6e=1, g5=1))
     before = dict(world.counts)
     unused = min(kind.name for kind in world.cluster.node_types if not before.get(kind.name))
     world.look(0.0)

@@ -322,7 +322,6 @@ class AnyFleet(RuleBasedStateMachine):
 AnyFleet.TestCase.settings = settings(
     max_examples=40,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,  # what the longer run finds, it finds; this one tells of what has changed
     phases=(Phase.explicit, Phase.generate),  # to shrink an example takes minutes

@@ -53,7 +53,7 @@ prices = st.fixed_dictionaries({name: st.integers(0, 40).map(lambda n: n / 10) f
 numbers = st.fixed_dictionaries({name: st.integers(0, 2) for name in NAMES})
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(prices, numbers, st.sampled_from(["time", "cost"]), st.integers(1, 80))
 def test_the_choice_is_the_best_of_all_fleets(
     usd: dict[str, float], most: dict[str, int], objective: str, tenths: int

@@ -170,7 +170,7 @@ def test_an_idle_leaver_is_let_go_while_others_are_waited_for() -> None:
 )
 @example(builds=1, first_s=20.0, later=[(1.0, -10.0), (7.0, 0.0)])
 @example(builds=20, first_s=20.0, later=[(4.5, 20.0)] * 4)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_the_last_notice_never_pushes_the_change_past_the_first_deadline(
     builds: int, first_s: float, later: list[tuple[float, float]]
 ) -> None:

@@ -264,9 +264,9 @@ def test_the_command_quotes_and_says_what_it_assumes(
     command = ["quote", "--job", str(job), "--cluster", str(cluster)]
     assert main(command) == 2
     assert "give --by or --usd" in capsys.readouterr().err
-    assert main([*command, "--by", "3h", "--draws", "4", "--json"]) == 0
+    assert main([*command, "--by", "3h", "--draws", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["draws"] == 4
+    assert found["draws"] == 2
     assert 0.5 < found["probability"] < 1.0
     assert found["usd"]["low"] <= found["usd"]["median"] <= found["usd"]["high"]
     assumed = " ".join(found["assumptions"])

@@ -216,7 +216,7 @@ seconds = st.integers(0, 3000)
 cents = st.integers(0, 500)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.dictionaries(st.integers(-500, 3000), cents), seconds, seconds)
 def test_a_machine_is_charged_each_second_at_the_price_of_then(rows, begin, end):
     """Against a sum over seconds, which knows nothing of intervals."""

@@ -17,7 +17,7 @@ from autohet.driver.ray.requests import pods
 from autohet.driver.ray.requests.launches import Attempts, LaunchWatch
 from autohet.driver.ray.requests.pods import Pods, starting_node
 from planner.inputs.cluster import Cluster, cluster_from_document
-from tests.driver.test_buying import World, seen_of
+from tests.driver.test_buying import World, few, seen_of
 from tests.driver.test_scaling import AWS
 
 NO_ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
@@ -221,10 +221,11 @@ def test_patience_is_by_what_is_starting(aws: tuple[dict[str, Any], Cluster]) ->
         StartState.STUCK: STUCK_S,
         StartState.STARTING: START_S,
     }
+    others = few(aws[0], p4d=0, g5=1)
     for state, limit_s in limits.items():
         for patience in (1.0, 3.0):
             for late_s, refused in ((-10.0, False), (10.0, True)):
-                world = World(aws, {"g6e": 4}, elastic={"patience": patience})
+                world = World(others, {"g6e": 4}, elastic={"patience": patience})
                 now = patience * limit_s + late_s
                 world.launches = starting(state, 0.0, now).launches
                 world.look(now)

@@ -24,7 +24,7 @@ SIZES = (3, 3, 2)
 THREES: dict[str, Any] = {
     **PLAN,
     "pipelines": [
-        {**pipeline, "num_microbatches": 1, "microbatch_sequences": size}
+        {"num_microbatches": 1, "microbatch_sequences": size, "stages": pipeline["stages"]}
         for pipeline, size in zip(PLAN["pipelines"], SIZES, strict=True)
     ],
 }

@@ -31,6 +31,8 @@ from tests.harness.s3_server import s3_server
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
 pytestmark = pytest.mark.faults
+RARE = {"every_steps": STEPS // 2}
+"""What these tests read from S3 is the checkpoint of a stop; others cost requests alone."""
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +90,29 @@ def becomes(proxy: MisbehavingProxy, mode: str) -> Callable[[StruckRun, Observat
     return lambda run, seen: setattr(proxy, "mode", mode)
 
 
-def test_storage_that_misbehaves_costs_no_step(
+def test_storage_that_is_gone_for_a_while_and_then_misbehaves_costs_no_step(
     proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """From step 3 to the end, and a node dies meanwhile: nothing lost, no byte of state read from
-    S3.
+    """Checkpoints fail, training and a recovery go on; once it answers, some requests at least, so
+    are the checkpoints, and another death loses nothing, either. No byte of state is read from S3.
     """
+
+    def answers_some(run: StruckRun, seen: Observation) -> None:
+        assert proxy.refused > 0
+        proxy.refused = 0
+        proxy.mode = "errors"
+
     events = Interference()
-    events.when(trains_at(3), becomes(proxy, "errors"))
+    events.when(trains_at(3), becomes(proxy, "unreachable"))
     events.when(trains_at(6), lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
+    events.when(trains_at(10), answers_some)
+    events.when(trains_at(13), lambda run, seen: run.harm("kill", "b/0"))
+    events.when(in_generation(3), lambda run, seen: None)
     uri = storage_of(tmp_path)
     checkpoint = {"storage": uri, "every_steps": 8}
     with nothing_left(memory):
-        run = start_run(scene, tmp_path, memory, checkpoint=checkpoint)
-        result = run.run(events)
+        result = start_run(scene, tmp_path, memory, checkpoint=checkpoint).run(events)
         assert result.ok, result.reason
     assert not events.events
     assert proxy.refused > 0
@@ -112,35 +122,15 @@ def test_storage_that_misbehaves_costs_no_step(
     check(scene, uri, result.events, result)
 
 
-def test_storage_that_is_gone_for_a_while(
-    proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
-) -> None:
-    """Checkpoints fail, training and a recovery go on; once it is back, so are the checkpoints."""
-    events = Interference()
-    events.when(trains_at(5), becomes(proxy, "unreachable"))
-    events.when(trains_at(9), lambda run, seen: run.harm("kill", "b/0"))
-    events.when(in_generation(2), lambda run, seen: None)
-    events.when(trains_at(13), becomes(proxy, "good"))
-    uri = storage_of(tmp_path)
-    with nothing_left(memory):
-        result = start_run(
-            scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}
-        ).run(events)
-        assert result.ok, result.reason
-    assert not events.events
-    assert proxy.refused > 0
-    assert result.summary["steps_lost"] == 0
-    assert proxy.data_reads == []
-    check(scene, uri, result.events, result)
-
-
 def first_life(
     scene: Scene, directory: Path, memory: Path, uri: str, stop_at: int, **given: Any
 ) -> Result:
     """A run that is stopped, with a committed checkpoint, after some steps."""
     events = Interference()
     events.when(trains_at(stop_at), lambda run, seen: setattr(run.fleet, "stop_reason", "the test"))
-    result = start_run(scene, directory, memory, checkpoint={"storage": uri}, **given).run(events)
+    result = start_run(scene, directory, memory, checkpoint=RARE | {"storage": uri}, **given).run(
+        events
+    )
     assert result.reason == "stopped by the test", result.reason
     return result
 
@@ -191,7 +181,7 @@ def test_another_fleet_reads_s3_that_misbehaves(
     proxy.mode = "throttled"
     proxy.damages = 1
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run()
+        result = start_run(scene, tmp_path, memory, checkpoint=RARE | {"storage": uri}).run()
         assert result.ok, result.reason
     assert proxy.data_reads
     assert proxy.refused > 0
@@ -210,7 +200,7 @@ def test_another_fleet_loses_a_worker_while_it_reads(
     generation = before.summary["generations"] + 1
     events = Interference().when(in_generation(generation + 1), lambda run, seen: None)
     with nothing_left(memory):
-        run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
+        run = start_run(scene, tmp_path, memory, checkpoint=RARE | {"storage": uri})
         run.fleet.points = (FaultPoint("restore", "b/0", generation=generation),)
         run.fleet.act = lambda arrived: run.fleet.kill_worker("b/0")
         result = run.run(events)
@@ -263,7 +253,7 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     events.when(reads, strike)
     events.when(in_generation(generation + 1), kept)
     with nothing_left(memory):
-        run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
+        run = start_run(scene, tmp_path, memory, checkpoint=RARE | {"storage": uri})
         result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
@@ -401,7 +391,9 @@ def test_a_damaged_copy_on_a_disk(
     damage(sorted((tmp_path / "disk" / "run" / "b").rglob("*.snapshot")))
     proxy.data_reads.clear()
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}, **given).run()
+        result = start_run(
+            scene, tmp_path, memory, checkpoint=RARE | {"storage": uri}, **given
+        ).run()
         assert result.ok, result.reason
     assert proxy.data_reads
     restored = next(event["bytes_by_tier"] for event in result.events if event["kind"] == "restore")

@@ -82,9 +82,7 @@ DEEPSEEK_PLANS = {
             ("DP 2, PP 2, TP 2", "qwen3_moe", "deferred"),
             ("three pipelines", "qwen3_moe", "gloo"),
             ("uneven beside TP 1, 2", "mixtral", "deferred"),
-            ("uneven beside TP 1, 2", "deepseek_v3", "gloo"),
             ("uneven beside TP 1, 2", "gpt_oss", "gloo"),
-            ("all-to-all beside a sum", "qwen3_moe", "gloo"),
             ("all-to-all beside a sum", "mixtral", "deferred"),
         },
     ),
@@ -94,7 +92,8 @@ def test_experts_of_any_plan_equal_plain_transformers(
 ) -> None:
     """Ranks hold experts of their own; tokens go to the same experts whatever the plan.
 
-    The routers of two families have a balance loss, of each sequence alone.
+    The routers of two families have a balance loss, of each sequence alone. DeepSeek-V3's counted
+    tokens are of the same plans.
     """
     training = dict(TRAINING)
     if name in ("deepseek_v3", "qwen3_moe"):

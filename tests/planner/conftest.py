@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_tries() -> None:
+    """Search as far as the product does."""
+
+
 HERE = str(Path(__file__).parent) + os.sep
 
 

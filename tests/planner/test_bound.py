@@ -162,7 +162,7 @@ def test_many_microbatches_over_a_slow_network(
     assert 0 < proved_s(asked) <= best * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     types=st.sampled_from(
         [

@@ -66,7 +66,7 @@ def plans_of_64(draw: Any) -> Plan:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(plans_of_64(), st.booleans(), st.sampled_from((0, 1, 2)))
 def test_any_plan_of_64_gpus_has_few_communicators_a_worker(
     plan: Plan, tied: bool, kv_units: int
@@ -79,7 +79,7 @@ def test_any_plan_of_64_gpus_has_few_communicators_a_worker(
     assert all(set(holders) <= set(group) for holders, group in groups.items())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plans_of_64(), st.booleans(), st.sampled_from((0, 1, 2)))
 def test_what_is_charged_is_no_less_than_what_there_is(
     plan: Plan, tied: bool, kv_units: int
@@ -109,7 +109,7 @@ def test_what_is_charged_is_no_less_than_what_there_is(
     assert all(exact[worker] <= most[worker] <= MAX_COMMUNICATORS for worker in plan.workers)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plans_of_64(), st.integers(0, 9))
 def test_every_worker_finds_the_same_groups_whatever_order_it_meets_the_sets_in(
     plan: Plan, seed: int

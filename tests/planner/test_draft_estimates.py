@@ -19,7 +19,7 @@ fleets = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(types=fleets, batch=st.integers(2, 40), blocks=st.integers(4, 10))
 def test_a_draft_is_estimated_as_the_cost_model_predicts_it(
     types: list, batch: int, blocks: int

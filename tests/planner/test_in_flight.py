@@ -24,7 +24,7 @@ def plan(*most: int, stages: int = 3) -> Plan:
     return Plan("m", 8, 1, 4, (Pipeline(made, 8, 1, most),))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40)), min_size=1, max_size=9),
     st.integers(1, MOST_AHEAD),
@@ -48,7 +48,7 @@ def test_the_longest_transfer_is_hidden_first() -> None:
     assert working_ahead([1.0, 5.0, 2.0], [2, 1, 1, 1]) == (4, 3, 2, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(*[st.floats(0.1, 3)] * 2, st.floats(0, 1)), min_size=2, max_size=6),
     st.integers(1, 40),

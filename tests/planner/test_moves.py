@@ -23,9 +23,7 @@ from planner.search.walk.improve import Improver, Judge
 from planner.search.walk.moves import Moves
 from tests.planner.cases import fleet, model, request
 
-SOME = settings(
-    max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+SOME = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
 fleets = st.lists(
     st.tuples(
         st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 2), st.sampled_from((1, 2, 3, 4))

@@ -111,7 +111,7 @@ def _edge(graph, u, v, w):
     graph.add_edge(u, v, w=w)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pipelines())
 def test_the_simulation_is_the_longest_path_of_the_dependencies(case):
     times, microbatches = case
@@ -122,7 +122,7 @@ def test_the_simulation_is_the_longest_path_of_the_dependencies(case):
     assert list(ends_of_stages(times, microbatches)) == timeline.backward_end_s.max(axis=1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pipelines())
 def test_the_bound_is_a_bound(case):
     times, microbatches = case

@@ -50,7 +50,7 @@ def plans(draw):
     return Plan("m", batch, 1, 16, tuple(pipelines)), num_layers
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plans())
 def test_a_whole_plan_survives_json_and_pickle_and_the_check(case):
     plan, num_layers = case
@@ -65,7 +65,7 @@ def test_a_whole_plan_survives_json_and_pickle_and_the_check(case):
     assert len(plan.workers) == len(set(plan.workers))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plans(), st.data())
 def test_any_single_damage_is_found(case, data):
     plan, num_layers = case

@@ -87,7 +87,7 @@ def test_a_missing_column_and_a_missing_file_say_so(tmp_path):
         read_profile(tmp_path / "absent.parquet")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.integers(1, 64), st.floats(1e-4, 1.0), min_size=1, max_size=6))
 def test_more_sequences_never_take_less_time(points):
     curve = make_curve(points)
@@ -98,7 +98,7 @@ def test_more_sequences_never_take_less_time(points):
     assert all(0 < a <= b * (1 + 1e-12) for a, b in zip(in_run, values, strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6))
 def test_rising_measurements_are_met_exactly(steps):
     points = {2**i: sum(steps[: i + 1]) for i in range(len(steps))}

@@ -23,9 +23,7 @@ from tests.planner.cases import SECONDS_PER_BLOCK, fleet, model, profile, reques
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).resolve().parents[2]
-SOME = settings(
-    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+SOME = settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 SMALL = {"autohet", "exhaustive"}
 PIPELINED = set(STRATEGIES) - {"hap"}
 """hap wants a model whose graph is known: tests/planner/test_hap.py."""

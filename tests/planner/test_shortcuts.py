@@ -21,7 +21,7 @@ from planner.search.walk.judge import Costed
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 
-SOME = settings(max_examples=60, deadline=None, derandomize=True)
+SOME = settings(max_examples=60, derandomize=True)
 
 
 def case(batch: int = 37) -> tuple[Request, Tables]:

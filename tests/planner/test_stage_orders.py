@@ -39,7 +39,7 @@ def every_order(tables: Tables, supply: tuple[int, ...], size: int) -> list[tupl
     return out
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     types=few,
     blocks=st.integers(2, 5),
@@ -74,7 +74,7 @@ def test_no_order_has_a_much_smaller_bottleneck(
             assert found.get(key, math.inf) <= least_s * limits.LEVEL**2
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(types=few, draw=st.data())
 def test_neighbours_stay_within_the_supply(types: list, draw: st.DataObject) -> None:
     tables = tables_of(request(fleet(*types), 8, model(4), prove=False))

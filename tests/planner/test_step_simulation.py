@@ -5,7 +5,7 @@ carry.
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.links.sync import Ring, SyncJob, side_by_side, simulate_sync
@@ -27,7 +27,6 @@ def rings_of(entries: list) -> tuple[list[SyncJob], list[Ring]]:
     return [SyncJob(tuple(ring.link_of), 1.0) for ring in rings], rings
 
 
-@settings(deadline=None)
 @given(entries=drawn, ready=ready_at)
 def test_each_starts_when_its_last_member_is_free_and_takes_no_less_than_alone(
     entries: list, ready: list
@@ -46,7 +45,6 @@ def test_each_starts_when_its_last_member_is_free_and_takes_no_less_than_alone(
         assert free[worker] == max([begin[worker], *(event.end_s for event in mine)])
 
 
-@settings(deadline=None)
 @given(entries=drawn, ready=ready_at)
 def test_a_link_carries_one_share_after_the_other(entries: list, ready: list) -> None:
     (jobs, rings), begin = rings_of(entries), dict(zip(WORKERS, ready, strict=True))
@@ -61,7 +59,6 @@ def test_a_link_carries_one_share_after_the_other(entries: list, ready: list) ->
             assert event.end_s >= end
 
 
-@settings(deadline=None)
 @given(entries=drawn, ready=ready_at)
 def test_the_last_ends_with_the_fullest_link_or_the_slowest_all_reduce(
     entries: list, ready: list

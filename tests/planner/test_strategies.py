@@ -35,9 +35,7 @@ from tests.planner.cases import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = settings(
-    max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+FEW = settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
 fleets = st.lists(
     st.tuples(st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 3), st.sampled_from((1, 2))),
     min_size=1,

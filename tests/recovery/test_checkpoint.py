@@ -470,7 +470,7 @@ def test_read_ahead_is_bounded(directory: Storage) -> None:
     assert faulty.count("get_into") <= 5  # four units of read-ahead, and the one that was taken
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_every_held_shard_has_one_writer_that_holds_it_and_bytes_are_balanced(
     data: st.DataObject,

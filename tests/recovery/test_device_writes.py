@@ -111,9 +111,7 @@ def posed(monkeypatch: pytest.MonkeyPatch) -> Posed:
     return pose
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_layout_from_any_mixture_of_holders(
     fleet: Fleet, posed: Posed, data: st.DataObject

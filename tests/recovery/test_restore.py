@@ -46,9 +46,7 @@ from tests.harness.restore_fleet import (
 from tests.harness.state_cases import Member, Placed, PostOffice, placed, tensors_of, unit
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, data: st.DataObject) -> None:
     """State is right, bytes by tier are the schedule's, s3 gives each missing shard once."""

@@ -68,7 +68,7 @@ def deliveries(plan: TransferSchedule) -> list[tuple[str, ShardId]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(restores())
 def test_covers_exactly_the_need_from_the_nearest_tier(
     restore: tuple[Placed, list[Holding]],
@@ -125,7 +125,7 @@ def tier(source: Source, node: str) -> int:
     return 1 if source.kind == "disk" else 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(restores())
 def test_durable_storage_gives_each_missing_shard_once_and_nothing_else(
     restore: tuple[Placed, list[Holding]],
@@ -147,7 +147,7 @@ def test_durable_storage_gives_each_missing_shard_once_and_nothing_else(
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(restores())
 def test_messages_can_be_carried_out_in_their_order(restore: tuple[Placed, list[Holding]]) -> None:
     """Every sender has what it sends when its turn comes, and both ends list the message at the
@@ -176,7 +176,7 @@ def test_messages_can_be_carried_out_in_their_order(restore: tuple[Placed, list[
         has[message.destination].update(message.shards)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(restores())
 def test_deterministic_and_small_on_the_wire(restore: tuple[Placed, list[Holding]]) -> None:
     after, holdings = restore

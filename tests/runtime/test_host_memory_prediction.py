@@ -126,7 +126,7 @@ def keeps_sole(budget: Budget, sole: dict[str, frozenset[ShardId]]) -> bool:
     return all(shards <= budget.shards_by_worker[worker] for worker, shards in sole.items())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(sorted(MODELS)), plans(LAYERS, 4, uneven=True), st.booleans())
 def test_what_is_left_out_is_what_recovery_leaves_out(
     model: str, plan: Plan, replicates: bool

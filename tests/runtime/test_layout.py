@@ -69,7 +69,7 @@ def rank_and_degree(plan: Plan, worker: str) -> tuple[int, int, int, int]:
     raise AssertionError(worker)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_each_worker_holds_its_stages_tensors_in_all_kinds(case: tuple[str, Plan]) -> None:
     model, plan = case
@@ -92,7 +92,7 @@ def test_each_worker_holds_its_stages_tensors_in_all_kinds(case: tuple[str, Plan
             )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_ranks_of_a_stage_have_their_shares_of_each_tensor_and_hold_all_of_it(
     case: tuple[str, Plan],
@@ -114,7 +114,7 @@ def test_ranks_of_a_stage_have_their_shares_of_each_tensor_and_hold_all_of_it(
             ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_every_shard_is_held_and_bytes_add_up(case: tuple[str, Plan]) -> None:
     model, plan = case

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autohet.runtime.job import Job
-from autohet.runtime.profiling.device_profile import device_gpu_type
+from autohet.runtime.profiling.gpu_type import device_gpu_type
 from planner.errors import ConfigError
 from planner.inputs.catalogue import instance_types
 

@@ -28,7 +28,6 @@ from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.profiling.layer_update import FlatGradients
 from planner.errors import ConfigError
-from planner.inputs.gpu_names import identify_gpu
 from planner.inputs.profile import Measurement
 
 _WARMUPS = 2
@@ -70,17 +69,6 @@ class OutOfMemory:
     layer: str
     tp_degree: int
     microbatch_sequences: int
-
-
-def device_gpu_type(device_type: str) -> str:
-    """Return the catalogue's name of this machine's first GPU, or CPU.
-
-    "NVIDIA A100-SXM4-40GB" is A100-40.
-    """
-    if device_type != "cuda":
-        return "CPU"
-    facts = torch.cuda.get_device_properties(0)
-    return identify_gpu(facts.name, facts.total_memory, facts.multi_processor_count)
 
 
 def measure_layers(

@@ -36,8 +36,8 @@ def run(machine: Machine) -> dict[str, Any]:
         figures["fp8"] = {"why_not": str(error)}
     for compute in formats:
         figures[compute], losses[compute] = _steps(machine, job, compute)
-        gc.collect()
         if machine.device_type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
     worst = 0.0
     for name, found in losses.items():

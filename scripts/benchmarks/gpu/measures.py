@@ -24,7 +24,8 @@ from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.messages import StepRecord
 from autohet.runtime.models.config import load_config
-from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type, measure_layers
+from autohet.runtime.profiling.device_profile import ProfileRequest, measure_layers
+from autohet.runtime.profiling.gpu_type import device_gpu_type
 from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.reference import Rows
 from autohet.runtime.step.trainer import StageTrainer

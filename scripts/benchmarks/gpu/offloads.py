@@ -30,8 +30,8 @@ def run(machine: Machine) -> dict[str, Any]:
     for name in ("on_device", "offloaded"):
         figures[name], losses[name] = _steps(machine, job, offload=name == "offloaded")
         # the second run needs the memory of the first
-        gc.collect()
         if machine.device_type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
     errors = []
     for on_device, offloaded in zip(losses["on_device"], losses["offloaded"], strict=True):

@@ -68,8 +68,8 @@ def _compare(
             found["mfu"] = mfu(achieved, machine.device)
             found["of_product"] = achieved / product
             figures[name] = found
-        gc.collect()
         if on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
     figures |= _compared(figures)
     reference = next(iter(losses.values()), [])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autohet.runtime.data import sample_order, sample_rows
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**64), num_rows=st.integers(1, 3000), epoch=st.integers(0, 2**20))
 def test_each_epoch_visits_each_row_once(seed: int, num_rows: int, epoch: int) -> None:
     rows = sample_rows(seed, num_rows, epoch * num_rows, num_rows)
@@ -20,7 +20,7 @@ def test_each_epoch_visits_each_row_once(seed: int, num_rows: int, epoch: int) -
     np.testing.assert_array_equal(np.sort(rows), np.arange(num_rows))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 100),
     num_rows=st.integers(1, 200),

@@ -14,8 +14,6 @@ from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
 from tests.harness.tiny_models import (
-    AUTO,
-    TINY,
     batch,
     judge,
     random_parameters,
@@ -26,25 +24,18 @@ from tests.harness.tiny_models import (
     worst_error,
 )
 from tests.runtime.models.test_stage_tensor_parallel import (
-    SHARES,
-    SHARES_OF_AUTO,
     TOLERANCE,
+    cases,
     summed_over_holders,
 )
 
 CUTS: Any = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "none"))
 
 
-CASES = [
-    (name, shares)
-    for name in TINY
-    for shares in (SHARES_OF_AUTO if name in AUTO else SHARES)
-    if len(shares) > 1
-]
-
-
-@pytest.mark.parametrize(("name", "shares"), CASES)
-def test_every_family_and_degree_equals_the_library(name: str, shares: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "shares", "cut"), cases(CUTS))
+def test_every_family_and_degree_equals_the_library(
+    name: str, shares: tuple[int, ...], cut: Any
+) -> None:
     degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
@@ -52,29 +43,23 @@ def test_every_family_and_degree_equals_the_library(name: str, shares: tuple[int
     logits, loss, gradients = judge(config, parameters)
 
     def work(tp: Any) -> Any:
-        found = []
-        for cut, recompute in CUTS:
-            chain = stage_chain(config, parameters, cut, tp, recompute)
-            local, local_loss, local_gradients = run_chain(config, chain)
-            for key, gradient in local_gradients.items():
-                if specs[key].split_dim is None:
-                    tp.group.all_reduce(gradient)
-                elif sum(shares) > specs[key].num_units:
-                    local_gradients[key] = summed_over_holders(specs[key], gradient, tp)
-            found.append((local, local_loss, local_gradients, tp.share))
-        return found
+        layers, recompute = cut
+        chain = stage_chain(config, parameters, layers, tp, recompute)
+        local, local_loss, local_gradients = run_chain(config, chain)
+        for key, gradient in local_gradients.items():
+            if specs[key].split_dim is None:
+                tp.group.all_reduce(gradient)
+            elif sum(shares) > specs[key].num_units:
+                local_gradients[key] = summed_over_holders(specs[key], gradient, tp)
+        return local, local_loss, local_gradients, tp.share
 
     by_rank = run_ranks(degree, work, uneven, cuts_sequence=True)
-    for index, (cut, _) in enumerate(CUTS):
-        whole = torch.cat([found[index][0] for found in by_rank], -1)
-        assert (whole - logits).abs().max() / logits.abs().max() < TOLERANCE, cut
-        for rank, found in enumerate(by_rank):
-            assert found[index][1] == pytest.approx(loss, rel=TOLERANCE), (cut, rank)
-            expected = {
-                key: take(specs[key], gradient, found[index][3])
-                for key, gradient in gradients.items()
-            }
-            assert worst_error(found[index][2], expected) < TOLERANCE, (cut, rank)
+    whole = torch.cat([found[0] for found in by_rank], -1)
+    assert (whole - logits).abs().max() / logits.abs().max() < TOLERANCE
+    for rank, (_, local_loss, local_gradients, share) in enumerate(by_rank):
+        assert local_loss == pytest.approx(loss, rel=TOLERANCE), rank
+        expected = {key: take(specs[key], gradient, share) for key, gradient in gradients.items()}
+        assert worst_error(local_gradients, expected) < TOLERANCE, rank
 
 
 def test_norms_see_a_part_of_the_sequence() -> None:

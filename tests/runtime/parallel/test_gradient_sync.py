@@ -113,7 +113,7 @@ def test_buckets_cover_each_buffer_once_and_end_with_the_backward_pass(limit: in
     assert waits == sorted(waits)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plans(3, 4))
 def test_owners_share_what_their_holders_have(drawn: Plan) -> None:
     """Each of a set of holders gets as much as the next, but for one unit; and nobody owns what it
@@ -249,7 +249,7 @@ def add_up(fakes: dict[str, FakeGroups]) -> None:
                 flat.copy_(total)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(st.tuples(plans(3, 4), st.sampled_from((1, 2, 4))) | st.tuples(UNEVEN, st.just(4)))
 def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(case: tuple[Plan, int]) -> None:
     """With a gradient of 1 everywhere at every worker the sum is the number of copies: one a stage
@@ -292,7 +292,7 @@ def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(case: tuple[Plan
     assert squares == sum(copies[n] ** 2 * math.prod(spec.shape) for n, spec in specs.items())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(UNEVEN, st.sampled_from((torch.float32, torch.bfloat16)))
 def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(
     drawn: Plan, dtype: torch.dtype
@@ -324,7 +324,7 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(
             assert {gradient.untyped_storage().data_ptr() for gradient in left} <= held
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plans(6, 4, uneven=True), st.booleans(), st.sampled_from((1, 2, 4)))
 def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool, kv_heads: int) -> None:
     """And merges them as the runtime does: one list of groups, in one order at every worker."""

@@ -27,7 +27,7 @@ from autohet.runtime.step.trainer import StageTrainer
 from planner.plans.plan import Plan
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
-STEPS = 3
+STEPS = 2
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 32,

@@ -85,7 +85,7 @@ def can(message: Message, channels: dict[tuple[int, int], list[int]], depth: int
     return bool(waiting) if is_received else len(waiting) < depth
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.data(), st.integers(1, CHANNEL_DEPTH), st.lists(st.integers(0, 8), min_size=1, max_size=30)
 )
@@ -115,7 +115,7 @@ def test_the_plan_bounds_it_by_what_the_channels_hold() -> None:
     assert MOST_AHEAD <= 2 * CHANNEL_DEPTH
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pipelines())
 def test_every_microbatch_passes_once_and_few_are_in_flight(pipeline: Pipeline) -> None:
     num_stages, num_microbatches = len(pipeline.stages), pipeline.num_microbatches

@@ -33,7 +33,7 @@ TRAINING = {
     "precision": "fp32",
     "learning_rate": 0.01,
 }
-STEPS = 3
+STEPS = 2
 PLANS: dict[str, list[list[tuple[int, int, list[str]]]]] = {
     "TP 2": [[(0, 4, ["a", "b"])]],
     "TP 2, then 1, beside 1": [[(0, 2, ["a", "b"]), (2, 2, ["c"])], [(0, 4, ["d"])]],

@@ -88,7 +88,7 @@ def flats_of(local: LocalBuffers, step: int) -> dict[int, torch.Tensor]:
     return flats
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plans(3, 4, uneven=True), st.booleans())
 def test_every_worker_gets_the_same_bits_and_torchs_values(drawn: Plan, sharded: bool) -> None:
     """However its pipeline is cut: whole tensors, parts that others cut more finely, and what it
@@ -183,7 +183,7 @@ def test_state_becomes_views_of_a_few_flat_tensors() -> None:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plans(3, 2), st.booleans())
 def test_state_that_lies_flat_already_takes_a_third_more_to_lay_out_and_leaves_nothing_behind(
     drawn: Plan, sharded: bool

@@ -81,7 +81,7 @@ def test_clipping_is_torchs() -> None:
     assert clip_factor(SETTINGS, 0.5) == 1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 20),
     st.integers(1, 60),
@@ -123,7 +123,7 @@ def test_learning_rate_is_that_of_torchs_schedulers(
     assert learning_rate(section, step) == pytest.approx(wanted, abs=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10_000), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
 def test_clipping_many_tensors_is_torchs(seed: int, scale: float, limit: float) -> None:
     section = TrainingSection(global_batch_sequences=1, sequence_length=1, clip_norm=limit)
