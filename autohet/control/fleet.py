@@ -276,6 +276,15 @@ def survivors(observation: Observation, members: Collection[str]) -> tuple[str, 
     return tuple(found)
 
 
+def at_step(observation: Observation, members: Collection[str], step: int) -> Observation:
+    """Return the observation as it will be when all members have the state of `step`."""
+    reports = dict(observation.reports)
+    for worker in members:
+        if worker in reports:
+            reports[worker] = replace(reports[worker], step=step, whole=True, broken=None)
+    return replace(observation, reports=reports)
+
+
 def named(workers: Sequence[str]) -> str:
     """Name workers in a sentence: several of one node by the node, and of many the first few."""
     by_node: dict[str, list[str]] = {}

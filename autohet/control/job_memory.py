@@ -124,6 +124,8 @@ class JobMemory:
     """Plan that the members train on, with its prediction."""
     prepares: bool = False
     """True if workers can build a generation while they train in the one before it."""
+    cuts_over: bool = False
+    """True if workers can begin a prepared generation without a stop."""
     keeps_passes: bool = False
     """True if workers of whole pipelines can keep the passes of a step that a death has ended."""
     reserved: int = 0

@@ -175,13 +175,32 @@ class Leaving:
 class Preparing:
     """Generation that workers build while they train in the one before it.
 
-    deadline: the workers stop then, whatever is ready.
+    participants: as in its `PreparationOrder`. latest: time at which the change must begin.
+    deadline: the workers stop then, whatever is ready; not after `latest`.
     """
 
     generation: int
     change: Change
     proposal: PlanProposal
+    participants: tuple[str, ...]
+    latest: float
     deadline: float
+    attempt: int = 1
+    """Number of this preparation for the change: those before it were not begun in time."""
+    cut_over: CutOver | None = None
+
+
+@dataclass
+class CutOver:
+    """Orders of a prepared generation, which begins without a stop at `book.start_step`.
+
+    They are sent once the generation is claimed in the journal, within the deadline of `sourcing`.
+    is_sent: they are sent; from then on the workers' vote decides.
+    """
+
+    sourcing: Sourcing
+    book: Book
+    is_sent: bool = False
 
 
 @dataclass

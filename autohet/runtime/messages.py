@@ -176,6 +176,12 @@ class GenerationOrder:
     """
     kept_plan: Plan | None = None
     """Plan whose passes of `start_step` all workers keep; None: the step is run from its start."""
+    follows: int | None = None
+    """Generation that this one follows without a stop; None: it begins at once.
+
+    It begins after the vote of step `start_step - 1` if all workers of the other are ready then,
+    else never. All participants have prepared it.
+    """
 
     def continues(self, generation: int) -> bool:
         """Return True if the state of `generation` at `start_step` is of this order's history."""
@@ -187,7 +193,8 @@ class PreparationOrder:
     """Order to one worker of a plan: build what its next generation needs beside the state.
 
     The worker trains on meanwhile. The fields are those of the `GenerationOrder` that follows, if
-    nothing comes between.
+    nothing comes between. leaving: workers that train now and are not in the plan; they take part
+    where the generation is to begin without a stop.
     """
 
     generation: int
@@ -197,6 +204,12 @@ class PreparationOrder:
     step_timeout_s: float | None = None
     store_secret: bytes = field(default=b"", repr=False)
     gated: bool = False
+    leaving: tuple[str, ...] = ()
+
+    @property
+    def participants(self) -> tuple[str, ...]:
+        """Workers that meet for it."""
+        return self.plan.workers + self.leaving
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ from autohet.runtime.step.batches import Batches, EvaluationRows
 from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.length_work import LengthWork, length_work
-from autohet.runtime.step.next_generation import NextGeneration
+from autohet.runtime.step.next_generation import NextGeneration, meet_participants
 from autohet.runtime.step.precision import format_of
 from autohet.runtime.step.stage_parts import StageParts
 from autohet.runtime.step.step_commit import KeptPasses, StateVersion, Trainer
@@ -146,6 +146,8 @@ class Worker:
         self._next = NextGeneration(place.worker, self._setup, limits)
         self._parts: StageParts | None = None
         """Parts of the present generation's trainer that were built ahead, until it has them."""
+        self._left: GenerationGroups | None = None
+        """Groups of the generation before a cut-over, until all workers have left them."""
         self._kept: KeptPasses | None = None
         """Passes of the generation before that the present one goes on from."""
         self._thread: threading.Thread | None = None
@@ -222,11 +224,29 @@ class Worker:
                 )
                 return
             try:
-                self._begin(order)
+                live = self.live
+                trainer = None if live is None else live.trainer
+                if live and trainer and order.follows == live.generation:
+                    self._next.follow(order, trainer.voter)
+                else:
+                    self._begin(order)
             except Exception as error:  # noqa: BLE001
                 trace = traceback.format_exc()
                 logger.error("generation %d cannot begin: %s", order.generation, trace)
                 self._refuse(order, f"{type(error).__name__}: {error}")
+
+    def _cut_over(self, groups: GenerationGroups) -> None:
+        """Start the next generation, from the thread of the one that has ended with its vote."""
+        with self._beginning:
+            order = self._next.following
+            assert order is not None, "the vote counted a worker without orders as ready"
+            if order.generation <= self._over:
+                raise Interrupted(f"generation {order.generation} is over")
+            # Other workers may still read the vote from these groups.
+            self._left = groups
+            self.groups = None
+            with self._rolling:
+                self._start(order)
 
     def _begin(self, order: GenerationOrder) -> None:
         self.interrupt()
@@ -387,7 +407,10 @@ class Worker:
         """Run the generation's thread: each way in which it can end becomes a reported phase."""
         try:
             phase = self._generation(order, groups)
-            self._set(order.generation, phase)
+            if phase is Phase.BUILDING:
+                self._cut_over(groups)
+            else:
+                self._set(order.generation, phase)
         except (Interrupted, PeerLost, Cancelled) as error:
             self._set(order.generation, Phase.HALTED, f"{type(error).__name__}: {error}")
         except ConfigError as error:
@@ -406,8 +429,9 @@ class Worker:
 
     def _generation(self, order: GenerationOrder, groups: GenerationGroups) -> Phase:
         started = time.perf_counter()
-        groups.meet(order.participants)
-        world = groups.group(order.participants, "world")
+        left = self._left
+        self._left = None
+        world = meet_participants(order, groups, left)
         self._set(order.generation, Phase.RESTORING)
         grouped = time.perf_counter()
         source = StateSource(self.place, self.job, self.config, self.device, self._storage)

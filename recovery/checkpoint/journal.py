@@ -40,7 +40,8 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Stored form of an entry.
 
     `checksum` is the CRC-32 of this JSON without a checksum (version 1: of the descent's first four
-    fields; None: written by a version that had none). `release` wrote it.
+    fields; None: written by a version that had none). `release` wrote it. `ahead` is in the
+    checksum only if it is true, since earlier releases of this version did not have it.
     """
 
     generation: int
@@ -51,6 +52,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     run: str = ""
     version: int = 1
     release: str = ""
+    ahead: bool = False
 
 
 class JournalUnreachable(StorageMisplaced):
@@ -268,9 +270,11 @@ def encode_entry(entry: Descent) -> bytes:
 
 
 def _checksum(stored: _Stored) -> int:
+    fields = msgspec.structs.asdict(msgspec.structs.replace(stored, checksum=None))
     if stored.version != 1:
-        return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(stored, checksum=None)))
-    fields = msgspec.structs.asdict(stored)
+        if not stored.ahead:
+            del fields["ahead"]
+        return zlib.crc32(msgspec.json.encode(fields))
     first = {name: fields[name] for name in ("generation", "parent", "first_step", "driver")}
     return zlib.crc32(msgspec.json.encode(first))
 

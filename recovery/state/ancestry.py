@@ -22,6 +22,10 @@ class Descent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     `parent` None: the state was newly initialized, or comes from a checkpoint that no entry knows.
     `driver` is the identity of the process that drives the generation, `run` that of the run, equal
     in all its generations. Both are empty in entries of versions that did not record them.
+
+    `ahead`: the entry was written while the generation before trained. Either its workers began
+    this generation at `first_step`, or they trained on and nobody began it: then later steps of
+    theirs are on its line.
     """
 
     generation: int
@@ -29,6 +33,7 @@ class Descent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     first_step: int
     driver: str = ""
     run: str = ""
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class Ancestry:
         entry = self.entries.get(tip)
         while entry is not None:
             yield entry, last
-            last = min(last, entry.first_step)
+            if not entry.ahead:
+                last = min(last, entry.first_step)
 
             # A parent is older than its child: a damaged entry leads into no circle.
             if entry.parent is None or entry.parent >= entry.generation:

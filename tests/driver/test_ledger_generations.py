@@ -31,8 +31,7 @@ def test_a_vote_that_came_before_the_news_of_readiness_can_roll_the_others_forwa
     older = WorkerReport("b/0", 1, 3, Phase.BUILDING, 18, 2, vote=(17, "of generation 2"))
     seer = WorkerReport("a/0", 1, 3, Phase.TRAINING, 17, 3, vote=(16, "of generation 3"))
     Round().collect(ledger.record(Observation(10.0, {}, reports={"a/0": seer, "b/0": older}), 3))
-    assert ledger.newest_vote(3) == (16, "of generation 3")
-    assert ledger.newest_vote(2) is None
+    assert ledger.newest_vote() == (3, (16, "of generation 3"))
 
 
 def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -> None:

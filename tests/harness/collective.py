@@ -31,7 +31,7 @@ class Life(Process):
     """One process. `silent_at`: since when it says and hears nothing, until `wakes_at`; `gone`: it
     is no more, and its peers know; `deaf`: it answers, but stays where it is; `mail`: what it was
     told and has not heard yet; `said`: its last answer; `filled`: what a restore has brought that
-    has not ended for it.
+    has not ended for it; `following`: orders for a cut-over.
     """
 
     hired_at: float = 0.0
@@ -43,6 +43,7 @@ class Life(Process):
     history: History = ()
     arrived: History = ()
     filled: History | None = None
+    following: GenerationOrder | None = None
     durable: bool = False
     steps: list[StepRecord] = field(default_factory=list)
     uploads: list[tuple[float, int, int]] = field(default_factory=list)
@@ -84,6 +85,11 @@ class Collective(ScriptedWorkforce):
     order: GenerationOrder | None = None
     copies: TrueCopies = field(default_factory=TrueCopies)
     cut: set[str] = field(default_factory=set)
+    next: GenerationOrder | None = None
+    """Generation whose orders are out for a cut-over."""
+    num_cut_overs: int = 0
+    _cuts_over: bool = False
+    """The newest vote says that the next generation begins."""
     _moved_at: float = 0.0
     _vote: tuple[bool, bool] = (False, False)
 
@@ -153,16 +159,26 @@ class Collective(ScriptedWorkforce):
         process = self.processes.get(worker)
         if process is None or process.gone or self.order is None:
             return None
+        if self._has_cut_over(process):
+            return Phase.TRAINING if process.report.phase is Phase.BUILDING else Phase.HALTED
         if process.report.generation != self.order.generation:
             return Phase.BUILDING if process.mail else None  # it has not read its orders yet
         return process.report.phase
+
+    def _has_cut_over(self, process: Life) -> bool:
+        """It has begun the next generation, and others have not seen the vote yet."""
+        number = None if self.next is None else self.next.generation
+        return self._cuts_over and process.report.generation == number
 
     def _stuck(self, process: Life) -> bool:
         assert self.order is not None
         return (
             process.silent_at is not None
             or process.deaf
-            or process.report.generation != self.order.generation
+            or (
+                process.report.generation != self.order.generation
+                and not self._has_cut_over(process)
+            )
         )
 
     # a build
@@ -173,7 +189,7 @@ class Collective(ScriptedWorkforce):
         process.order = order
         process.ticks_to_build = self.builds
         process.stop = process.durable = False
-        process.filled = None
+        process.filled = process.following = None
         broken = process.report.broken
         process.report = replace(
             process.report,
@@ -327,6 +343,7 @@ class Collective(ScriptedWorkforce):
         training = [p for p in members.values() if p.report.phase is Phase.TRAINING]
         if not behind:
             self._vote = (any(p.stop for p in training), any(p.durable for p in training))
+            self._cuts_over = self._are_ready([*members.values()])
         for process in behind or training:
             if not behind and self.torn is not None and process.report.worker not in self.torn:
                 process.report = replace(process.report, prepared_step=process.report.step)
@@ -335,6 +352,24 @@ class Collective(ScriptedWorkforce):
         self.torn = None
         if all(process.report.prepared_step is None for process in members.values()):
             self._replicate(members.values())
+            if self._cuts_over:
+                self.order, self.next, self._cuts_over = self.next, None, False
+                assert self.order is not None
+                self.copies.begin(self.order)
+                self.num_cut_overs += 1
+
+    def _are_ready(self, members: list[Life]) -> bool:
+        """All have their orders, newcomers too, and the vote is that of the step before."""
+        order = self.next
+        if order is None or any(process.stop for process in members):
+            return False
+        ready = all(p.following is order and p.report.step == order.start_step - 1 for p in members)
+        names = {process.report.worker for process in members}
+        newcomers = [self.processes.get(w) for w in order.participants if w not in names]
+        return ready and all(
+            p is not None and not p.gone and p.report.generation == order.generation
+            for p in newcomers
+        )
 
     def _replicate(self, members: Collection[Life]) -> None:
         """A round that every worker ends at once, or that is given up because some copy finds no
@@ -366,6 +401,9 @@ class Collective(ScriptedWorkforce):
         )
         if phase is Phase.FINISHED or durable or done % self.every_steps == 0:
             self._upload(process, order)
+        if self._cuts_over:
+            assert self.next is not None
+            self.enter(process, self.next)
         source = Source("memory", node_of(worker), worker, done, order.generation)
         if source.node in self.nodes.keys() - self.cut:
             self.copies.keep(

@@ -38,7 +38,8 @@ class FaultPoint:
     not yet committed. upload: about to store a data file. mid_update: a part of the step's update
     is done, the rest is not. failed_update: as this, and there the update fails. rebuild: all have
     met, the first group is being made. evaluate: an evaluation of the state after `step` updates
-    begins. restore: about to exchange live state.
+    begins. restore: about to exchange live state. cut_over: the vote has ended the
+    generation before `generation`, and this worker is about to begin that one.
     """
 
     name: str
@@ -82,6 +83,7 @@ def install(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int
         "restore": _at_restore,
         "mid_update": _in_update,
         "failed_update": _in_update,
+        "cut_over": _at_cut_over,
     }
     wrap[point.name](point, arrive)
     return None
@@ -175,6 +177,18 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
     groups.GenerationGroups.__init__ = noting  # type: ignore[method-assign]
     back_end.create = late  # type: ignore[method-assign]
+
+
+def _at_cut_over(point: FaultPoint, arrive: Callable[[], None]) -> None:
+    from autohet.runtime.worker import Worker
+
+    cut_over = Worker._cut_over
+
+    def late(self: Any, groups: Any) -> None:
+        arrive()
+        cut_over(self, groups)
+
+    Worker._cut_over = late  # type: ignore[method-assign]
 
 
 def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:

@@ -286,13 +286,28 @@ class FaultyWorkforce(Collective):
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self.calls += 1
         self._check(orders)
-        self.order = next(iter(orders.values()))
+        order = next(iter(orders.values()))
+        if order.follows is not None:
+            self.next = order
+            self._cuts_over = False
+            for worker in orders:
+                self._tell([worker], lambda process, order=order: self._follow(process, order))
+            return
+        self.next = None
+        self._cuts_over = False
+        self.order = order
         self.copies.begin(self.order)
         self.torn = None
         self._moved_at = self.now
         self._asked_at = None
         for worker, order in orders.items():
             self._tell([worker], lambda process, order=order: self.enter(process, order))
+
+    def _follow(self, process: Life, order: GenerationOrder) -> None:
+        if process.report.live_generation == order.follows == process.report.generation:
+            process.following = order
+        else:
+            self.enter(process, order)
 
     def _check(self, orders: Mapping[str, GenerationOrder]) -> None:
         """What must hold of all orders, whatever has happened."""
@@ -314,10 +329,12 @@ class FaultyWorkforce(Collective):
             self._tell([worker], lambda process, number=number: prepare(process, number))
 
     def interrupt(self, workers: Collection[str], generation: int, *, keep: bool = False) -> None:
-        self._tell(
-            workers,
-            lambda process: process.halt() if process.report.generation <= generation else None,
-        )
+        def interrupt(process: Life) -> None:
+            process.following = None
+            if process.report.generation <= generation:
+                process.halt()
+
+        self._tell(workers, interrupt)
 
     def request_stop(self, workers: Collection[str], *, checkpoint: bool) -> None:
         def stop(process: Life) -> None:

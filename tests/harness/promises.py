@@ -23,7 +23,7 @@ from autohet.control.job_state import (
 )
 from autohet.control.planning.outlook import gather_s
 from autohet.control.planning.proposals import PendingSearch, PlanProposal
-from autohet.control.states import quiescing, sourcing, waiting
+from autohet.control.states import cutting_over, quiescing, sourcing, waiting
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding
 from autohet.control.values.observation import Observation
@@ -132,7 +132,15 @@ class CheckedController(Controller):
             self._check_adopted(proposal, seen)
             return (yield from sourcing.adopt(change, proposal, memory, seen, prepared))
 
-        with patch.object(waiting, "adopt", checked), patch.object(quiescing, "adopt", checked):
+        def followed(state: Sourcing, *arguments: Any) -> Deciding[Building]:
+            self._note(state.proposal)
+            return (yield from sourcing.build(state, *arguments))
+
+        with (
+            patch.object(waiting, "adopt", checked),
+            patch.object(quiescing, "adopt", checked),
+            patch.object(cutting_over, "build", followed),
+        ):
             return super().tick()
 
     def _check_adopted(self, proposal: PlanProposal, seen: Observation) -> None:
@@ -141,6 +149,9 @@ class CheckedController(Controller):
             assert seen.nodes[node].endpoint is not None, f"{node} has no agent"
             assert node not in seen.notices, f"{node} is leaving"
             assert worker in seen.reports.keys() - seen.losses.keys(), f"{worker} does not answer"
+        self._note(proposal)
+
+    def _note(self, proposal: PlanProposal) -> None:
         self.considered = frozenset(node.name for node in proposal.cost.fleet.nodes)
         self.workforce.compute_s = self.memory.planning.compute_s(proposal, {})
 
@@ -343,6 +354,7 @@ class Promises:
             controller.considered
             | controller.memory.planning.considered
             | controller.memory.nodes.left_out_until.keys()
+            | controller.state.on_probation
         )
         new = [name for name in fleet.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}

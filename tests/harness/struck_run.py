@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 from autohet.control.job_state import Training
 from autohet.control.planning.orders import OrderBuilder
+from autohet.control.states import cutting_over
 from autohet.control.values.observation import Observation
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
@@ -42,7 +44,10 @@ NOTICE_S = 6.0
 LEASE_S = 4.0
 STEP_PHASES = tuple(phase for phase in PHASES if phase not in ("gather", "evaluate"))
 WORKER_POINTS = (*STEP_PHASES, *UPDATING, *FILES, *RECONFIGURING)
-DRIVER_POINTS = ("manifest", "replan")
+DRIVER_POINTS = ("manifest", "replan", "claimed")
+"""claimed: the journal has a generation whose orders reach nobody, and the one before trains on."""
+SENT_S = 0.5
+"""Seconds that the orders of a cut-over have to come to all workers."""
 VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver": ()}
 """Of each scope: one worker's process, a node with two workers, the two nodes of a pipeline, this
 process.
@@ -56,7 +61,8 @@ class Strike:
     """What befalls the run: at `point` (of `step`, or of the second generation), `mode` happens to
     `scope`; "fail": the point is one where the worker's own code fails.
 
-    `before`: what happens first, at step 5, where the point is a part of a reconfiguration.
+    `before`: what happens first, at step 5, where the point is a part of a reconfiguration; a
+    notice and its node, and the seconds that are left where it names a deadline.
     """
 
     point: str
@@ -69,7 +75,7 @@ class Strike:
     def fault_point(self) -> FaultPoint | None:
         if self.point in DRIVER_POINTS:
             return None
-        if self.point in RECONFIGURING:
+        if self.point in (*RECONFIGURING, "cut_over"):
             return FaultPoint(self.point, ARRIVES[self.scope], generation=2)
         return FaultPoint(self.point, ARRIVES[self.scope], self.step)
 
@@ -147,11 +153,14 @@ class StruckRun:
             asked = RecordedPlanning(self.planning, self.recorder)
         self.controller = Controller(job, self.fleet, asked, self.orders, self.events)
         self.controller.memory.prepares = True
+        self.controller.memory.cuts_over = True
         self.controller.memory.keeps_passes = True
         self.controller.recorder = self.recorder
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
         self._held = False
+        self._sent_at: float | None = None
+        self._claimed_step: float = math.inf
         self._wrap_driver()
         for name, num_gpus in (nodes or dict(NODES)).items():
             self.fleet.add(name, node_type(num_gpus))
@@ -168,6 +177,18 @@ class StruckRun:
             self.planning.propose = self._before(
                 self.planning.propose, lambda *_: self.controller.memory.generation >= 1
             )  # type: ignore[method-assign]
+        if strike is not None and strike.point == "claimed":
+            cutting_over.LEAD_S = 0.0  # this process has one life
+            begin = self.fleet.begin
+
+            def lose(orders: Any) -> None:
+                (order, *_) = orders.values()
+                if order.follows is None:
+                    begin(orders)
+                else:
+                    self._claimed_step = order.start_step
+
+            self.fleet.begin = lose  # type: ignore[method-assign]
         if strike is not None and strike.point == "manifest":
             storage: Any = self.durable.storage
             first = f"step-{strike.step:08d}/"  # or a later one, where this one had to wait
@@ -241,7 +262,7 @@ class StruckRun:
             )
         begun = {"generation": self.controller.memory.generation, "first_step": 0}
         if self.recorder is not None:
-            begun |= {"prepares": True, "keeps_passes": True}
+            begun |= {"prepares": True, "cuts_over": True, "keeps_passes": True}
             self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
         self.events.emit(
             "started", self.controller.memory.generation, job=self.job.name, step=found.step or 0
@@ -251,11 +272,13 @@ class StruckRun:
     def tick(self) -> Observation:
         seen = self.controller.tick()
         training = isinstance(self.controller.state, Training)
-        if self._held and (not training or self.controller.memory.generation > 1):
+        if self._held and self._has_answered():
             assert self.strike is not None
             assert self.strike.hold is not None
             self._held = False
             self.fleet.open_gate(self.strike.hold)
+        if self.controller.memory.ledger.committed_steps > self._claimed_step + 1:
+            self.strike_now()
         if (
             not self._before_done
             and training
@@ -264,10 +287,22 @@ class StruckRun:
             assert self.strike is not None
             assert self.strike.before is not None
             self._before_done = True
-            mode, victim = self.strike.before.split()
+            mode, victim, *left_s = self.strike.before.split()
             assert mode == "notice"
-            self.fleet.warn(victim, None)  # a deadline might pass before a busy driver answers
+            # A short deadline might pass before a busy driver answers.
+            self.fleet.warn(victim, float(left_s[0]) if left_s else None)
         return seen
+
+    def _has_answered(self) -> bool:
+        """The notice is answered: the workers stop, or have the orders of a cut-over."""
+        state = self.controller.state
+        if not isinstance(state, Training) or self.controller.memory.generation > 1:
+            return True
+        cut_over = None if state.preparing is None else state.preparing.cut_over
+        if cut_over is None or not cut_over.is_sent:
+            return False
+        self._sent_at = self._sent_at or time.monotonic()
+        return time.monotonic() - self._sent_at > SENT_S
 
     def run(
         self,

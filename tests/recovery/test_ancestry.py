@@ -64,3 +64,13 @@ def test_what_is_older_than_the_journal_is_contradicted_only_by_a_line_that_bega
     assert ancestry((5, None, 12)).begins_after(5, 12)
     assert not ancestry((5, None, 12)).begins_after(5, 13)
     assert Ancestry().newest is None
+
+
+def test_a_generation_named_ahead_that_nobody_began_hides_no_later_step_of_its_parent() -> None:
+    ahead = Descent(generation=2, parent=1, first_step=9, ahead=True)
+    line = Ancestry().followed_by(Descent(generation=1, parent=None, first_step=0), ahead)
+    assert line.contains(2, 1, 14), "its workers trained on"
+    # The next one begins where they have come to.
+    line = line.followed_by(Descent(generation=3, parent=2, first_step=14))
+    assert line.contains(3, 1, 14)
+    assert not line.contains(3, 1, 15)

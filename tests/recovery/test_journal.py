@@ -27,7 +27,13 @@ from recovery.checkpoint.commit import (
     open_checkpoint,
 )
 from recovery.checkpoint.errors import LeaseHeld, Superseded
-from recovery.checkpoint.journal import Journal, JournalUnreachable, entry_name, read_ancestry
+from recovery.checkpoint.journal import (
+    Journal,
+    JournalUnreachable,
+    encode_entry,
+    entry_name,
+    read_ancestry,
+)
 from recovery.checkpoint.lease import DriverLease, Holder, LeaseKeeper
 from recovery.checkpoint.retention import apply_retention, remove_orphans
 from recovery.state.ancestry import Ancestry, Descent
@@ -460,3 +466,16 @@ def test_entries_without_a_checksum_are_read(storage: Storage) -> None:
     """Versions before this one wrote none."""
     storage.put(entry_name(1), msgspec.json.encode(entry(1)))
     assert read_ancestry(storage) == Ancestry({1: entry(1)})
+
+
+def test_an_entry_that_does_not_say_whether_it_was_named_ahead_is_read(storage: Storage) -> None:
+    document = msgspec.json.decode(encode_entry(entry(1)))
+    assert document.pop("ahead") is False
+    storage.put(entry_name(1), msgspec.json.encode(document))
+    ahead = msgspec.structs.replace(entry(2, parent=1, first_step=7), ahead=True)
+    Journal(storage, "a").claim(ahead)
+    entries = read_ancestry(storage).entries
+    assert [entries[number].ahead for number in (1, 2)] == [False, True]
+    forged = encode_entry(ahead).replace(b'"ahead":true', b'"ahead":false')
+    storage.put(entry_name(2), forged)
+    assert 2 in read_ancestry(storage).unknown, "the checksum holds the mark"

@@ -394,14 +394,15 @@ class Ledger:
             self.training = self.training.with_rows(self._num_rows)
             self.planned_end = self.training.last_step(0)
 
-    def newest_vote(self, generation: int) -> tuple[int, Any] | None:
-        """Return the newest step of this generation whose vote any worker saw, and its result.
+    def newest_vote(self) -> tuple[int, tuple[int, Any] | None]:
+        """Return the newest vote that any worker saw: its generation; its step and its result.
 
-        Votes that dead workers saw count, too.
+        Votes that dead workers saw count, too. A vote of an older generation than the present one
+        still counts for workers that are in it, as after a cut-over that some have not seen.
         """
-        if self._vote is None or self._vote.generation != generation:
-            return None
-        return self._vote.vote
+        if self._vote is None:
+            return 0, None
+        return self._vote.generation, self._vote.vote
 
     def _take_step(self, record: StepRecord, generation: int, seen: Observation) -> Effects:
         if record.generation < self._generation:

@@ -62,7 +62,7 @@ class OrderTerms:
     stopping may end it before. step_timeout_s: deadline of a step. change_s: expected time until a
     node leaves. evaluations: losses so far; None where nothing is evaluated. loss_scales: those of
     the run so far. from_scratch: begin at step 0, although training has begun. before_step: restore
-    a checkpoint before this step, whatever else is there. gated: as in `GenerationOrder`.
+    a checkpoint before this step, whatever else is there. gated, follows: as in `GenerationOrder`.
     kept_plan: plan of the generation before, whose passes its workers may keep.
     """
 
@@ -75,6 +75,7 @@ class OrderTerms:
     before_step: int | None = None
     gated: bool = False
     kept_plan: Plan | None = None
+    follows: int | None = None
 
     def end_step(self, step: int) -> int | None:
         """Return the step at which a generation that starts at `step` ends; None: not known yet."""
@@ -285,6 +286,7 @@ class OrderBuilder:
             parent=parent if transfers else None,
             first_step=step,
             driver=self.driver,
+            ahead=terms.follows is not None,
         )
         self.ancestry = self.ancestry.followed_by(descent)
         self._layouts[generation] = layout
@@ -299,7 +301,10 @@ class OrderBuilder:
             # No rounds: then no worker waits for copies before its snapshot counts.
             targets = {}
 
-        participants = (*plan.workers, *_pure_sources(plan, transfers, seen))
+        others = _pure_sources(plan, transfers, seen)
+        if terms.follows is not None:
+            others = without_place(plan, members)
+        participants = (*plan.workers, *others)
         end_step = terms.end_step(step)
         assert end_step is not None, "the rows of the data set are not counted"
         common = GenerationOrder(
@@ -323,6 +328,7 @@ class OrderBuilder:
             loss_scale=terms.loss_scales.before(step),
             gated=terms.gated,
             kept_plan=_kept_plan(plan, step, terms.kept_plan, seen),
+            follows=terms.follows,
         )
         orders = self._address(common, proposal, seen, targets)
         return Book(
@@ -485,6 +491,12 @@ def _kept_plan(plan: Plan, step: int, before: Plan | None, seen: Observation) ->
         return None
     kept = {seen.reports[worker].kept_step for worker in plan.workers}
     return before if kept == {step} else None
+
+
+def without_place(plan: Plan, members: Iterable[str]) -> tuple[str, ...]:
+    """Return the members that are not in the plan, in their order."""
+    workers = frozenset(plan.workers)
+    return tuple(worker for worker in members if worker not in workers)
 
 
 def _checkpoints_before(step: int, holdings: Iterable[Holding]) -> list[Holding]:

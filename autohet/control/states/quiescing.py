@@ -164,11 +164,11 @@ def _roll_forward(
     on them, and no later generation takes them over.
     """
     # Votes of the dead count, too: what one worker saw, all had contributed to.
-    vote = memory.ledger.newest_vote(memory.generation)
+    generation, vote = memory.ledger.newest_vote()
     if vote is None:
         return False
     step_of_vote, _ = vote
-    behind = fleet.find_behind(seen, alive, memory.generation, step_of_vote)
+    behind = fleet.find_behind(seen, alive, generation, step_of_vote)
     if not behind:
         return False
 
@@ -177,7 +177,7 @@ def _roll_forward(
     if new:
         state.rolling |= frozenset(new)
         state.roll_deadline = seen.now + memory.timeouts.quiesce_s
-        yield RollForward(tuple(new), memory.generation, vote)
+        yield RollForward(tuple(new), generation, vote)
     elif state.roll_deadline is not None and seen.now > state.roll_deadline:
         names = ", ".join(behind)
         why = f"{names} did not apply step {step_of_vote} in time, which others have committed"

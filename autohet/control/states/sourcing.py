@@ -93,15 +93,7 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     if memory.ledger.records:
         orders.confirm()  # also where the first generation's readiness was never seen
     generation = unused_generation(memory, seen, state.prepared)
-    log = memory.ledger.evaluation_log
-    terms = OrderTerms(
-        last_step=memory.ledger.planned_end,
-        step_timeout_s=memory.timeouts.step_s,
-        change_s=memory.planning.horizon_s,
-        evaluations=log if log.section else None,
-        loss_scales=memory.ledger.loss_scales,
-        gated=is_gated(memory, state.proposal),
-    )
+    terms = order_terms(memory, state.proposal)
     before = any_order(memory.ledger.orders)
     if before is not None and before.gated:
         terms = replace(terms, kept_plan=before.plan)
@@ -117,12 +109,29 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
         if following is not None:
             orders.withdraw(generation)
             return following
-    state.book = book
-    patience_s = min(CLAIM_S, memory.timeouts.quiesce_s)
-    state.claimed_by = seen.now + patience_s
     memory.generation = generation
-    yield ClaimGeneration(book.descent)
+    yield from claim(state, book, memory, seen)
     return state
+
+
+def order_terms(memory: JobMemory, proposal: PlanProposal) -> OrderTerms:
+    """Return the terms of the orders for a plan, as they are whatever the present state is."""
+    log = memory.ledger.evaluation_log
+    return OrderTerms(
+        last_step=memory.ledger.planned_end,
+        step_timeout_s=memory.timeouts.step_s,
+        change_s=memory.planning.horizon_s,
+        evaluations=log if log.section else None,
+        loss_scales=memory.ledger.loss_scales,
+        gated=is_gated(memory, proposal),
+    )
+
+
+def claim(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) -> Effects:
+    """Claim the generation of these orders in the journal."""
+    state.book = book
+    state.claimed_by = seen.now + min(CLAIM_S, memory.timeouts.quiesce_s)
+    yield ClaimGeneration(book.descent)
 
 
 def _write_orders(
@@ -162,27 +171,35 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
         )
         yield event("decision", generation, sentence)
 
-    change = state.change
-    # Steps that were committed until all stood count as lost, too, where the restore goes behind.
-    change.step_before = max(change.step_before, memory.ledger.committed_steps)
-    change.restore_step = book.start_step
-    change.begun_at = seen.now
-    yield from _log_plan(state, book, memory)
-    yield from _log_kept(state, book, memory)
-
     orders = {}
     for worker, order in book.orders.items():
         orders[worker] = replace(order, is_claimed=is_claimed)
+    # Steps that were committed until all stood count as lost, too, where the restore goes behind.
+    change = state.change
+    change.step_before = max(change.step_before, memory.ledger.committed_steps)
+    following = yield from build(state, replace(book, orders=orders), memory, seen)
     yield Begin(orders)
-    memory.ledger.orders = orders
-    memory.agent_gc.begin(orders)
+    return following
+
+
+def build(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) -> Deciding[Building]:
+    """Return the state in which the workers follow these orders; log the plan."""
+    generation = book.descent.generation
+    change = state.change
+    change.restore_step = book.start_step
+    change.begun_at = seen.now
+    memory.generation = generation
+    yield from _log_plan(state, book, memory)
+    yield from _log_kept(state, book, memory)
+    memory.ledger.orders = book.orders
+    memory.agent_gc.begin(book.orders)
     limits = memory.timeouts
     deadline = seen.now + limits.rendezvous_s + limits.transfer_s
     return Building(
         change=change,
         proposal=state.proposal,
         generation=generation,
-        participants=tuple(orders),
+        participants=tuple(book.orders),
         deadline=deadline,
     )
 

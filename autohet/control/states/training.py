@@ -20,6 +20,7 @@ from autohet.control.job_state import (
     Training,
 )
 from autohet.control.planning.agent_gc import any_order
+from autohet.control.planning.orders import without_place
 from autohet.control.planning.outlook import (
     CHURN_S,
     gather_s,
@@ -43,6 +44,7 @@ from autohet.control.replanning import (
     shortage_reason,
     unused_generation,
 )
+from autohet.control.states import cutting_over
 from autohet.control.states.quiescing import interrupt_after_death, is_overtaken
 from autohet.control.states.ways_back import give_up_restored
 from autohet.control.values import fleet_event
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from autohet.control.values.change import Change
     from autohet.control.values.observation import Observation
 
+MOST_TRIES = 3
+"""Preparations of one change whose cut-over comes too late; after that all workers stop for it."""
 Paces = tuple[dict[str, list[float]], dict[str, float], dict[str, str]]
 """Compute seconds of each worker's last steps, its planned seconds a step, and its GPU type.
 
@@ -71,8 +75,13 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     """
     members = memory.members
     trouble = fleet.find_deaths_or_failures(seen, members)
+    cutting = state.preparing if state.preparing and state.preparing.cut_over else None
     if trouble is not None:
+        if cutting is not None:
+            cutting_over.give_up(cutting, memory)
         return (yield from interrupt_after_death(memory, trouble, seen))
+    if cutting is not None:
+        return (yield from _cut_over(state, cutting, memory, seen))
 
     if seen.stop_reason:
         reason = memory.end.reason or f"stopped by {seen.stop_reason}"
@@ -295,6 +304,9 @@ def _prepare(
         return
     generation = unused_generation(memory, seen)
     memory.reserved = generation
+    leaving: tuple[str, ...] = ()
+    if cutting_over.is_possible(memory, proposal):
+        leaving = without_place(proposal.plan, memory.members)
     host, port = seen.store
     order = PreparationOrder(
         generation,
@@ -303,9 +315,10 @@ def _prepare(
         port,
         memory.timeouts.step_s,
         gated=is_gated(memory, proposal),
+        leaving=leaving,
     )
-    yield Prepare(dict.fromkeys(proposal.plan.workers, order))
-    state.preparing = Preparing(generation, change, proposal, deadline)
+    yield Prepare(dict.fromkeys(order.participants, order))
+    state.preparing = Preparing(generation, change, proposal, order.participants, latest, deadline)
 
 
 def _move_once_prepared(
@@ -314,26 +327,59 @@ def _move_once_prepared(
     """Move once all workers of the plan are prepared, one has failed to, or time is up."""
     proposal = preparing.proposal
     if state.leaving is None and is_overtaken(proposal, seen):
-        # All still train: a search looks at what is there now.
-        state.preparing = None
-        change = preparing.change
-        trouble = fleet_event.FleetEvent(
-            cause=change.cause,
-            nodes=change.nodes,
-            workers=(),
-            happened_at=change.happened_at,
-            reason=change.reason,
-        )
-        return (yield from _reconsider(state, memory, trouble, seen))
-    outcomes = [report.prepared for report in seen.reports_of(proposal.plan.workers)]
+        return (yield from _replace_overtaken(state, preparing, memory, seen))
+    outcomes = [report.prepared for report in seen.reports_of(preparing.participants)]
     known = [each for each in outcomes if each is not None]
     mine = [each for each in known if each.generation == preparing.generation]
     has_failed = any(each.error is not None for each in mine)
-    are_ready = len(mine) == len(proposal.plan.workers) and not has_failed
+    are_ready = len(mine) == len(preparing.participants) and not has_failed
     if not are_ready and not has_failed and seen.now < preparing.deadline:
+        return state
+    if are_ready and (yield from cutting_over.announce(preparing, memory, seen)):
         return state
     prepared = preparing.generation if are_ready else None
     return (yield from _move(memory, preparing.change, proposal, seen, prepared))
+
+
+def _replace_overtaken(
+    state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
+) -> Deciding[State]:
+    """Drop a preparation whose plan lacks a worker now; a search looks at what is there."""
+    state.preparing = None
+    if state.leaving is not None:
+        # Notices are answered anew in the next round.
+        state.leaving = None
+        return state
+    change = preparing.change
+    trouble = fleet_event.FleetEvent(
+        cause=change.cause,
+        nodes=change.nodes,
+        workers=(),
+        happened_at=change.happened_at,
+        reason=change.reason,
+    )
+    return (yield from _reconsider(state, memory, trouble, seen))
+
+
+def _cut_over(
+    state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
+) -> Deciding[State]:
+    """Follow a cut-over to its end: the next generation begins, or another try is made."""
+    building = yield from cutting_over.step(preparing, memory, seen)
+    if building is not None:
+        return building
+    if preparing.cut_over is not None:
+        return state
+    if is_overtaken(preparing.proposal, seen):
+        return (yield from _replace_overtaken(state, preparing, memory, seen))
+    state.preparing = None
+    change = preparing.change
+    if preparing.attempt < MOST_TRIES:
+        yield from _prepare(state, memory, change, preparing.proposal, seen, preparing.latest)
+    if state.preparing is None:
+        return (yield from _move(memory, change, preparing.proposal, seen))
+    state.preparing.attempt = preparing.attempt + 1
+    return state
 
 
 def _move(

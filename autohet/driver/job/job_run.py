@@ -128,6 +128,7 @@ class JobRun:
             planning = RecordedPlanning(self.planning, recorder)
         self.controller = Controller(job, self.workforce, planning, self.orders, events)
         self.controller.memory.prepares = True
+        self.controller.memory.cuts_over = True
         self.controller.memory.keeps_passes = True
         self.controller.recorder = recorder
         rehearsal = Rehearsal(
@@ -230,6 +231,7 @@ class JobRun:
             told=self._told,
             loss_scales=scales,
             prepares=self.controller.memory.prepares,
+            cuts_over=self.controller.memory.cuts_over,
             keeps_passes=self.controller.memory.keeps_passes,
             evaluations=self.controller.memory.ledger.evaluation_log.document,
             inherited=self._inherited,

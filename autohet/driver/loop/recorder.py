@@ -39,9 +39,9 @@ from planner.errors import ConfigError
 from planner.inputs.fleet import Fleet
 
 logger = logging.getLogger("autohet")
-VERSION = 8
-READABLE = (7, 8)
-"""Versions that a replay reads; 8 has the goal of a job with a deadline or a budget."""
+VERSION = 9
+READABLE = (7, 8, 9)
+"""Versions that a replay reads; 8 has a job's deadline or budget, 9 generations without a stop."""
 MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
 FIELDS = tuple(field.name for field in fields(Observation))
 

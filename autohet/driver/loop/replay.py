@@ -299,6 +299,7 @@ def memory_at_start(
     memory.goal = None if goal is None else Goal(goal)
     memory.generation = header["generation"]
     memory.prepares = header.get("prepares", False)
+    memory.cuts_over = header.get("cuts_over", False)
     memory.keeps_passes = header.get("keeps_passes", False)
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:

@@ -1,7 +1,12 @@
 """Process groups of one generation; a deadline or an interrupt ends every wait."""
 
 from autohet.runtime.groups.errors import Interrupted, PeerLost
-from autohet.runtime.groups.generation import GenerationGroups, GroupTimeouts, reconfigure
+from autohet.runtime.groups.generation import (
+    GenerationGroups,
+    GroupTimeouts,
+    end_generation,
+    reconfigure,
+)
 from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.groups.group import Group
 from autohet.runtime.groups.nccl import NcclGroup
@@ -14,5 +19,6 @@ __all__ = [
     "Interrupted",
     "NcclGroup",
     "PeerLost",
+    "end_generation",
     "reconfigure",
 ]

@@ -11,12 +11,13 @@ later: four stages would wait for each other. Further sets of holders share the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -29,7 +30,10 @@ from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.groups.group import Group
 from autohet.runtime.groups.nccl import NcclGroup
 
-STORE_POLL_S = 0.01
+STORE_POLL_S = 0.005
+LONGEST_STORE_POLL_S = 0.05
+"""Seconds between the first two polls of the store, and the limit as they grow."""
+MOST_NAMED = 8
 BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
 ABORT_LIMIT_S = 20.0
@@ -81,6 +85,8 @@ class GenerationGroups:
         self._rendezvous_s = timeouts.rendezvous_s
         self.built: dict[tuple[str, tuple[str, ...]], Group] = {}
         """Groups built so far, by purpose and members."""
+        self._met: set[str] = set()
+        """Names of the meetings at which all members have arrived."""
         self.over = threading.Event()
         """Set by `interrupt`; other waits on behalf of this generation then give up."""
         self.aborted = threading.Event()
@@ -102,34 +108,35 @@ class GenerationGroups:
         """
         return self.wants_gate and not self.back_end.in_stream_order
 
-    def meet(self, members: Collection[str]) -> None:
-        """Wait until every member has arrived.
+    def meet(
+        self, members: Sequence[str], where: str = "rendezvous", limit_s: float | None = None
+    ) -> None:
+        """Wait until every member has arrived; all give the same members in the same order.
 
         No group's constructor then waits for a dead member. Polls the store; an interrupt ends the
-        wait.
-        """
-        self._store.set(f"here/{self.me}", "1")
-        keys = [f"here/{member}" for member in members]
-        self._poll(lambda: self._store.check(keys), "the rendezvous", self._rendezvous_s)
+        wait. No-op if all have met there before.
 
-    def _poll(self, everyone_came: Callable[[], bool], where: str, limit_s: float) -> None:
+        limit_s: limit on the wait; None: that of the rendezvous.
+        """
+        name = _name_of(where, members)
+        if name in self._met:
+            return
+        if limit_s is None:
+            limit_s = self._rendezvous_s
+        complete = f"complete/{name}"
+        # One counter, since a key of each member would cost the store the square of their number.
+        if self._store.add(f"arrived/{name}", 1) == len(members):
+            self._store.set(complete, "1")
         deadline = time.monotonic() + limit_s
-        while not everyone_came():
+        pause_s = STORE_POLL_S
+        while not self._store.check([complete]):
             if self.over.is_set():
                 raise Interrupted(where)
             if time.monotonic() > deadline:
-                raise PeerLost(f"not everyone came to {where} within {limit_s:.0f} s")
-            time.sleep(STORE_POLL_S)
-
-    def _gather(self, name: str, size: int) -> None:
-        """Wait until all members are about to build a group.
-
-        A member is then seldom left waiting in a constructor (see `_build`).
-        """
-        complete = f"complete/{name}"
-        if self._store.add(f"arrived/{name}", 1) == size:
-            self._store.set(complete, "1")
-        self._poll(lambda: self._store.check([complete]), f"building {name}", self.timeout_s)
+                raise PeerLost(f"not everyone came to {name} within {limit_s:.0f} s")
+            time.sleep(pause_s)
+            pause_s = min(1.25 * pause_s, LONGEST_STORE_POLL_S)
+        self._met.add(name)
 
     def group(self, members: Iterable[str], purpose: str = "sync") -> Group:
         """Return the group of these members; build it on first use.
@@ -142,9 +149,10 @@ class GenerationGroups:
         if found is not None:
             return found
         self.check()
-        name = f"{key[0]}/{len(key[1])}/{'+'.join(key[1])}"
+        name = _name_of(*key)
         if len(key[1]) > 1:
-            self._gather(name, len(key[1]))
+            # A member is then seldom left waiting in a constructor (see `_build`).
+            self.meet(key[1], f"building {key[0]}", self.timeout_s)
         try:
             made = self._build(name, key[1])
         except RuntimeError as error:
@@ -257,6 +265,14 @@ class GenerationGroups:
             self.built.clear()
 
 
+def _name_of(purpose: str, members: Sequence[str]) -> str:
+    """Return a name of these members, which is short for a thousand of them as well."""
+    names = "+".join(members)
+    if len(members) > MOST_NAMED:
+        names = hashlib.blake2s(names.encode(), digest_size=16).hexdigest()
+    return f"{purpose}/{len(members)}/{names}"
+
+
 def _abort(group: Group) -> None:
     try:
         group.interrupt()
@@ -274,22 +290,28 @@ def reconfigure(
 ) -> GenerationGroups:
     """End one generation of groups and begin the next; block until the old groups are aborted.
 
-    If the device does not compute any more, kill this process; a new one takes its place.
-
     uuid: number of the new generation, never used before; handles: store over which its members
     meet, or the groups of the next generation if they were built ahead.
     """
     if previous is not None:
-        previous.interrupt()
-        previous.aborted.wait(ABORT_LIMIT_S)
-        previous.close()
-        if not previous.back_end.is_healthy(device, HEALTH_LIMIT_S):
-            logger.error(
-                "%s does not compute after an abort: this process ends, and a new one will take its"
-                " place",
-                device,
-            )
-            os.kill(os.getpid(), signal.SIGKILL)
+        end_generation(previous)
     if isinstance(handles, GenerationGroups):
         return handles
     return GenerationGroups(handles, uuid, me, device, timeouts)
+
+
+def end_generation(groups: GenerationGroups) -> None:
+    """Abort a generation's groups and drop them; block until that is done.
+
+    If the device does not compute any more, kill this process; a new one takes its place.
+    """
+    groups.interrupt()
+    groups.aborted.wait(ABORT_LIMIT_S)
+    groups.close()
+    if not groups.back_end.is_healthy(groups.device, HEALTH_LIMIT_S):
+        logger.error(
+            "%s does not compute after an abort: this process ends, and a new one will take its"
+            " place",
+            groups.device,
+        )
+        os.kill(os.getpid(), signal.SIGKILL)

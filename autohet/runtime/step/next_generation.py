@@ -2,6 +2,11 @@
 
 What needs no training state is built: the connection to the store, the process groups and the
 trainer's parts. Nothing of it touches the generation that trains.
+
+A prepared generation that `follows` the present one begins without a stop. Its orders name the
+step, two or more ahead. Once all participants have their orders, each worker of the present
+generation says so in the vote of the step before. If all of them do, all begin after that vote;
+else nobody does.
 """
 
 from __future__ import annotations
@@ -13,14 +18,24 @@ from dataclasses import dataclass
 
 from torch.distributed import Store
 
-from autohet.runtime.groups import GenerationGroups, GroupTimeouts
-from autohet.runtime.messages import PreparationOrder, Prepared
+from autohet.runtime.groups import (
+    GenerationGroups,
+    Group,
+    GroupTimeouts,
+    Interrupted,
+    PeerLost,
+    end_generation,
+)
+from autohet.runtime.messages import GenerationOrder, PreparationOrder, Prepared
 from autohet.runtime.parallel.place import place_of
 from autohet.runtime.process.store_connector import StoreConnector
 from autohet.runtime.step.generation import TrainingSetup
 from autohet.runtime.step.stage_parts import StageParts
+from autohet.runtime.step.votes import Voter
 
 logger = logging.getLogger("autohet.worker")
+READY = "ready for the cut-over"
+"""Meeting of all participants of a generation that begins without a stop, once they have orders."""
 
 
 @dataclass
@@ -33,6 +48,10 @@ class _Building:
     groups: GenerationGroups | None = None
     parts: StageParts | None = None
     outcome: Prepared | None = None
+
+    def is_ready(self, generation: int) -> bool:
+        """Return True if it is this generation, and all of it is ready."""
+        return self.order.generation == generation and self.outcome == Prepared(generation)
 
     def drop(self) -> None:
         self.is_dropped = True
@@ -62,6 +81,8 @@ class NextGeneration:
         self._timeouts = timeouts
         self._lock = threading.Lock()
         self._newest: _Building | None = None
+        self.following: GenerationOrder | None = None
+        """Order of the generation that begins after a vote, if that says so."""
 
     @property
     def outcome(self) -> Prepared | None:
@@ -88,13 +109,35 @@ class NextGeneration:
             self._newest = None
         if newest is None:
             return None
-        is_ready = newest.outcome == Prepared(newest.order.generation)
-        if newest.order.generation != generation or not is_ready:
+        if not newest.is_ready(generation):
             newest.drop()
             return None
         if newest.groups is None:
             return None
         return Ready(newest.groups, newest.parts, newest.connector)
+
+    def follow(self, order: GenerationOrder, voter: Voter) -> None:
+        """Be ready for the cut-over once all participants have their orders; wait in a thread.
+
+        No-op if nothing is prepared for this order.
+
+        voter: that of the generation that trains; its vote says whether this worker is ready.
+        """
+        newest = self._newest
+        if newest is not None and newest.groups is not None and newest.is_ready(order.generation):
+            groups = newest.groups
+            threading.Thread(
+                target=self._await_others, args=(order, groups, voter), name="cut-over", daemon=True
+            ).start()
+
+    def _await_others(self, order: GenerationOrder, groups: GenerationGroups, voter: Voter) -> None:
+        try:
+            groups.meet(order.participants, READY)
+        except (Interrupted, PeerLost, RuntimeError) as error:
+            logger.info("generation %d does not begin: %s", order.generation, error)
+            return
+        self.following = order
+        voter.next_begins_at = order.start_step
 
     def drop(self) -> None:
         """Drop what is prepared."""
@@ -127,11 +170,45 @@ class NextGeneration:
         groups.wants_gate = order.gated
         if building.is_dropped:
             groups.interrupt()
-        groups.meet(order.plan.workers)
-        if not groups.back_end.in_stream_order:
-            building.parts = StageParts.build(self._setup, order.plan, groups)
-            building.parts.build_sync_groups(groups)
-            return
+        groups.meet(order.participants)
         place = place_of(order.plan, self._me)
-        if place is not None and place.tp_degree == 1:
+        if not groups.back_end.in_stream_order:
+            # A first message shows that the connections work.
+            groups.group(order.participants, "world").barrier_on_host()
+            if place is not None:
+                building.parts = StageParts.build(self._setup, order.plan, groups)
+                building.parts.build_sync_groups(groups)
+        elif place is not None and place.tp_degree == 1:
             building.parts = StageParts.build(self._setup, order.plan, groups, with_groups=False)
+
+
+def meet_participants(
+    order: GenerationOrder, groups: GenerationGroups, left: GenerationGroups | None
+) -> Group:
+    """Meet the other participants of a generation; return the group of all.
+
+    left: groups of the generation before a cut-over; they end once all have left them.
+
+    Raises:
+        PeerLost, Interrupted: somebody does not come, or the generation is over.
+    """
+    participants = order.participants
+    try:
+        groups.meet(participants)
+        if order.follows is None:
+            return groups.group(participants, "world")
+        groups.meet(participants, READY)
+        if groups.back_end.in_stream_order:
+            groups.meet(participants, "leaving", groups.timeout_s)
+        else:
+            groups.group(participants, "world").barrier_on_host()
+    finally:
+        if left is not None:
+            ending = threading.Thread(
+                target=end_generation, args=(left,), name="ending groups", daemon=True
+            )
+            ending.start()
+            if left.back_end.in_stream_order:
+                # New communicators are made once the old ones are gone.
+                ending.join()
+    return groups.group(participants, "world")

@@ -388,7 +388,8 @@ class Trainer(ABC):
         parted = 0.0
         if self.replicas is not None:
             parted = self.replicas.contribution(self.step)
-        mine = self.voter.contribution(squares, loss, num_targets, parted, self._overflows())
+        overflows = self._overflows()
+        mine = self.voter.contribution(self.step, squares, loss, num_targets, parted, overflows)
         # Before the vote is sent: a peer that sees its result may count on this worker's gradients.
         self.prepared = self.step
         self._enter("vote")

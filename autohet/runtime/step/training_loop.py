@@ -80,7 +80,9 @@ class TrainingLoop:
         self._progress = self.order.evaluation_progress
 
     def run(self) -> Phase:
-        """Train until the order's last step or a stop request; blocks.
+        """Train until the order's last step, a stop request or a cut-over; blocks.
+
+        Phase.BUILDING: all workers begin the next generation at this step.
 
         Raises:
             PeerLost, Interrupted: the generation is over.
@@ -113,6 +115,8 @@ class TrainingLoop:
             self._keep_copies(vote)
             if vote.stops:
                 return Phase.STOPPED
+            if vote.is_cut_over:
+                return Phase.BUILDING
             ended = self._evaluate_when_due()
             if ended is not None:
                 return ended

@@ -32,7 +32,8 @@ class Vote:
     `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
     shard are not bit-equal (`replica_check`): then the step did not happen. `overflows` is not zero
     if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale. `rows`
-    and `row_hashes` count the rows whose losses were computed (`row_count`).
+    and `row_hashes` count the rows whose losses were computed (`row_count`). `ready` counts the
+    workers that can begin the next generation after this step.
 
     `squared_norm` is that of the gradient of `loss_sum`, the sum (not the mean) of the global
     batch's losses; NaN or infinite if a gradient is.
@@ -54,6 +55,12 @@ class Vote:
     reward_margin_sum: float = 0.0
     rows: int = 0
     row_hashes: int = 0
+    ready: int = 0
+
+    @property
+    def is_cut_over(self) -> bool:
+        """True if the next generation begins after this step, for all workers alike."""
+        return 0 < self.ready == self.members and not self.stops
 
     @property
     def num_losses(self) -> int:
@@ -138,6 +145,8 @@ class Voter:
     """Loss of preferences, which counts pairs; None: another objective."""
     rows: RowCount | None = None
     """Rows whose losses this worker has computed; None: the plan's workers do not count them."""
+    next_begins_at: int | None = None
+    """Step at which this worker is ready to begin the next generation; None: it has none."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _checkpoint: threading.Event = field(default_factory=threading.Event)
     _next_checkpoint: threading.Event = field(default_factory=threading.Event)
@@ -160,18 +169,20 @@ class Voter:
 
     def contribution(
         self,
+        step: int,
         squares: Tensor,
         loss: Tensor,
         num_targets: Tensor,
         parted: Tensor | float,
         overflows: Tensor | None,
     ) -> Tensor:
-        """Return this worker's vote on a step, whose gradients it has summed.
+        """Return this worker's vote on `step`, whose gradients it has summed.
 
         squares: this worker's part of the squared norm. parted, overflows: as those of `Vote`;
         overflows is None if the worker computes in another format.
         """
         sums: dict[str, Tensor | float] = {"squared_norm": squares, "parted": parted}
+        sums["ready"] = self.next_begins_at == step + 1
         if self._next_checkpoint.is_set():
             self._next_checkpoint.clear()
             sums["checkpoints"] = 1.0

@@ -43,6 +43,7 @@ CASES = {
     "node killed": ("kill", "n3"),
     "node frozen": ("freeze", "n3"),
     "notice": ("notice", "n3"),
+    "notice, with a stop": ("stopping notice", "n3"),
     "notice, nothing prepared": ("unprepared notice", "n3"),
 }
 NOTICE_S = 120.0
@@ -226,6 +227,7 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
         run = StruckRun(job, directory, nodes=NODES)
         run.fleet.silent_node_s = RAY_NOTICES_S
         run.controller.memory.prepares = mode != "unprepared notice"
+        run.controller.memory.cuts_over = mode == "notice"
         with owned_memory():
             result = run.run(events)
         (change, *_) = result.summary["reconfigurations"]

@@ -200,10 +200,12 @@ def test_an_interrupt_ends_the_building_of_a_group_that_a_peer_never_joins(store
     groups = GenerationGroups(
         store, 1, "a", CPU, timeouts=GroupTimeouts(60.0, 60.0), back_end=BACK_END
     )
-    GenerationGroups(
+    peer = GenerationGroups(
         store, 1, "b", CPU, timeouts=GroupTimeouts(60.0, 60.0), back_end=BACK_END
-    ).meet(["b"])
+    )
+    meeting, _ = in_thread(lambda: peer.meet(["a", "b"]))
     groups.meet(["a", "b"])
+    meeting.join(20)
     thread, raised = in_thread(lambda: groups.group(["a", "b"]))
     groups.interrupt()
     thread.join(20)
@@ -223,7 +225,7 @@ def test_an_interrupt_ends_the_building_of_a_group_whose_other_member_dies_in_it
     other = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
     GenerationGroups(
         other, 1, "b", CPU, timeouts=GroupTimeouts(15.0, 60.0), back_end=BACK_END
-    )._store.add(f"arrived/{'sync' if BACK_END.in_stream_order else 'any'}/2/a+b", 1)
+    )._store.add(f"arrived/building {'sync' if BACK_END.in_stream_order else 'any'}/2/a+b", 1)
     started = time.monotonic()
     thread, raised = in_thread(lambda: groups.group(["a", "b"]))
     while not any(each.name.startswith("building") for each in threading.enumerate()):
