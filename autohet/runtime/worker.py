@@ -438,7 +438,11 @@ class Worker:
         progress = RestoreProgress()
         try:
             filled = source.fill(order, self._known(order), world, groups.over, progress)
-            self._hold_frozen(order, groups.over, filled.bytes_by_tier)
+            # Untrained weights are no part of the state: each node reads its own from the origin.
+            frozen = frozen_units(order.plan, self.config, self.place.worker)
+            read_bytes = self._frozen.hold(frozen, groups.over)
+            if frozen:
+                filled.bytes_by_tier["origin"] = read_bytes
             # Once every worker has its state, the generation is committed.
             world.barrier_on_host()
         except BaseException as error:
@@ -479,18 +483,6 @@ class Worker:
         if not is_used:
             return Phase.RELEASED
         return self._train(order, groups, state)
-
-    def _hold_frozen(
-        self, order: GenerationOrder, cancelled: threading.Event, bytes_by_tier: dict[str, int]
-    ) -> None:
-        """Load the untrained weights that this worker computes with under the order's plan.
-
-        Bytes read from the origin are counted. No-op if all weights are trained.
-        """
-        units = frozen_units(order.plan, self.config, self.place.worker)
-        read_bytes = self._frozen.hold(units, cancelled)
-        if units:
-            bytes_by_tier["origin"] = read_bytes
 
     def _known(self, order: GenerationOrder) -> LiveState | None:
         """Return the state in this worker's memory that the order needs.

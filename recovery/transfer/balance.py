@@ -61,18 +61,15 @@ class _Ends:
     """End times in seconds of the lines of several sources of one shard, if each gave the shard.
 
     They are kept while the shard goes to one node after another: only those of the node that has
-    just given it change. If pairs of nodes have speeds of their own, the times are computed again
-    for each destination.
+    just given it change.
     """
 
-    def __init__(
-        self, lines: Lines, by_pair: bool, num_bytes: int, sources: Sequence[Source]
-    ) -> None:
+    def __init__(self, lines: Lines, num_bytes: int, sources: Sequence[Source]) -> None:
         self.sources: list[Source] = []
         self._lines = lines
-        self._by_pair = by_pair
         self._num_bytes = num_bytes
-        self._until: list[float] = []
+        self.until: list[float] = []
+        """Each source's end time in seconds."""
         self._at: dict[str, list[int]] = {}
         for source in sources:
             self.add(source)
@@ -80,18 +77,12 @@ class _Ends:
     def add(self, source: Source) -> None:
         self._at.setdefault(source.node, []).append(len(self.sources))
         self.sources.append(source)
-        self._until.append(self._lines.until(source, "", self._num_bytes))
+        self.until.append(self._lines.until(source, self._num_bytes))
 
     def refresh(self, node: str) -> None:
         """Update the end times of sources on `node`, after one of them has given something."""
         for at in self._at.get(node, ()):
-            self._until[at] = self._lines.until(self.sources[at], "", self._num_bytes)
-
-    def for_node(self, node: str) -> list[float]:
-        """Return each source's end time in seconds for this destination."""
-        if not self._by_pair:
-            return self._until
-        return [self._lines.until(source, node, self._num_bytes) for source in self.sources]
+            self.until[at] = self._lines.until(self.sources[at], self._num_bytes)
 
 
 class _Balancer:
@@ -257,7 +248,7 @@ class _Balancer:
             leader = workers[0]
             if len(workers) > 1:
                 leader = min(workers, key=lambda worker: (self._busy_bytes(worker), worker))
-            source, depth = self._best(shard, node, held, relayed, served)
+            source, depth = self._best(shard, held, relayed, served)
             tier = S3 if source.kind == "s3" else PEER
             self._take(leader, shard, source, tier, depth)
 
@@ -283,11 +274,10 @@ class _Balancer:
         return self.busy_bytes.get(worker, 0)
 
     def _ends(self, shard: int, sources: Sequence[Source]) -> _Ends:
-        by_pair = bool(self.links.pair_bytes_per_s)
-        return _Ends(self.lines, by_pair, self.num_bytes[shard], sources)
+        return _Ends(self.lines, self.num_bytes[shard], sources)
 
     def _best(
-        self, shard: int, node: str, held: _Ends, relayed: _Ends, served: list[tuple[Source, int]]
+        self, shard: int, held: _Ends, relayed: _Ends, served: list[tuple[Source, int]]
     ) -> tuple[Source, int]:
         """Return the source whose lines end first, and the depth of its sends.
 
@@ -296,7 +286,7 @@ class _Balancer:
         """
         holder: Source | None = None
         holder_until = math.inf
-        holders_until = held.for_node(node)
+        holders_until = held.until
         if holders_until:
             holder_until = min(holders_until)
             holder = self._idlest(held.sources, holders_until, holder_until)
@@ -307,7 +297,7 @@ class _Balancer:
             is_late = holder_until + self.reserved_s.get(holder.node, 0.0) > self.target_s
 
         if served and is_late:
-            relays_until = relayed.for_node(node)
+            relays_until = relayed.until
             relay_until = min(relays_until)
             if relay_until < holder_until:
                 return served[relays_until.index(relay_until)]

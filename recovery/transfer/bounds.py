@@ -67,7 +67,7 @@ def lower_bound_s(demand: Demand, links: LinkRates) -> float:
             node = holding_nodes[0]
             sole[node] += num_bytes / links.network(node)
             if only_disk:
-                sole_disk[node] += num_bytes / links.disk(node)
+                sole_disk[node] += num_bytes / links.disk_bytes_per_s
 
     bounds = [0.0, *into.values(), *sole.values(), *sole_disk.values(), *demand.memory_s.values()]
     if delivered:
@@ -75,7 +75,7 @@ def lower_bound_s(demand: Demand, links: LinkRates) -> float:
         bounds.append(delivered / senders_speed)
     if durable:
         readers_speed = sum(links.s3(node) for node in durable_nodes)
-        bounds.append(durable / min(readers_speed, links.s3_total_bytes_per_s))
+        bounds.append(durable / readers_speed)
     return max(bounds)
 
 

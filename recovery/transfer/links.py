@@ -1,11 +1,10 @@
 """Speeds of the links that state can take, as the schedule sees them.
 
-One number per node and direction, or per pair.
+One number per node and direction.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,20 +17,16 @@ class LinkRates:
     """Bytes per second of each link to a worker; all transfers over a resource share it.
 
     A node's network card carries `network_bytes_per_s` out and, at the same time, as much in (full
-    duplex); what comes from durable storage also enters through it. `pair_bytes_per_s` caps single
-    (from node, to node) paths, e.g. between zones. The defaults are a 25 Gb/s cloud node with NVMe;
-    they only weigh sources against each other and are not measurements.
+    duplex); what comes from durable storage also enters through it. The
+    defaults are a 25 Gb/s cloud node with NVMe; they only weigh sources against each other and are
+    not measurements.
     """
 
     memory_bytes_per_s: float = 10e9
     disk_bytes_per_s: float = 1.5e9
     network_bytes_per_s: float = 25e9 / 8
     s3_bytes_per_s: float = 1e9
-    s3_total_bytes_per_s: float = math.inf
     network_by_node: Mapping[str, float] = field(default_factory=dict)
-    disk_by_node: Mapping[str, float] = field(default_factory=dict)
-    s3_by_node: Mapping[str, float] = field(default_factory=dict)
-    pair_bytes_per_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rates = {
@@ -39,31 +34,19 @@ class LinkRates:
             "disk_bytes_per_s": self.disk_bytes_per_s,
             "network_bytes_per_s": self.network_bytes_per_s,
             "s3_bytes_per_s": self.s3_bytes_per_s,
-            "s3_total_bytes_per_s": self.s3_total_bytes_per_s,
         }
         for name, rate in rates.items():
             _require_positive(name, rate)
 
-        for table in (self.network_by_node, self.disk_by_node, self.s3_by_node):
-            for node, rate in table.items():
-                _require_positive(f"speed of {node}", rate)
-
-        for pair, rate in self.pair_bytes_per_s.items():
-            _require_positive(f"speed of {pair}", rate)
+        for node, rate in self.network_by_node.items():
+            _require_positive(f"speed of {node}", rate)
 
     def network(self, node: str) -> float:
         return self.network_by_node.get(node, self.network_bytes_per_s)
 
-    def disk(self, node: str) -> float:
-        return self.disk_by_node.get(node, self.disk_bytes_per_s)
-
     def s3(self, node: str) -> float:
         """Return the speed from durable storage to `node`, which its network card limits, too."""
-        rate = self.s3_by_node.get(node, self.s3_bytes_per_s)
-        return min(rate, self.network(node))
-
-    def pair(self, source: str, destination: str) -> float:
-        return self.pair_bytes_per_s.get((source, destination), math.inf)
+        return min(self.s3_bytes_per_s, self.network(node))
 
 
 def _require_positive(name: str, rate: float) -> None:
@@ -82,22 +65,16 @@ class Lines:
         self.disk: defaultdict[str, float] = defaultdict(float)
         self.memory: defaultdict[str, float] = defaultdict(float)
         self.s3: defaultdict[str, float] = defaultdict(float)
-        self.pair: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self.s3_total = 0.0
 
-    def until(self, source: Source, node: str, num_bytes: int) -> float:
-        """Return the seconds until the source's lines end if it gives `num_bytes` to `node`."""
+    def until(self, source: Source, num_bytes: int) -> float:
+        """Return the seconds until the source's lines end if it gives `num_bytes` to a node."""
         links = self._links
         at = source.node
         until = self.out.get(at, 0.0) + num_bytes / links.network(at)
 
         if source.kind == "disk":
-            disk_until = self.disk.get(at, 0.0) + num_bytes / links.disk(at)
+            disk_until = self.disk.get(at, 0.0) + num_bytes / links.disk_bytes_per_s
             until = max(until, disk_until)
-
-        if links.pair_bytes_per_s:
-            pair_until = self.pair.get((at, node), 0.0) + num_bytes / links.pair(at, node)
-            until = max(until, pair_until)
         return until
 
     def take_peer(self, source: Source, node: str, num_bytes: int) -> None:
@@ -107,17 +84,14 @@ class Lines:
         self.into[node] += num_bytes / links.network(node)
         if source.kind == "disk":
             self.take_disk(at, num_bytes)
-        if links.pair_bytes_per_s:
-            self.pair[at, node] += num_bytes / links.pair(at, node)
 
     def take_s3(self, node: str, num_bytes: int) -> None:
         links = self._links
         self.s3[node] += num_bytes / links.s3(node)
         self.into[node] += num_bytes / links.network(node)
-        self.s3_total += num_bytes / links.s3_total_bytes_per_s
 
     def take_disk(self, node: str, num_bytes: int) -> None:
-        self.disk[node] += num_bytes / self._links.disk(node)
+        self.disk[node] += num_bytes / self._links.disk_bytes_per_s
 
     def take_memory(self, node: str, num_bytes: int) -> None:
         self.memory[node] += num_bytes / self._links.memory_bytes_per_s
@@ -126,7 +100,7 @@ class Lines:
         """Return the end in seconds of the busiest line between `source` and `node`."""
         into = self.into.get(node, 0.0)
         if source.kind == "s3":
-            return max(self.s3.get(node, 0.0), into, self.s3_total)
+            return max(self.s3.get(node, 0.0), into)
 
         at = source.node
         disk = 0.0
@@ -137,12 +111,11 @@ class Lines:
             return max(disk, self.memory.get(node, 0.0))
 
         out = self.out.get(at, 0.0)
-        pair = self.pair.get((at, node), 0.0)
-        return max(disk, out, into, pair)
+        return max(disk, out, into)
 
     def busiest(self) -> float:
         """Return the end in seconds of the busiest line of all."""
-        latest = self.s3_total
-        for table in (self.out, self.into, self.disk, self.memory, self.s3, self.pair):
+        latest = 0.0
+        for table in (self.out, self.into, self.disk, self.memory, self.s3):
             latest = max(latest, max(table.values(), default=0.0))
         return latest

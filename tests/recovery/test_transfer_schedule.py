@@ -230,7 +230,7 @@ def busiest_s(plan: TransferSchedule, layout: Layout, links: LinkRates) -> float
             if source.kind == "s3":
                 add(("s3", part.node), size / links.s3(part.node))
             if source.kind == "disk":
-                add(("disk", source.node), size / links.disk(source.node))
+                add(("disk", source.node), size / links.disk_bytes_per_s)
             if source.node != part.node:
                 add(("in", part.node), size / links.network(part.node))
             if source.kind != "s3" and source.node != part.node:

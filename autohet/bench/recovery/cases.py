@@ -246,15 +246,12 @@ def _together(
     for part, tiers in parts:
         node = nodes[part.worker]
         lanes = by_node.setdefault(node, {"disk": 0.0, "s3": 0.0})
-        lanes["disk"] += tiers["disk"] / links.disk(node)
+        lanes["disk"] += tiers["disk"] / links.disk_bytes_per_s
         lanes["s3"] += tiers["s3"] / links.s3(node)
         for tier in TIERS:
             totals[tier] += tiers[tier]
 
-    # the busiest lane of a node, or what storage gives to all nodes together
-    bound = totals["s3"] / links.s3_total_bytes_per_s
-    for lanes in by_node.values():
-        bound = max(bound, *lanes.values())
+    bound = max((max(lanes.values()) for lanes in by_node.values()), default=0.0)
     parts_by_worker = {part.worker: part for part, _ in parts}
     return TransferSchedule(CHECKPOINT_STEP, parts_by_worker, bound, bound, totals)
 

@@ -42,8 +42,8 @@ def is_possible(memory: JobMemory, proposal: PlanProposal) -> bool:
     return memory.cuts_over and not (has_programs or may_end_early or is_scaled)
 
 
-def announce(preparing: Preparing, memory: JobMemory, seen: Observation) -> Deciding[bool]:
-    """Announce the step of the cut-over, and claim the generation; False: there is no time."""
+def name_step(preparing: Preparing, memory: JobMemory, seen: Observation) -> Deciding[bool]:
+    """Name the step of the cut-over, and claim the generation; False: there is no time."""
     if not is_possible(memory, preparing.proposal):
         return False
     assert memory.proposal is not None

@@ -335,7 +335,7 @@ def _move_once_prepared(
     are_ready = len(mine) == len(preparing.participants) and not has_failed
     if not are_ready and not has_failed and seen.now < preparing.deadline:
         return state
-    if are_ready and (yield from cutting_over.announce(preparing, memory, seen)):
+    if are_ready and (yield from cutting_over.name_step(preparing, memory, seen)):
         return state
     prepared = preparing.generation if are_ready else None
     return (yield from _move(memory, preparing.change, proposal, seen, prepared))

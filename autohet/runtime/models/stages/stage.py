@@ -83,14 +83,9 @@ class StageModel(nn.Module):
         rotary = attention = None
         if family.rotary:
             rotary = model.get_submodule(family.rotary)
-            attention = next(
-                (
-                    module
-                    for path, module in model.named_modules()
-                    if path.endswith(f".{family.attention}")
-                ),
-                None,
-            )
+            for path, module in model.named_modules():
+                if path.endswith(f".{family.attention}"):
+                    attention = module
         self.inputs = BlockInputs(spec, rotary, attention)
         self.dropout = StageDropout(spec)
         self._embedding_dropout = self.dropout.of_embedding() if spec.is_first else None
