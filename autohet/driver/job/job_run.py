@@ -128,7 +128,8 @@ class JobRun:
             planning = RecordedPlanning(self.planning, recorder)
         self.controller = Controller(job, self.workforce, planning, self.orders, events)
         self.controller.memory.prepares = True
-        self.controller.memory.cuts_over = True
+        # Two generations at a time have not run over NCCL.
+        self.controller.memory.cuts_over = job.computes_on_cpu
         self.controller.memory.keeps_passes = True
         self.controller.recorder = recorder
         rehearsal = Rehearsal(
