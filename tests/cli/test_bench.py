@@ -250,6 +250,7 @@ def test_the_predicted_gain_ends_too_and_fixed_costs_count_for_small_states(monk
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_stock_pipelining_and_this_package_train_alike_on_an_equal_plan():
     """Wrong: the baseline divides or clips its gradients otherwise, or trains on other rows, and
     its time says nothing.

@@ -170,6 +170,7 @@ def stopped(
     return StoppedRun(result, uri, server[1])
 
 
+@pytest.mark.slow
 def test_another_fleet_reads_s3_that_misbehaves(
     proxy: MisbehavingProxy, stopped: StoppedRun, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

@@ -76,7 +76,9 @@ CASES |= {
     "a saved tied embedding": (QWEN3, SAVED_TIED, UNEVEN),
     "updates of the ends": (LLAMA, ENDS, plan_document(*ASYMMETRIC["TP 2 beside TP 1"])),
 }
-BESIDE_A_DEATH = frozenset({"TP and cuts across", "saved ends", "updates of the ends"})
+BESIDE_A_DEATH = frozenset(
+    {"TP and cuts across", "saved ends", "sharded optimizers", "updates of the ends"}
+)
 """Cases whose model and cuts are in the first fleet of those that lose a worker."""
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""

@@ -135,6 +135,7 @@ def documents(path: Path, length: int) -> str:
     return str(prepared.path)
 
 
+@pytest.mark.slow  # what only rows of documents change is proved by test_pieces
 def test_packed_documents_are_evaluated_and_trained_as_by_one_worker(
     pool: Any, tmp_path: Path
 ) -> None:
@@ -159,7 +160,8 @@ def test_packed_documents_are_evaluated_and_trained_as_by_one_worker(
     np.testing.assert_allclose(found[2], found[0], rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
 def test_preferences_are_learnt_as_by_one_worker(pool: Any, tmp_path: Path, name: str) -> None:
     """The reference's passes, without adapters and gradients, dispatch tokens, too."""
     save_chat_tokenizer(tmp_path / "tokenizer")

@@ -89,7 +89,15 @@ def alone(pool: Any) -> Callable[[dict[str, Any]], tuple[list[float], dict[str, 
     return run_alone
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("uneven shares", "recomputed") else pytest.mark.slow
+        )
+        for name in CASES
+    ],
+)
 def test_dropout_is_the_same_on_any_plan(pool: Any, alone: Any, name: str) -> None:
     model, plan = CASES[name]
     case = Case(model, plan, TRAINING, STEPS, adapter=ADAPTER)

@@ -79,7 +79,6 @@ DEEPSEEK_PLANS = {
             ("all-to-all beside a sum", "mixtral", "deferred"),
         ],
         {
-            ("DP 2, PP 2, TP 2", "qwen3_moe", "deferred"),
             ("three pipelines", "qwen3_moe", "gloo"),
             ("uneven beside TP 1, 2", "mixtral", "deferred"),
             ("uneven beside TP 1, 2", "gpt_oss", "gloo"),
@@ -150,9 +149,7 @@ def counts_of_last_step() -> dict[str, np.ndarray]:
             ("DP 8", "gloo"),
         ],
         {
-            ("DP 2, PP 2, TP 2", "deferred"),
             ("uneven beside TP 1, 2", "gloo"),
-            ("all-to-all beside a sum", "gloo"),
             ("all-to-all, sequence parallel", "gloo"),
             ("sharded", "gloo"),
         },

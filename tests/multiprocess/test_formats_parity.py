@@ -231,7 +231,8 @@ def test_fp16_adapters_over_bf16_weights_train_as_peft(pool: Any, steps: int) ->
     np.testing.assert_allclose([loss for loss, _, _ in results], losses_of_amp(case), rtol=1e-3)
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [4, 50])
 def test_adapters_on_stages_of_two_formats_follow_bf16(pool: Any, steps: int) -> None:
     """`run` also checks that frozen weights keep the bits that the seed gives in bf16."""
     schedule = {**BF16, "steps": steps, "learning_rate": 1e-3, "warmup_steps": 2}
@@ -248,9 +249,8 @@ def test_adapters_on_stages_in_fp8_follow_bf16(pool: Any) -> None:
     check_follows(pool, case, plain)
 
 
-@pytest.mark.parametrize(
-    "formats", [pytest.param(("fp16", None), marks=pytest.mark.slow), (None, "fp16")]
-)
+@pytest.mark.parametrize("formats", [("fp16", None), (None, "fp16")])
+@pytest.mark.slow
 def test_an_overflow_costs_no_adapter(pool: Any, formats: tuple[str | None, ...]) -> None:
     case = with_adapters(Case(LLAMA, in_formats(grid(1, 2, 2), *formats), BF16, 2))
     results, states = run(pool, replace(case, loss_scale=LARGE))

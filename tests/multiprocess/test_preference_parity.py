@@ -109,7 +109,10 @@ def with_plan(case: Case, plan: dict[str, Any]) -> Case:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "DP" else ()) for name in PLANS],
+    [
+        pytest.param(name, marks=() if name == "TP and cuts across" else pytest.mark.slow)
+        for name in PLANS
+    ],
 )
 def test_preferences_on_any_plan_equal_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
     processes, port = pool
