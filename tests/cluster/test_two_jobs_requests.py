@@ -1,17 +1,20 @@
-"""Requests of two drivers to one real autoscaler: they add up, and a killed one's ends."""
+"""Two drivers on one real cluster: requests add up, a killed one's end, and GPUs have users."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 
+from autohet.driver.ray.gpu_users import gpu_users
 from autohet.driver.ray.requests.broker import put_request
 from tests.harness.autoscaling_cluster import autoscaling_cluster
+from tests.harness.local_fleet import local_fleet
 from tests.harness.waits import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -50,3 +53,40 @@ def test_requests_of_two_jobs_add_up_and_a_killed_jobs_is_withdrawn(tmp_path: Pa
         wait_until(lambda: num_requested() == 1)
         put_request((), ())
         assert num_requested() == 0
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class WorkerActor:
+    """A worker that starts once `path` exists."""
+
+    def __init__(self, path: str) -> None:
+        wait_until(Path(path).exists)
+
+    def answer(self) -> bool:
+        return True
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class ForeignActor:
+    def answer(self) -> bool:
+        return True
+
+
+def test_a_worker_that_starts_slowly_has_its_gpu_itself(tmp_path: Path) -> None:
+    """Wrong: another program is taken to have it, so that the worker is ended and started again."""
+    actors: Any = WorkerActor
+    with local_fleet(big=1):
+        (node,) = [each["NodeID"] for each in ray.nodes() if each["Resources"].get("GPU")]
+        worker = actors.remote(str(tmp_path / "go"))
+        wait_until(lambda: ray.available_resources().get("GPU", 0) < 1)
+        wait_until(lambda: gpu_users({node}, {node}, "run") == {})
+        (tmp_path / "go").touch()
+        assert ray.get(worker.answer.remote())
+        assert gpu_users({node}, {node}, "run") == {}
+        ray.kill(worker)
+        others: Any = ForeignActor
+        foreign = others.remote()
+        assert ray.get(foreign.answer.remote())
+        waits = actors.remote(str(tmp_path / "go"))
+        wait_until(lambda: gpu_users({node}, {node}, "run") != {})
+        ray.kill(waits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import ray
 from ray._private.state import state as ray_state
@@ -33,9 +34,14 @@ def gpu_users(nodes: Collection[str], slow: Collection[str], run_id: str) -> dic
     own_job = ray.get_runtime_context().get_job_id()
     own: set[str] = set()
     jobs: dict[str, set[str]] = {}
-    for actor in ray_state.actor_table(None, None, "ALIVE").values():
+    actors: list[Mapping[str, Any]] = []
+    for state in ("ALIVE", "PENDING_CREATION"):
+        actors += ray_state.actor_table(None, None, state).values()
+    for actor in actors:
         node = actor["Address"]["NodeID"]
-        if node not in nodes or actor["ActorClassName"].rpartition(".")[2] != WORKER:
+        # One that is being created has a process once it has its GPU, and may import for minutes.
+        is_worker = actor["ActorClassName"].rpartition(".")[2] == WORKER and actor["Pid"]
+        if node not in nodes or not is_worker:
             continue
         if actor["JobID"] == own_job or actor["Name"].startswith(f"{run_id} "):
             own.add(node)

@@ -51,12 +51,8 @@ DRAINS_S = 0.5
 BUSY_S = 5.0
 """Seconds after which a worker that has not started may wait for its GPU, and between two looks."""
 FREED_S = 20.0
-SLOW_START_S = 300.0
-"""Seconds after which a process that has not started counts as one that waits for its GPU.
-
-Ray does not tell the two apart, and starts its processes at a low priority: on a busy machine the
-imports of a worker take minutes.
-"""
+SLOW_START_S = 60.0
+"""Seconds after which a process that Ray has not launched counts as one that waits for its GPU."""
 BEATS = 4
 """Heartbeats per `suspicion_s` of a worker that has no news.
 
