@@ -176,7 +176,7 @@ def _divide_split_size(module: nn.Module, share: TensorShare) -> None:
 def isolate_mixers(blocks: Iterable[nn.Module], spec: StageSpec) -> None:
     """Let recurrent blocks compute each piece alone, and whole mixers see the whole sequence."""
     for index, block in enumerate(blocks):
-        for name, module in block.named_modules():
+        for name, module in block.named_children():
             path = f"{spec.block_path(index)}.{name}"
             if spec.family.style(spec.config, path) != WHOLE_MIXER:
                 continue
