@@ -112,6 +112,22 @@ class AutoscalingConfig:
         standing = {name: number for name, number in self.standing(planned).items() if number}
         return NodeBound(most, tuple(sorted(standing.items())))
 
+    def largest_total(self, weights: Mapping[str, float]) -> float:
+        """Return the largest sum of `weights` by node type that nodes can have at one time.
+
+        A quota of vCPUs must allow it.
+        """
+        spare = self.max_workers - sum(kind.min_workers for kind in self.types.values())
+        total = 0.0
+        for name in sorted(self.types, key=lambda name: -weights.get(name, 0.0)):
+            kind = self.types[name]
+            more = min(kind.max_workers - kind.min_workers, spare)
+            weight = weights.get(name, 0.0)
+            # nodes without weight take no place from others
+            spare -= more if weight else 0
+            total += weight * (kind.standing + more)
+        return total
+
 
 def autoscaling_config(document: object, where: str = "cluster") -> AutoscalingConfig:
     """Return a cluster file's node types as Ray fills them in.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,7 +35,7 @@ from autohet.driver.ray.requests.node_requests import (
     resource_constraints,
 )
 from planner.errors import ConfigError
-from planner.inputs.autoscaling import autoscaling_config
+from planner.inputs.autoscaling import AutoscaledType, AutoscalingConfig, autoscaling_config
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import cluster_document, read_cluster_yaml, with_legacy_types
 from tests.harness.s3_server import s3_server
@@ -268,3 +269,24 @@ def test_a_slurm_script_is_named(tmp_path: Path) -> None:
     path.write_text(SLURM)
     with pytest.raises(ConfigError, match="is a Slurm script, which `sbatch` reads"):
         read_cluster_yaml(path)
+
+
+def test_the_vcpus_that_a_quota_must_allow_are_those_of_the_largest_fleet() -> None:
+    """Of all fleets that the bounds allow, found by trying each."""
+    chance = random.Random(0)
+    for _ in range(200):
+        types = {}
+        for name in ("a", "b", "c"):
+            least = chance.randrange(2)
+            most = least + chance.randrange(3)
+            types[name] = AutoscaledType(name, None, {}, {}, least, most, is_head=name == "a")
+        limit = sum(kind.min_workers for kind in types.values()) + chance.randrange(5)
+        weights = {name: chance.choice((0, 4, 48)) for name in types}
+        ranges = [range(kind.min_workers, kind.max_workers + 1) for kind in types.values()]
+        allowed = [counts for counts in itertools.product(*ranges) if sum(counts) <= limit]
+        totals = [
+            sum(number * weights[name] for number, name in zip(counts, types, strict=True))
+            for counts in allowed
+        ]
+        config = AutoscalingConfig("a", limit, types)
+        assert config.largest_total(weights) == max(totals) + weights["a"]

@@ -307,7 +307,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-CHANGE_IN_PLACE = ("gemma2", "gemma3_text", "vaultgemma")
+CHANGE_IN_PLACE = ("gemma2", "gemma3_text", "qwen3_5_text", "vaultgemma")
 """Models whose modules change tensors in place, which no rule of SPMD programs covers."""
 CAPTURED = [
     name

@@ -79,8 +79,9 @@ def auto_family(model_type: str, **fields: Any) -> Family:
         )
     embedding, layers, norm = (f"model.{path}" for path in paths)
     has_sinks = "layers.*.self_attn.sinks" in styles
+    given = fields.pop("changed_styles", {})
     derived = {
-        "changed_styles": _derived_styles(model_type, styles) | fields.pop("changed_styles", {}),
+        "changed_styles": _derived_styles(model_type, styles, given) | given,
         "expert_names": _expert_names(model_type) if EXPERTS in styles.values() else None,
         "has_sinks": has_sinks,
         "stock_attention": "eager" if has_sinks else "sdpa",
@@ -97,14 +98,18 @@ def auto_family(model_type: str, **fields: Any) -> Family:
     )
 
 
-def _derived_styles(model_type: str, plan: Mapping[str, str]) -> dict[str, str]:
+def _derived_styles(
+    model_type: str, plan: Mapping[str, str], given: Mapping[str, str]
+) -> dict[str, str]:
     """Return the styles by path pattern that replace those of a library's plan, or complete it.
+
+    given: styles that a family names itself, which cut its attention where the plan says nothing.
 
     Raises:
         ConfigError: a style is unknown.
     """
     changed: dict[str, str] = {}
-    if not any(pattern.startswith("layers.*.self_attn") for pattern in plan):
+    if not any(pattern.startswith("layers.*.self_attn") for pattern in {**plan, **given}):
         changed["layers.*.self_attn"] = WHOLE_MIXER
     for pattern, style in plan.items():
         parent, _, name = pattern.rpartition(".")

@@ -267,7 +267,9 @@ def _text_document(document: dict[str, Any], source: str) -> dict[str, Any]:
         )
     found: dict[str, Any] = {**text.to_dict(), "model_type": text.model_type}
     # The library ties by the outer config, older releases by the inner; files say if both are so.
-    found["tie_word_embeddings"] = bool(config.tie_word_embeddings or text.tie_word_embeddings)
+    # The text part of Qwen 3 VL has no such key.
+    is_tied = config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False)
+    found["tie_word_embeddings"] = bool(is_tied)
     quantization = quantization_of(document)
     if quantization:
         found["quantization_config"] = quantization

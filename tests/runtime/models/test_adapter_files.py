@@ -111,7 +111,7 @@ def test_an_adapter_of_a_multimodal_model_begins_a_run_of_its_text_part(
     torch.manual_seed(0)
     write_random(AutoModelForImageTextToText.from_config(MULTIMODAL[name]()), tmp_path / "base")
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
-    pattern = r".*(language|text)_model.*\.[qo]_proj"
+    pattern = r".*(language|text)_model.*\.([qo]|down)_proj"
     written = write_adapter(whole, {"r": 2, "target_modules": pattern}, tmp_path / "adapter")
     stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
     check_logits(

@@ -23,6 +23,7 @@ from transformers import (
     Mistral3Config,
     PreTrainedModel,
     Qwen3_5Config,
+    Qwen3VLConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -53,6 +54,14 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+DELTA = {
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+DEEP_VISION = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2}
 GEMMA_TEXT = {**TEXT, "model_type": "gemma3_text", "sliding_window": 4}
 MULTIMODAL: dict[str, Any] = {
     "gemma3": lambda: Gemma3Config(
@@ -75,6 +84,7 @@ MULTIMODAL: dict[str, Any] = {
         scale_factor=1,
         pad_token_id=0,
     ),
+    "qwen3_5": lambda: Qwen3_5Config(text_config={**TEXT, **DELTA}, vision_config=DEEP_VISION),
     "llava of qwen2": lambda: LlavaConfig(
         text_config={**TEXT, "model_type": "qwen2"},
         vision_config={**VISION, "model_type": "clip_vision_model"},
@@ -151,9 +161,9 @@ def exported(section: ModelSection, folder: Path, num_tokens: int = -1) -> PreTr
 
 
 def test_a_text_part_that_cannot_be_trained_is_refused_by_its_own_name(tmp_path: Path) -> None:
-    document = Qwen3_5Config(text_config=TEXT).to_dict()
+    document = Qwen3VLConfig(text_config=TEXT).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(document))
-    with pytest.raises(ConfigError, match="model_type 'qwen3_5_text' cannot be trained"):
+    with pytest.raises(ConfigError, match="model_type 'qwen3_vl_text' cannot be trained"):
         load_config(ModelSection(pretrained=str(tmp_path)))
 
 
