@@ -151,7 +151,7 @@ def test_new_tokens_are_exported_with_the_adapter(storage: Storage, tmp_path: Pa
     "adapter",
     [
         AdapterSection(rank=2),
-        AdapterSection(rank=2, targets="q_proj", modules_to_save=("k_norm", "embed_tokens")),
+        AdapterSection(rank=2, targets="down_proj", modules_to_save=("k_norm", "embed_tokens")),
     ],
     ids=["all-linear", "saved"],
 )
