@@ -16,6 +16,7 @@ import torch
 from scripts.benchmarks.gpu import __main__ as gpu
 from scripts.benchmarks.gpu import aborts, measures, parts, probes, ranks
 from scripts.benchmarks.gpu.part import Failed, GpuPart, Machine, PartSkipped
+from tests.harness.selection import every_third
 from tests.harness.waits import HANG_S
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
@@ -163,9 +164,10 @@ def test_the_tests_of_a_part_are_there(path: str) -> None:
 ONE_THAT_RUNS_PYTEST = "families"
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(gpu.PARTS) - {"aborts", "ranks", *parts.TESTS} | {ONE_THAT_RUNS_PYTEST})
-)
+ON_A_CPU = set(gpu.PARTS) - {"aborts", "ranks", *parts.TESTS} | {ONE_THAT_RUNS_PYTEST}
+
+
+@pytest.mark.parametrize("name", every_third(sorted(ON_A_CPU)))
 def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(
     assert json.dumps(result)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_four_ranks_train_as_one_plain_process() -> None:
     assert ranks.run(CPU)["worst_relative_loss_error"] < ranks.TOLERANCE
@@ -185,9 +188,10 @@ def test_four_ranks_train_as_one_plain_process() -> None:
     "drill",
     [
         "killed",
-        "killed_message",
-        "missing",
-        *(pytest.param(drill, marks=pytest.mark.slow) for drill in ("frozen", "generations")),
+        *(
+            pytest.param(drill, marks=pytest.mark.slow)
+            for drill in ("killed_message", "missing", "frozen", "generations")
+        ),
     ],
 )
 def test_an_abort_drill_runs_over_gloo(drill: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ def run_alone(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not alone(), reason="a process namespace needs root")
 def test_the_readmes_shortest_job_trains_by_one_command(tmp_path: Path) -> None:
     done = run_alone(

@@ -66,6 +66,7 @@ def ended(process: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
     return dict(json.loads((directory / "out").read_text()))
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_train_whichever_ends_first(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     with training(one, 100_000) as first:

@@ -29,6 +29,7 @@ from tests.harness.s3_server import s3_server
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_another_fleet_goes_on_from_s3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = [
         {"first_layer": 0, "num_layers": 3, "workers": ["pair-0/0", "pair-0/1"]},

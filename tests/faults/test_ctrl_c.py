@@ -102,6 +102,7 @@ def test_a_sigterm_to_the_whole_group_commits_too(
     assert summary["steps"] >= 3
 
 
+@pytest.mark.slow
 def test_twice_ends_at_once(command: subprocess.Popen[str], tmp_path: Path) -> None:
     wait_until(lambda: num_steps(tmp_path) >= 1, "a step")
     command.send_signal(signal.SIGINT)

@@ -67,6 +67,7 @@ def test_a_new_fleet_goes_on_from_an_older_intact_checkpoint(
     assert len(begun) <= MAX_GENERATIONS, [event["reason"] for event in begun]
 
 
+@pytest.mark.slow
 def test_a_survivor_goes_on_from_an_older_intact_checkpoint(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

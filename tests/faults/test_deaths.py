@@ -111,6 +111,7 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(
     assert not Path(f"/proc/{frozen[0]}").exists()
 
 
+@pytest.mark.slow
 def test_a_death_in_a_program_takes_no_step_and_changes_shares(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_device_that_is_absent(
     ] == ["failed"]
 
 
+@pytest.mark.slow
 def test_a_drain_and_a_spot_notice_cost_nothing(fleet: EmulatedFleet, tmp_path: Path) -> None:
     """Both nodes are left in time: no step lost, nothing from storage, and Ray lets the drained
     nodes go.

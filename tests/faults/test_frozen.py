@@ -19,7 +19,9 @@ pytestmark = pytest.mark.faults
 SLOW_S = 4.5  # beyond the silence that makes a worker suspect
 
 
-@pytest.mark.parametrize("whole_node", [False, True], ids=["worker", "node"])
+@pytest.mark.parametrize(
+    "whole_node", [pytest.param(False, marks=pytest.mark.slow), True], ids=["worker", "node"]
+)
 def test_the_slow_are_waited_for(
     whole_node: bool, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

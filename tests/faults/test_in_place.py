@@ -81,7 +81,7 @@ def test_two_deaths_cost_no_search_and_no_row(scene: Scene, tmp_path: Path, memo
     ("point", "mode", "then", "num_kept"),
     [
         ("backward", "kill", None, 5),
-        ("backward", "kill", "d/0", 5),
+        ("backward", "kill", "d/0", None),
         ("gate", "kill", None, None),
         pytest.param("forward", "freeze", None, 5, marks=pytest.mark.slow),
         pytest.param("gradient_sync", "kill", None, 0, marks=pytest.mark.slow),

@@ -58,6 +58,7 @@ def building(run: StruckRun, seen: Observation) -> bool:
     return isinstance(run.controller.state, Building) and run.controller.memory.generation > 1
 
 
+@pytest.mark.slow
 def test_six_deaths_each_inside_the_rebuild_after_the_one_before(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

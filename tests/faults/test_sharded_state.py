@@ -50,7 +50,9 @@ def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None
     assert sum(change["bytes_by_tier"]["s3"] for change in changes) == 0, changes
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("vote-worker-kill", marks=pytest.mark.slow), "apply-worker-kill"]
+)
 def test_a_worker_goes_and_its_nodes_snapshot_serves(
     name: str, short_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

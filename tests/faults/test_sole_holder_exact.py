@@ -62,6 +62,7 @@ def test_an_only_holder_is_killed_or_frozen(
     assert result.summary["steps_lost"] <= 8
 
 
+@pytest.mark.slow
 def test_a_frozen_only_holder_is_asked_for_nothing(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

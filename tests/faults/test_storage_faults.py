@@ -216,6 +216,7 @@ def test_another_fleet_loses_a_worker_while_it_reads(
     check(scene, uri, before.events + result.events, result)
 
 
+@pytest.mark.slow
 def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     proxy: MisbehavingProxy,
     stopped: StoppedRun,
@@ -322,7 +323,7 @@ def test_a_damaged_snapshot_in_host_memory(scene: Scene, tmp_path: Path, memory:
     assert result.summary["steps_lost"] <= EVERY
 
 
-@pytest.mark.parametrize("which", ["the newest", "all"])
+@pytest.mark.parametrize("which", [pytest.param("the newest", marks=pytest.mark.slow), "all"])
 def test_a_damaged_copy_at_a_peer(which: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
     """A node dies that alone held its layers; of the copies that its peers have, the newest or all
     are damaged. What is used is whole: an older round's, or the newest checkpoint's shards of that
@@ -379,6 +380,7 @@ def test_a_damaged_copy_at_a_peer(which: str, scene: Scene, tmp_path: Path, memo
         )
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_on_a_disk(
     proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
@@ -412,7 +414,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.mark.parametrize("which", ["local_directory", "memory_directory"])
+@pytest.mark.parametrize(
+    "which", [pytest.param("local_directory", marks=pytest.mark.slow), "memory_directory"]
+)
 def test_a_full_disk_or_memory_of_a_node_stops_nothing(
     which: str, small_disk: Path, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

@@ -77,7 +77,13 @@ CASES |= {
     "updates of the ends": (LLAMA, ENDS, plan_document(*ASYMMETRIC["TP 2 beside TP 1"])),
 }
 BESIDE_A_DEATH = frozenset(
-    {"TP and cuts across", "saved ends", "sharded optimizers", "updates of the ends"}
+    {
+        "TP and cuts across",
+        "TP 2 beside TP 1, recomputed",
+        "saved ends",
+        "sharded optimizers",
+        "updates of the ends",
+    }
 )
 """Cases whose model and cuts are in the first fleet of those that lose a worker."""
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))

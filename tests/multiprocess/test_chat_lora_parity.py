@@ -57,9 +57,8 @@ PLANS = {
     "unequal microbatch size": plan_document(*ASYMMETRIC["unequal microbatch size"]),
     "TP and cuts across": plan_document(*ASYMMETRIC["TP and cuts across"]),
 }
-IN_CI = {("qwen3", "TP and cuts across")}
 CASES = [
-    pytest.param(model, plan, marks=() if (model, plan) in IN_CI else pytest.mark.slow)
+    pytest.param(model, plan, marks=pytest.mark.slow)
     for model, plan in itertools.product(MODELS, PLANS)
 ]
 AFTER = grid(1, 3, 2)

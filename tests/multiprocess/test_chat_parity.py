@@ -76,7 +76,7 @@ PLANS = {
         )
     },
 }
-IN_CI = frozenset({"2x2x2", "unequal microbatch size", "TP and cuts across"})
+IN_CI = frozenset({"TP and cuts across"})
 """Plans that hold each cut and each inequality once."""
 AFTER = grid(1, 3, 2)
 """What six survivors go on with."""

@@ -59,7 +59,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], AdapterSection | None]] = 
     "balance of sequences, adapters": (QWEN3, {"router_balance": "sequence"}, ADAPTER),
     "z loss and smoothing": (QWEN3, {"z_loss": 1e-2, "label_smoothing": 0.1}, None),
 }
-IN_CI = frozenset({"dropout of both", "balance of sequences, adapters"})
+IN_CI = frozenset({"dropout of both"})
 
 
 def sending(document: dict[str, Any]) -> dict[str, Any]:
@@ -176,12 +176,9 @@ def test_preferences_are_learnt_as_by_one_worker(pool: Any, tmp_path: Path, name
     check_ways(pool, Case(model, PLAN, SETTINGS, STEPS, dataset=rows, adapter=ADAPTER))
 
 
-@pytest.mark.parametrize(
-    "adapter", [None, pytest.param(ADAPTER, marks=pytest.mark.slow)], ids=["whole", "adapters"]
-)
-@pytest.mark.parametrize(
-    "formats", [pytest.param(("fp16",), marks=pytest.mark.slow), ("fp16", None)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["whole", "adapters"])
+@pytest.mark.parametrize("formats", [("fp16",), ("fp16", None)])
 def test_stages_in_fp16_follow_a_sum(
     pool: Any, formats: tuple[str | None, ...], adapter: AdapterSection | None
 ) -> None:

@@ -92,9 +92,7 @@ def alone(pool: Any) -> Callable[[dict[str, Any]], tuple[list[float], dict[str, 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=() if name in ("uneven shares", "recomputed") else pytest.mark.slow
-        )
+        pytest.param(name, marks=() if name == "uneven shares" else pytest.mark.slow)
         for name in CASES
     ],
 )

@@ -80,7 +80,7 @@ PLANS = {
     ("tied", "back_end"),
     [
         (True, "gloo"),
-        (False, "deferred"),
+        pytest.param(False, "deferred", marks=pytest.mark.slow),
         pytest.param(True, "deferred", marks=pytest.mark.slow),
         pytest.param(False, "gloo", marks=pytest.mark.slow),
     ],

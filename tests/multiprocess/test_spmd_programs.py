@@ -20,7 +20,7 @@ KINDS = {"load", "compute", "factored", "vocabulary_loss", "empty"} | {
 
 
 CASES = [
-    pytest.param("experts", 20, 3),
+    pytest.param("experts", 20, 3, marks=pytest.mark.slow),
     pytest.param("llama", 4, 4),
     *(
         pytest.param(name, count, size, marks=pytest.mark.slow)

@@ -27,6 +27,7 @@ from planner.plans.plan import RECOMPUTE_CHOICES, Plan
 from tests.harness.limited_memory import LimitedMemory
 from tests.harness.live_memory import LiveMemory
 from tests.harness.model_specs import spec_of
+from tests.harness.selection import one_of_each
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
 LAYERS, LENGTH, SEQUENCES, MICROBATCHES = 4, 64, 4, 3
@@ -134,17 +135,10 @@ CONTAINED = frozenset({"gpt2", "mistral", "qwen2", "qwen3"})
 """Families all of whose tensors Llama, or GPT-2 with dropout, has too."""
 
 
-def cells() -> list[Any]:
-    """Return families x precisions x recomputation; contained ones have one cell in CI."""
-    found = []
-    for cell in itertools.product(sorted(MODELS), ["fp32", "bf16"], RECOMPUTE_CHOICES):
-        family, precision, recompute = cell
-        is_double = family in CONTAINED and (precision, recompute) != ("bf16", "none")
-        found.append(pytest.param(*cell, marks=pytest.mark.slow if is_double else ()))
-    return found
+CELLS = itertools.product(sorted(MODELS), ["fp32", "bf16"], RECOMPUTE_CHOICES)
 
 
-@pytest.mark.parametrize(("family", "precision", "recompute"), cells())
+@pytest.mark.parametrize(("family", "precision", "recompute"), one_of_each(CELLS))
 def test_a_plan_needs_what_the_planner_predicts(
     family: str, precision: str, recompute: str
 ) -> None:

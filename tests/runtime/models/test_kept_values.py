@@ -18,6 +18,7 @@ from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plans.model_spec import ModelSpec
 from planner.plans.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
+from tests.harness.selection import one_of_each
 from tests.harness.tiny_models import AUTO, MIXTURES, TINY, tiny_config
 
 FORMULAS = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]
@@ -83,7 +84,7 @@ CASES = [
 """All of the families that most others are like; of the others recomputation in one precision."""
 
 
-@pytest.mark.parametrize(("name", "precision", "recompute"), CASES)
+@pytest.mark.parametrize(("name", "precision", "recompute"), one_of_each(CASES))
 def test_a_block_keeps_what_the_planner_predicts(
     name: str, precision: str, recompute: Recompute
 ) -> None:

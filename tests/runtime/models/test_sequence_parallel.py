@@ -13,6 +13,7 @@ from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
+from tests.harness.selection import one_of_each
 from tests.harness.tiny_models import (
     batch,
     judge,
@@ -32,7 +33,7 @@ from tests.runtime.models.test_stage_tensor_parallel import (
 CUTS: Any = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "none"))
 
 
-@pytest.mark.parametrize(("name", "shares", "cut"), cases(CUTS))
+@pytest.mark.parametrize(("name", "shares", "cut"), one_of_each(cases(CUTS)))
 def test_every_family_and_degree_equals_the_library(
     name: str, shares: tuple[int, ...], cut: Any
 ) -> None:

@@ -11,6 +11,7 @@ from autohet.runtime.models.parameter_spec import local_units
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
+from tests.harness.selection import one_of_each
 from tests.harness.tiny_models import (
     AUTO,
     TINY,
@@ -52,7 +53,7 @@ def summed_over_holders(spec, gradient, tp):
     return take(spec, whole, tp.share)
 
 
-@pytest.mark.parametrize(("name", "shares", "cut"), cases(CUTS))
+@pytest.mark.parametrize(("name", "shares", "cut"), one_of_each(cases(CUTS)))
 def test_every_family_and_degree_equals_the_library(name, shares, cut):
     degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
     config = tiny_config(name)
@@ -104,7 +105,7 @@ def test_replicated_parameters_have_the_whole_gradient_unless_marked_partial(nam
 
 
 @pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "mistral", "gpt2", *AUTO])
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bf16_is_as_near_to_fp32_as_the_librarys_bf16(name, degree):
     """The loss is summed in fp32; every error is at most twice that of the library's own bf16 model
     (or bf16's resolution).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.plans.plan import Recompute
 from tests.harness.peft_reference import peft_gradients
+from tests.harness.selection import one_of_each
 from tests.harness.tiny_models import (
     MIXTURES,
     batch,
@@ -92,8 +94,7 @@ def check(
             assert worst_error(found_gradients, wanted) < TOLERANCE, (chain, rank)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "way"), one_of_each(product(MIXTURES, WAYS)))
 def test_every_family_and_degree_equals_the_library(
     name: str, way: tuple[tuple[int, ...], bool]
 ) -> None:

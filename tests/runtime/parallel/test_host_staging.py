@@ -134,14 +134,17 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostStaging, "__init__", init)
 
 
+ADAPTER = AdapterSection(rank=4, alpha=8.0)
+
+
 @pytest.mark.parametrize(
     ("name", "shard", "precision", "adapter"),
     [
-        ("alone", False, "bf16", None),
-        ("unequal pipelines", False, "fp32", None),
+        pytest.param("alone", False, "bf16", None, marks=pytest.mark.slow),
+        pytest.param("unequal pipelines", False, "fp32", None, marks=pytest.mark.slow),
         ("unequal pipelines", True, "bf16", None),
-        ("unequal pipelines", False, "bf16", AdapterSection(rank=4, alpha=8.0)),
-        ("unequal pipelines", True, "fp32", AdapterSection(rank=4, alpha=8.0)),
+        ("unequal pipelines", False, "bf16", ADAPTER),
+        pytest.param("unequal pipelines", True, "fp32", ADAPTER, marks=pytest.mark.slow),
     ],
 )
 def test_weights_and_moments_have_the_bits_of_a_state_that_stays(

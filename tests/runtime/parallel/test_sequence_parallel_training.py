@@ -13,6 +13,7 @@ from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.step.trainer import StageTrainer
 from planner.plans.plan import Plan
+from tests.harness.selection import first_two
 from tests.harness.training_case import BACK_ENDS, CPU, Case, local_state, rows_of
 
 MODEL = {
@@ -100,7 +101,7 @@ def losses_of(case: Case) -> list[tuple[float, float]]:
     return first
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", first_two(PLANS))
 def test_losses_and_norms_are_those_of_whole_sequences(name: str) -> None:
     cut, whole = (
         losses_of(Case(MODEL, document(name, cut=each), TRAINING, STEPS)) for each in (True, False)

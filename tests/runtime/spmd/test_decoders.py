@@ -19,6 +19,7 @@ from autohet.runtime.spmd.language_model import (
 )
 from planner.errors import ConfigError
 from planner.spmd.graph import Graph
+from tests.harness.selection import every_third
 from tests.harness.tiny_models import CAPTURED, CHANGE_IN_PLACE, TINY, random_parameters
 
 SEQUENCES, LENGTH = 2, 8
@@ -47,7 +48,7 @@ def listed(graph: Graph) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("name", every_third(CAPTURED))
 def test_copies_of_a_block_make_the_graph_of_the_whole_model(name: str) -> None:
     config = config_of(name)
     planned = capture_decoder(config, SEQUENCES, LENGTH, torch.bfloat16)
@@ -87,7 +88,7 @@ def loss_of_graph(captured: Captured, values: dict[str, Tensor]) -> Tensor:
     return values[captured.graph.nodes[-1].name]
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("name", every_third(CAPTURED))
 def test_the_graph_computes_the_loss_of_the_stage(name: str) -> None:
     config = config_of(name)
     captured = capture_language_model(config, SEQUENCES, LENGTH, torch.float32)
