@@ -30,6 +30,7 @@ NAMES_SHOWN = 3
 ABOUT_DATA = "describes data"
 UNKNOWN = "unknown ending"
 WITHOUT_FIELD = "JSON without the text field"
+HELD_OUT = "validation or test data beside a train split"
 PULL = "run `git lfs pull` in its clone"
 _CARD = re.compile(
     r"(readme|licen[cs]es?|copying|notice|citation|contributing|changelog|authors"
@@ -174,8 +175,11 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     forced = file_format if file_format == "text" else None
     chosen: list[SourceFile] = []
     chosen_labels: list[str] = []
+    held_out = _held_out([each.label for each in usable])
     for candidate in usable:
-        if file_format == "text" or candidate.kind == kind:
+        if candidate.label in held_out and kind in STRUCTURED:
+            left_out.append(LeftOut(candidate.label, HELD_OUT))
+        elif file_format == "text" or candidate.kind == kind:
             chosen.append(candidate.source_file(forced))
             chosen_labels.append(candidate.label)
         else:
@@ -185,29 +189,33 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
             f"data.source {source!r} holds no {kind} file, which data.format {file_format} asks"
             f" for ({describe_left_out(left_out)}); leave data.format out, or name another source"
         )
-    _warn_of_splits(source, chosen_labels)
+    others = held_out.intersection(chosen_labels)
+    if others:
+        logger.warning(
+            "data.source %r: %d text files that are named as validation or test data are trained"
+            " on, too (%s, ...); to hold them out, name the others, as %s/**/*train*",
+            source,
+            len(others),
+            min(others),
+            source.rstrip("/"),
+        )
     return Selection(chosen, left_out)
 
 
-def _warn_of_splits(source: str, labels: Sequence[str]) -> None:
-    """Warn if files that are named as held out are trained on beside those of a train split."""
-    others: list[str] = []
+def _held_out(labels: Sequence[str]) -> set[str]:
+    """Return the names of validation or test data, if others are those of a train split.
+
+    The datasets library reads the train split of such a directory.
+    """
+    others: set[str] = set()
     has_train = False
     for label in labels:
         splits = {split.lower() for split in _SPLIT.findall(label)}
         if any(split.startswith("train") for split in splits):
             has_train = True
         elif splits:
-            others.append(label)
-    if has_train and others:
-        logger.warning(
-            "data.source %r: %d files that are named as validation or test data are trained on,"
-            " too (%s, ...); to hold them out, name the others, as %s/**/*train*",
-            source,
-            len(others),
-            others[0],
-            source.rstrip("/"),
-        )
+            others.add(label)
+    return others if has_train else set()
 
 
 def _reason_against(candidate: Candidate, file_format: str) -> str:

@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -306,7 +307,7 @@ def test_a_directory_of_other_fields_names_them(tmp_path: Path, make_data: MakeD
 
 
 @pytest.mark.parametrize(
-    ("names", "warned"),
+    ("names", "held_out"),
     [
         (["train.jsonl", "test.jsonl"], "test.jsonl"),
         (["data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], "validation"),
@@ -316,20 +317,42 @@ def test_a_directory_of_other_fields_names_them(tmp_path: Path, make_data: MakeD
         (["train.jsonl", "latest.jsonl"], None),
     ],
 )
-def test_held_out_files_beside_those_of_training_are_named(
-    tmp_path: Path,
-    make_data: MakeData,
-    names: list[str],
-    warned: str | None,
-    caplog: pytest.LogCaptureFixture,
+def test_records_held_out_beside_those_of_training_are_not_trained_on(
+    tmp_path: Path, make_data: MakeData, names: list[str], held_out: str | None
 ) -> None:
-    for name in names:
+    texts: list[list[str]] = [[f"{name} {n}" for n in range(20)] for name in names]
+    for name, of_file in zip(names, texts, strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        write_jsonl(tmp_path / name, DOCUMENTS[:20])
+        write_jsonl(tmp_path / name, of_file)
+    dataset = prepare_dataset(make_data(tmp_path), 15)
+    expected = (
+        texts[0] if held_out else [text for _, of in sorted(zip(names, texts)) for text in of]
+    )
+    np.testing.assert_array_equal(all_rows(dataset), expected_rows(expected, 16))
+    assert held_out is None or held_out in dataset.summary
+
+
+def test_a_saved_dictionary_of_splits_is_its_train_split(
+    tmp_path: Path, make_data: MakeData
+) -> None:
+    splits = {
+        name: datasets.Dataset.from_dict({"text": [f"{name} {n}" for n in range(20)]})
+        for name in ("test", "train", "validation")
+    }
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    dataset = prepare_dataset(make_data(tmp_path / "saved"), 15)
+    expected = datasets.load_from_disk(str(tmp_path / "saved"))["train"]["text"]
+    np.testing.assert_array_equal(all_rows(dataset), expected_rows(expected, 16))
+
+
+def test_text_files_held_out_beside_those_of_training_are_named(
+    tmp_path: Path, make_data: MakeData, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("wiki.train.txt", "wiki.test.txt"):
+        (tmp_path / name).write_text("a text of some length" * 9)
     prepare_dataset(make_data(tmp_path), 15)
-    warnings = [each.getMessage() for each in caplog.records if "named as" in each.getMessage()]
-    assert bool(warnings) == (warned is not None)
-    assert warned is None or warned in warnings[0]
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "wiki.test.txt" in warning
 
 
 def long_window_zstd(content: bytes) -> bytes:
