@@ -27,21 +27,26 @@ class SpanMemory:
         return self.start + len(self.bytes)
 
     def filled(self, start: int, end: int) -> None:
-        """Digest what came in [start, end), offsets here, as far as it is whole blocks."""
-        if not self.digests or start % BLOCK_BYTES:
+        """Digest the blocks that came whole in [start, end), offsets here."""
+        if not self.digests:
             return
+        number = -(-start // BLOCK_BYTES)
         if end < len(self.bytes):
-            end -= (end - start) % BLOCK_BYTES
-        number = start // BLOCK_BYTES
-        came = digests_of_blocks(self.bytes[start:end])
+            end -= end % BLOCK_BYTES
+        came = digests_of_blocks(self.bytes[number * BLOCK_BYTES : end])
         self.digests[number : number + len(came)] = came
 
     def checksum(self) -> int:
-        """Return the checksum of all bytes; those that are not digested yet are read again."""
-        known = [digest for digest in self.digests if digest is not None]
-        if self.digests and len(known) == len(self.digests):
-            return combined(known)
-        return checksum(self.bytes)
+        """Return the checksum of all bytes; blocks that came in two parts are read again."""
+        if not self.digests:
+            return checksum(self.bytes)
+        for number, digest in enumerate(self.digests):
+            if digest is None:
+                first = number * BLOCK_BYTES
+                (self.digests[number],) = digests_of_blocks(
+                    self.bytes[first : first + BLOCK_BYTES]
+                )
+        return combined([digest for digest in self.digests if digest is not None])
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,10 @@ class Pieces:
 
     def __iter__(self) -> Iterator[memoryview]:
         for piece in self.memory:
+            first = max(0, self.start - piece.start)
             last = min(self.end, piece.end) - piece.start
-            for first in range(max(0, self.start - piece.start), last, _PIECE_BYTES):
-                end = min(last, first + _PIECE_BYTES)
+            while first < last:
+                end = min(last, (first // _PIECE_BYTES + 1) * _PIECE_BYTES)
                 yield piece.bytes[first:end]
                 piece.filled(first, end)
+                first = end

@@ -207,13 +207,15 @@ def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
 class _Fetch:
     """Span in flight: its memory, the requests that fill it, and the results of its checks.
 
-    `memory` is the span's from its start to its end, `shards` what of it each shard has.
+    `memory` is the span's from its start to its end, `shards` what of it each shard has, `whole`
+    all of it where it is one buffer.
     """
 
     span: FileSpan
     memory: list[SpanMemory]
     shards: list[SpanMemory]
     parts_left: int
+    whole: memoryview | None = None
     parts: list[Future[None]] = field(default_factory=list)
     bad: dict[ShardId, CheckpointCorrupt] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -342,35 +344,39 @@ class _Reader:
         return fetch
 
     def _fetch(self, span: FileSpan, num_parts: int) -> _Fetch:
-        """Allocate the span's memory: whole, or by shard with the gaps between them."""
-        if self._whole_items:
-            free = self._free.pop() if self._free else memoryview(b"")
-            if len(free) < span.num_bytes:
-                free = self._new_memory(max(span.num_bytes, self._storage.options.part_bytes))
-            whole = SpanMemory(span.start, free[: span.num_bytes])
-            shards = []
-            for stored in span.shards:
-                first = stored.offset - span.start
-                raw = whole.bytes[first : first + stored.num_bytes]
-                shards.append(SpanMemory(stored.offset, raw))
-            return _Fetch(span, [whole], shards, num_parts)
-
+        """Allocate the span's memory: one buffer, or by shard with the gaps between them."""
+        whole = self._whole_buffer(span.num_bytes) if self._whole_items else None
         memory = []
         shards = []
         position = span.start
         for stored in span.shards:
-            given = self._into.get(stored.shard)
-            raw = given.cast("B") if given else self._new_memory(stored.num_bytes)
+            gap = _GAP[: stored.offset - position]
+            if whole is not None:
+                first = stored.offset - span.start
+                gap = whole[position - span.start : first]
+                raw = whole[first : first + stored.num_bytes]
+            elif given := self._into.get(stored.shard):
+                raw = given.cast("B")
+            else:
+                raw = self._new_memory(stored.num_bytes)
             num_blocks = -(-stored.num_bytes // BLOCK_BYTES)
             shards.append(SpanMemory(stored.offset, raw, [None] * num_blocks))
-            memory += [SpanMemory(position, _GAP[: stored.offset - position]), shards[-1]]
+            memory += [SpanMemory(position, gap), shards[-1]]
             position = stored.end
-        return _Fetch(span, memory, shards, num_parts)
+        if whole is not None:
+            memory.append(SpanMemory(position, whole[position - span.start :]))
+        return _Fetch(span, memory, shards, num_parts, whole)
+
+    def _whole_buffer(self, num_bytes: int) -> memoryview:
+        free = self._free.pop() if self._free else memoryview(b"")
+        if len(free) < num_bytes:
+            free = self._new_memory(max(num_bytes, self._storage.options.part_bytes))
+        return free[:num_bytes]
 
     def reuse(self, fetch: _Fetch) -> None:
         """Reuse the memory of whole items, which nobody else has."""
-        if self._whole_items:
-            self._free.append(memoryview(fetch.memory[0].bytes.obj))
+        if fetch.whole is not None:
+            self._free.append(memoryview(fetch.whole.obj))
 
     def _new_memory(self, num_bytes: int) -> memoryview:
         uri = f"{self._storage.uri}/{self._prefix}"
@@ -430,10 +436,9 @@ class _Reader:
         found = raw.checksum()
         if found != stored.checksum:
             return f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
-        if self._whole_items:
-            (whole,) = fetch.memory
-            first = stored.item_offset - whole.start
-            return self._item_problem(whole.bytes[first : first + stored.item_bytes], stored)
+        if fetch.whole is not None:
+            first = stored.item_offset - fetch.span.start
+            return self._item_problem(fetch.whole[first : first + stored.item_bytes], stored)
         return ""
 
     def _item_problem(self, item: memoryview, stored: StoredShard) -> str:
