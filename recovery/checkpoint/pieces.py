@@ -43,9 +43,7 @@ class SpanMemory:
         for number, digest in enumerate(self.digests):
             if digest is None:
                 first = number * BLOCK_BYTES
-                (self.digests[number],) = digests_of_blocks(
-                    self.bytes[first : first + BLOCK_BYTES]
-                )
+                (self.digests[number],) = digests_of_blocks(self.bytes[first : first + BLOCK_BYTES])
         return combined([digest for digest in self.digests if digest is not None])
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from recovery.checkpoint.commit import checkpoint_uri, open_checkpoint, wrong_files
@@ -313,6 +315,13 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, uri: str) -> torch.
         ) from None
 
 
+def _take_back(reader: weakref.ref[_Reader], block: np.ndarray) -> None:
+    """Give memory back to the reader that allocated it, if it still reads."""
+    alive = reader()
+    if alive is not None:
+        alive.take_back(block)
+
+
 class _Reader:
     """Fetches spans and checks what came; the last request of a span checks it, on its thread.
 
@@ -328,6 +337,7 @@ class _Reader:
     ) -> None:
         self._into = into
         self._free: list[memoryview] = []
+        self._idle: dict[int, list[np.ndarray]] = defaultdict(list)
         self._storage = storage
         self._manifest = manifest
         self._whole_items = whole_items
@@ -379,8 +389,19 @@ class _Reader:
             self._free.append(memoryview(fetch.whole.obj))
 
     def _new_memory(self, num_bytes: int) -> memoryview:
-        uri = f"{self._storage.uri}/{self._prefix}"
-        return empty_tensor((num_bytes,), torch.uint8, uri).numpy().data
+        """Return memory that comes back to this reader once nobody has a tensor over it."""
+        idle = self._idle.get(num_bytes)
+        if idle:
+            block = idle.pop()
+        else:
+            uri = f"{self._storage.uri}/{self._prefix}"
+            block = empty_tensor((num_bytes,), torch.uint8, uri).numpy()
+        lent = block[:]
+        weakref.finalize(lent, _take_back, weakref.ref(self), block).atexit = False
+        return lent.data
+
+    def take_back(self, block: np.ndarray) -> None:
+        self._idle[block.nbytes].append(block)
 
     def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
         """Wait for the span, at most for the storage's own deadline of each request."""

@@ -470,6 +470,26 @@ def test_read_ahead_is_bounded(directory: Storage) -> None:
     assert faulty.count("get_into") <= 5  # four units of read-ahead, and the one that was taken
 
 
+def test_memory_of_shards_that_are_dropped_serves_later_ones_and_kept_ones_stay(
+    directory: Storage,
+) -> None:
+    spec = TensorSpec("param/w", (64, 1 << 10), "float32", 0, tuple(range(65)))
+    layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
+    full = {spec.name: torch.randn(spec.shape)}
+    manifest = commit(directory, 1, layout, write_all(directory, 1, layout, full))
+    kept: dict[ShardId, torch.Tensor] = {}
+    places: set[int] = set()
+    one_by_one = open_storage(directory.uri, StorageOptions(part_bytes=4096, concurrency=1))
+    for number, (shard, unit) in enumerate(read_shards(one_by_one, manifest)):
+        places.add(unit.data_ptr())
+        if number % 4 == 0:
+            kept[shard] = unit
+        del unit
+    assert len(kept) <= len(places) <= len(kept) + 4, "each shard had new memory"
+    for shard, unit in kept.items():
+        assert torch.equal(unit, full[spec.name][spec.unit_slices(shard.unit)])
+
+
 @settings(max_examples=30)
 @given(st.data())
 def test_every_held_shard_has_one_writer_that_holds_it_and_bytes_are_balanced(
