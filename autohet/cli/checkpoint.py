@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from autohet.runtime.process.terminal import PlainConsole, visible
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 from recovery.checkpoint.errors import CheckpointMissing, LaterRelease, ManifestInvalid
 from recovery.errors import RecoveryError
 from recovery.storage.errors import BucketMissing, StoragePermissionDenied, StorageUriError
@@ -165,7 +166,7 @@ def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
 class _Result:
     """Result of an action: as a document, for a person, and true if all is well."""
 
-    document: dict[str, Any]
+    document: Document
     show: Callable[[Console], None]
     ok: bool = True
 
@@ -192,7 +193,7 @@ def _list(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
     storage = _open(args.storage)
-    rows: list[dict[str, Any]] = []
+    rows: list[Document] = []
     damaged = []
     for info in list_checkpoints(storage):
         try:
@@ -242,7 +243,7 @@ def _best_step(storage: Any) -> int:
     return best[0]
 
 
-def _row(info: Any, manifest: Any) -> dict[str, Any]:
+def _row(info: Any, manifest: Any) -> Document:
     return {
         "step": info.step,
         "uri": info.uri,
@@ -258,7 +259,7 @@ def _row(info: Any, manifest: Any) -> dict[str, Any]:
     }
 
 
-def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
+def _show_list(console: Console, uri: str, rows: list[Document]) -> None:
     if not rows:
         console.print(f"No committed checkpoint in {uri}", soft_wrap=True)
         return
@@ -279,26 +280,24 @@ def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
             min_width=min(8, len(name)),
         )
     for row in rows:
-        cells = _cells(row)
+        cells = {
+            "step": str(row["step"]),
+            "committed": time.strftime(
+                "%Y-%m-%d %H:%M:%S", time.localtime(row["committed_unix_s"])
+            ),
+            "job": row["job"],
+            "generation": str(row["generation"]),
+            "model": row["model_type"] or "-",
+            "eval loss": _loss(row),
+            "size": _size(row["num_bytes"]),
+            "shards": str(row["num_shards"]),
+            "files": str(row["num_files"]),
+        }
         table.add_row(*[cells[name] for name in shown])
     console.print(table)
 
 
-def _cells(row: dict[str, Any]) -> dict[str, str]:
-    return {
-        "step": str(row["step"]),
-        "committed": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["committed_unix_s"])),
-        "job": row["job"],
-        "generation": str(row["generation"]),
-        "model": row["model_type"] or "-",
-        "eval loss": _loss(row),
-        "size": _size(row["num_bytes"]),
-        "shards": str(row["num_shards"]),
-        "files": str(row["num_files"]),
-    }
-
-
-def _loss(row: Mapping[str, Any]) -> str:
+def _loss(row: Json) -> str:
     loss = row["evaluation_loss"]
     if loss is None:
         return "-"
@@ -340,7 +339,17 @@ def _verify(args: argparse.Namespace) -> _Result:
     }
 
     def show(console: Console) -> None:
-        _show_reports(console, reports)
+        for report in reports:
+            what = f"step {report.step}: {report.num_shards} shards, {_size(report.num_bytes)}"
+            if report.ok:
+                console.print(f"{what}: all good", soft_wrap=True)
+                continue
+            count = len(report.problems)
+            console.print(
+                f"{what}: DAMAGED, {count} problem{'s' if count > 1 else ''}", soft_wrap=True
+            )
+            for problem in report.problems:
+                console.print(f"  {problem}", soft_wrap=True)
         for step, reason in later.items():
             console.print(f"step {step}: not verified: {reason}", soft_wrap=True)
 
@@ -370,25 +379,19 @@ def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
         return VerifyReport(step, checkpoint_uri(storage, step), 0, 0, (str(error),))
 
 
-def _show_reports(console: Console, reports: list[Any]) -> None:
-    for report in reports:
-        what = f"step {report.step}: {report.num_shards} shards, {_size(report.num_bytes)}"
-        if report.ok:
-            console.print(f"{what}: all good", soft_wrap=True)
-            continue
-        count = len(report.problems)
-        console.print(f"{what}: DAMAGED, {count} problem{'s' if count > 1 else ''}", soft_wrap=True)
-        for problem in report.problems:
-            console.print(f"  {problem}", soft_wrap=True)
-
-
 def _export(args: argparse.Namespace) -> _Result:
     from autohet.runtime.state.export import ExportOptions, export_checkpoint
     from recovery.checkpoint.retention import reading_checkpoint
+    from recovery.storage.address import DirectoryAddress, parse_address
 
     if args.base is not None and not args.merge:
         raise ConfigError("--base is for --merge alone: add it, or leave --base out")
-    folder = _output_directory(args.out)
+    address = parse_address(args.out)
+    if not isinstance(address, DirectoryAddress):
+        raise ConfigError(
+            f"--out is {args.out}, and an export is written to a directory; name one, then copy it"
+            " there"
+        )
     storage = _open(args.storage)
     step = _best_step(storage) if args.best else args.step
     with (
@@ -398,7 +401,7 @@ def _export(args: argparse.Namespace) -> _Result:
         summary = export_checkpoint(
             storage,
             manifest,
-            folder,
+            address.path,
             ExportOptions(dtype=args.dtype, merge=args.merge, base=args.base),
             progress,
         )
@@ -407,18 +410,6 @@ def _export(args: argparse.Namespace) -> _Result:
         f"{_size(summary.num_bytes)} of {summary.dtype} in {len(summary.files)} file(s)"
     )
     return _Result(asdict(summary), lambda console: console.print(line, soft_wrap=True))
-
-
-def _output_directory(uri: str) -> str:
-    """Return the path of `--out`, which may be a file URI."""
-    from recovery.storage.address import DirectoryAddress, parse_address
-
-    address = parse_address(uri)
-    if not isinstance(address, DirectoryAddress):
-        raise ConfigError(
-            f"--out is {uri}, and an export is written to a directory; name one, then copy it there"
-        )
-    return address.path
 
 
 def _copy(args: argparse.Namespace) -> _Result:

@@ -31,6 +31,8 @@ COMMANDS = {
     "report": "a run's events as one HTML page and a timeline",
     "demo": "the demonstration, on an emulated fleet on this machine",
 }
+OWN_JSON = ("bench", "checkpoint", "demo")
+"""Commands that define `--json` themselves: for each of their actions, or with a file's name."""
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -52,6 +54,10 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             module = importlib.import_module(_module_of(name))
             command_parser.description = module.DESCRIPTION
             module.add_options(command_parser)
+            if name not in OWN_JSON:
+                command_parser.add_argument(
+                    "--json", action="store_true", help="print one JSON document"
+                )
     return parser
 
 

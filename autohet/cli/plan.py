@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autohet.cli.plan_answers import evaluate_given, first_plan, search_plan
 from autohet.cli.plan_inputs import Session, open_session
@@ -19,10 +18,10 @@ from autohet.cli.plan_options import add_options as add_options
 from autohet.cli.plan_options import check_output
 from autohet.control.planning.buying import nodes_of
 from autohet.runtime.facts.fact_store import recall
-from autohet.runtime.facts.planning import PlanningInputs
 from planner.cost.parameters import OURS
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, refuse_unwritable
 from planner.plans.plan import Plan
 
 DESCRIPTION = (
@@ -36,7 +35,7 @@ DESCRIPTION = (
 class _Launch:
     """Document of `planned_launch`; None where Ray launches nothing."""
 
-    document: dict[str, Any] | None
+    document: Document | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +68,12 @@ def _run(args: argparse.Namespace) -> int:
 
     document["framework"] = session.framework
     document["cluster_notes"] = list(session.cluster.notes)
-    document["training"] = _training(session.inputs)
+    refusal = session.inputs.training_refusal
+    document["training"] = {
+        "can_run": refusal is None,
+        "reason": refusal,
+        "activation_memory": session.inputs.activation_memory,
+    }
     if session.calibration is not None:
         document["calibration"] = session.calibration.to_document()
 
@@ -78,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     return code
 
 
-def _launch(session: Session, plan: Plan | None) -> dict[str, Any] | None:
+def _launch(session: Session, plan: Plan | None) -> Document | None:
     """Describe what Ray launches for the plan; None where `autohet train` would ask for nothing.
 
     Raises:
@@ -102,22 +106,13 @@ def _launch(session: Session, plan: Plan | None) -> dict[str, Any] | None:
     return recall(_Launch, facts, derive).document
 
 
-def _training(inputs: PlanningInputs) -> dict[str, Any]:
-    """Describe if `autohet train` can run the job's model, and how activation memory is known."""
-    refusal = inputs.training_refusal
-    return {
-        "can_run": refusal is None,
-        "reason": refusal,
-        "activation_memory": inputs.activation_memory,
-    }
-
-
 def _write_outputs(session: Session, plan: Plan | None) -> None:
     args = session.args
     if plan is None:
         return
     if args.out:
-        _write(args.out, plan.to_json() + "\n")
+        with refuse_unwritable(args.out):
+            Path(args.out).write_text(plan.to_json() + "\n")
     if not args.trace_out:
         return
     if plan.spmd is not None:
@@ -125,17 +120,11 @@ def _write_outputs(session: Session, plan: Plan | None) -> None:
             "--trace-out shows pipelines, and the plan is one SPMD program; see it with --explain"
         )
     trace = chrome_trace(plan, session.cost_model(plan))
-    _write(args.trace_out, json.dumps(trace))
+    with refuse_unwritable(args.trace_out):
+        Path(args.trace_out).write_text(json.dumps(trace))
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write '{path}': {error.strerror}") from None
-
-
-def _print(session: Session, document: dict[str, Any]) -> None:
+def _print(session: Session, document: Document) -> None:
     if session.args.picture:
         _shown_by("plan_picture", "draw")(document, session.fleet, session.args.picture)
     if session.args.json:

@@ -9,6 +9,7 @@ from planner.cost.memory.host_memory import document_of
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
+from planner.inputs.documents import Document
 from planner.inputs.zones import refusal_of
 from planner.plans.formats import check_formats
 from planner.plans.plan import Plan
@@ -16,7 +17,7 @@ from planner.plans.plan import Plan
 # ---- --evaluate ----
 
 
-def evaluate_given(session: Session) -> dict[str, Any]:
+def evaluate_given(session: Session) -> Document:
     """Cost the given plans; return the document of one, or of all."""
     results = []
     models: dict[tuple[int, str], CostModel] = {}
@@ -30,7 +31,10 @@ def evaluate_given(session: Session) -> dict[str, Any]:
             check_formats(plan, session.fleet, None)
         except ConfigError as error:
             raise type(error)(f"plan '{path}': {error}") from None
-        _require_links(model, plan, path)
+        zones = [model.fleet.node_of(worker).node_type.zone for worker in plan.workers]
+        apart = model.links.zones.first_unconnected(zones)
+        if apart is not None:
+            raise ConfigError(f"plan '{path}': {refusal_of(apart)}")
         document = {"file": path, **evaluation_document(plan, prediction)}
         document["rates"] = model.layer_times.rates(plan)
         document |= _host_memory(session, model, plan)
@@ -40,18 +44,10 @@ def evaluate_given(session: Session) -> dict[str, Any]:
     return {"results": results}
 
 
-def _require_links(model: CostModel, plan: Plan, path: str) -> None:
-    """Raise ConfigError if the plan lies in regions between which no traffic is allowed."""
-    zones = [model.fleet.node_of(worker).node_type.zone for worker in plan.workers]
-    apart = model.links.zones.first_unconnected(zones)
-    if apart is not None:
-        raise ConfigError(f"plan '{path}': {refusal_of(apart)}")
-
-
-def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+def evaluation_document(plan: Plan, prediction: Prediction) -> Document:
     """Return a costed plan as the contract's JSON."""
     worker, share = prediction.tightest_worker
-    document: dict[str, Any] = {"strategy": "given", "feasible": prediction.fits}
+    document: Document = {"strategy": "given", "feasible": prediction.fits}
     if not prediction.fits_devices:
         limit = prediction.memory_limit_bytes_by_worker[worker]
         document["reason"] = (
@@ -69,7 +65,7 @@ def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     return document
 
 
-def first_plan(document: dict[str, Any]) -> Plan:
+def first_plan(document: Document) -> Plan:
     """Return the first of the plans that a document of `evaluate_given` has."""
     first = document["results"][0] if "results" in document else document
     return Plan.from_document(first["plan"])
@@ -78,7 +74,7 @@ def first_plan(document: dict[str, Any]) -> Plan:
 # ---- search ----
 
 
-def search_plan(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
+def search_plan(session: Session) -> tuple[Document, Plan | None, int]:
     """Search for a plan; return (document, best plan, exit code)."""
     from planner.strategies import STRATEGIES
 
@@ -110,13 +106,13 @@ def search_plan(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
     return document, _plan_of(best), code
 
 
-def _plan_of(result: dict[str, Any] | None) -> Plan | None:
+def _plan_of(result: Document | None) -> Plan | None:
     if result is None:
         return None
     return Plan.from_document(result["plan"])
 
 
-def _searched(session: Session, name: str) -> dict[str, Any]:
+def _searched(session: Session, name: str) -> Document:
     """Search with one strategy and return its answer as a document.
 
     An infeasible strategy is an answer too in a document, and in a comparison of strategies; else
@@ -137,11 +133,17 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
     except ConfigError as error:
         is_answer = args.json and isinstance(error, InfeasibleError)
         if args.compare or is_answer:
-            return _no_plan(name, str(error))
+            absent: Document = dict.fromkeys(("plan", "predicted", "search"))
+            return absent | {
+                "strategy": name,
+                "feasible": False,
+                "reason": str(error),
+                "rejected": [],
+            }
         raise
 
 
-def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
+def _told(request: Any, answer: Any, *, explained: bool) -> Document:
     """Return the parts of a plan's document besides its prediction: robustness and explanation."""
     from planner.answers.robustness import robustness
 
@@ -157,7 +159,7 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     return document
 
 
-def _formats(cost: CostModel, answer: Any) -> dict[str, Any]:
+def _formats(cost: CostModel, answer: Any) -> Document:
     """Return the formats of GPU types that do not compute in the job's precision, and their gain.
 
     The document is empty if all types compute in it. The gain is null where no plan without the
@@ -179,17 +181,12 @@ def _formats(cost: CostModel, answer: Any) -> dict[str, Any]:
     return {"formats": formats, "without_formats": gain}
 
 
-def _host_memory(session: Session, cost: CostModel, plan: Plan) -> dict[str, Any]:
+def _host_memory(session: Session, cost: CostModel, plan: Plan) -> Document:
     """Return the plan's need of its nodes' host memory, and sentences on shortages.
 
     The document is empty if the need is not known.
     """
     return document_of(cost.memory_of.host_memory(plan, session.inputs.kept))
-
-
-def _no_plan(name: str, reason: str) -> dict[str, Any]:
-    absent: dict[str, Any] = dict.fromkeys(("plan", "predicted", "search"))
-    return absent | {"strategy": name, "feasible": False, "reason": reason, "rejected": []}
 
 
 def _request(session: Session) -> Any:
@@ -242,7 +239,7 @@ def _wanted_holders(session: Session) -> int:
     return wanted
 
 
-def answer_document(answer: Any) -> dict[str, Any]:
+def answer_document(answer: Any) -> Document:
     """Return a strategy's answer as the contract's JSON."""
     document = {
         "strategy": answer.strategy,

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from autohet.runtime.process.terminal import PlainConsole
 from planner.cost.parameters import OURS
+from planner.inputs.documents import Json
 from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan, Stage
 
@@ -34,10 +35,9 @@ COLOURS = (
 MOST_BARS = 12
 MOST_NOTES = 4
 _NARROW = 3
-Document = Mapping[str, Any]
 
 
-def show(document: Document, fleet: Fleet, console: Console | None = None) -> None:
+def show(document: Json, fleet: Fleet, console: Console | None = None) -> None:
     """Print one answer, the comparison of several, or a front; assumptions come last."""
     console = console or PlainConsole()
     alone = [document] if document.get("plan") else []
@@ -57,7 +57,12 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
     notes: list[str] = []
     for result in results:
         notes += result.get("notes", ())
-    notes += _rates(results)
+    lines = []
+    for result in results:
+        for gpu, rate in result.get("rates", {}).items():
+            lines.append(f"{gpu}, {rate['precision']}: {rate['basis']} ({rate['source']})")
+    # Plans compared share types, in one order of appearance.
+    notes += list(dict.fromkeys(lines))
     notes += _notes(results)
     notes += _assumption_lines(document)
     for note in notes:
@@ -66,7 +71,7 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
     _print_training(console, document.get("training"))
 
 
-def _print_launch(console: Console, launch: Document | None) -> None:
+def _print_launch(console: Console, launch: Json | None) -> None:
     if launch is None:
         return
     workers = [f"{number} {name}" for name, number in launch["launched"].items()]
@@ -81,7 +86,7 @@ ACTIVATION_MEMORY = {
 }
 
 
-def _print_training(console: Console, training: Document | None) -> None:
+def _print_training(console: Console, training: Json | None) -> None:
     if training is None:
         return
     sentence = ACTIVATION_MEMORY.get(training["activation_memory"])
@@ -92,12 +97,12 @@ def _print_training(console: Console, training: Document | None) -> None:
         console.print(Text(refusal, style="red"), soft_wrap=True)
 
 
-def name_of(result: Document) -> str:
+def name_of(result: Json) -> str:
     """Return the strategy, or the file of a given plan."""
     return str(result.get("file", result["strategy"]))
 
 
-def _print_result(console: Console, result: Document, fleet: Fleet) -> None:
+def _print_result(console: Console, result: Json, fleet: Fleet) -> None:
     if result.get("plan"):
         _print_plan(console, result, fleet)
     if not result["feasible"]:
@@ -108,7 +113,7 @@ def _print_result(console: Console, result: Document, fleet: Fleet) -> None:
         console.print(Text(sentence, style="yellow"), soft_wrap=True)
 
 
-def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
+def _print_answer(console: Console, document: Json, fleet: Fleet) -> None:
     _print_result(console, document, fleet)
     if not document.get("plan"):
         return
@@ -121,17 +126,7 @@ def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
         console.print(front_table(document["front"], fleet))
 
 
-def _rates(results: Sequence[Document]) -> list[str]:
-    """Return a line for each GPU type on its rate: measured or an estimate."""
-    lines = []
-    for result in results:
-        for gpu, rate in result.get("rates", {}).items():
-            lines.append(f"{gpu}, {rate['precision']}: {rate['basis']} ({rate['source']})")
-    # Plans compared share types, in one order of appearance.
-    return list(dict.fromkeys(lines))
-
-
-def _notes(results: Sequence[Document]) -> list[str]:
+def _notes(results: Sequence[Json]) -> list[str]:
     """Return notes on block times that were not measured, so that no guess looks like one."""
     estimated: list[str] = []
     for result in results:
@@ -148,7 +143,7 @@ def _notes(results: Sequence[Document]) -> list[str]:
     return shown
 
 
-def _assumption_lines(document: Document) -> list[str]:
+def _assumption_lines(document: Json) -> list[str]:
     """Return lines on the framework, if it is not this project's, and on the calibration.
 
     The framework is the one whose runs are predicted.
@@ -163,9 +158,10 @@ def _assumption_lines(document: Document) -> list[str]:
     found = document.get("calibration")
     if found:
         error = f"{found['mean_error_before']:.1%} to {found['mean_error_after']:.1%}"
-        moved = []
-        for name, value in found["parameters"].items():
-            moved.append(f"{name} {value['default']:.3g} -> {value['fitted']:.3g}")
+        moved = [
+            f"{name} {value['default']:.3g} -> {value['fitted']:.3g}"
+            for name, value in found["parameters"].items()
+        ]
         lines.append(f"calibrated on {found['runs']} runs, mean error {error}: {', '.join(moved)}")
     return lines
 
@@ -189,7 +185,7 @@ _COLUMNS = (
 )
 
 
-def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
+def comparison_table(results: Sequence[Json], width: int = 120) -> Table:
     """Table with one row for each strategy; the ratio is to the best step time.
 
     A narrow terminal gets fewer columns.
@@ -205,35 +201,30 @@ def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
 
     for result in results:
         if result.get("predicted"):
-            cells = _comparison_row(result, best)
+            predicted = result["predicted"]
+            plan = Plan.from_document(result["plan"])
+            search = result.get("search") or {}
+            gap = search.get("gap")
+            searched_s = search.get("seconds")
+            cells: dict[str, Text | str] = {
+                "strategy": Path(name_of(result)).name,
+                "step": seconds(predicted["step_time_s"]),
+                "ratio": _ratio(result, best),
+                "tok/s": f"{predicted['tokens_per_s']:,.0f}",
+                "$/h": money(predicted["usd_per_hour"]),
+                "$/Mtok": money(predicted["usd_per_million_tokens"], 3),
+                "plan": shape_of(plan),
+                "GPUs": str(len(plan.workers)),
+                "gap": "" if gap is None else f"{gap:.1%}",
+                "search": "" if searched_s is None else seconds(searched_s),
+            }
             table.add_row(*[cells[name] for name in names])
         else:
             table.add_row(Path(name_of(result)).name, Text("no plan", style="red"))
     return table
 
 
-def _comparison_row(result: Document, best: float) -> dict[str, Text | str]:
-    """Return the cells of a plan by column."""
-    predicted = result["predicted"]
-    plan = Plan.from_document(result["plan"])
-    search = result.get("search") or {}
-    gap = search.get("gap")
-    searched_s = search.get("seconds")
-    return {
-        "strategy": Path(name_of(result)).name,
-        "step": seconds(predicted["step_time_s"]),
-        "ratio": _ratio(result, best),
-        "tok/s": f"{predicted['tokens_per_s']:,.0f}",
-        "$/h": money(predicted["usd_per_hour"]),
-        "$/Mtok": money(predicted["usd_per_million_tokens"], 3),
-        "plan": shape_of(plan),
-        "GPUs": str(len(plan.workers)),
-        "gap": "" if gap is None else f"{gap:.1%}",
-        "search": "" if searched_s is None else seconds(searched_s),
-    }
-
-
-def _ratio(result: Document, best: float) -> Text:
+def _ratio(result: Json, best: float) -> Text:
     if not result["feasible"]:
         return Text("no fit", style="red")
     ratio = result["predicted"]["step_time_s"] / best
@@ -242,7 +233,7 @@ def _ratio(result: Document, best: float) -> Text:
     return Text(f"{ratio:.3f}", style="bold green" if is_best else "")
 
 
-def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
+def front_table(front: Sequence[Json], fleet: Fleet) -> Table:
     """Return the Pareto front as a table, fastest first."""
     table = _table("Pareto front: no other plan found is both faster and cheaper")
     for name in ("step", "tok/s", "$/h", "$/Mtok", "GPUs in use", "plan", "TP"):
@@ -276,7 +267,7 @@ def _join_by_slash(numbers: Iterable[int]) -> str:
     return "/".join(str(number) for number in numbers)
 
 
-def _facts(document: Document) -> list[str]:
+def _facts(document: Json) -> list[str]:
     """Return lines on speed and price, the parts of a step, and the bound on any better plan."""
     predicted = document["predicted"]
     search = document.get("search") or {}
@@ -310,7 +301,7 @@ def _facts(document: Document) -> list[str]:
     return lines
 
 
-def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
+def _print_plan(console: Console, document: Json, fleet: Fleet) -> None:
     plan = Plan.from_document(document["plan"])
     colours = colours_of(fleet)
     kinds = group_pipelines(plan, fleet)
@@ -338,7 +329,13 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
     hidden = len(kinds) - MOST_BARS
     if hidden > 0:
         console.print(Text(f"    and {hidden} more kinds of pipeline", style="dim"))
-    console.print(_legend(plan, fleet, colours))
+    used = gpus_of(plan, fleet)
+    have = Counter(fleet.gpu_type(worker) for worker in fleet.workers)
+    text = Text("      ")
+    for gpu, (colour, _) in colours.items():
+        text.append("  ", style=f"on {colour}")
+        text.append(f" {gpu} {used.get(gpu, 0)}/{have[gpu]}   ")
+    console.print(text)
 
 
 def group_pipelines(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
@@ -346,21 +343,21 @@ def group_pipelines(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
     numbers: Counter[Hashable] = Counter()
     first_by_look: dict[Hashable, Pipeline] = {}
     for pipeline in plan.pipelines:
-        look = _look_of(pipeline, fleet)
+        stages = []
+        for stage in pipeline.stages:
+            gpu_type = fleet.gpu_type(stage.workers[0])
+            size = (stage.num_layers, stage.tp_shares or stage.tp_degree, gpu_type)
+            measures = (
+                stage.recompute,
+                stage.shard_optimizer,
+                stage.compute,
+                stage.expert_dispatch,
+            )
+            stages.append((size, measures))
+        look = tuple(stages), pipeline.shape
         numbers[look] += 1
         first_by_look.setdefault(look, pipeline)
     return [(numbers[look], pipeline) for look, pipeline in first_by_look.items()]
-
-
-def _look_of(pipeline: Pipeline, fleet: Fleet) -> Hashable:
-    """Return all that a pipeline's bar and its lines show: equal for those that look the same."""
-    stages = []
-    for stage in pipeline.stages:
-        gpu_type = fleet.gpu_type(stage.workers[0])
-        size = (stage.num_layers, stage.tp_shares or stage.tp_degree, gpu_type)
-        measures = (stage.recompute, stage.shard_optimizer, stage.compute, stage.expert_dispatch)
-        stages.append((size, measures))
-    return tuple(stages), pipeline.shape
 
 
 def stage_lines(pipeline: Pipeline, fleet: Fleet) -> list[str]:
@@ -451,20 +448,7 @@ def segment_label(stage: Stage) -> str:
 
 def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
     """Return (terminal colour, picture colour) by GPU type, in order of appearance in the fleet."""
-    colours = {}
-    for index, gpu in enumerate(fleet.gpu_types):
-        colours[gpu] = COLOURS[index % len(COLOURS)]
-    return colours
-
-
-def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) -> Text:
-    used = gpus_of(plan, fleet)
-    have = Counter(fleet.gpu_type(worker) for worker in fleet.workers)
-    text = Text("      ")
-    for gpu, (colour, _) in colours.items():
-        text.append("  ", style=f"on {colour}")
-        text.append(f" {gpu} {used.get(gpu, 0)}/{have[gpu]}   ")
-    return text
+    return {gpu: COLOURS[index % len(COLOURS)] for index, gpu in enumerate(fleet.gpu_types)}
 
 
 def shape_of(plan: Plan) -> str:

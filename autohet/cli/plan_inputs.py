@@ -1,7 +1,6 @@
 """Inputs of `autohet plan`: documents, given plans, measured runs, and the cost model of them."""
 
 import argparse
-import csv
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from planner.cost.parameters import (
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
-from planner.inputs.documents import read_mapping
+from planner.inputs.documents import parse_csv, parse_number, read_mapping, read_text
 from planner.inputs.fleet import Fleet
 from planner.plans.plan import Plan
 
@@ -58,16 +57,8 @@ class Session:
             sequence_length=None if plan is None else plan.sequence_length,
             parameters=self.parameters,
             model=None if plan is None else plan.model,
-            one_format=self.has_one_format,
+            one_format=bool(self.given) or self.framework != OURS,
         )
-
-    @property
-    def has_one_format(self) -> bool:
-        """True if stages that name no format compute in the job's precision.
-
-        These are given plans, which are costed as they are, and those of other frameworks.
-        """
-        return bool(self.given) or self.framework != OURS
 
 
 def open_session(args: argparse.Namespace) -> Session:
@@ -137,14 +128,8 @@ def read_runs(path: str | Path) -> list[MeasuredRun]:
     The CSV has `plan` (a path relative to the file), `measured_s` and perhaps
     `measured_memory_bytes`.
     """
-    try:
-        with Path(path).open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise ConfigError(f"cannot read runs '{path}': {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"runs '{path}' is no CSV text: {error}") from None
-    if not rows or "plan" not in rows[0] or "measured_s" not in rows[0]:
+    columns, rows = parse_csv(read_text(path, "runs"), f"runs '{path}'")
+    if not rows or not {"plan", "measured_s"} <= set(columns):
         raise ConfigError(
             f"runs '{path}' must be a CSV with the columns plan and measured_s, and at least"
             " one row"
@@ -154,11 +139,7 @@ def read_runs(path: str | Path) -> list[MeasuredRun]:
 
 def _read_run(row: dict[str, str], path: Path, number: int) -> MeasuredRun:
     def positive(column: str) -> float:
-        try:
-            value = float(row[column])
-        except (TypeError, ValueError):
-            # Refused below; a row that is too short has None here.
-            value = 0.0
+        value = parse_number(row[column])
         if not 0 < value < float("inf"):
             raise ConfigError(
                 f"'{column}' of row {number} of runs '{path}' must be a positive number, not"
@@ -177,13 +158,8 @@ def _read_run(row: dict[str, str], path: Path, number: int) -> MeasuredRun:
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan document; ConfigError names the file."""
+    text = read_text(path, "plan")
     try:
-        return Plan.from_json(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read plan '{path}': {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"plan '{path}' is not UTF-8 text; it must be a plan document (JSON)"
-        ) from None
+        return Plan.from_json(text)
     except ConfigError as error:
         raise ConfigError(f"plan '{path}': {error}") from None

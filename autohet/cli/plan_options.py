@@ -6,6 +6,7 @@ from pathlib import Path
 
 from planner.cost.parameters import FRAMEWORKS
 from planner.errors import ConfigError
+from planner.inputs.documents import parse_number
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -127,15 +128,10 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
             " further searches a type); of an SPMD program, how every tensor lies over the GPUs"
         ),
     )
-    add("--json", action="store_true", help="print one JSON document")
 
 
 def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        # Refused below, with the same message as a number that is not positive.
-        value = 0.0
+    value = parse_number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number, not '{text}'")
     return value

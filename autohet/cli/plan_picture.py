@@ -10,7 +10,6 @@ from typing import Any
 
 from autohet.cli.plan_display import (
     MOST_BARS,
-    Document,
     colours_of,
     gpus_of,
     group_pipelines,
@@ -19,7 +18,9 @@ from autohet.cli.plan_display import (
     seconds,
     segment_label,
 )
+from autohet.runtime.process.figures import figure_class, save_figure
 from planner.errors import ConfigError
+from planner.inputs.documents import Json
 from planner.inputs.fleet import Fleet
 from planner.plans.plan import Pipeline, Plan
 
@@ -30,47 +31,39 @@ _LINE = "#0072B2"
 _MARKED = "#D55E00"
 
 
-def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
+def draw(document: Json, fleet: Fleet, path: str | Path) -> None:
     """Write a picture of the plan, of several compared, or of the front if the document has one.
 
     ConfigError if it cannot be drawn or written.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--picture needs matplotlib: pip install 'autohet[picture]'") from None
-    if Path(path).suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--picture is '{path}'; its name must end in .png or .svg")
     front = document.get("front")
     results = [result for result in document.get("results", [document]) if result.get("plan")]
     if front:
-        figure = front_figure(Figure, front, fleet)
+        figure = front_figure(figure_class(), front, fleet)
     elif results:
-        figure = _plans_figure(Figure, results, fleet)
+        figure = _plans_figure(figure_class(), results, fleet)
     else:
         raise ConfigError("there is no plan to draw")
-
-    # Text of an SVG stays text: it can be searched, and is small.
-    try:
-        with rc_context({"svg.fonttype": "none"}):
-            figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
+    save_figure(figure, path)
 
 
 # ---- plans ----
 
 
-def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) -> Any:
-    """Draw one panel for each plan over a common axis of blocks; all bars are equally thick."""
+def _plans_figure(new_figure: Any, results: Sequence[Json], fleet: Fleet) -> Any:
+    """Draw one panel for each plan over a common axis of blocks; all bars are equally thick.
+
+    The legend has the GPU types, for one plan also how many of them it uses.
+    """
+    from matplotlib.patches import Patch
+
     plans = [Plan.from_document(result["plan"]) for result in results]
     heights = []
     for plan in plans:
         num_bars = min(len(group_pipelines(plan, fleet)), MOST_BARS)
         heights.append(_BAR_INCHES * num_bars + _TITLE_INCHES)
 
-    figure = figure_class(figsize=(10, sum(heights) + 0.9), layout="constrained")
+    figure = new_figure(figsize=(10, sum(heights) + 0.9), layout="constrained")
     axes = figure.subplots(
         len(results), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )[:, 0]
@@ -84,11 +77,26 @@ def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) 
     last_axis.tick_params(axis="x", labelsize=8, length=3, labelbottom=True)
     last_axis.set_xlim(0, num_blocks)
     last_axis.xaxis.get_major_locator().set_params(integer=True)
-    _draw_legend(figure, fleet, plans)
+    have = Counter(fleet.gpu_type(worker) for worker in fleet.workers)
+    used = gpus_of(plans[0], fleet) if len(plans) == 1 else None
+    handles = []
+    for gpu, (_, colour) in colours_of(fleet).items():
+        label = gpu
+        if used is not None:
+            label = f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})"
+        handles.append(Patch(color=colour, label=label))
+    handles.append(Patch(alpha=0, label="beside a bar: pipelines x (microbatches of sequences)"))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), 6),
+        frameon=False,
+        fontsize=8,
+    )
     return figure
 
 
-def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
+def _draw_plan(axis: Any, result: Json, fleet: Fleet) -> None:
     plan = Plan.from_document(result["plan"])
     colours = colours_of(fleet)
     kinds = group_pipelines(plan, fleet)
@@ -112,7 +120,7 @@ def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
     axis.set_title(text, loc="left", fontsize=9.5, pad=4)
 
 
-def title(result: Document, plan: Plan, fleet: Fleet) -> str:
+def title(result: Json, plan: Plan, fleet: Fleet) -> str:
     """Return a title: strategy, step time, throughput, price, pipelines, GPUs in use."""
     predicted = result["predicted"]
     count = len(plan.pipelines)
@@ -162,42 +170,17 @@ def ink(colour: str) -> str:
     return "white" if luminance < 0.45 else "black"
 
 
-def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
-    """Draw the GPU types, for one plan also how many of them it uses.
-
-    The legend explains once the labels beside the bars.
-    """
-    from matplotlib.patches import Patch
-
-    have = Counter(fleet.gpu_type(worker) for worker in fleet.workers)
-    used = gpus_of(plans[0], fleet) if len(plans) == 1 else None
-    handles = []
-    for gpu, (_, colour) in colours_of(fleet).items():
-        label = gpu
-        if used is not None:
-            label = f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})"
-        handles.append(Patch(color=colour, label=label))
-    handles.append(Patch(alpha=0, label="beside a bar: pipelines x (microbatches of sequences)"))
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(len(handles), 6),
-        frameon=False,
-        fontsize=8,
-    )
-
-
 # ---- the front ----
 
 
-def front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) -> Any:
+def front_figure(new_figure: Any, front: Sequence[Json], fleet: Fleet) -> Any:
     """Draw price against speed with numbered points, and a list of what each number is.
 
     The cheapest tokens are marked.
     """
     listed = listed_points(len(front))
     height = max(4.8, 0.25 * len(listed) + 1.2)
-    figure = figure_class(figsize=(11, height), layout="constrained")
+    figure = new_figure(figsize=(11, height), layout="constrained")
     axis, side = figure.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
 
     predictions = [member["predicted"] for member in front]
@@ -241,14 +224,12 @@ def listed_points(count: int) -> list[int]:
     """Return the points that get numbers: all of a few; of many, some that include both ends."""
     if count <= MOST_LISTED:
         return list(range(count))
-    listed = set()
-    for number in range(MOST_LISTED):
-        listed.add(round(number * (count - 1) / (MOST_LISTED - 1)))
+    listed = {round(number * (count - 1) / (MOST_LISTED - 1)) for number in range(MOST_LISTED)}
     return sorted(listed)
 
 
 def _list_points(
-    axis: Any, front: Sequence[Document], listed: Sequence[int], cheapest: int, fleet: Fleet
+    axis: Any, front: Sequence[Json], listed: Sequence[int], cheapest: int, fleet: Fleet
 ) -> None:
     axis.axis("off")
     columns = (("", 0.0), ("step", 0.07), ("$/h", 0.24), ("$/M tokens", 0.38), ("GPUs", 0.60))

@@ -4,6 +4,7 @@ It writes a profile table.
 """
 
 import argparse
+import csv
 import json
 import sys
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from autohet.cli.plan_options import check_output
 from autohet.runtime.job import Job
 from autohet.runtime.step.precision import format_of
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, refuse_unwritable
 from planner.inputs.profile import Measurement, ProfileTable, write_profile
 
 DESCRIPTION = (
@@ -62,7 +64,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="measurements of each; their median is written (default: 5)",
     )
-    add("--json", action="store_true", help="print one JSON document")
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -115,10 +116,8 @@ def run(args: argparse.Namespace) -> int:
     spread = _load_spread(job, request)
     rows = _with_load_spread(rows, request.config, spread)
     loads = _largest_rank_loads(request.config, spread)
-    try:
+    with refuse_unwritable(args.out):
         write_profile(args.out, ProfileTable(rows))
-    except OSError as error:
-        raise ConfigError(f"cannot write '{args.out}': {error.strerror}") from None
     links = _links(args, request.device_type, request.gpu_type)
     _finish(args, request.gpu_type, rows, too_large, links, loads)
     return 0
@@ -246,7 +245,7 @@ def _report(item: Any) -> None:
     )
 
 
-def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[str, Any]]:
+def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[Document]:
     if not args.links_out:
         return []
     import torch
@@ -256,14 +255,11 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
     if device == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigError("--links-out needs two GPUs in this machine; leave it out")
     pair = {"scope": "intra", "gpu_type": gpu_type, "peer_gpu_type": gpu_type}
-    rows: list[dict[str, Any]] = [pair | asdict(link) for link in measure_links(device)]
-    lines = [",".join(rows[0])]
-    for row in rows:
-        lines.append(",".join(str(value) for value in row.values()))
-    try:
-        Path(args.links_out).write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write '{args.links_out}': {error.strerror}") from None
+    rows: list[Document] = [pair | asdict(link) for link in measure_links(device)]
+    with refuse_unwritable(args.links_out), Path(args.links_out).open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     return rows
 
 
@@ -272,7 +268,7 @@ def _finish(
     gpu_type: str,
     rows: list[Measurement],
     too_large: list[Any],
-    links: list[dict[str, Any]],
+    links: list[Document],
     loads: dict[str, float],
 ) -> None:
     if args.json:

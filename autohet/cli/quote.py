@@ -53,7 +53,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="warning before a node leaves; 0: none (default 120)",
     )
     add("--draws", type=int, default=200, metavar="N", help="simulated runs (default 200)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:

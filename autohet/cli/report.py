@@ -22,7 +22,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where report.html and timeline.json go (default: beside the events)",
     )
-    add("--json", action="store_true", help="print one JSON document: the two paths")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,9 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+
+from autohet.cli.plan_options import check_output
+from planner.inputs.documents import Document
 
 NOTICE_S = 120.0  # what EC2 gives
 
@@ -25,18 +27,6 @@ DESCRIPTION = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    _add_inputs(parser)
-    _add_choices(parser)
-    _add_prices(parser)
-    parser.add_argument(
-        "--picture",
-        metavar="FILE",
-        help="write a picture of the run over time (.png or .svg; needs matplotlib)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="the job document (YAML)")
     add(
@@ -64,11 +54,6 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="warning before a node leaves; 0: none (default 120)",
     )
-
-
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose what is simulated."""
-    add = parser.add_argument
     add(
         "--policies",
         default="local_first,s3_only",
@@ -81,10 +66,6 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="honest baselines to compare with: all (default), none, or names",
     )
-
-
-def _add_prices(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add(
         "--prices",
         metavar="FILE",
@@ -100,6 +81,11 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
             "moment (ISO 8601) of the JSON's prices at which the trace begins (default: its first)"
         ),
     )
+    add(
+        "--picture",
+        metavar="FILE",
+        help="write a picture of the run over time (.png or .svg; needs matplotlib)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autohet.simulate.trace_report import TraceOptions, report_trace
 
     names = [each.name for each in fields(TraceOptions)]
+    check_output("--picture", arguments.picture, (".png", ".svg"))
     options = TraceOptions(**{name: getattr(arguments, name) for name in names})
     document = report_trace(options, _Progress())
     if arguments.json:
@@ -129,7 +116,7 @@ class _Progress:
             print(f"simulate: {policy} {share:.0%}", file=sys.stderr, flush=True)
 
 
-def show(document: dict[str, Any]) -> None:
+def show(document: Document) -> None:
     """Print tables with one row for each policy: steps, changes, dollars."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -157,7 +144,13 @@ def show(document: dict[str, Any]) -> None:
             table.add_row(policy, *[text(result) for _, text in columns])
         console.print(table)
     for name, price in document["prices"].items():
-        console.print(_price(name, price), soft_wrap=True, highlight=False)
+        values = [usd for _, usd in price["usd_per_hour"]]
+        spread = f"{values[0]:g}"
+        if len(values) > 1:
+            spread = f"{min(values):g} to {max(values):g}"
+        console.print(
+            f"price of {name}: {spread} $/h, {price['source']}", soft_wrap=True, highlight=False
+        )
     if document["comparison"] is not None:
         sentence = _sentence(document["results"][0]["policy"], document["comparison"])
         console.print(sentence, soft_wrap=True, highlight=False)
@@ -167,7 +160,7 @@ def show(document: dict[str, Any]) -> None:
             console.print(f"{result['policy']} {problem}", style="red", soft_wrap=True)
 
 
-def _problem(result: dict[str, Any]) -> str | None:
+def _problem(result: Document) -> str | None:
     """Say why a policy's job ended early or made no step, if it did."""
     if result["ended"]:
         return f"ended early: {result['ended']}"
@@ -178,18 +171,10 @@ def _problem(result: dict[str, Any]) -> str | None:
     return "made no step: there were never the nodes that the job needs (elastic.min_workers)"
 
 
-def _price(name: str, price: dict[str, Any]) -> str:
-    values = [usd for _, usd in price["usd_per_hour"]]
-    spread = f"{values[0]:g}"
-    if len(values) > 1:
-        spread = f"{min(values):g} to {max(values):g}"
-    return f"price of {name}: {spread} $/h, {price['source']}"
-
-
-def _sentence(policy: str, comparison: dict[str, Any]) -> str:
-    factors = []
-    for name, ratio in comparison["parts"].items():
-        factors.append(f"{name.replace('_', ' ')} {ratio:.2f}x")
+def _sentence(policy: str, comparison: Document) -> str:
+    factors = [
+        f"{name.replace('_', ' ')} {ratio:.2f}x" for name, ratio in comparison["parts"].items()
+    ]
     parts = ", ".join(factors)
     why = f" Why not more: {comparison['why']}." if comparison["why"] else ""
     best = comparison["best_baseline"]
@@ -201,23 +186,23 @@ def _sentence(policy: str, comparison: dict[str, Any]) -> str:
     )
 
 
-def _causes(result: dict[str, Any]) -> str:
+def _causes(result: Document) -> str:
     counts = sorted(result["changes_by_cause"].items())
     causes = ", ".join(f"{count} {cause}" for cause, count in counts)
     return causes or "none"
 
 
-def _moved(result: dict[str, Any]) -> str:
+def _moved(result: Document) -> str:
     counts = result["bytes_by_tier"].items()
     moved = [f"{tier} {count / 1e9:.0f} GB" for tier, count in counts if count]
     return ", ".join(moved) or "nothing"
 
 
-def _part(name: str) -> Callable[[dict[str, Any]], str]:
+def _part(name: str) -> Callable[[Document], str]:
     return lambda result: f"{result['seconds_by_part'].get(name, 0.0):,.0f}"
 
 
-def _use(result: dict[str, Any], use: str) -> str:
+def _use(result: Document, use: str) -> str:
     """Return the dollars of a run for one use; baselines have only those of nodes."""
     dollars = result.get("usd_by_use")
     if dollars is None:
@@ -225,20 +210,20 @@ def _use(result: dict[str, Any], use: str) -> str:
     return f"{dollars[use]:,.2f}"
 
 
-def _number(result: dict[str, Any], name: str) -> str:
+def _number(result: Document, name: str) -> str:
     """Return a number that only runs of jobs that decide by price have."""
     value = result.get(name)
     return "-" if value is None else f"{value:.2f}"
 
 
-def _usd_per_million(result: dict[str, Any]) -> str:
+def _usd_per_million(result: Document) -> str:
     usd = result["usd_per_million_tokens"]
     if usd is None:
         return "-"
     return f"{usd:.3f}"
 
 
-Columns = tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]
+Columns = tuple[tuple[str, Callable[[Document], str]], ...]
 TRAINED: Columns = (
     ("steps", lambda r: f"{r['steps']:,}"),
     ("steps lost", lambda r: f"{r['steps_lost']:,}"),

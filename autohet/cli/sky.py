@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from autohet.runtime.process.terminal import visible
 from planner.errors import ConfigError
@@ -51,7 +50,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, default=1, metavar="N", help="equal nodes of the cluster (default: 1)")
     add("--out", metavar="DIR", help="where task files go (default: runs/<job>/sky)")
     add("--dry-run", action="store_true", help="write the task files and launch nothing")
-    add("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,7 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(answer))
     else:
-        _show(answer)
+        for region, path in answer["tasks"].items():
+            print(visible(f"{region}: {path}"))
+        for price in answer["usd_per_gb"]:
+            one, other = price["regions"]
+            print(visible(f"a copy from {one} to {other} costs {price['usd_per_gb']} $/GB"))
+        print(visible(answer["reason"]))
     return 0 if answer["ok"] else 1
 
 
@@ -91,12 +94,3 @@ def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{option} names region '{name}' twice")
         found[name] = value
     return found
-
-
-def _show(answer: dict[str, Any]) -> None:
-    for region, path in answer["tasks"].items():
-        print(visible(f"{region}: {path}"))
-    for price in answer["usd_per_gb"]:
-        one, other = price["regions"]
-        print(visible(f"a copy from {one} to {other} costs {price['usd_per_gb']} $/GB"))
-    print(visible(answer["reason"]))

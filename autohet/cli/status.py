@@ -27,7 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="ADDR",
         help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:

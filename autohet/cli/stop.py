@@ -29,7 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to wait for the end of its processes (default: 900)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -73,7 +73,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
-    add("--json", action="store_true", help="print the summary as one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -434,10 +434,9 @@ def _log_idle_deaths(memory: JobMemory, gone: Collection[str], seen: Observation
     idle = set(gone) - busy
     explained = memory.nodes.notices.keys() | memory.nodes.released
     for name in sorted(idle - explained):
-        reasons = set()
-        for worker, loss in seen.losses.items():
-            if seen.node_of(worker) == name:
-                reasons.add(loss.reason)
+        reasons = {
+            loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name
+        }
         reason = f"{name}, which was idle, is gone"
         if reasons:
             reason += f": {'; '.join(sorted(reasons))}"

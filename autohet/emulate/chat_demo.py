@@ -99,7 +99,19 @@ def write_chat(directory: Path, seed: int) -> None:
     texts = []
     for messages in trained:
         texts += [message["content"] for message in messages]
-    _tokenizer(texts).save_pretrained(directory / "base")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory / "base")
     _base_model(seed).save_pretrained(directory / "base")
 
 
@@ -122,22 +134,6 @@ def _conversations() -> Iterator[list[dict[str, str]]]:
                     {"role": "user", "content": question},
                     {"role": "assistant", "content": " ".join(answer.split())},
                 ]
-
-
-def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def _base_model(seed: int) -> LlamaForCausalLM:

@@ -33,6 +33,7 @@ from autohet.runtime.state.frozen import first_weights
 from autohet.runtime.step.batches import Batches
 from autohet.runtime.step.reference import peft_reference_model, reference_model, train_reference
 from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.documents import Document
 
 logger = logging.getLogger("autohet")
 SYMMETRIC_STEPS = 8
@@ -47,7 +48,7 @@ class SymmetricRun:
     proposal: PlanProposal
     measured_step_s: float
 
-    def to_document(self) -> dict[str, Any]:
+    def to_document(self) -> Document:
         return {
             "strategy": "megatron",
             "plan": self.proposal.plan.to_document(),
@@ -95,9 +96,9 @@ class Demonstration:
         """Return (loss of the run, loss of the reference) of each step."""
         return list(zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
 
-    def to_document(self) -> dict[str, Any]:
+    def to_document(self) -> Document:
         """Return the run's summary and the results that it was compared with."""
-        further: dict[str, Any] = {}
+        further: Document = {}
         if self.symmetric is not None:
             further["symmetric"] = self.symmetric.to_document()
             speedup = self.symmetric.measured_step_s / self.asymmetric_step_s
@@ -162,7 +163,14 @@ def _run_symmetric(
     tell: Callable[[str, Any], None],
 ) -> SymmetricRun:
     """Compare the job's plan with the symmetric one, and measure that one's step time."""
-    symmetric_job = _symmetric(job, directory)
+    symmetric_job = replace(
+        job,
+        name=f"{job.name}-symmetric",
+        training=replace(job.training, steps=SYMMETRIC_STEPS, decay_steps=job.training.steps),
+        parallelism=replace(job.parallelism, strategy="megatron"),
+        elastic=replace(job.elastic, script=()),
+        checkpoint=replace(job.checkpoint, storage=str(directory / "symmetric-checkpoints")),
+    )
     chosen = make_planning(job).propose(cluster.fleet(), None)
     symmetric = make_planning(symmetric_job).propose(cluster.fleet(), None)
     tell("plans", (plan_table(chosen), plan_table(symmetric)))
@@ -171,18 +179,6 @@ def _run_symmetric(
     outcome = train_on(symmetric_job, machines, events, show)
     tell("symmetric", outcome)
     return SymmetricRun(symmetric, outcome.summary["plans"][0]["measured_step_s"])
-
-
-def _symmetric(job: Job, directory: Path) -> Job:
-    """Return the same job with a few steps, under the symmetric plan and without events."""
-    return replace(
-        job,
-        name=f"{job.name}-symmetric",
-        training=replace(job.training, steps=SYMMETRIC_STEPS, decay_steps=job.training.steps),
-        parallelism=replace(job.parallelism, strategy="megatron"),
-        elastic=replace(job.elastic, script=()),
-        checkpoint=replace(job.checkpoint, storage=str(directory / "symmetric-checkpoints")),
-    )
 
 
 def reference_losses(job: Job, steps: int) -> list[float]:

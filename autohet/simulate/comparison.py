@@ -6,15 +6,14 @@ It has the ratio, whatever it is, its factors, and the reason why it is no large
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from planner.inputs.documents import Document, Json
 
 ENOUGH = 1.1
 """Ratio of tokens below which the comparison gives a reason."""
 
 
-def compare(
-    ours: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def compare(ours: Json, baselines: Sequence[Json]) -> Document | None:
     """Compare AutoHet's result with the baselines; None if nothing trained.
 
     `s3_only` does not count as a baseline, since it ignores notices and no real trainer does.
@@ -33,9 +32,9 @@ def compare(
     best = max(honest, key=_tokens)
     cheapest = min(honest, key=lambda baseline: float(baseline["usd_per_million_tokens"]))
     by_name = {baseline["policy"]: baseline for baseline in honest}
-    ratio_by_baseline = {}
-    for name, baseline in by_name.items():
-        ratio_by_baseline[name] = ours["tokens"] / baseline["tokens"]
+    ratio_by_baseline = {
+        name: ours["tokens"] / baseline["tokens"] for name, baseline in by_name.items()
+    }
 
     found = {
         "simulated": True,
@@ -58,11 +57,11 @@ def compare(
     return found
 
 
-def _tokens(result: Mapping[str, Any]) -> float:
+def _tokens(result: Json) -> float:
     return float(result["tokens"])
 
 
-def _parts(ours: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def _parts(ours: Json, by_name: Mapping[str, Json]) -> dict[str, float]:
     """Return the factors of the ratio by part of AutoHet.
 
     `recovery`: gain of local recovery over restarts with the same plans. `plans`: gain of AutoHet's
@@ -79,7 +78,7 @@ def _parts(ours: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) ->
     return parts
 
 
-def _why(ours: Mapping[str, Any], best: Mapping[str, Any], factors: Mapping[str, float]) -> str:
+def _why(ours: Json, best: Json, factors: Mapping[str, float]) -> str:
     their_lost_share = 1 - best["useful_share"]
     our_lost_share = 1 - ours["useful_share"]
     restarts = sum(best["changes_by_cause"].values())

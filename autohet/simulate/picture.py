@@ -6,29 +6,23 @@ It shows GPUs alive and in use, tokens, prices and dollars over time. SIMULATED.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autohet.runtime.process.figures import figure_class, save_figure
 from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.simulation import Scenario
-from planner.errors import ConfigError
+from planner.inputs.documents import Json
 from planner.inputs.fleet import NodeType
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 CurvePoints = tuple[list[float], list[float]]
 
 
-def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> None:
+def draw(document: Json, scenario: Scenario, path: str | Path) -> None:
     """Write the picture; ConfigError if it cannot be drawn or written."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--picture needs matplotlib: pip install 'autohet[picture]'") from None
-    if Path(path).suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--picture is '{path}'; its name must end in .png or .svg")
-    figure = Figure(figsize=(11, 11), layout="constrained")
+    figure = figure_class()(figsize=(11, 11), layout="constrained")
     fleet, speed, done, price, dollars = figure.subplots(5, 1, sharex=True)
     figure.suptitle(f"SIMULATED: {document['trace']}")
     every_result = [*document["results"], *document["baselines"]]
@@ -45,7 +39,17 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         }
         speed.plot(*_rate(result["stretches"], tokens), **style)
         done.plot(*_total(result["stretches"], tokens), **style)
-    _draw_prices(price, dollars, scenario)
+    prices = PriceHistory(scenario.kinds, scenario.prices.rows)
+    for kind, colour in _coloured_kinds(scenario):
+        steps = prices.steps(kind.name, scenario.end_s)
+        _, last_usd = steps[-1]
+        steps.append((scenario.end_s, last_usd))
+        hours = [at / 3600 for at, _ in steps]
+        usd_per_gpu = [usd / kind.num_gpus for _, usd in steps]
+        label = f"{kind.name} price"
+        price.plot(hours, usd_per_gpu, color=colour, drawstyle="steps-post", label=label)
+    price.legend(loc="lower left", fontsize="small")
+    dollars.plot(*_usd_per_hour(scenario, prices), color=COLOURS[0], drawstyle="steps-post")
 
     labels = (
         "GPUs",
@@ -60,28 +64,7 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         axis.grid(alpha=0.3)
     done.legend(loc="upper left", fontsize="small")
     dollars.set_xlabel("hours")
-
-    # Text of an SVG stays text: it can be searched, and is small.
-    try:
-        with rc_context({"svg.fonttype": "none"}):
-            figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
-
-
-def _draw_prices(price: Any, dollars: Any, scenario: Scenario) -> None:
-    """Draw each type's price in the colour of its nodes, and the bill."""
-    prices = PriceHistory(scenario.kinds, scenario.prices.rows)
-    for kind, colour in _coloured_kinds(scenario):
-        steps = prices.steps(kind.name, scenario.end_s)
-        _, last_usd = steps[-1]
-        steps.append((scenario.end_s, last_usd))
-        hours = [at / 3600 for at, _ in steps]
-        usd_per_gpu = [usd / kind.num_gpus for _, usd in steps]
-        label = f"{kind.name} price"
-        price.plot(hours, usd_per_gpu, color=colour, drawstyle="steps-post", label=label)
-    price.legend(loc="lower left", fontsize="small")
-    dollars.plot(*_usd_per_hour(scenario, prices), color=COLOURS[0], drawstyle="steps-post")
+    save_figure(figure, path)
 
 
 def _coloured_kinds(scenario: Scenario) -> list[tuple[NodeType, str]]:
@@ -94,7 +77,7 @@ def _coloured_kinds(scenario: Scenario) -> list[tuple[NodeType, str]]:
     return found
 
 
-def _draw_fleet(axis: Any, scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> None:
+def _draw_fleet(axis: Any, scenario: Scenario, results: Sequence[Json]) -> None:
     for kind, colour in _coloured_kinds(scenario):
         times, gpus = _alive(scenario, kind.name, kind.num_gpus)
         label = f"{kind.name} alive"
@@ -110,7 +93,7 @@ def _draw_fleet(axis: Any, scenario: Scenario, results: Sequence[Mapping[str, An
     axis.legend(loc="lower left", fontsize="small")
 
 
-def _end(stretch: Mapping[str, Any]) -> float:
+def _end(stretch: Json) -> float:
     return float(stretch["begin_s"] + stretch["num_steps"] * stretch["step_s"])
 
 
@@ -135,7 +118,7 @@ def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> CurvePoints:
     return times, gpus
 
 
-def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
+def _rate(stretches: Sequence[Json], tokens: int) -> CurvePoints:
     """Return tokens a second over time.
 
     They are zero between stretches, while the job waits or changes.
@@ -152,7 +135,7 @@ def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
     return times, rates
 
 
-def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> CurvePoints:
+def _total(stretches: Sequence[Json], tokens: int) -> CurvePoints:
     times = [0.0]
     totals = [0.0]
     for stretch in stretches:

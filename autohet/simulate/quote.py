@@ -31,6 +31,7 @@ from autohet.simulate.trace_report import read_recorded_prices
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
+from planner.inputs.documents import Document
 from planner.inputs.fleet import NodeType
 
 HOUR_S = 3600.0
@@ -101,10 +102,9 @@ class QuoteMarket:
         """Return the history of one draw: the same for the same number."""
         chance = random.Random(number)
         share = chance.random()
-        rows: dict[tuple[float, str], int] = {}
-        for name, kind in self.kinds.items():
-            if not kind.spot:
-                rows[0.0, name] = kind.max_nodes
+        rows: dict[tuple[float, str], int] = {
+            (0.0, name): kind.max_nodes for name, kind in self.kinds.items() if not kind.spot
+        }
         begin_s = share * self.prices_s
         if self.traces:
             counts, period_s = self.traces[number % len(self.traces)]
@@ -113,16 +113,13 @@ class QuoteMarket:
         events = [*from_counts(dict(sorted(rows.items())), self.notice_s)]
         for name in self.untold:
             events += _assumed_lives(self.kinds[name], chance, end_s, self.notice_s)
-        return in_order(events), self._prices_from(begin_s, end_s)
-
-    def _prices_from(self, begin_s: float, end_s: float) -> RecordedPrices:
         history = PriceHistory(self.kinds, self.prices.rows)
         found: list[PriceRow] = []
         for name in history.given:
             steps = {(at, name): usd for at, usd in history.steps(name, self.prices_s)}
             for (at, _), usd in _wrap(steps, self.prices_s, begin_s, end_s).items():
                 found.append((at, name, usd))
-        return replace(self.prices, rows=found)
+        return in_order(events), replace(self.prices, rows=found)
 
 
 def _wrap(
@@ -188,7 +185,7 @@ def run_draw(simulation: TraceSimulation) -> Draw:
     )
 
 
-def report_quote(options: QuoteOptions, progress: Callable[[float], None]) -> dict[str, Any]:
+def report_quote(options: QuoteOptions, progress: Callable[[float], None]) -> Document:
     """Return the document of `autohet quote`. progress: called with the share that is done.
 
     Raises:
@@ -214,7 +211,16 @@ def report_quote(options: QuoteOptions, progress: Callable[[float], None]) -> di
     check_budget(job, cluster, front[0] if front else None)
     simulation.scenario = replace(simulation.scenario, end_s=_end_s(by_s, job, front))
 
-    draws = _make_all(simulation, market, options.draws, progress)
+    # Half of the draws are made in another process where there is a second processor.
+    warm = range(min(WARM_DRAWS, options.draws))
+    found = make_draws(Draws(simulation, market, warm))
+    middle = (len(warm) + options.draws) // 2
+    others = Draws(simulation, market, range(middle, options.draws))
+    call = run_in_background(make_draws, others)
+    for each in range(len(warm), middle):
+        found += make_draws(Draws(simulation, market, [each]))
+        progress(len(found) / middle)
+    draws = found + (call() or make_draws(others))
     sources = price_sources(cluster, described, prices)
     return _document(job, by_s, draws) | {
         "fleets": [_fleet_document(job, offer) for offer in front],
@@ -289,21 +295,6 @@ def _end_s(by_s: float | None, job: Job, front: Sequence[Offer]) -> float:
     return 24 * HOUR_S + 4 * slowest_s * (job.training.steps or 0)
 
 
-def _make_all(
-    simulation: TraceSimulation, market: QuoteMarket, number: int, progress: Callable[[float], None]
-) -> list[Draw]:
-    """Make all draws, half of them in another process where there is a second processor."""
-    warm = range(min(WARM_DRAWS, number))
-    found = make_draws(Draws(simulation, market, warm))
-    middle = (len(warm) + number) // 2
-    others = Draws(simulation, market, range(middle, number))
-    call = run_in_background(make_draws, others)
-    for each in range(len(warm), middle):
-        found += make_draws(Draws(simulation, market, [each]))
-        progress(len(found) / middle)
-    return found + (call() or make_draws(others))
-
-
 # the document
 # ------------------------------------------------------------------------------
 
@@ -326,7 +317,7 @@ def likelihood(number: int, draws: int) -> float:
     return (number + 0.5) / (draws + 1)
 
 
-def _document(job: Job, by_s: float | None, draws: Sequence[Draw]) -> dict[str, Any]:
+def _document(job: Job, by_s: float | None, draws: Sequence[Draw]) -> Document:
     budget = job.elastic.budget_usd or math.inf
     by_hours = math.inf if by_s is None else by_s / HOUR_S
     trained = [draw for draw in draws if draw.is_trained]
@@ -365,7 +356,7 @@ def _reasons(draws: Sequence[Draw], by_hours: float) -> Iterator[str]:
         )
 
 
-def _fleet_document(job: Job, offer: Offer) -> dict[str, Any]:
+def _fleet_document(job: Job, offer: Offer) -> Document:
     """Return what a fleet takes for the whole job if nothing disturbs it."""
     steps = job.training.steps or 0
     return {

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic
 
 from autohet.control.planning.proposals import (
     Pending,
+    PendingCall,
     PendingSearch,
     Planner,
     PlanProposal,
@@ -121,14 +121,10 @@ class SearchCache:
 
 def rename_nodes(plan: Plan, names: Mapping[str, str]) -> Plan:
     """Return the same plan on nodes of other names."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        stages = [_rename_stage(stage, names) for stage in pipeline.stages]
-        pipelines.append(replace(pipeline, stages=tuple(stages)))
-    return replace(plan, pipelines=tuple(pipelines))
+    return plan.map_stages(partial(_rename_stage, names))
 
 
-def _rename_stage(stage: Stage, names: Mapping[str, str]) -> Stage:
+def _rename_stage(names: Mapping[str, str], stage: Stage) -> Stage:
     workers = []
     for worker in stage.workers:
         node, _, gpu = worker.rpartition("/")
@@ -204,15 +200,19 @@ class RememberedPlanning(Planning):
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Same as `Planning.search`; its result is available after the stated search time."""
-        ready_at = self.clock() + self.costs.search_seconds(len(fleet.workers), waiting=False)
-        self._wake(ready_at)
-        return _Later(self, fleet, current, ready_at)
+        seconds = self.costs.search_seconds(len(fleet.workers), waiting=False)
+        plan = None if current is None else current.plan
+        return self._after(seconds, partial(self.answer, fleet, plan, thorough=True))
 
     def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         """Same as `Planning.consider`; its result is available after a whole search's time."""
-        ready_at = self.clock() + self.costs.whole_search_s
+        return self._after(self.costs.whole_search_s, partial(work, self, question))
+
+    def _after(self, seconds: float, answer: Callable[[], T]) -> Pending[T]:
+        """Return an answer that is available after simulated seconds."""
+        ready_at = self.clock() + seconds
         self._wake(ready_at)
-        return _LaterWork(self, work, question, ready_at)
+        return PendingCall(lambda: answer() if self.clock() >= ready_at else None)
 
     def fleet_speeds(self, cluster: Cluster, also: Sequence[Mapping[str, int]]) -> FleetSpeeds:
         """Same as `Planning.fleet_speeds`, asked for once."""
@@ -442,49 +442,3 @@ def _text_of(kind: PricedKind) -> str:
     if usd_per_hour is None:
         return f"{name}@{slowdown:g}"
     return f"{name}@{slowdown:g}@{usd_per_hour!r}"
-
-
-class _LaterWork(Generic[Q, T]):
-    """Answer of `work` to a question, available at `ready_at`."""
-
-    def __init__(
-        self,
-        planning: RememberedPlanning,
-        work: Callable[[Planner, Q], T],
-        question: Q,
-        ready_at: float,
-    ) -> None:
-        self._planning = planning
-        self._answer = partial(work, planning, question)
-        self._ready_at = ready_at
-
-    def result(self) -> T | None:
-        return None if self._planning.clock() < self._ready_at else self._answer()
-
-    def drop(self) -> None:
-        """Drop the work: no-op, since nothing runs in the background."""
-
-
-class _Later:
-    """Search whose answer is available at `ready_at`."""
-
-    def __init__(
-        self,
-        planning: RememberedPlanning,
-        fleet: Fleet,
-        current: PlanProposal | None,
-        ready_at: float,
-    ) -> None:
-        self._planning = planning
-        self._fleet = fleet
-        self._current = current
-        self._ready_at = ready_at
-
-    def result(self) -> PlanProposal | None:
-        if self._planning.clock() < self._ready_at:
-            return None
-        current = None if self._current is None else self._current.plan
-        return self._planning.answer(self._fleet, current, thorough=True)
-
-    def drop(self) -> None:
-        """Drop the search: no-op, since nothing runs in the background."""

@@ -43,19 +43,6 @@ class Setup:
     searched_s: float
 
 
-def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
-    """Return the bytes of training state (fp32 weights and AdamW's two moments) by worker."""
-    each = MigrationCost().state_bytes_per_parameter
-    found = {}
-    for pipeline in plan.pipelines:
-        for stage, names in stages_with_layers(pipeline):
-            num_parameters = sum(layer_named(spec, name).parameters for name in names)
-            whole = num_parameters * each
-            for rank, worker in enumerate(stage.workers):
-                found[worker] = whole * stage.share(rank).fraction
-    return found
-
-
 def make_setup(
     plan: Plan,
     prediction: Prediction,
@@ -64,7 +51,15 @@ def make_setup(
     costs: Costs,
     searched_s: float,
 ) -> Setup:
-    by_worker = state_bytes_by_worker(plan, spec)
+    # fp32 weights and AdamW's two moments
+    each = MigrationCost().state_bytes_per_parameter
+    by_worker: dict[str, float] = {}
+    for pipeline in plan.pipelines:
+        for stage, names in stages_with_layers(pipeline):
+            num_parameters = sum(layer_named(spec, name).parameters for name in names)
+            whole = num_parameters * each
+            for rank, worker in enumerate(stage.workers):
+                by_worker[worker] = whole * stage.share(rank).fraction
     by_node: dict[str, float] = {}
     for worker, num_bytes in by_worker.items():
         node = node_of(worker)
@@ -131,10 +126,9 @@ class SymmetricSetups:
         self.fixed = fixed
 
     def setup(self, nodes: Iterable[Node]) -> Setup | None:
-        kinds = {}
-        for node in nodes:
-            if node.node_type.name == self.kind.name:
-                kinds[node.name] = node.node_type
+        kinds = {
+            node.name: node.node_type for node in nodes if node.node_type.name == self.kind.name
+        }
         names = sorted(kinds)
         number = len(names) if self.fixed is None else self.fixed
         if number > len(names):
@@ -169,24 +163,18 @@ def grid(
     """
     best: tuple[Plan, Prediction, int] | None = None
     for count in range(1, number + 1):
-        found = _grid_of(planning, kind, count)
+        key = (planning.kind_of(Node("", kind)), count)
+        if key not in planning.memory.grids:
+            fleet = Fleet(0, tuple(Node(name, kind) for name in _stand_ins(count)))
+            request = planning.request(fleet, planning.make_cost(fleet))
+            # A trainer that restarts from storage needs no second holder of its state.
+            request = replace(request, min_node_disjoint_holders=1)
+            try:
+                answer = plan_with(SYMMETRIC, request)
+                planning.memory.grids[key] = (answer.plan, answer.prediction, count)
+            except ConfigError:
+                planning.memory.grids[key] = None
+        found = planning.memory.grids[key]
         if found is not None and (best is None or found[1].step_time_s < best[1].step_time_s):
             best = found
     return best
-
-
-def _grid_of(
-    planning: RememberedPlanning, kind: NodeType, count: int
-) -> tuple[Plan, Prediction, int] | None:
-    key = (planning.kind_of(Node("", kind)), count)
-    if key not in planning.memory.grids:
-        fleet = Fleet(0, tuple(Node(name, kind) for name in _stand_ins(count)))
-        request = planning.request(fleet, planning.make_cost(fleet))
-        # A trainer that restarts from storage needs no second holder of its state.
-        request = replace(request, min_node_disjoint_holders=1)
-        try:
-            answer = plan_with(SYMMETRIC, request)
-            planning.memory.grids[key] = (answer.plan, answer.prediction, count)
-        except ConfigError:
-            planning.memory.grids[key] = None
-    return planning.memory.grids[key]

@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from autohet.control.job_memory import JobMemory
 from autohet.control.job_state import Training
@@ -51,6 +50,7 @@ from autohet.simulate.trained_span import TrainedSpan
 from planner.errors import ConfigError
 from planner.inputs.catalogue import instance_types
 from planner.inputs.cluster import Cluster
+from planner.inputs.documents import Document, Json
 from planner.inputs.fleet import NodeType
 from planner.plans.plan import Plan
 
@@ -127,7 +127,7 @@ class _BaselineOptions:
     every_steps: int | None = None
     cap: float = float("inf")
     trace: Sequence[TraceEvent] | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _PolicyRun:
     policy: str
     seconds: float
     spans: Sequence[TrainedSpan]
-    changes: list[dict[str, Any]]
+    changes: list[Document]
     usd: float
     steps_lost: int
     decisions: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ class TraceSimulation:
         other.prices = PriceHistory(self.scenario.kinds, prices.rows)
         return other
 
-    def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
+    def run(self, policy: str, progress: Callable[[float], None] | None = None) -> Document:
         """Return the document of one policy or baseline (`autohet simulate --json`).
 
         `progress` is called with the share of the trace that is done.
@@ -188,7 +188,7 @@ class TraceSimulation:
     # AutoHet
     # ------------------------------------------------------------------------------
 
-    def _sky(self, progress: Callable[[float], None] | None) -> dict[str, Any]:
+    def _sky(self, progress: Callable[[float], None] | None) -> Document:
         """Simulate `autohet sky`: one region at a time, with copies between them."""
         scenario = self.scenario
         elastic = self.job.elastic
@@ -212,7 +212,7 @@ class TraceSimulation:
         found["seconds_by_region"] = stay_seconds(stays)
         return found
 
-    def _one_region(self) -> dict[str, Any]:
+    def _one_region(self) -> Document:
         """Simulate each region alone; return the one with most tokens, chosen in hindsight."""
         region_by_type = regions_of(self.scenario.kinds)
         found = []
@@ -228,7 +228,7 @@ class TraceSimulation:
 
     def _local_first(
         self, trace: Sequence[TraceEvent], progress: Callable[[float], None] | None
-    ) -> dict[str, Any]:
+    ) -> Document:
         self.require_plan()
         controller, workforce, planning = self.replay(trace, progress)
         document = self._autohet_document(controller, workforce)
@@ -295,8 +295,8 @@ class TraceSimulation:
         self,
         planning: RememberedPlanning,
         trace: Sequence[TraceEvent],
-        document: Mapping[str, Any],
-    ) -> dict[str, Any]:
+        document: Json,
+    ) -> Document:
         """Return how a run kept the job's bound, and its dollars beside the best in hindsight."""
         end_s = self.scenario.end_s
         bound = self.job.parallelism.max_usd_per_hour
@@ -368,9 +368,7 @@ class TraceSimulation:
         if 0.0 < lasts_s < CALM_LOOK_S:
             workforce.wake_at(workforce.now + lasts_s)
 
-    def _autohet_document(
-        self, controller: Controller, workforce: SimulatedWorkforce
-    ) -> dict[str, Any]:
+    def _autohet_document(self, controller: Controller, workforce: SimulatedWorkforce) -> Document:
         ledger = controller.memory.ledger
         changes = [each.to_document() for each in ledger.changes if each.cause != "start"]
         records = controller.events.records
@@ -399,7 +397,7 @@ class TraceSimulation:
     # baselines
     # ------------------------------------------------------------------------------
 
-    def _baseline(self, name: str) -> dict[str, Any]:
+    def _baseline(self, name: str) -> Document:
         planning = RememberedPlanning(self.inputs, self.memory, self.scenario.costs)
         with_gpus = [kind for kind in self.scenario.cluster.node_types if kind.num_gpus]
         if name in ("s3_only", "checkpoint_restart"):
@@ -411,7 +409,7 @@ class TraceSimulation:
             names = [kind.name for kind in with_gpus]
             return self._train(name, choose, names, options)
 
-        found: list[dict[str, Any]] = []
+        found: list[Document] = []
         for kind in with_gpus:
             if name == "homogeneous_elastic":
                 choose = SymmetricSetups(planning, self.scenario.costs, kind).setup
@@ -434,15 +432,13 @@ class TraceSimulation:
             }
         return _most_tokens(found)
 
-    def _run_fixed(
-        self, planning: RememberedPlanning, kind: NodeType, number: int
-    ) -> dict[str, Any]:
+    def _run_fixed(self, planning: RememberedPlanning, kind: NodeType, number: int) -> Document:
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
         facts = {"type": kind.name, "nodes": number}
         options = _BaselineOptions(cap=float(number), facts=facts)
         return self._train("homogeneous_fixed", choose, [kind.name], options)
 
-    def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> dict[str, Any] | None:
+    def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> Document | None:
         """Simulate on-demand nodes of one type, as many as the trace's spot bill buys.
 
         The number is at least one, and rises to the first that has a symmetric plan. Returns None
@@ -458,9 +454,9 @@ class TraceSimulation:
         while grid(planning, kind, number) is None and number < 1024:
             number += 1
 
-        trace = []
-        for index in range(number):
-            trace.append(TraceEvent(0.0, "arrival", f"{kind.name}-{index}", kind.name))
+        trace = [
+            TraceEvent(0.0, "arrival", f"{kind.name}-{index}", kind.name) for index in range(number)
+        ]
         facts = {"type": kind.name, "nodes": number, "usd_per_hour": usd_per_hour}
         options = _BaselineOptions(trace=trace, facts=facts)
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
@@ -478,7 +474,7 @@ class TraceSimulation:
         choose: Choose,
         types: Sequence[str],
         options: _BaselineOptions | None = None,
-    ) -> dict[str, Any]:
+    ) -> Document:
         options = options or _BaselineOptions()
         scenario = self.scenario
         trace = scenario.trace if options.trace is None else options.trace
@@ -503,7 +499,7 @@ class TraceSimulation:
     # documents
     # ------------------------------------------------------------------------------
 
-    def _document(self, run: _PolicyRun) -> dict[str, Any]:
+    def _document(self, run: _PolicyRun) -> Document:
         training = self.job.training
         steps = sum(span.num_steps for span in run.spans)
         useful_s = sum(span.seconds for span in run.spans)
@@ -536,7 +532,7 @@ class TraceSimulation:
         }
 
 
-def _most_tokens(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _most_tokens(results: Sequence[Document]) -> Document:
     """Return the result with most tokens, the first one of equals."""
     return max(results, key=lambda result: float(result["tokens"]))
 

@@ -6,7 +6,6 @@ into arrivals, notices and departures of named nodes.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from typing import Literal, cast
 
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster
+from planner.inputs.documents import parse_csv, parse_number, read_text
 from planner.inputs.fleet import NodeType
 
 COUNTS = ("time_s", "node_type", "num_nodes")
@@ -50,15 +50,7 @@ def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[Tra
         ConfigError: a column, a value, a node type or a node that does not fit; more nodes than the
         cluster may have.
     """
-    try:
-        with Path(path).open(newline="") as file:
-            reader = csv.DictReader(line for line in file if not line.startswith("#"))
-            rows = list(reader)
-            columns = tuple(reader.fieldnames or ())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read trace '{path}': {why}") from None
-
+    columns, rows = parse_csv(read_text(path, "trace"), f"trace '{path}'")
     kinds = {kind.name: kind for kind in cluster.node_types}
     if columns == COUNTS:
         return from_counts(_read_counts(rows, str(path), kinds), notice_s)
@@ -71,10 +63,7 @@ def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[Tra
 
 
 def _time(row: Mapping[str, str], where: str) -> float:
-    try:
-        time_s = float(row["time_s"])
-    except (TypeError, ValueError):
-        time_s = math.nan
+    time_s = parse_number(row["time_s"])
     if not 0.0 <= time_s < math.inf:
         raise ConfigError(
             f"'time_s' of {where} must be a number of at least 0, not {row['time_s']!r}"

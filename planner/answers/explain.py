@@ -131,10 +131,9 @@ class Explanation:
 def explain(request: Request, answer: Answer) -> Explanation:
     """Explain a search's answer to the request. Runs two searches per node type."""
     used = set(request.fleet.node_types_of(answer.plan.workers))
-    places = []
-    for kind in request.cost.fleet.gpu_node_types:
-        if kind in used:
-            places.append(_place(request, answer, kind))
+    places = [
+        _place(request, answer, kind) for kind in request.cost.fleet.gpu_node_types if kind in used
+    ]
     additions = []
     for kind in request.cost.fleet.gpu_node_types:
         one_more = _one_more(request, answer, kind)
@@ -333,7 +332,11 @@ def _changed_s(
 
 def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | None:
     """Search the fleet with one more node of a type, beginning with the current plan."""
-    added = Node(_free_name(request.fleet, kind), kind)
+    names = {node.name for node in request.fleet.nodes}
+    number = 0
+    while f"{kind.name}-{number}" in names:
+        number += 1
+    added = Node(f"{kind.name}-{number}", kind)
     fleet = replace(request.fleet, nodes=(*request.fleet.nodes, added))
     cost: CostModel = request.cost.with_fleet(fleet)
     better = _search_from(replace(request, fleet=fleet, cost=cost), answer.plan)
@@ -353,11 +356,3 @@ def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | Non
         usd,
         more_usd,
     )
-
-
-def _free_name(fleet: Fleet, kind: NodeType) -> str:
-    names = {node.name for node in fleet.nodes}
-    number = 0
-    while f"{kind.name}-{number}" in names:
-        number += 1
-    return f"{kind.name}-{number}"

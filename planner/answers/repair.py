@@ -48,9 +48,9 @@ def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
     found = []
     totals_s = cost.steps.pipelines_s(plan)
     for pipeline, total_s in zip(plan.pipelines, totals_s, strict=True):
-        stages = []
-        for index in range(len(pipeline.stages)):
-            stages.append(sum(cost.stages.seconds(pipeline, index)))
+        stages = [
+            sum(cost.stages.seconds(pipeline, index)) for index in range(len(pipeline.stages))
+        ]
         first_s = sum(stages)
         num_further = pipeline.num_microbatches - 1
         if num_further:
@@ -103,7 +103,11 @@ def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Pl
     pipelines = list[Pipeline]()
     left = list[GpuGroup]()
     for pipeline in previous.pipelines:
-        groups = _living_groups(pipeline, alive, moves)
+        groups = []
+        for group in groups_of(pipeline):
+            rest = tuple(worker for worker in group if worker in alive)
+            if rest == group or moves.is_uneven(rest):
+                groups.append(rest)
         is_whole = groups == groups_of(pipeline)
         cut = pipeline if is_whole else moves.cut(groups, pipeline.microbatch_sequences)
         if cut is None:
@@ -119,13 +123,3 @@ def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Pl
         return None
     plan = replace(previous, global_batch_sequences=request.global_batch_sequences)
     return moves.share_batch(plan, pipelines)
-
-
-def _living_groups(pipeline: Pipeline, alive: set[str], moves: Moves) -> list[GpuGroup]:
-    """Return the whole groups of a pipeline, and the rests that may have uneven shares."""
-    found = []
-    for group in groups_of(pipeline):
-        rest = tuple(worker for worker in group if worker in alive)
-        if rest == group or moves.is_uneven(rest):
-            found.append(rest)
-    return found

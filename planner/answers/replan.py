@@ -465,7 +465,11 @@ def _match(plan: Plan, places: list[_Slot], held: Holders) -> dict[_Slot, tuple[
         names = layers_of(stage, s, len(pipeline.stages))
         wanted.append(set(names))
         groups.append(stage.workers)
-        has.append(_layers_held(stage.workers, held))
+        found = set[str]()
+        for worker in stage.workers:
+            for layer, _, _ in held.get(worker, frozenset()):
+                found.add(layer)
+        has.append(found)
 
     overlap = np.zeros((len(places), len(places)))
     for row, want in enumerate(wanted):
@@ -475,15 +479,6 @@ def _match(plan: Plan, places: list[_Slot], held: Holders) -> dict[_Slot, tuple[
     overlap += 1e-6 * np.eye(len(places))
     rows, columns = linear_sum_assignment(-overlap)
     return {places[i]: groups[j] for i, j in zip(rows, columns, strict=True)}
-
-
-def _layers_held(workers: Iterable[str], held: Holders) -> set[str]:
-    """Return the names of the layers of which one of these workers holds a part."""
-    found = set[str]()
-    for worker in workers:
-        for layer, _, _ in held.get(worker, frozenset()):
-            found.add(layer)
-    return found
 
 
 def _decision(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from planner.errors import ConfigError
 from planner.inputs.catalogue import InstanceType, find_instance_type, instance_types
@@ -21,7 +20,7 @@ from planner.inputs.cluster_documents import (
     provider_type,
     with_legacy_types,
 )
-from planner.inputs.documents import is_integer, read_mapping, read_section
+from planner.inputs.documents import Json, is_integer, read_mapping, read_section
 from planner.inputs.fleet import NodeBound, NodeType
 from planner.inputs.machines import ec2_gpu_name
 from planner.inputs.zones import region_of
@@ -34,7 +33,6 @@ DETECTING = (None, "aws", "fake_multinode")
 See `fillout_available_node_types_resources` in `ray/autoscaler/_private/*/node_provider.py`.
 """
 _NUM_GPUS = re.compile(r"ray start .*--num-gpus[= ](\d+)")
-Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner.errors import ConfigError
 from planner.inputs.autoscaling import AutoscaledType, autoscaling_config
@@ -23,7 +22,7 @@ from planner.inputs.cluster_documents import (
     refuse_other_documents,
     with_legacy_types,
 )
-from planner.inputs.documents import check_keys, read_mapping
+from planner.inputs.documents import Document, Json, check_keys, read_mapping
 from planner.inputs.fleet import Fleet, Node, NodeBound, NodeType
 from planner.inputs.kuberay import ANY_INSTANCE, NOT_PLANNED, POD
 from planner.inputs.machines import pods_on
@@ -127,7 +126,7 @@ def node_type_from_labels(
     elif device:
         known_memory = device.memory_bytes
 
-    facts: dict[str, Any] = {
+    facts: Document = {
         "gpu-type": gpu_type,
         "gpu-memory-gib": memory_gib * GIB if memory_gib else known_memory,
         "intra-node-gbps": intra_gbps * 1e9 / 8 if intra_gbps else known_intra,
@@ -219,7 +218,18 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
         raise ConfigError("; ".join(errors))
     if not found:
         vsphere = provider_type(top) == "vsphere"
-        raise ConfigError(_why_no_types(types, where, notes, vsphere=vsphere))
+        reasons = list(notes)
+        for name, entry in types.items():
+            unknown = why_gpus_are_unknown(name, entry)
+            if unknown:
+                reasons.append(unknown)
+        if vsphere:
+            reasons.append(
+                "it is Ray's file for vSphere, whose VM classes say nothing of GPUs: add GPU under"
+                " resources and labels of what its machines have"
+            )
+        what = f"no node type of {where} has GPUs and max_workers above 0"
+        raise ConfigError("; ".join([what, *dict.fromkeys(reasons)]))
     # nodes of an emulated fleet are started by its script, whatever an autoscaler would allow
     emulated = provider_type(top) == "fake_multinode"
     return Cluster(
@@ -231,27 +241,7 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
     )
 
 
-def _why_no_types(
-    types: Mapping[str, Any], where: str, notes: Sequence[str], *, vsphere: bool
-) -> str:
-    """Return the message for a file without node types to plan on."""
-    reasons = list(notes)
-    for name, entry in types.items():
-        unknown = why_gpus_are_unknown(name, entry)
-        if unknown:
-            reasons.append(unknown)
-    if vsphere:
-        reasons.append(
-            "it is Ray's file for vSphere, whose VM classes say nothing of GPUs: add GPU under"
-            " resources and labels of what its machines have"
-        )
-    what = f"no node type of {where} has GPUs and max_workers above 0"
-    return "; ".join([what, *dict.fromkeys(reasons)])
-
-
-def _node_type(
-    entry: Mapping[str, Any], kind: AutoscaledType, top: Mapping[str, Any], notes: list[str]
-) -> NodeType | None:
+def _node_type(entry: Json, kind: AutoscaledType, top: Json, notes: list[str]) -> NodeType | None:
     """Return a node type with GPUs; None if it has none or may not exist.
 
     `notes` gets the reason if it may have GPUs that are left out.
@@ -277,9 +267,10 @@ def _node_type(
     facts = {**derived, **labels}
     num_gpus = read_num_gpus(gpus, name)
     machines = config.get(ANY_INSTANCE) or ()
-    made = []
-    for machine in machines or (instance,):
-        made.append(node_type_from_labels(name, facts, num_gpus, machine, kind.max_nodes, pod=pod))
+    made = [
+        node_type_from_labels(name, facts, num_gpus, machine, kind.max_nodes, pod=pod)
+        for machine in machines or (instance,)
+    ]
     return _least_of(made, machines)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
-from planner.inputs.documents import read_mapping, read_section, read_sections
+from planner.inputs.documents import Json, read_mapping, read_section, read_sections, read_text
 from planner.inputs.kuberay import DERIVED, as_launcher_document, is_kuberay
 from planner.inputs.machines import device_name
 
@@ -75,7 +75,6 @@ _ANYSCALE_KEYS = frozenset(
 _SKY_RESOURCES = frozenset(
     {"accelerators", "any_of", "cloud", "infra", "instance_type", "ordered", "use_spot"}
 )
-Json = Mapping[str, Any]
 
 
 def read_cluster_yaml(path: str | Path) -> object:
@@ -88,14 +87,10 @@ def read_cluster_yaml(path: str | Path) -> object:
     """
     import yaml
 
+    text = read_text(path, "cluster")
+    _refuse_scripts(text, f"cluster '{path}'")
     try:
-        text = Path(path).read_text()
-        _refuse_scripts(text, f"cluster '{path}'")
         documents = [found for found in yaml.safe_load_all(text) if found is not None]
-    except OSError as error:
-        raise ConfigError(f"cannot read cluster '{path}': {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cluster '{path}' is no text: byte {error.start} is not UTF-8") from None
     except yaml.YAMLError as error:
         if re.search(r"{{.*}}|{%.*%}", text):
             raise ConfigError(

@@ -1,13 +1,62 @@
-"""Strict reading of mappings that came from YAML or JSON: an unknown key is an error that names it
-and the known ones.
+"""Strict reading of users' files, and of mappings that came from YAML or JSON: an unknown key is an
+error that names it and the known ones.
 """
 
+import csv
+import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from planner.errors import ConfigError
+
+Json = Mapping[str, Any]
+"""Object of a JSON or YAML document that is only read."""
+Document = dict[str, Any]
+"""Object of a JSON document in the making."""
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """Return the text of a user's file; `what` names the kind of file in errors ("plan").
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8 text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} '{path}': {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{what} '{path}' is not UTF-8 text (near byte {error.start}); is it a {what} at all?"
+        ) from None
+
+
+def parse_csv(text: str, what: str) -> tuple[tuple[str, ...], list[dict[str, str]]]:
+    """Return the columns and rows of a CSV; lines that begin with '#' are comments.
+
+    Raises:
+        ConfigError: the text is no CSV.
+    """
+    lines = (line for line in io.StringIO(text) if not line.startswith("#"))
+    reader = csv.DictReader(lines)
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise ConfigError(f"{what} is no CSV text: {error}") from None
+    return tuple(reader.fieldnames or ()), rows
+
+
+@contextmanager
+def refuse_unwritable(path: str | Path, what: str = "") -> Iterator[None]:
+    """Raise ConfigError where the block cannot write the user's file `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {what}'{path}': {error.strerror}") from None
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -28,7 +77,7 @@ def parse_number(value: Any) -> float:
         return math.nan
 
 
-def read_mapping(document: object, what: str) -> Mapping[str, Any]:
+def read_mapping(document: object, what: str) -> Json:
     """`document` as a mapping with string keys, or ConfigError."""
     if not isinstance(document, Mapping) or not all(isinstance(key, str) for key in document):
         raise ConfigError(
@@ -37,7 +86,7 @@ def read_mapping(document: object, what: str) -> Mapping[str, Any]:
     return document
 
 
-def read_section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def read_section(document: Json, key: str) -> Json:
     """Return the mapping under a key; empty if it is absent or null.
 
     Raises:
@@ -46,7 +95,7 @@ def read_section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return read_mapping(document.get(key) or {}, key)
 
 
-def read_sections(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+def read_sections(document: Json, key: str) -> list[Json]:
     """Return the list of mappings under a key; empty if it is absent or null.
 
     Raises:
@@ -59,7 +108,7 @@ def read_sections(document: Mapping[str, Any], key: str) -> list[Mapping[str, An
 
 
 def check_keys(
-    document: Mapping[str, Any],
+    document: Json,
     what: str,
     known: frozenset[str],
     required: frozenset[str] = frozenset(),
@@ -77,7 +126,7 @@ def check_keys(
         raise ConfigError(f"{what} lacks '{missing[0]}'")
 
 
-def read_int(document: Mapping[str, Any], key: str, what: str, minimum: int) -> int:
+def read_int(document: Json, key: str, what: str, minimum: int) -> int:
     """An integer of at least `minimum`; true and false are no integers."""
     value = document[key]
     if not is_integer(value):
@@ -87,7 +136,7 @@ def read_int(document: Mapping[str, Any], key: str, what: str, minimum: int) -> 
     return value
 
 
-def read_bool(document: Mapping[str, Any], key: str, what: str) -> bool:
+def read_bool(document: Json, key: str, what: str) -> bool:
     """True or false, nothing else."""
     value = document[key]
     if not isinstance(value, bool):
@@ -95,7 +144,7 @@ def read_bool(document: Mapping[str, Any], key: str, what: str) -> bool:
     return value
 
 
-def read_str(document: Mapping[str, Any], key: str, what: str) -> str:
+def read_str(document: Json, key: str, what: str) -> str:
     """A string that is not empty."""
     value = document[key]
     if not isinstance(value, str) or not value:
@@ -103,7 +152,7 @@ def read_str(document: Mapping[str, Any], key: str, what: str) -> str:
     return value
 
 
-def read_list(document: Mapping[str, Any], key: str, what: str) -> list[Any]:
+def read_list(document: Json, key: str, what: str) -> list[Any]:
     """A list that is not empty."""
     value = document[key]
     if not isinstance(value, list) or not value:

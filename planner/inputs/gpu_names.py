@@ -56,7 +56,10 @@ def identify_gpu(name: str, memory_bytes: int, multiprocessors: int | None = Non
     else:
         whole_name = name
         memory_gib = memory_bytes / 2**30
-    model = _without_maker(whole_name)
+    words = whole_name.replace("(TM)", "").split()
+    while len(words) > 1 and words[0].upper() in _MAKERS:
+        words.pop(0)
+    model = " ".join(words)
     row = _row_of(model, memory_gib, whole_name)
     gpu_type = canonical_gpu_type(row.gpu_type if row else _join_words(model))
 
@@ -86,13 +89,6 @@ def _row_of(model: str, memory_gib: float | None, name: str) -> _Row | None:
         memory_gib = float(said[1]) if said else matching[-1].memory_gib
     wanted = memory_gib or 0.0
     return min(matching, key=lambda row: abs((row.memory_gib or 0.0) - wanted))
-
-
-def _without_maker(name: str) -> str:
-    words = name.replace("(TM)", "").split()
-    while len(words) > 1 and words[0].upper() in _MAKERS:
-        words.pop(0)
-    return " ".join(words)
 
 
 def _join_words(model: str) -> str:

@@ -19,6 +19,8 @@ from typing import Any, TypeGuard
 
 from planner.errors import ConfigError
 from planner.inputs.documents import (
+    Document,
+    Json,
     check_keys,
     is_integer,
     read_list,
@@ -76,7 +78,6 @@ _EXPRESSION = frozenset({"key", "operator", "values"})
 """Keys of a node affinity's expression whose operator is In."""
 UNBOUNDED = 2**31 - 1
 """Value that the API server writes for an absent `maxReplicas`."""
-Json = Mapping[str, Any]
 
 
 def is_kuberay(document: object) -> TypeGuard[Json]:
@@ -86,7 +87,7 @@ def is_kuberay(document: object) -> TypeGuard[Json]:
     return version.startswith("ray.io/")
 
 
-def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
+def as_launcher_document(document: Json, where: str) -> Document:
     """Return the same cluster as `ray up` would have it.
 
     It has a name, and node types with resources, labels and bounds. `notes` says what of the
@@ -102,7 +103,7 @@ def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
     head = read_mapping(spec.get("headGroupSpec") or {}, f"headGroupSpec of {where}")
     notes: list[str] = []
     errors: list[str] = []
-    types: dict[str, Any] = {}
+    types: Document = {}
 
     def add_head() -> None:
         types[HEAD] = _node_type(head, HEAD, (0, 0), notes)
@@ -128,7 +129,7 @@ def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
     }
 
 
-def _zone_links(metadata: Json, where: str) -> dict[str, Any]:
+def _zone_links(metadata: Json, where: str) -> Document:
     """The table of zones from an annotation, whose value is YAML text."""
     import yaml
 
@@ -172,9 +173,7 @@ def _cluster_spec(document: Json, where: str) -> Json:
     return spec
 
 
-def _add_group(
-    types: dict[str, Any], group: Any, where: str, scales: bool, notes: list[str]
-) -> None:
+def _add_group(types: Document, group: Any, where: str, scales: bool, notes: list[str]) -> None:
     read_mapping(group, f"a worker group of {where}")
     name = group.get("groupName")
     if not isinstance(name, str) or not name or name in types:
@@ -219,14 +218,12 @@ def _count(group: Json, key: str, name: str, default: int | None) -> int:
     return value
 
 
-def _node_type(
-    group: Json, name: str, num_nodes: tuple[int, int], notes: list[str]
-) -> dict[str, Any]:
+def _node_type(group: Json, name: str, num_nodes: tuple[int, int], notes: list[str]) -> Document:
     template = read_mapping(group.get("template") or {}, f"template of group '{name}'")
     pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
     resources = _first_resources(pod)
     least, most = num_nodes
-    found: dict[str, Any] = {
+    found: Document = {
         "resources": _shape(group, resources, name, notes),
         "labels": dict(read_section(group, "labels")),
         "min_workers": least,
@@ -243,7 +240,7 @@ def _node_type(
     return found
 
 
-def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[str, Any]:
+def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> Document:
     """Return Ray's resources of a pod.
 
     They are the group's own `resources`, else its start parameters, else the first container's
@@ -255,9 +252,7 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[st
     requests = read_section(resources, "requests")
     # Where both are given, Ray's autoscaler reads the limit.
     given = {**requests, **limits}
-    shape: dict[str, Any] = {
-        "GPU": _num_gpus(own, start, [*limits.items(), *requests.items()], name)
-    }
+    shape: Document = {"GPU": _num_gpus(own, start, [*limits.items(), *requests.items()], name)}
     claims = [str(claim.get("name")) for claim in read_sections(resources, "claims")]
     if claims and not shape["GPU"]:
         notes.append(
@@ -364,9 +359,9 @@ def _required_labels(pod: Json) -> dict[str, tuple[str, ...]]:
     The node selector and the required node affinity say them. Terms of an affinity are
     alternatives; only labels that all of them name count.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    for key, value in read_section(pod, "nodeSelector").items():
-        found[key] = (str(value),)
+    found: dict[str, tuple[str, ...]] = {
+        key: (str(value),) for key, value in read_section(pod, "nodeSelector").items()
+    }
     affinity = read_section(read_section(pod, "affinity"), "nodeAffinity")
     needed = read_section(affinity, "requiredDuringSchedulingIgnoredDuringExecution")
     terms = [dict(_named_values(term)) for term in read_sections(needed, "nodeSelectorTerms")]
@@ -391,7 +386,7 @@ def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield str(expression["key"]), tuple(map(str, values))
 
 
-def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> dict[str, Any]:
+def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> Document:
     """Instance type, zone and market of the pod's node, and labels derived from it."""
     needed = _required_labels(pod)
     for label, values in needed.items():
@@ -400,8 +395,14 @@ def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> dict[str, An
                 f"{label} of group '{name}' is {values[0]}: the file is a template; render it first"
                 " (`envsubst`)"
             )
-    found: dict[str, Any] = {}
-    requests = _pod_requests(pod)
+    found: Document = {}
+    # Kubernetes reserves the limit of a container that requests none.
+    cpus = 0.0
+    for container in read_sections(pod, "containers"):
+        resources = read_section(container, "resources")
+        given = {**read_section(resources, "limits"), **read_section(resources, "requests")}
+        cpus += quantity(given.get("cpu", 0)) or 0.0
+    requests = {"cpu": cpus} if cpus else {}
     machines = possible_machines(needed, num_gpus, requests, f"group '{name}'")
     if len(machines) == 1:
         found["InstanceType"] = machines[0]
@@ -414,7 +415,8 @@ def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> dict[str, An
         if needed.get(label) == (value,):
             found["InstanceMarketOptions"] = {"MarketType": "spot"}
     products = _first(needed, GPU_LABELS)
-    shared = [f"{key}={needed[key][0]}" for key, no in SHARED.items() if _is_named(needed, key, no)]
+    named = [key for key, no in SHARED.items() if key in needed and needed[key] != (no,)]
+    shared = [f"{key}={needed[key][0]}" for key in named]
     metadata = read_section(read_section(group, "template"), "metadata")
     annotations = read_section(metadata, "annotations")
     shared += [key for key in SHARING_ANNOTATIONS if key in annotations]
@@ -434,23 +436,6 @@ def _first_resources(pod: Json) -> Json:
     """Return the resources of the pod's first container, which is Ray's."""
     containers = read_sections(pod, "containers")
     return read_section(containers[0], "resources") if containers else {}
-
-
-def _is_named(needed: Mapping[str, tuple[str, ...]], label: str, no: str | None) -> bool:
-    return label in needed and needed[label] != (no,)
-
-
-def _pod_requests(pod: Json) -> dict[str, float]:
-    """Return the vCPUs (`cpu`) that Kubernetes reserves for a pod; empty if it reserves none.
-
-    A container that requests none has its limit reserved.
-    """
-    cpus = 0.0
-    for container in read_sections(pod, "containers"):
-        resources = read_section(container, "resources")
-        given = {**read_section(resources, "limits"), **read_section(resources, "requests")}
-        cpus += quantity(given.get("cpu", 0)) or 0.0
-    return {"cpu": cpus} if cpus else {}
 
 
 def _stated_facts(group: Json) -> dict[str, str]:

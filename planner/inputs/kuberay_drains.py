@@ -7,11 +7,9 @@ Kubernetes ends a pod for a spot interruption, a drain and a consolidation alike
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from planner.inputs.documents import is_integer, read_section, read_sections
+from planner.inputs.documents import Json, is_integer, read_section, read_sections
 
-Json = Mapping[str, Any]
 DEFAULT_GRACE_S = 30
 LEAST_GRACE_S = 60
 """Seconds that moving a small model's state away and a Ray drain need."""

@@ -95,7 +95,7 @@ def possible_machines(
         if named is None:
             return ()
         narrowed = rows
-    roomy = [row.name for row in narrowed if _has_room(row, num_gpus, requests)]
+    roomy = [row.name for row in narrowed if pods_on(row, num_gpus, requests) >= 1]
     if roomy:
         return tuple(roomy)
     if named is not None and len(named) == 1:
@@ -130,10 +130,6 @@ def _narrow(rows: list[InstanceType], needed: Needed) -> list[InstanceType] | No
     if counts and is_named:
         rows = [row for row in rows if str(row.num_gpus) in counts]
     return rows if is_named else None
-
-
-def _has_room(row: InstanceType, num_gpus: int, requests: Mapping[str, float]) -> bool:
-    return pods_on(row, num_gpus, requests) >= 1
 
 
 def pods_on(row: InstanceType, num_gpus: int, requests: Mapping[str, float]) -> int:

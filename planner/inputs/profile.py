@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from planner.errors import ConfigError
 from planner.inputs.catalogue import canonical_gpu_type
-from planner.inputs.documents import parse_number
+from planner.inputs.documents import Document, Json, parse_csv, parse_number, read_text
 
 _DATA = Path(__file__).parents[1] / "data"
 REQUIRED = (
@@ -102,40 +101,36 @@ def read_profile(path: str | Path) -> ProfileTable:
     Raises:
         ConfigError: a row is wrong; it names the row and the column.
     """
-    measurements = []
-    for number, row in enumerate(read_table(path, "profile"), 1):
-        measurements.append(_measurement(row, f"row {number} of profile '{path}'"))
+    measurements = [
+        _measurement(row, f"row {number} of profile '{path}'")
+        for number, row in enumerate(read_table(path, "profile"), 1)
+    ]
     return ProfileTable(measurements)
 
 
-def read_table(path: str | Path, what: str) -> list[dict[str, Any]]:
+def read_table(path: str | Path, what: str) -> list[Document]:
     """Rows of a CSV or Parquet file, values as they lie there; comment lines start with '#'."""
-    path = Path(path)
-    try:
-        rows = _read_parquet(path, what) if path.suffix == ".parquet" else _read_csv(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {what} '{path}': {reason}") from None
+    rows: list[Document]
+    if Path(path).suffix == ".parquet":
+        rows = _read_parquet(path, what)
+    else:
+        _, rows = parse_csv(read_text(path, what), f"{what} '{path}'")
     if not rows:
         raise ConfigError(f"{what} '{path}' has no rows")
     return rows
 
 
-def _read_parquet(path: Path, what: str) -> list[dict[str, Any]]:
+def _read_parquet(path: str | Path, what: str) -> list[Document]:
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import read_table as read_parquet
 
     try:
-        rows: list[dict[str, Any]] = read_parquet(path).to_pylist()
+        rows: list[Document] = read_parquet(path).to_pylist()
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} '{path}': {error.strerror or error}") from None
     except ArrowInvalid as error:
         raise ConfigError(f"{what} '{path}' is not a Parquet file: {error}") from None
     return rows
-
-
-def _read_csv(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="") as file:
-        lines = (line for line in file if not line.startswith("#"))
-        return list(csv.DictReader(lines))
 
 
 def write_profile(path: str | Path, table: ProfileTable) -> None:
@@ -155,7 +150,7 @@ def write_profile(path: str | Path, table: ProfileTable) -> None:
         writer.writerows(rows)
 
 
-def _measurement(row: Mapping[str, Any], what: str) -> Measurement:
+def _measurement(row: Json, what: str) -> Measurement:
     unknown = [key for key in row if key not in REQUIRED + OPTIONAL]
     missing = [key for key in REQUIRED if key not in row]
     if unknown or missing:
@@ -187,14 +182,14 @@ def _measurement(row: Mapping[str, Any], what: str) -> Measurement:
     )
 
 
-def _text(row: Mapping[str, Any], column: str, what: str) -> str:
+def _text(row: Json, column: str, what: str) -> str:
     value = row[column]
     if not isinstance(value, str) or not value:
         raise ConfigError(f"'{column}' of {what} is empty")
     return value
 
 
-def _count(row: Mapping[str, Any], column: str, what: str) -> int:
+def _count(row: Json, column: str, what: str) -> int:
     value = parse_number(row[column])
     if not (value >= 1 and value == int(value)):
         raise ConfigError(
@@ -203,9 +198,7 @@ def _count(row: Mapping[str, Any], column: str, what: str) -> int:
     return int(value)
 
 
-def _seconds(
-    row: Mapping[str, Any], column: str, what: str, *, required: bool = False
-) -> float | None:
+def _seconds(row: Json, column: str, what: str, *, required: bool = False) -> float | None:
     value = row.get(column)
     if value is None or value == "":
         if required:

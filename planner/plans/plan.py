@@ -1,12 +1,14 @@
 """Plan: pipelines, stages, placement and microbatches; strict JSON in and out (version 1)."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from planner.errors import ConfigError
 from planner.inputs.documents import (
+    Document,
+    Json,
     check_keys,
     is_integer,
     read_bool,
@@ -314,7 +316,7 @@ class Plan:
         """Every worker, in plan order (pipeline, stage, TP rank)."""
         return tuple(worker for pipeline in self.pipelines for worker in pipeline.workers)
 
-    def to_document(self) -> dict[str, Any]:
+    def to_document(self) -> Document:
         """The plan as the JSON document of the contract."""
         return {
             "version": VERSION,
@@ -325,8 +327,8 @@ class Plan:
             "pipelines": [self._pipeline_document(pipeline) for pipeline in self.pipelines],
         }
 
-    def _pipeline_document(self, pipeline: Pipeline) -> dict[str, Any]:
-        document: dict[str, Any] = {"num_microbatches": pipeline.num_microbatches}
+    def _pipeline_document(self, pipeline: Pipeline) -> Document:
+        document: Document = {"num_microbatches": pipeline.num_microbatches}
         if pipeline.microbatch_sequences != self.microbatch_sequences:
             document["microbatch_sequences"] = pipeline.microbatch_sequences
         if pipeline.most_in_flight:
@@ -353,9 +355,10 @@ class Plan:
         model = read_str(plan, "model", "plan")
         global_batch = read_int(plan, "global_batch_sequences", "plan", 1)
         sequence_length = read_int(plan, "sequence_length", "plan", 1)
-        pipelines = []
-        for index, item in enumerate(documents):
-            pipelines.append(_read_pipeline(item, f"pipeline {index}", microbatch))
+        pipelines = [
+            _read_pipeline(item, f"pipeline {index}", microbatch)
+            for index, item in enumerate(documents)
+        ]
         return cls(model, global_batch, microbatch, sequence_length, tuple(pipelines))
 
     def to_json(self) -> str:
@@ -371,8 +374,8 @@ class Plan:
             raise ConfigError(f"the plan is not JSON: {error}") from None
 
 
-def _stage_document(stage: Stage) -> dict[str, Any]:
-    document: dict[str, Any] = {
+def _stage_document(stage: Stage) -> Document:
+    document: Document = {
         "first_layer": stage.first_layer,
         "num_layers": stage.num_layers,
         "workers": list(stage.workers),
@@ -400,9 +403,10 @@ def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pi
                 f"'last_microbatch_sequences' of {what} is {last}; it must be less than"
                 f" microbatch_sequences, {microbatch_sequences}, or left out"
             )
-    stages = []
-    for index, item in enumerate(read_list(pipeline, "stages", what)):
-        stages.append(_read_stage(item, f"stage {index} of {what}"))
+    stages = [
+        _read_stage(item, f"stage {index} of {what}")
+        for index, item in enumerate(read_list(pipeline, "stages", what))
+    ]
     return Pipeline(
         stages=tuple(stages),
         num_microbatches=read_int(pipeline, "num_microbatches", what, 1),
@@ -412,7 +416,7 @@ def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pi
     )
 
 
-def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
+def _read_in_flight(pipeline: Json, what: str) -> tuple[int, ...]:
     numbers = read_list(pipeline, "in_flight", what)
     if not all(map(is_integer, numbers)):
         raise ConfigError(f"'in_flight' of {what} must be whole numbers, one for each stage")
@@ -420,7 +424,7 @@ def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
 
 
 def _read_stage(document: object, what: str) -> Stage:
-    stage: Mapping[str, Any] = read_mapping(document, what)
+    stage: Json = read_mapping(document, what)
     check_keys(stage, what, _STAGE_KEYS.union(_OPTIONAL_STAGE_KEYS), _STAGE_KEYS)
     workers = read_list(stage, "workers", what)
     if not all(isinstance(worker, str) and worker for worker in workers):
@@ -446,11 +450,11 @@ def _read_stage(document: object, what: str) -> Stage:
     )
 
 
-def _read_flag(stage: Mapping[str, Any], key: str, what: str) -> bool:
+def _read_flag(stage: Json, key: str, what: str) -> bool:
     return key in stage and read_bool(stage, key, what)
 
 
-def _read_sequence_parallel(stage: Mapping[str, Any], num_workers: int, what: str) -> bool:
+def _read_sequence_parallel(stage: Json, num_workers: int, what: str) -> bool:
     if not _read_flag(stage, "sequence_parallel", what):
         return False
     if stage.get("recompute") == "selective":
@@ -460,7 +464,7 @@ def _read_sequence_parallel(stage: Mapping[str, Any], num_workers: int, what: st
     return num_workers > 1
 
 
-def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tuple[int, ...]:
+def _read_tp_shares(stage: Json, num_workers: int, what: str) -> tuple[int, ...]:
     if "tp_shares" not in stage:
         return ()
     shares = read_list(stage, "tp_shares", what)
@@ -475,7 +479,7 @@ def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tu
     return () if are_equal else tuple(shares)
 
 
-def _read_choice(stage: Mapping[str, Any], key: str, choices: Sequence[S], what: str) -> S | None:
+def _read_choice(stage: Json, key: str, choices: Sequence[S], what: str) -> S | None:
     """Return the choice that a key of a stage names; None if the stage has no such key."""
     if key not in stage:
         return None

@@ -182,10 +182,9 @@ def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
 def stages_with_layers(pipeline: Pipeline) -> list[tuple[Stage, list[str]]]:
     """Return the stages of a pipeline, each with the names of its layers."""
     num_stages = len(pipeline.stages)
-    found = []
-    for index, stage in enumerate(pipeline.stages):
-        found.append((stage, layers_of(stage, index, num_stages)))
-    return found
+    return [
+        (stage, layers_of(stage, index, num_stages)) for index, stage in enumerate(pipeline.stages)
+    ]
 
 
 def layer_named(spec: ModelSpec, name: str) -> LayerSpec:

@@ -191,7 +191,10 @@ def _axes_of(graph: Graph, most_units: int) -> dict[Dimension, Axis]:
                 key = (name, dim)
                 alike.setdefault(key, {key})
                 first_of_letter = first.setdefault(letter, key)
-                _join(alike, key, first_of_letter)
+                # moving the smaller group keeps the whole of all joins near linear
+                few, many = sorted((alike[key], alike[first_of_letter]), key=len)
+                many |= few
+                alike.update(dict.fromkeys(few, many))
 
     axes: dict[Dimension, Axis] = {}
     # members of a group share one set, so its identity tells groups apart
@@ -202,14 +205,6 @@ def _axes_of(graph: Graph, most_units: int) -> dict[Dimension, Axis]:
         if axis.units > 1:
             axes.update(dict.fromkeys(keys, axis))
     return axes
-
-
-def _join(alike: dict[Dimension, set[Dimension]], one: Dimension, other: Dimension) -> None:
-    """Make the groups of two dimensions one; all their members then share one set."""
-    # moving the smaller group keeps the whole of all joins near linear
-    few, many = sorted((alike[one], alike[other]), key=len)
-    many |= few
-    alike.update(dict.fromkeys(few, many))
 
 
 def _axis(graph: Graph, keys: Collection[Dimension], most_units: int) -> Axis:

@@ -378,7 +378,11 @@ class ProgramSearch:
             block: list[Instruction] = []
             for step, before, option in reversed(chosen):
                 for instruction in self._spell_out(step, before, option):
-                    block.append(_rename(instruction, names))
+                    tensor = names.get(instruction.tensor, instruction.tensor)
+                    inputs = [
+                        (names.get(name, name), layout) for name, layout in instruction.inputs
+                    ]
+                    block.append(replace(instruction, tensor=tensor, inputs=tuple(inputs)))
             blocks.append(block)
 
         instructions = []
@@ -412,9 +416,3 @@ def _becomes(
         if left < 0:
             return False
     return left >= 0
-
-
-def _rename(instruction: Instruction, names: dict[str, str]) -> Instruction:
-    tensor = names.get(instruction.tensor, instruction.tensor)
-    inputs = [(names.get(name, name), layout) for name, layout in instruction.inputs]
-    return replace(instruction, tensor=tensor, inputs=tuple(inputs))

@@ -338,9 +338,9 @@ def _choose(even: Answer | None, found: Answer | None) -> Answer:
 def sentence(stages: Sequence[Stage]) -> str:
     """Describe the stages that have uneven shares."""
     first = stages[0]
-    shares = []
-    for worker, share in zip(first.workers, first.tp_shares, strict=True):
-        shares.append(f"{share} to {worker}")
+    shares = [
+        f"{share} to {worker}" for worker, share in zip(first.workers, first.tp_shares, strict=True)
+    ]
     text = (
         f"layers {first.first_layer} to {first.end_layer - 1} are cut into {first.num_parts} parts,"
         f" {', '.join(shares)}"

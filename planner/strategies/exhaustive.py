@@ -82,17 +82,15 @@ def search_exhaustive(request: Request) -> Answer:
         looked_at = looked_at * limits.WIDER
 
     if best is None:
-        raise InfeasibleError(_why_none(every))
+        remedies = "a shorter sequence"
+        remedy = every.request.cost.choices.remedy
+        if remedy:
+            remedies = f"{remedy} or {remedies}"
+        raise InfeasibleError(
+            f"none of {every.count} plans fits memory; add GPUs, or use {remedies}"
+        )
     report = _report(every, seconds, request.clock() - begin)
     return Answer("exhaustive", best, request.cost.predict(best), report)
-
-
-def _why_none(every: "_Every") -> str:
-    remedies = "a shorter sequence"
-    remedy = every.request.cost.choices.remedy
-    if remedy:
-        remedies = f"{remedy} or {remedies}"
-    return f"none of {every.count} plans fits memory; add GPUs, or use {remedies}"
 
 
 def _report(every: "_Every", step_s: float, seconds: float) -> SearchReport:
@@ -245,9 +243,10 @@ class _Every:
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
         request = self.request
         taken = Counter[int]()
-        pipelines = []
-        for groups, load in zip(placement, loads, strict=True):
-            pipelines.append(self._pipeline(groups, load.blocks, load.size, load.count, taken))
+        pipelines = [
+            self._pipeline(groups, load.blocks, load.size, load.count, taken)
+            for groups, load in zip(placement, loads, strict=True)
+        ]
         return Plan(
             request.spec.name,
             request.global_batch_sequences,

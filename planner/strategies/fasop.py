@@ -141,9 +141,10 @@ class BoundaryTransfers:
         tp = len(staged.stages[0][0])
         key = (len(staged.stages), staged.width, tp)
         if key not in self._kinds:
-            kinds_of_each = []
-            for senders, receivers in itertools.pairwise(staged.stages):
-                kinds_of_each.append(self._between(senders, receivers))
+            kinds_of_each = [
+                self._between(senders, receivers)
+                for senders, receivers in itertools.pairwise(staged.stages)
+            ]
             self._kinds[key] = kinds_of_each
 
         slowest = []

@@ -73,9 +73,9 @@ def _others(request: Request) -> str:
             compute = request.cost.formats.get(gpu_type, precision)
             by_format.setdefault(compute, []).append(gpu_type)
 
-    phrases = []
-    for compute, gpu_types in by_format.items():
-        phrases.append(f"{' and '.join(gpu_types)} in {compute}")
+    phrases = [
+        f"{' and '.join(gpu_types)} in {compute}" for compute, gpu_types in by_format.items()
+    ]
     return ", ".join(phrases)
 
 

@@ -198,10 +198,9 @@ class Front:
     def _largest_below(self, limit: float) -> list[TypeCounts]:
         """Return the fleets below a price to which no node can be added."""
         if limit not in self._largest:
-            below = dict[TypeCounts, None]()
-            for counts in self.fleets:
-                if _is_less(self.space.price(counts), limit):
-                    below[counts] = None
+            below: dict[TypeCounts, None] = {
+                counts: None for counts in self.fleets if _is_less(self.space.price(counts), limit)
+            }
 
             found = []
             for counts in below:

@@ -94,7 +94,11 @@ def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield distinct orders of the sizes; if there are many, equal neighbours move as one block."""
     blocks: list[tuple[int, ...]] = [(size,) for size in sizes]
     while len(blocks) > limits.MAX_PERMUTE:
-        merged = _equal_pairs_merged(blocks)
+        merged: list[tuple[int, ...]] = []
+        for block, group in itertools.groupby(blocks):
+            pairs, single = divmod(len(list(group)), 2)
+            merged += [block + block] * pairs
+            merged += [block] * single
         if len(merged) == len(blocks):
             break
         blocks = merged
@@ -105,15 +109,6 @@ def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         return
     for order in sorted(set(itertools.permutations(blocks))):
         yield tuple(itertools.chain(*order))
-
-
-def _equal_pairs_merged(blocks: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    merged: list[tuple[int, ...]] = []
-    for block, group in itertools.groupby(blocks):
-        pairs, single = divmod(len(list(group)), 2)
-        merged += [block + block] * pairs
-        merged += [block] * single
-    return merged
 
 
 class Arranger:

@@ -281,16 +281,10 @@ def _grids(
         for size in tables.sizes:
             microbatches, rest = divmod(tables.batch, size)
             if not rest:
-                width = _largest_divisor(microbatches, groups // depth)
+                width = min(groups // depth, microbatches)
+                while microbatches % width:
+                    width -= 1
                 yield split, width, size
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of `number` of at most `most`; both are at least 1."""
-    divisor = min(most, number)
-    while number % divisor:
-        divisor -= 1
-    return divisor
 
 
 def equal_split(blocks: int, depth: int) -> tuple[int, ...]:

@@ -34,10 +34,17 @@ def _over_zones(search: Search, request: Request, blind: "_Blind") -> Answer:
     if not known:
         if request.max_transfer_share is not None:
             return _beyond_share(search, request, blind)
-        raise InfeasibleError(_why_none(request, blind))
+        plan = blind.answer.plan
+        why = unacceptable(request, plan, request.cost.predict(plan))
+        if why is None:
+            why = "no zone has enough nodes"
+        raise InfeasibleError(
+            f"no plan fits into zones that one plan may lie in; over all zones: {why}"
+        )
 
     if request.objective == "pareto":
-        return _front_of(request, known, blind)
+        front = [_complete(request, each, (), blind) for each in drop_dominated(known)]
+        return replace(front[0], front=tuple(front))
     return _complete(request, _best(request, known, blind), known, blind)
 
 
@@ -84,13 +91,6 @@ def _largest(request: Request, size: int) -> list[tuple[str, ...]]:
     return sorted(every, key=num_gpus, reverse=True)
 
 
-def in_zones(fleet: Fleet, zones: Iterable[str]) -> Fleet:
-    """Return the part of a fleet in these zones, and the nodes whose zone is unknown."""
-    wanted = {*zones, ""}
-    nodes = tuple(node for node in fleet.nodes if node.node_type.zone in wanted)
-    return Fleet(fleet.generation, nodes)
-
-
 @dataclass(frozen=True)
 class _Blind:
     """The answer of a planner without zones; with `plans` the whole front."""
@@ -125,7 +125,9 @@ def _answers(search: Search, request: Request) -> list[Answer]:
     for zones in zone_sets(request):
         if found and request.is_late:
             break  # not before there is a plan
-        part = in_zones(request.fleet, zones)
+        wanted = {*zones, ""}
+        nodes = tuple(node for node in request.fleet.nodes if node.node_type.zone in wanted)
+        part = Fleet(request.fleet.generation, nodes)
         try:
             answer = search(narrow_to(request, part))
         except InfeasibleError:
@@ -166,11 +168,6 @@ def _best(request: Request, known: list[Answer], blind: _Blind) -> Answer:
     return min(within or known, key=lambda answer: (answer.step_time_s, usd_per_token(answer)))
 
 
-def _front_of(request: Request, known: list[Answer], blind: _Blind) -> Answer:
-    front = [_complete(request, each, (), blind) for each in drop_dominated(known)]
-    return replace(front[0], front=tuple(front))
-
-
 def _complete(request: Request, best: Answer, known: Iterable[Answer], blind: _Blind) -> Answer:
     """Complete an answer: the bound for any zones, rejected plans of other zones, idle nodes."""
     of_blind = blind.answer.search
@@ -179,7 +176,12 @@ def _complete(request: Request, best: Answer, known: Iterable[Answer], blind: _B
     for each in known:
         num_tried += each.search.plans_evaluated
         if each.plan != best.plan:
-            others.append(_reject(request, each))
+            zones = zones_of(request.fleet, each.plan)
+            price = each.prediction.usd_per_million_tokens
+            why = f"{each.step_time_s:.4g} s a step"
+            if price:
+                why += f", {price:.3f} $/M tokens"
+            others.append(Rejected(f"in {', '.join(zones)}: {describe(each.plan)}", why))
 
     # zones only make plans slower, so the bound without them holds
     bound_s = of_blind.lower_bound_s
@@ -205,15 +207,6 @@ def _where(request: Request, best: Answer) -> str:
     return where
 
 
-def _reject(request: Request, other: Answer) -> Rejected:
-    zones = zones_of(request.fleet, other.plan)
-    price = other.prediction.usd_per_million_tokens
-    why = f"{other.step_time_s:.4g} s a step"
-    if price:
-        why += f", {price:.3f} $/M tokens"
-    return Rejected(f"in {', '.join(zones)}: {describe(other.plan)}", why)
-
-
 def _idle(request: Request, best: Answer) -> Iterator[Idle]:
     """Yield the nodes in zones outside the plan that its own search has not reported as idle."""
     by_zone: dict[str, list[str]] = {}
@@ -225,11 +218,3 @@ def _idle(request: Request, best: Answer) -> Iterator[Idle]:
         if zone in by_zone:
             why = f"a plan that lies in {zone} too is slower, or dearer for data between zones"
             yield Idle(tuple(by_zone[zone]), why)
-
-
-def _why_none(request: Request, blind: _Blind) -> str:
-    plan = blind.answer.plan
-    why = unacceptable(request, plan, request.cost.predict(plan))
-    if why is None:
-        why = "no zone has enough nodes"
-    return f"no plan fits into zones that one plan may lie in; over all zones: {why}"

@@ -445,10 +445,9 @@ def wrong_files(storage: Storage, manifest: Manifest) -> tuple[str, ...]:
     """Return the data files that are missing or whose size differs from the manifest's."""
     prefix = step_prefix(manifest.step)
     sizes = {info.name: info.size for info in storage.list(prefix)}
-    wrong = []
-    for file in manifest.files:
-        if sizes.get(prefix + file.name) != file.num_bytes:
-            wrong.append(file.name)
+    wrong = [
+        file.name for file in manifest.files if sizes.get(prefix + file.name) != file.num_bytes
+    ]
     return tuple(wrong)
 
 

@@ -76,7 +76,11 @@ def copy_checkpoint(
 
         for further in beside(manifest):
             _copy_all(source, target, further)
-        _replace_journal(source, target)
+        # A generation that only the target's journal has was abandoned.
+        names = {info.name for info in source.list(JOURNAL)}
+        _copy_all(source, target, JOURNAL)
+        abandoned = [info.name for info in target.list(JOURNAL) if info.name not in names]
+        target.delete(abandoned)
 
         is_new = offer_metadata(target, manifest)
         # Last: before, the target has no checkpoint of this step.
@@ -149,14 +153,6 @@ def _checked(source: Storage, manifest: Manifest, file: DataFile) -> bytearray:
             reason = f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
             raise CheckpointCorrupt(f"{source.uri}/{name}", stored.shard, reason)
     return data
-
-
-def _replace_journal(source: Storage, target: Storage) -> None:
-    """Give `target` the journal of `source`: a generation of `target` alone was abandoned."""
-    names = {info.name for info in source.list(JOURNAL)}
-    _copy_all(source, target, JOURNAL)
-    abandoned = [info.name for info in target.list(JOURNAL) if info.name not in names]
-    target.delete(abandoned)
 
 
 def _copy_all(source: Storage, target: Storage, prefix: str) -> None:

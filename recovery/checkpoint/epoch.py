@@ -23,11 +23,6 @@ def _name(epoch: int) -> str:
     return f"{PREFIX}epoch-{epoch:08d}"
 
 
-def newest_epoch(storage: Storage) -> int:
-    """Return the highest epoch that a driver has claimed; 0 if none has."""
-    return max(_epochs(storage), default=0)
-
-
 def _epochs(storage: Storage) -> list[int]:
     matches = [_EPOCH.match(info.name) for info in storage.list(PREFIX)]
     return [int(match[1]) for match in matches if match]
@@ -62,7 +57,7 @@ def require_epoch(storage: Storage, epoch: int) -> None:
     """
     if not epoch:
         return
-    newest = newest_epoch(storage)
+    newest = max(_epochs(storage), default=0)
     if newest > epoch:
         driver = bytes(storage.get(_name(newest))).decode(errors="replace").split()[-1]
         raise Replaced(storage.uri, newest, driver)

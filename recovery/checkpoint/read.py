@@ -164,7 +164,11 @@ def verify(
         storage failed.
     """
     with reading_checkpoint(storage, step) as manifest:
-        problems = _file_problems(storage, manifest)
+        prefix = f"{storage.uri}/{step_prefix(manifest.step)}"
+        problems = [
+            f"{prefix}{name} is missing or has not the size that was committed"
+            for name in wrong_files(storage, manifest)
+        ]
         problems += _metadata_problems(storage, manifest)
         done = 0
         for shard, outcome in _read(storage, manifest, None, {}, _Reading(whole_items=True)):
@@ -184,14 +188,6 @@ def verify(
         num_bytes=manifest.num_bytes,
         problems=tuple(problems),
     )
-
-
-def _file_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    prefix = f"{storage.uri}/{step_prefix(manifest.step)}"
-    return [
-        f"{prefix}{name} is missing or has not the size that was committed"
-        for name in wrong_files(storage, manifest)
-    ]
 
 
 def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:

@@ -337,10 +337,9 @@ def _require_written(storage: Storage, receipt: WorkerReceipt, proof: str | None
         StorageMisplaced: they are not.
     """
     prefix = step_prefix(receipt.step)
-    lost = []
-    for file in receipt.files:
-        if storage.size(prefix + file.name) != file.num_bytes:
-            lost.append(file.name)
+    lost = [
+        file.name for file in receipt.files if storage.size(prefix + file.name) != file.num_bytes
+    ]
     if proof is not None and storage.size(proof) is None:
         lost.append(proof)
     if lost:

@@ -83,18 +83,13 @@ def memory_remedy(directory: Path | str, wanted_bytes: int) -> str:
             f"All snapshots need {needed} GB, but the machine has {machine / 1e9:.0f} GB of memory:"
             " use nodes with more, or set checkpoint.snapshot_every_steps to 0"
         )
-    mount = _mount_point(Path(directory))
+    mount = Path(directory).absolute()
+    while not mount.is_mount():
+        mount = mount.parent
     return (
         f"All snapshots need {needed} GB, but {mount} has {_size(size)}: start the container with"
         f" --shm-size={needed}g, or run mount -o remount,size={needed}G {mount}"
     )
-
-
-def _mount_point(path: Path) -> Path:
-    place = path.absolute()
-    while not place.is_mount():
-        place = place.parent
-    return place
 
 
 def _size(num_bytes: int) -> str:
@@ -128,7 +123,12 @@ def share_out(
     wanted = 0
     if replicates:
         num_nodes = len(set(node_by_worker.values()))
-        wanted = _copies_bytes(node, layout, sole_by_node, num_nodes)
+        # Other nodes push equal parts of what each alone holds.
+        theirs = 0
+        for other, shards in sole_by_node.items():
+            if other != node:
+                theirs += sum(layout.shard_bytes(shard) for shard in shards)
+        wanted = ROUNDS * theirs // max(1, num_nodes - 1)
     copies = min(wanted, left)
 
     left = _grant(kept, whole, layout, left - copies)
@@ -188,17 +188,6 @@ def _files_bytes(worker: str, layout: Layout, shards: frozenset[ShardId]) -> int
     if not shards:
         return 0
     return FILES * FileMap.of(worker, layout.tensors, sorted(shards)).file_bytes
-
-
-def _copies_bytes(
-    node: str, layout: Layout, sole_by_node: Mapping[str, frozenset[ShardId]], num_nodes: int
-) -> int:
-    """Return the bytes that other nodes may push here: an equal part of what each alone holds."""
-    theirs = 0
-    for other, shards in sole_by_node.items():
-        if other != node:
-            theirs += sum(layout.shard_bytes(shard) for shard in shards)
-    return ROUNDS * theirs // max(1, num_nodes - 1)
 
 
 def _sentence(

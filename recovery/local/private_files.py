@@ -27,21 +27,18 @@ def make_private_directory(path: Path | str) -> None:
         if not os.path.lexists(parent):
             with suppress(FileExistsError):
                 os.mkdir(parent, 0o700)
-        _check_owner(parent, is_last=parent == path)
+        is_last = parent == path
+        status = os.lstat(parent)
+        owners = {os.geteuid()} if is_last else {os.geteuid(), 0}
+        if status.st_uid not in owners:
+            raise PermissionError(
+                f"{parent} belongs to user {status.st_uid}, not to this one ({os.geteuid()});"
+                " remove it, or name another directory in the job's checkpoint section"
+            )
+        if is_last and not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(f"{parent} is a link or a file, not a directory of its own")
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         os.chmod(path, 0o700)
-
-
-def _check_owner(path: Path, *, is_last: bool) -> None:
-    status = os.lstat(path)
-    owners = {os.geteuid()} if is_last else {os.geteuid(), 0}
-    if status.st_uid not in owners:
-        raise PermissionError(
-            f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()}); remove it,"
-            " or name another directory in the job's checkpoint section"
-        )
-    if is_last and not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{path} is a link or a file, not a directory of its own")
 
 
 def open_private(path: Path | str) -> int:

@@ -60,9 +60,10 @@ class SnapshotBuffer:
             together = tuple(units)
             return [(together, self._tensor(spec, together, extents[0].offset))]
 
-        targets: list[_Target] = []
-        for unit, extent in zip(units, extents, strict=True):
-            targets.append(((unit,), self._tensor(spec, (unit,), extent.offset)))
+        targets: list[_Target] = [
+            ((unit,), self._tensor(spec, (unit,), extent.offset))
+            for unit, extent in zip(units, extents, strict=True)
+        ]
         return targets
 
     def _tensor(self, spec: TensorSpec, units: tuple[int, ...], offset: int) -> torch.Tensor:

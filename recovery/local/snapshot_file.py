@@ -297,9 +297,7 @@ class SnapshotFileWriter:
     def commit(self, step: int, generation: int) -> None:
         """Checksum the payload and commit it as the file's content."""
         whole = memoryview(self._map)
-        sums = []
-        for extent in self.map.extents.values():
-            sums.append(checksum(whole[extent.offset : extent.end]))
+        sums = [checksum(whole[extent.offset : extent.end]) for extent in self.map.extents.values()]
         self.commit_with(step, generation, sums)
 
     def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:

@@ -190,7 +190,10 @@ def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> F
     if zlib.crc32(header) != prefix.header_crc:
         raise SnapshotError(str(path), "the header is damaged")
     try:
-        file_map = _decode_header(header)
+        document: dict[str, Any] = msgspec.msgpack.decode(header)
+        tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
+        shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
+        file_map = FileMap.of(str(document["worker"]), tensors, shards)
     except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         why = f"the header holds no snapshot's map ({type(error).__name__}: {str(error)[:200]})"
         raise SnapshotError(str(path), why) from None
@@ -227,17 +230,6 @@ def _prefix_problem(raw: bytes, prefix: _Prefix, num_bytes: int) -> str:
     if checksums_end > prefix.payload_offset or prefix.payload_offset > prefix.file_bytes:
         return "its parts overlap"
     return ""
-
-
-def _decode_header(header: bytes) -> FileMap:
-    """Decode the header.
-
-    Raises LookupError, TypeError, ValueError, ArithmeticError or RecursionError.
-    """
-    document: dict[str, Any] = msgspec.msgpack.decode(header)
-    tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
-    shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
-    return FileMap.of(str(document["worker"]), tensors, shards)
 
 
 def _aligned(number: int, alignment: int) -> int:

@@ -110,9 +110,10 @@ class TensorSpec:
 
     def unit_slices(self, unit: int) -> tuple[slice, ...]:
         """Return the slices that take the unit out of the whole tensor."""
-        slices = []
-        for start, size in zip(self.unit_offset(unit), self.unit_shape(unit), strict=True):
-            slices.append(slice(start, start + size))
+        slices = [
+            slice(start, start + size)
+            for start, size in zip(self.unit_offset(unit), self.unit_shape(unit), strict=True)
+        ]
         return tuple(slices)
 
     def unit_bytes(self, unit: int) -> int:
@@ -187,20 +188,17 @@ class Layout:
 
     def __post_init__(self) -> None:
         # Workers may share one set of shards, which is then checked once.
-        distinct: dict[int, tuple[str, frozenset[ShardId]]] = {}
-        for worker, shards in self.shards_by_worker.items():
-            distinct[id(shards)] = (worker, shards)
+        distinct: dict[int, tuple[str, frozenset[ShardId]]] = {
+            id(shards): (worker, shards) for worker, shards in self.shards_by_worker.items()
+        }
 
         for worker, shards in distinct.values():
             for shard in shards:
-                if not self._has(shard):
+                spec = self.tensors.get(shard.tensor)
+                if not (spec is not None and 0 <= shard.unit < spec.num_units):
                     raise ValueError(
                         f"{worker} is to hold {shard}, which is no shard of this state"
                     )
-
-    def _has(self, shard: ShardId) -> bool:
-        spec = self.tensors.get(shard.tensor)
-        return spec is not None and 0 <= shard.unit < spec.num_units
 
     @cached_property
     def _holders_by_shard(self) -> dict[ShardId, tuple[str, ...]]:

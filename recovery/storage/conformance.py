@@ -145,7 +145,10 @@ def check_conformance(storage: Storage, *, thorough: bool = False) -> Conformanc
     job's start has no time for: names with special characters, overwriting, a race of conditional
     puts, a read in another process.
     """
-    bound = _with_small_parts(storage)
+    from recovery.storage.open import open_storage
+
+    small = replace(storage.options, part_bytes=PART_BYTES)
+    bound = open_storage(storage.uri, small)
     walk = _Walk(bound)
     checks = [check for check in _CHECKS if thorough or not check.thorough]
     results: list[CheckResult] = []
@@ -168,13 +171,6 @@ def check_conformance(storage: Storage, *, thorough: bool = False) -> Conformanc
         reason = f"not tried, since '{last}' failed"
         results.append(CheckResult(check.name, check.what, False, check.required, 0.0, reason))
     return ConformanceReport(storage.uri, tuple(results), region, endpoint)
-
-
-def _with_small_parts(storage: Storage) -> Storage:
-    from recovery.storage.open import open_storage
-
-    small = replace(storage.options, part_bytes=PART_BYTES)
-    return open_storage(storage.uri, small)
 
 
 def _run(check: _Check, walk: _Walk) -> CheckResult:

@@ -177,7 +177,12 @@ def release_frames(error: BaseException) -> None:
 def _from_configuration(uri: str, error: Exception) -> StorageError | None:
     """Return the error for a failure before any answer, which the user's configuration must fix."""
     if isinstance(error, boto.ProfileNotFound):
-        return _unknown_profile(uri, error)
+        profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or ""
+        known = sorted(botocore.session.Session().full_config.get("profiles", {}))
+        remedy = "set AWS_PROFILE to a profile of ~/.aws/config, or unset it"
+        if known:
+            remedy = f"set AWS_PROFILE to one of {', '.join(known)}, or unset it"
+        return StoragePermissionDenied(uri, f"this machine has no AWS profile '{profile}'", remedy)
     if isinstance(error, boto.SSOError | boto.TokenRetrievalError | boto.LoginError):
         profile = os.environ.get("AWS_PROFILE", "default")
         kind = "SSO login"
@@ -235,15 +240,6 @@ def _untrusted(uri: str, told: str) -> StorageError:
     reason = "the TLS certificate of the endpoint is not trusted"
     remedy = "let AWS_CA_BUNDLE name the file of the authority that signed it, on every node"
     return StorageError(uri, reason, remedy)
-
-
-def _unknown_profile(uri: str, error: boto.ProfileNotFound) -> StorageError:
-    profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or ""
-    known = sorted(botocore.session.Session().full_config.get("profiles", {}))
-    remedy = "set AWS_PROFILE to a profile of ~/.aws/config, or unset it"
-    if known:
-        remedy = f"set AWS_PROFILE to one of {', '.join(known)}, or unset it"
-    return StoragePermissionDenied(uri, f"this machine has no AWS profile '{profile}'", remedy)
 
 
 def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, bool]:

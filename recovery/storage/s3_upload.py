@@ -117,8 +117,9 @@ class MultipartUploads:
         """
         stale = []
         for upload in self._list(prefix):
+            # Others may share the bucket, and a prefix proves nothing.
             is_old = upload["Initiated"].timestamp() < oldest
-            if is_old and self._is_own(upload):
+            if is_old and (upload["UploadId"] in self.unfinished or is_own_name(upload["Key"])):
                 stale.append(upload)
 
         for upload in stale:
@@ -167,13 +168,6 @@ class MultipartUploads:
         request = {"Bucket": self.connection.bucket, "Key": key, "UploadId": upload_id}
         with contextlib.suppress(ObjectMissing, UploadGone):
             self.connection.call(key, lambda client: client.abort_multipart_upload(**request))
-
-    def _is_own(self, upload: dict[str, Any]) -> bool:
-        """Return True if an unfinished upload was begun here or by another process of this package.
-
-        Others may share the bucket, and a prefix proves nothing.
-        """
-        return upload["UploadId"] in self.unfinished or is_own_name(upload["Key"])
 
     def _list(self, prefix: str) -> Iterator[dict[str, Any]]:
         """Yield the unfinished uploads under a prefix, whoever began them."""

@@ -195,9 +195,10 @@ class Exchange:
                 # What is not to be had is sent as anything: the receiver waits for as many bytes.
                 sent[shard] = self._buffer(self._layout.shard_bytes(shard))
 
-        works = []
-        for tag, tensor in _tagged(message, [buffer, *sent.values()]):
-            works.append(self._group.send(tensor, message.destination, tag))
+        works = [
+            self._group.send(tensor, message.destination, tag)
+            for tag, tensor in _tagged(message, [buffer, *sent.values()])
+        ]
         return _Flight(message, works, buffer, sent)
 
     def _awaited(self, message: Message) -> _Flight:
@@ -206,9 +207,10 @@ class Exchange:
         buffer = self._buffer(trailer + _WORD_BYTES * len(message.shards))
         places = {shard: self._place(shard) for shard in direct}
 
-        works = []
-        for tag, tensor in _tagged(message, [buffer, *places.values()]):
-            works.append(self._group.recv(tensor, message.source, tag))
+        works = [
+            self._group.recv(tensor, message.source, tag)
+            for tag, tensor in _tagged(message, [buffer, *places.values()])
+        ]
         return _Flight(message, works, buffer, places)
 
     def _place(self, shard: ShardId) -> Tensor:

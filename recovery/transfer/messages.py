@@ -78,10 +78,10 @@ def make_messages(
             round_number += 1
 
     keyed.sort(key=lambda entry: entry[:4])
-    messages = []
-    for position, (_, _, source, destination, bundle) in enumerate(keyed):
-        messages.append(Message(position, source, destination, placement.shards_at(bundle)))
-    return messages
+    return [
+        Message(position, source, destination, placement.shards_at(bundle))
+        for position, (_, _, source, destination, bundle) in enumerate(keyed)
+    ]
 
 
 def _bundles(shards: list[int], num_bytes: Sequence[int], limit: int) -> list[list[int]]:

@@ -217,7 +217,11 @@ class Reads:
 
     def _read_from(self, source: Source, shards: list[ShardId], rest: Fetch) -> Rest:
         """Read what `source` gives; returns what it does not, and the sources to ask for that."""
-        attempt = _Attempt(source, shards, self._late_at(source, rest), self.cancelled)
+        after = max(LATE_AT_LEAST_S, LATE_RATIO * rest.expected_s)
+        with self._lock:
+            # A slow source is asked last, long after the time that the schedule foresaw for it.
+            began = time.monotonic() if self._is_slow(source) else self._began
+        attempt = _Attempt(source, shards, began + after, self.cancelled)
         apart = bool(rest.sources) and self.tier(source) in UNSTOPPABLE
         if rest.sources:
             self._watch(attempt, rest)
@@ -299,13 +303,6 @@ class Reads:
             self.bad += _copies(source, shards)
 
     # sources that are late
-
-    def _late_at(self, source: Source, rest: Fetch) -> float:
-        after = max(LATE_AT_LEAST_S, LATE_RATIO * rest.expected_s)
-        with self._lock:
-            # A slow source is asked last, long after the time that the schedule foresaw for it.
-            began = time.monotonic() if self._is_slow(source) else self._began
-        return began + after
 
     def _is_slow(self, source: Source) -> bool:
         if source.node in self.slow:

@@ -343,7 +343,7 @@ def test_an_option_that_is_no_value_says_what_it_takes(case, capsys, option):
     ("option", "text", "named"),
     [
         ("--evaluate", b"\xff\xfe\x00", "not UTF-8 text"),
-        ("--calibrate", b"\xff\xfe\x00", "no CSV text"),
+        ("--calibrate", b"\xff\xfe\x00", "not UTF-8 text"),
         ("--calibrate", b"measured_s,plan\n1.0\n", "names no plan"),
     ],
 )

@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from autohet.bench.duel.task import NUM_WORKERS, REFERENCE_FILE, DuelTask, make_task, steps_in
 from autohet.bench.duel.trainers import TRAINERS, run_apart, why_not
+from planner.inputs.documents import Document
 
 STEPS = 160
 SEED = 1
@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     return int(any("failed" in each for each in document["trainers"]))
 
 
-def results(task: DuelTask) -> Iterator[dict[str, Any]]:
+def results(task: DuelTask) -> Iterator[Document]:
     """Yield each trainer's entry when it is done."""
     for name, trainer in TRAINERS.items():
-        entry: dict[str, Any] = {"trainer": name, "what": trainer.what}
+        entry: Document = {"trainer": name, "what": trainer.what}
         reason = why_not(name)
         if reason:
             yield {**entry, "left_out": reason}
@@ -64,7 +64,7 @@ def results(task: DuelTask) -> Iterator[dict[str, Any]]:
         yield entry
 
 
-def score(task: DuelTask, name: str) -> dict[str, Any]:
+def score(task: DuelTask, name: str) -> Document:
     """Return what a trainer's recorded steps come to; units are in METHOD.
 
     Raises:
@@ -93,7 +93,7 @@ def score(task: DuelTask, name: str) -> dict[str, Any]:
     }
 
 
-def duel_document(task: DuelTask, trainers: list[dict[str, Any]]) -> dict[str, Any]:
+def duel_document(task: DuelTask, trainers: list[Document]) -> Document:
     """Return the whole document of a duel."""
     reference = json.loads((task.path / REFERENCE_FILE).read_text())
     return {
@@ -112,7 +112,7 @@ def duel_document(task: DuelTask, trainers: list[dict[str, Any]]) -> dict[str, A
     }
 
 
-def _show(document: dict[str, Any]) -> None:
+def _show(document: Document) -> None:
     from rich.table import Table
 
     from autohet.runtime.process.terminal import PlainConsole

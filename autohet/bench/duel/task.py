@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import first_weights
 from autohet.runtime.step.batches import Batches
 from autohet.runtime.step.reference import reference_model
+from planner.inputs.documents import Document, Json
 
-MODEL: Mapping[str, Any] = {
+MODEL: Json = {
     "model_type": "llama",
     "hidden_size": 96,
     "intermediate_size": 256,
@@ -116,7 +117,7 @@ def make_task(directory: Path, steps: int, seed: int) -> DuelTask:
 def job_of(task: DuelTask) -> Job:
     """Return the task as AutoHet's job."""
     names = [f"node-{index}" for index in range(len(task.leaving))]
-    script: list[dict[str, Any]] = []
+    script: list[Document] = []
     for step, name in zip(task.leaving, names, strict=True):
         notice = {"event": "notice", "node": name, "deadline_s": task.notice_s}
         # The replacement comes when the machine is gone, as for the others.
@@ -187,10 +188,10 @@ class PlainModel:
         logits = model(input_ids=rows[:, :-1]).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Document:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Json) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -208,7 +209,7 @@ def record_step(
         file.write(json.dumps(line) + "\n")
 
 
-def steps_in(path: Path) -> Iterator[dict[str, Any]]:
+def steps_in(path: Path) -> Iterator[Document]:
     """Yield recorded steps; a killed worker's last line may be cut off."""
     lines = path.read_text().splitlines() if path.exists() else []
     for line in lines:

@@ -159,7 +159,14 @@ def _receive(
         return target
     memory = target.numpy().data
     if flow.kind == "disk" and scratch is not None:
-        _read_file(scratch, memory)
+        with scratch.open("rb", buffering=0) as file:
+            got = 0
+            while got < len(memory):
+                count = file.readinto(memory[got : got + PIECE_BYTES])
+                got += count or 0
+                # the file may be shorter than the flow: read it again
+                if not count:
+                    file.seek(0)
         return target
     with socket.create_connection(senders[flow.source], 60.0) as connection:
         connection.sendall(size.to_bytes(8, "little"))
@@ -172,14 +179,3 @@ def _receive(
     if got < size:
         raise ConnectionError(f"{flow.source} gave {got} of {size} bare bytes")
     return target
-
-
-def _read_file(path: Path, memory: memoryview) -> None:
-    with path.open("rb", buffering=0) as file:
-        got = 0
-        while got < len(memory):
-            count = file.readinto(memory[got : got + PIECE_BYTES])
-            got += count or 0
-            # the file may be shorter than the flow: read it again
-            if not count:
-                file.seek(0)

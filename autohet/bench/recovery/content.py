@@ -35,9 +35,10 @@ def known_content(spec: TensorSpec, unit: int, step: int) -> Tensor:
 
 def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
     """Return a worker's whole local state with known content."""
-    state = {}
-    for name, units in layout.units_of(worker).items():
-        state[name] = empty_local(layout.tensors[name], units)
+    state = {
+        name: empty_local(layout.tensors[name], units)
+        for name, units in layout.units_of(worker).items()
+    }
 
     views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
     for shard, view in views.items():
@@ -59,10 +60,10 @@ def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int)
 
 def known_checksums(layout: Layout, worker: str, step: int) -> dict[ShardId, int]:
     """Return the checksums that the worker's snapshot of that step records."""
-    found = {}
-    for shard in layout.shards_by_worker[worker]:
-        found[shard] = _checksum(layout.tensors[shard.tensor], shard.unit, step)
-    return found
+    return {
+        shard: _checksum(layout.tensors[shard.tensor], shard.unit, step)
+        for shard in layout.shards_by_worker[worker]
+    }
 
 
 @cache

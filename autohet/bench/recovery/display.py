@@ -8,14 +8,15 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from autohet.runtime.process.figures import figure_class, save_figure
 from autohet.runtime.process.terminal import PlainConsole
-from planner.errors import ConfigError
+from planner.inputs.documents import Document
 
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 COLOURS = ("#7f7f7f", "#9467bd", "#1f77b4", "#d62728", "#2ca02c")
 
 
-def show(document: dict[str, Any]) -> None:
+def show(document: Document) -> None:
     """Print the tables of the real and of the simulated part."""
     console = PlainConsole()
     real_title = f"Real processes, links {document['links_scale']}"
@@ -26,7 +27,14 @@ def show(document: dict[str, Any]) -> None:
         found = [s for s in document["scenarios"] if s["simulated"] is simulated]
         if not found:
             continue
-        console.print(_table(title, found))
+        table = _new_table(title)
+        for name in ("restore", "total"):
+            table.add_column(f"{name},\ns", justify="right")
+        table.add_column("MB\nmoved")
+        for name in ("steps\nlost", "over\nlinks", "over\nbound", "vs\ns3"):
+            table.add_column(name, justify="right")
+        _add_rows(table, found, _row)
+        console.print(table)
         if len(_measured_parts(found)) > 1:
             console.print(_parts_table(found))
         for scenario in found:
@@ -46,19 +54,7 @@ def show(document: dict[str, Any]) -> None:
     )
 
 
-def _table(title: str, scenarios: list[dict[str, Any]]) -> Table:
-    """Return a table of what recoveries took and moved."""
-    table = _new_table(title)
-    for name in ("restore", "total"):
-        table.add_column(f"{name},\ns", justify="right")
-    table.add_column("MB\nmoved")
-    for name in ("steps\nlost", "over\nlinks", "over\nbound", "vs\ns3"):
-        table.add_column(name, justify="right")
-    _add_rows(table, scenarios, _row)
-    return table
-
-
-def _parts_table(scenarios: list[dict[str, Any]]) -> Table:
+def _parts_table(scenarios: list[Document]) -> Table:
     """Return a table of the seconds of each part.
 
     A part of a recovery that no policy measured has no column.
@@ -69,7 +65,7 @@ def _parts_table(scenarios: list[dict[str, Any]]) -> Table:
     for part in parts:
         table.add_column(part.replace("_", "\n"), justify="right")
 
-    def row(scenario: dict[str, Any], policy: str, result: dict[str, Any]) -> list[str]:
+    def row(scenario: Document, policy: str, result: Document) -> list[str]:
         return [result["how"], *(_number(result["seconds"][part]) for part in parts)]
 
     _add_rows(table, scenarios, row)
@@ -85,8 +81,8 @@ def _new_table(title: str) -> Table:
 
 def _add_rows(
     table: Table,
-    scenarios: list[dict[str, Any]],
-    cells: Callable[[dict[str, Any], str, dict[str, Any]], list[str]],
+    scenarios: list[Document],
+    cells: Callable[[Document, str, Document], list[str]],
 ) -> None:
     """Add a row for each policy; the first of a scenario has its name."""
     for scenario in scenarios:
@@ -101,7 +97,7 @@ def _add_rows(
             table.add_row(name, shown, *row, end_section=policy == names[-1])
 
 
-def _measured_parts(scenarios: list[dict[str, Any]]) -> list[str]:
+def _measured_parts(scenarios: list[Document]) -> list[str]:
     """Return the parts of a recovery that some policy measured."""
     measured = set[str]()
     for scenario in scenarios:
@@ -110,7 +106,7 @@ def _measured_parts(scenarios: list[dict[str, Any]]) -> list[str]:
     return [part for part in PARTS if part in measured]
 
 
-def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any]) -> list[str]:
+def _row(scenario: Document, policy: str, result: Document) -> list[str]:
     ratio = ""
     # The first policy's row has what holds for the whole scenario.
     is_first = policy == next(iter(scenario["policies"]))
@@ -151,29 +147,19 @@ def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.{digits}f}"
 
 
-def draw(document: dict[str, Any], path: str) -> None:
+def draw(document: Document, path: str) -> None:
     """Draw seconds by part as bars, one a policy, scenarios side by side (real part).
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "--picture needs matplotlib; install it, or leave --picture out"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     scenarios = []
     for scenario in document["scenarios"]:
         if not scenario["simulated"] and scenario["ratio_vs_limit"] is not None:
             scenarios.append(scenario)
 
-    figure, axes = pyplot.subplots(
-        1, len(scenarios), figsize=(2.4 * len(scenarios) + 1.5, 4.6), sharey=True, squeeze=False
-    )
+    figure = figure_class()(figsize=(2.4 * len(scenarios) + 1.5, 4.6))
+    axes = figure.subplots(1, len(scenarios), sharey=True, squeeze=False)
     first_axis = axes[0][0]
     for axis, scenario in zip(axes[0], scenarios, strict=True):
         _bars(axis, scenario)
@@ -189,11 +175,10 @@ def draw(document: dict[str, Any], path: str) -> None:
         f"Recovery by part, {size:,.0f} MB of state, links {document['links_scale']}", fontsize=11
     )
     figure.tight_layout(rect=(0, 0.07, 1, 0.98))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
-def _bars(axis: Any, scenario: dict[str, Any]) -> None:
+def _bars(axis: Any, scenario: Document) -> None:
     policies = list(scenario["policies"])
     bottoms = [0.0] * len(policies)
     for part, colour in zip(PARTS, COLOURS, strict=True):

@@ -10,14 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autohet.runtime.job import Job, ScriptedEvent
 from autohet.runtime.models.specs.model_spec import model_spec_from_config
 from planner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from autohet.bench.recovery.ray_train_baseline import BaselineResult
+from planner.inputs.documents import Document, Json
 
 JOB = "cluster_configs/jobs/demo.yaml"
 CLUSTER = "cluster_configs/local-emulated.yaml"
@@ -28,7 +26,7 @@ BASELINES_S = {"ray_train_elastic_tuned": 45.0, "ray_train_elastic": 120.0}
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 
 
-def measure_changes() -> dict[str, dict[str, Any]]:
+def measure_changes() -> dict[str, Document]:
     """Map each cause to its entry of `reconfigurations` in the run's summary.
 
     A cause is absent if it did not happen before the end.
@@ -55,7 +53,7 @@ def measure_changes() -> dict[str, dict[str, Any]]:
     return changes
 
 
-def parts_of(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+def parts_of(changes: Mapping[str, Json]) -> dict[str, dict[str, float | None]]:
     """Map each cause to the seconds of each part; None if it was not measured."""
     return {
         cause: dict(changes[cause]["seconds"]) if cause in changes else dict.fromkeys(PARTS, None)
@@ -64,8 +62,8 @@ def parts_of(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, fl
 
 
 def fleet_scenarios(
-    changes: Mapping[str, Mapping[str, Any]], is_time: Callable[[str, float], bool]
-) -> Iterator[dict[str, Any]]:
+    changes: Mapping[str, Json], is_time: Callable[[str, float], bool]
+) -> Iterator[Document]:
     """Compare whole recoveries with those of Ray Train's elastic trainer.
 
     It trains the same model data parallel on three nodes, which is what it can do. is_time: tells
@@ -90,7 +88,13 @@ def fleet_scenarios(
             ratios[f"ratio_vs_{name}"] = None
             if is_time(f"{name}, {cause}", expected_s):
                 theirs = measure_ray_train(model, cause, tuned=name.endswith("_tuned"))
-                policies[name] = _baseline(theirs)
+                entry = _entry(
+                    dict.fromkeys(PARTS, None) | {"total": theirs.total_s}, None, theirs.steps_lost
+                )
+                policies[name] = entry | {
+                    "survivors": theirs.survivors,
+                    "survivors_that_kept_their_process": theirs.kept,
+                }
                 ratios[f"ratio_vs_{name}"] = theirs.total_s / ours["seconds"]["total"]
         yield {
             "scenario": f"fleet_{cause}",
@@ -105,9 +109,7 @@ def fleet_scenarios(
         }
 
 
-def _entry(
-    seconds: Mapping[str, Any], bytes_by_tier: Mapping[str, int] | None, steps_lost: int
-) -> dict[str, Any]:
+def _entry(seconds: Json, bytes_by_tier: Mapping[str, int] | None, steps_lost: int) -> Document:
     """Return one policy's entry; None where something was not counted.
 
     `verified` is None: the state was not compared here (the tests do that).
@@ -120,11 +122,6 @@ def _entry(
         "verified": None,
         "how": "run",
     }
-
-
-def _baseline(result: BaselineResult) -> dict[str, Any]:
-    entry = _entry(dict.fromkeys(PARTS, None) | {"total": result.total_s}, None, result.steps_lost)
-    return entry | {"survivors": result.survivors, "survivors_that_kept_their_process": result.kept}
 
 
 def _job(directory: str) -> Job:

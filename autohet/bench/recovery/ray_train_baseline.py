@@ -12,7 +12,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +32,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 from autohet.driver.emulated.fleet import EmulatedFleet
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.requests.drain import drain
+from planner.inputs.documents import Document, Json
 
 NUM_NODES = 3
 CHECKPOINT_EVERY = 5
@@ -59,9 +59,7 @@ class BaselineResult:
     survivors: int
 
 
-def measure_ray_train(
-    model: Mapping[str, Any], cause: str, *, tuned: bool = False
-) -> BaselineResult:
+def measure_ray_train(model: Json, cause: str, *, tuned: bool = False) -> BaselineResult:
     """Train `model` on three nodes, take one away, and measure the recovery.
 
     `model`: a transformers config as a mapping. `cause`: "notice" or "death". `tuned`: sizes are
@@ -92,9 +90,9 @@ def measure_ray_train(
 
 
 def _run(
-    fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Path, tuned: bool
+    fleet: EmulatedFleet, model: Document, cause: str, directory: Path, tuned: bool
 ) -> BaselineResult:
-    more: dict[str, Any] = {"elastic_resize_monitor_interval_s": 0.0} if tuned else {}
+    more: Document = {"elastic_resize_monitor_interval_s": 0.0} if tuned else {}
     trainer = TorchTrainer(
         _train,
         train_loop_config={"model": model, "directory": str(directory)},
@@ -112,10 +110,19 @@ def _run(
     training = threading.Thread(target=_fit, args=(trainer,), name="ray train", daemon=True)
     training.start()
     deadline = time.monotonic() + DEADLINE_S
-    _until(lambda: _newest(directory) >= WARM_STEPS, deadline, "the first steps")
+    _until(
+        lambda: max((step for _, step, _ in _records(directory)), default=-1) >= WARM_STEPS,
+        deadline,
+        "the first steps",
+    )
     # All processes of one machine share this clock, so the workers' times compare with it.
     struck = time.monotonic()
-    _take_a_node(fleet, cause)
+    name = max(fleet.nodes)
+    node_id = fleet.nodes[name].ray_node.node_id
+    if cause == "notice":
+        drain(node_id, "benchmark", NOTICE_S)
+        time.sleep(NOTICE_S)
+    fleet.kill(name)
     _until(lambda: _found(directory, struck) is not None, deadline, f"a step after the {cause}")
     (directory / "stop").touch()
     training.join(30)
@@ -131,16 +138,7 @@ def _fit(trainer: TorchTrainer) -> None:
         return
 
 
-def _take_a_node(fleet: EmulatedFleet, cause: str) -> None:
-    name = max(fleet.nodes)
-    node_id = fleet.nodes[name].ray_node.node_id
-    if cause == "notice":
-        drain(node_id, "benchmark", NOTICE_S)
-        time.sleep(NOTICE_S)
-    fleet.kill(name)
-
-
-def _train(settings: dict[str, Any]) -> None:
+def _train(settings: Document) -> None:
     """Run one worker's training loop; log every step with its time and process."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -213,10 +211,6 @@ def _records(directory: Path) -> list[tuple[float, int, str]]:
     return sorted(records)
 
 
-def _newest(directory: Path) -> int:
-    return max((step for _, step, _ in _records(directory)), default=-1)
-
-
 def _found(directory: Path, struck: float) -> BaselineResult | None:
     """Return the largest time without a step since the node was struck.
 
@@ -224,9 +218,7 @@ def _found(directory: Path, struck: float) -> BaselineResult | None:
     """
     records = _records(directory)
     recent = [record for record in records if record[0] >= struck - 1.0]
-    gaps = []
-    for one, following in pairwise(recent):
-        gaps.append((following[0] - one[0], one, following))
+    gaps = [(following[0] - one[0], one, following) for one, following in pairwise(recent)]
     if not gaps:
         return None
 

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autohet.bench.recovery.options import Options, speeds_document
 from planner.errors import ConfigError
+from planner.inputs.documents import Document
 from recovery.transfer.links import LinkRates
 
 if TYPE_CHECKING:
@@ -86,11 +87,11 @@ class Found:
     """What was measured so far."""
 
     trials: list[tuple[str, Trials]] = field(default_factory=list)
-    scenarios: list[dict[str, Any]] = field(default_factory=list)
+    scenarios: list[Document] = field(default_factory=list)
     """Entries of whole runs and of the simulation."""
-    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    changes: dict[str, Document] = field(default_factory=dict)
     """Changes of the run on an emulated fleet, by cause."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Document = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """What was not measured, with the reason."""
 
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Options:
     from autohet.bench.recovery.cases import SCENARIOS
+    from autohet.emulate.namespaces import why_no_namespaces
 
     chosen = tuple(args.scenarios.split(",")) if args.scenarios else tuple(SCENARIOS)
     unknown = [name for name in chosen if name not in SCENARIOS]
@@ -144,7 +146,16 @@ def _options(args: argparse.Namespace) -> Options:
     cloud = LinkRates(
         network_bytes_per_s=args.network_gbps * 1e9 / 8, s3_bytes_per_s=args.s3_gbytes_per_s * 1e9
     )
-    scale = _scale(args.scale)
+    # By default the links of this machine, if nodes can have networks of their own.
+    why = why_no_namespaces() if args.scale in (None, 1.0) else None
+    if args.scale is not None and why is not None:
+        raise ConfigError(
+            f"--scale 1 needs network namespaces for its nodes: {why}; a larger --scale emulates"
+            " links in software"
+        )
+    if why is not None:
+        _say(f"links are EMULATED, a cloud node's divided by {EMULATED_SCALE:g}: {why}")
+    scale = args.scale or (1.0 if why is None else EMULATED_SCALE)
     return Options(
         args.state_mb * 1e6,
         cloud,
@@ -157,26 +168,7 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
-def _scale(given: float | None) -> float:
-    """Return the divisor of a cloud node's links: `given`, or a default.
-
-    The default is 1, the links of this machine, if nodes can have networks of their own; else the
-    emulation's, which is printed. Raises ConfigError if `given` is 1 and they cannot.
-    """
-    from autohet.emulate.namespaces import why_no_namespaces
-
-    why = why_no_namespaces() if given in (None, 1.0) else None
-    if given is not None and why is not None:
-        raise ConfigError(
-            f"--scale 1 needs network namespaces for its nodes: {why}; a larger --scale emulates"
-            " links in software"
-        )
-    if why is not None:
-        _say(f"links are EMULATED, a cloud node's divided by {EMULATED_SCALE:g}: {why}")
-    return given or (1.0 if why is None else EMULATED_SCALE)
-
-
-def benchmark(options: Options, found: Found) -> dict[str, Any]:
+def benchmark(options: Options, found: Found) -> Document:
     """Run the benchmark, restores first; return the whole document.
 
     The module and METHOD say what is measured where. found: gets each result when it is there.
@@ -205,7 +197,7 @@ def benchmark(options: Options, found: Found) -> dict[str, Any]:
     return _document(options, found)
 
 
-def _document(options: Options, found: Found) -> dict[str, Any]:
+def _document(options: Options, found: Found) -> Document:
     """Return the document of what was measured so far."""
     from autohet.bench.recovery.emulated_fleet import parts_of
     from autohet.bench.recovery.real import scenario_document
@@ -259,9 +251,10 @@ def _measure_fleets(found: Found, is_time: Callable[[str, float], bool]) -> None
         found.changes |= measure_changes()
         for scenario in fleet_scenarios(found.changes, is_time):
             found.scenarios.append(scenario)
-            totals = []
-            for policy, result in scenario["policies"].items():
-                totals.append(f"{policy} {result['seconds']['total']:.2f}")
+            totals = [
+                f"{policy} {result['seconds']['total']:.2f}"
+                for policy, result in scenario["policies"].items()
+            ]
             _say(f"{scenario['scenario']}, seconds without a step: {', '.join(totals)}")
     except (ConfigError, RuntimeError, OSError) as error:
         found.left_out.append(f"runs on whole fleets: {error}")

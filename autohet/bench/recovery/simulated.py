@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -19,6 +18,7 @@ from autohet.bench.recovery.cases import POLICIES, STEP, RestoreScenario, policy
 from autohet.bench.recovery.trial import requests_of
 from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
+from planner.inputs.documents import Document
 from recovery.transfer.links import LinkRates
 from recovery.transfer.schedule import TransferSchedule
 
@@ -112,7 +112,7 @@ def _gpus(node: str) -> tuple[str, ...]:
     return tuple(f"{node}/{gpu}" for gpu in range(degree))
 
 
-def simulated_scenarios() -> list[dict[str, Any]]:
+def simulated_scenarios() -> list[Document]:
     """Simulate scenarios (a), (d) and (e) at each scale; return entries with `simulated` true."""
     return [_document(scale, scenario) for scale in SCALES for scenario in _scenarios(scale)]
 
@@ -158,9 +158,9 @@ def _config(scale: Scale) -> PreTrainedConfig:
     )
 
 
-def _document(scale: Scale, scenario: RestoreScenario) -> dict[str, Any]:
+def _document(scale: Scale, scenario: RestoreScenario) -> Document:
     config = _config(scale)
-    policies: dict[str, dict[str, Any]] = {}
+    policies: dict[str, Document] = {}
     state_bytes = 0
     limit_s = 0.0
     for policy in POLICIES:
@@ -197,7 +197,7 @@ def restore_seconds(transfers: TransferSchedule) -> float:
     return SETUP_S + PER_REQUEST_S * requests_of(transfers) + transfers.makespan_s
 
 
-def _result(policy: str, transfers: TransferSchedule) -> dict[str, Any]:
+def _result(policy: str, transfers: TransferSchedule) -> Document:
     seconds: Mapping[str, float] = {
         "detect": SECONDS["detect"],
         "replan": SECONDS["replan"],

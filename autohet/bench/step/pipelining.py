@@ -167,14 +167,21 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     pipeline, index = divmod(rank, NUM_STAGES)
     # all processes make all groups, in one order
     size = NUM_PIPELINES * NUM_STAGES
-    of_pipelines = []
-    for first in range(0, size, NUM_STAGES):
-        of_pipelines.append(dist.new_group(list(range(first, first + NUM_STAGES))))
-    of_stages = []
-    for first in range(NUM_STAGES):
-        of_stages.append(dist.new_group(list(range(first, size, NUM_STAGES))))
+    of_pipelines = [
+        dist.new_group(list(range(first, first + NUM_STAGES)))
+        for first in range(0, size, NUM_STAGES)
+    ]
+    of_stages = [
+        dist.new_group(list(range(first, size, NUM_STAGES))) for first in range(NUM_STAGES)
+    ]
 
-    module = _stock_module(job, index, device)
+    config = load_config(job.model)
+    names = list(family_of(config).parameter_specs(config))
+    model: Any = reference_model(config, first_parameters(job, names, device))
+    model.to(device)
+    cut = len(model.model.layers) // NUM_STAGES
+    layers = model.model.layers[:cut] if index == 0 else model.model.layers[cut:]
+    module = _Stage(model, index == 0, layers, partial(autocast_of, job, device))
     replica: Any = DistributedDataParallel(
         module, process_group=of_stages[index], gradient_as_bucket_view=True
     )
@@ -239,17 +246,6 @@ def _adamw(module: nn.Module, job: Job, device: torch.device) -> torch.optim.Ada
         weight_decay=training.weight_decay,
         fused=device.type == "cuda" or None,
     )
-
-
-def _stock_module(job: Job, index: int, device: torch.device) -> _Stage:
-    config = load_config(job.model)
-    names = list(family_of(config).parameter_specs(config))
-    model: Any = reference_model(config, first_parameters(job, names, device))
-    model.to(device)
-    cut = len(model.model.layers) // NUM_STAGES
-    layers = model.model.layers[:cut] if index == 0 else model.model.layers[cut:]
-
-    return _Stage(model, index == 0, layers, partial(autocast_of, job, device))
 
 
 def _clip(

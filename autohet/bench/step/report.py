@@ -16,7 +16,6 @@ import platform
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -28,6 +27,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from autohet.runtime.process.terminal import PlainConsole
 from planner.errors import ConfigError
+from planner.inputs.documents import Document
 
 WARM_UP_STEPS = 1
 # Dense peak of the tensor cores for bf16, FLOP/s, by the device's name (NVIDIA's data sheets).
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def step_document(job: Job, steps: int, *, compiled: bool = False) -> dict[str, Any]:
+def step_document(job: Job, steps: int, *, compiled: bool = False) -> Document:
     """Compare a step of this package with one of a plain loop.
 
     Figures: seconds, tokens per second, model FLOPs utilisation. `compiled`: both sides' blocks by
@@ -113,7 +113,7 @@ def _document(
     medians: dict[str, float],
     losses: dict[str, list[float]],
     load: float,
-) -> dict[str, Any]:
+) -> Document:
     tokens = job.training.global_batch_sequences * job.training.sequence_length
     flops = planning_inputs(job).training_flops * job.training.global_batch_sequences
     return {
@@ -140,7 +140,7 @@ def _document(
     }
 
 
-def pipelining_document(job: Job, steps: int) -> dict[str, Any]:
+def pipelining_document(job: Job, steps: int) -> Document:
     """Compare with stock pipelining with DDP on an equal plan, four processes of this machine.
 
     `why_not` says why it was not measured.
@@ -184,7 +184,7 @@ def mfu(flops_per_s: float, device: torch.device) -> float | None:
     return next((flops_per_s / peak for kind, peak in PEAK_FLOPS.items() if kind in name), None)
 
 
-def _show(document: dict[str, Any]) -> None:
+def _show(document: Document) -> None:
     table = Table(
         title=f"A step of {document['job']} on {document['device']}", title_justify="left"
     )

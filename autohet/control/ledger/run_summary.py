@@ -6,20 +6,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autohet.runtime.step.learning_rate import learning_rate
 from planner.inputs.catalogue import find_gpu_type
+from planner.inputs.documents import Document
 
 if TYPE_CHECKING:
     from autohet.control.ledger.ledger import Ledger
     from autohet.control.planning.proposals import PlanProposal
     from autohet.control.values.change import Change
     from planner.cost.model import CostModel
-    from planner.plans.plan import Pipeline, Plan, Stage
+    from planner.plans.plan import Plan
 
 
-def ledger_status(ledger: Ledger) -> dict[str, Any]:
+def ledger_status(ledger: Ledger) -> Document:
     """Return the ledger's part of the document that `autohet status` shows."""
     evaluation_step = max(ledger.evaluations, default=None)
     evaluation_loss = None
@@ -65,14 +66,14 @@ def _last_step_status(ledger: Ledger) -> dict[str, float | None]:
     return found
 
 
-def _failing_document(ledger: Ledger) -> dict[str, Any] | None:
+def _failing_document(ledger: Ledger) -> Document | None:
     failing = ledger.checkpoints.failing
     return None if failing is None else asdict(failing)
 
 
 def ledger_summary(
     ledger: Ledger, plans: Sequence[tuple[int, Plan, float | None]], events: Path | None
-) -> dict[str, Any]:
+) -> Document:
     """Return the document that `autohet train --json` prints.
 
     events: the file that the run's events are in, if any.
@@ -89,9 +90,10 @@ def ledger_summary(
         if loss is not None:
             final_loss = loss
 
-    evaluations = []
-    for step, record in sorted(ledger.evaluations.items()):
-        evaluations.append({"step": step, "loss": record.loss, "sequences": record.sequences})
+    evaluations = [
+        {"step": step, "loss": record.loss, "sequences": record.sequences}
+        for step, record in sorted(ledger.evaluations.items())
+    ]
     changes = [change for change in ledger.changes if change.is_told]
     return {
         "steps": len(losses),
@@ -110,7 +112,7 @@ def ledger_summary(
     }
 
 
-def _change_document(ledger: Ledger, change: Change) -> dict[str, Any]:
+def _change_document(ledger: Ledger, change: Change) -> Document:
     """Return a change's entry in the summary, by the step seconds that were measured since."""
     measured_s = ledger.measured_step_s(change.generation)
     change.step_s = measured_s or change.step_s
@@ -119,7 +121,7 @@ def _change_document(ledger: Ledger, change: Change) -> dict[str, Any]:
 
 def _plan_document(
     ledger: Ledger, generation: int, plan: Plan, predicted_s: float | None
-) -> dict[str, Any]:
+) -> Document:
     return {
         "generation": generation,
         "plan": plan.to_document(),
@@ -130,7 +132,7 @@ def _plan_document(
 
 def utilisation_by_gpu_type(
     proposal: PlanProposal, step_s: float | None, peak_bytes: Mapping[str, int]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Document]:
     """Return the utilisation by GPU type of the plan.
 
     Each entry has `gpus`, `mfu` and `predicted_mfu`, `peak_memory_bytes` and
@@ -180,20 +182,12 @@ def _flops_by_gpu_type(plan: Plan, cost: CostModel) -> dict[str, float]:
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             gpu_type = cost.fleet.gpu_type(stage.workers[0])
-            found[gpu_type] += _stage_flops(pipeline, stage, cost)
+            spec = cost.spec
+            layers = list(spec.blocks[stage.first_layer : stage.end_layer])
+            if stage.first_layer == 0:
+                layers.append(spec.embedding)
+            if stage.end_layer == spec.num_layers:
+                layers.append(spec.head)
+            flops_per_sequence = sum(layer.training_flops(cost.sequence_length) for layer in layers)
+            found[gpu_type] += flops_per_sequence * pipeline.num_sequences
     return found
-
-
-def _stage_flops(pipeline: Pipeline, stage: Stage, cost: CostModel) -> float:
-    """Return the model FLOPs of a stage in a step.
-
-    MFU counts no recomputation (Chowdhery et al., PaLM, appendix B).
-    """
-    spec = cost.spec
-    layers = list(spec.blocks[stage.first_layer : stage.end_layer])
-    if stage.first_layer == 0:
-        layers.append(spec.embedding)
-    if stage.end_layer == spec.num_layers:
-        layers.append(spec.head)
-    flops_per_sequence = sum(layer.training_flops(cost.sequence_length) for layer in layers)
-    return flops_per_sequence * pipeline.num_sequences

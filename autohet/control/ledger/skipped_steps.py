@@ -122,7 +122,14 @@ def _cause(found: Mapping[str, Skipped]) -> tuple[str, list[dict[str, Any]]]:
     parameters = []
     gradients = []
     for worker, skipped in sorted(found.items()):
-        detail.append(_detail(worker, skipped))
+        detail.append(
+            {
+                "worker": worker,
+                "parameters": list(skipped.parameters),
+                "gradients": list(skipped.gradients),
+                "loss": skipped.loss_not_finite,
+            }
+        )
         parameters += [f"{name} on {worker}" for name in skipped.parameters]
         gradients += [f"{name} on {worker}" for name in skipped.gradients]
     if parameters:
@@ -135,15 +142,6 @@ def _cause(found: Mapping[str, Skipped]) -> tuple[str, list[dict[str, Any]]]:
     if gradients:
         sentence += f": {_first_of(gradients)}"
     return sentence, detail
-
-
-def _detail(worker: str, skipped: Skipped) -> dict[str, Any]:
-    return {
-        "worker": worker,
-        "parameters": list(skipped.parameters),
-        "gradients": list(skipped.gradients),
-        "loss": skipped.loss_not_finite,
-    }
 
 
 def _first_of(names: Sequence[str]) -> str:

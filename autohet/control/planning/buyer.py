@@ -159,7 +159,8 @@ class Buyer:
                 return []
             return [f"{STILL}, since {self._why}, and elastic.request_nodes names them"]
         has_only_grown = self._refused > before
-        if self._search is None and has_only_grown and not self._asks_for(new):
+        are_wanted = any(self._base.get(kind, 0) for kind in new)
+        if self._search is None and has_only_grown and not are_wanted:
             return [f"{STILL}, since {self._why}, and the plan uses none of them"]
 
         if self._search is not None:
@@ -237,10 +238,6 @@ class Buyer:
                 usd -= prices[name] or 0.0
         self.released.update(returned)
         return tuple(returned)
-
-    def _asks_for(self, kinds: Collection[str]) -> bool:
-        """Return True if nodes of one of these types are wanted."""
-        return any(self._base.get(kind, 0) for kind in kinds)
 
     def _take_answer(self) -> list[str]:
         """Adopt the nodes that the search found, once it is done. Returns sentences for the log."""

@@ -146,7 +146,8 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
         existing = found.get(kind.name, 0)
         missing = standing.get(kind.name, 0) - existing
         for other in cluster.node_types:
-            if other is kind or not _is_same_machine(kind, other):
+            is_same_machine = kind.gpu_type == other.gpu_type and kind.num_gpus == other.num_gpus
+            if other is kind or not is_same_machine:
                 continue
             moved = min(missing, found.get(other.name, 0))
             if moved > 0:
@@ -154,10 +155,6 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
                 found[kind.name] = found.get(kind.name, 0) + moved
                 missing -= moved
     return found
-
-
-def _is_same_machine(kind: NodeType, other: NodeType) -> bool:
-    return kind.gpu_type == other.gpu_type and kind.num_gpus == other.num_gpus
 
 
 def completed(
@@ -181,9 +178,7 @@ def best_counts(planning: Planner, cluster: Cluster, standing: Counts) -> dict[s
     if bound is None:
         return counts
 
-    unused = {}
-    for name, number in standing.items():
-        unused[name] = max(0, number - counts.get(name, 0))
+    unused = {name: max(0, number - counts.get(name, 0)) for name, number in standing.items()}
     idle_usd = usd_per_hour(unused, cluster)
     if not idle_usd:
         return counts

@@ -152,22 +152,16 @@ def choose_among(
 
     better = []
     for offer in offers:
-        added = _added(offer, present)
+        added = {}
+        for name, number in offer.counts.items():
+            if number > present.counts.get(name, 0):
+                added[name] = number - present.counts.get(name, 0)
         stands = not terms.is_within(kept_usd + usd_per_hour(added, terms.market.cluster))
         # What trains is not given up for nodes that may not be had.
         is_risky = stands and not terms.doubtful.isdisjoint(added)
         if not is_risky and _is_worth_a_move(offer, present, terms, stands=stands):
             better.append(offer)
     return min(better, key=terms.value, default=present)
-
-
-def _added(new: Offer, old: Offer) -> dict[str, int]:
-    """Return the nodes by type that `new` has beyond `old`."""
-    found = {}
-    for name, number in new.counts.items():
-        if number > old.counts.get(name, 0):
-            found[name] = number - old.counts.get(name, 0)
-    return found
 
 
 def _is_worth_a_move(new: Offer, old: Offer, terms: Terms, *, stands: bool) -> bool:

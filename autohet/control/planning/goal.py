@@ -116,9 +116,10 @@ class Goal:
             seconds = self.terms.deadline_at - now
         if self.terms.budget_usd is not None:
             usd = self.terms.budget_usd - self.spent_usd
-        delivered = {}
-        for secure, whole_s in self._seconds.items():
-            delivered[secure] = min(1.0, max(0.05, self._made_s[secure] / whole_s))
+        delivered = {
+            secure: min(1.0, max(0.05, self._made_s[secure] / whole_s))
+            for secure, whole_s in self._seconds.items()
+        }
         return Left(now, steps, seconds, usd, delivered, redo_s)
 
     def document(self) -> dict[str, Any]:
@@ -186,7 +187,16 @@ class GoalChooser:
         offers = self._offers(self.terms)
         within = [offer for offer in offers if self._usd(offer) <= self.left.usd]
         if not within:
-            return self._beyond_budget(offers)
+            # The budget does not last for any fleet that can be had.
+            everything = self._all_offers()
+            if any(self._usd(offer) <= self.left.usd for offer in everything):
+                return self._wait("what can be had costs more than the budget allows")
+            why = "the budget ends before the last step"
+            cheapest = min(offers, key=by_price, default=None)
+            least_usd = min((offer.usd_a_step for offer in everything), default=math.inf)
+            if cheapest is None or cheapest.usd_a_step > DEAR * least_usd:
+                return self._wait(why)
+            return GoalChoice(cheapest, why)
         if math.isinf(self.left.seconds):
             found = choose_among(within, self.terms, self._kept(within), self.kept_usd)
             return GoalChoice(found)
@@ -204,18 +214,6 @@ class GoalChooser:
     def is_secure(self, offer: Offer) -> bool:
         """Return True if no node of the fleet is spot."""
         return len(self._steady(offer)) == len(offer.counts)
-
-    def _beyond_budget(self, offers: list[Offer]) -> GoalChoice:
-        """Choose where the budget does not last for any fleet that can be had."""
-        everything = self._all_offers()
-        if any(self._usd(offer) <= self.left.usd for offer in everything):
-            return self._wait("what can be had costs more than the budget allows")
-        why = "the budget ends before the last step"
-        cheapest = min(offers, key=by_price, default=None)
-        least_usd = min((offer.usd_a_step for offer in everything), default=math.inf)
-        if cheapest is None or cheapest.usd_a_step > DEAR * least_usd:
-            return self._wait(why)
-        return GoalChoice(cheapest, why)
 
     def _in_time(self, within: list[Offer]) -> GoalChoice:
         """Choose among fleets within the budget by the deadline."""

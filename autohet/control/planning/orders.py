@@ -349,7 +349,9 @@ class OrderBuilder:
         live = self.live_holdings(seen, members) if self._begun else []
         found = [*live, *self._kept(seen)]
         if terms.before_step is not None:
-            found = _checkpoints_before(terms.before_step, found)
+            found = [
+                each for each in found if each.source.kind == "s3" and each.step < terms.before_step
+            ]
         parent, holdings = self._one_history(layout, found)
         step, transfers = self._schedule(layout, holdings, seen)
         return parent, step, transfers
@@ -398,16 +400,13 @@ class OrderBuilder:
         lines: dict[int | None, list[Holding]] = {}
         for tip in (*self.ancestry.entries, newest):
             lines[tip] = [holding for holding in holdings if self._belongs(tip, holding)]
-        steps = {}
-        for tip, line in lines.items():
-            steps[tip] = restorable_step(layout.shards, line)
+        steps = {tip: restorable_step(layout.shards, line) for tip, line in lines.items()}
         if steps[newest] is not None:
             return newest, lines[newest]
 
-        candidates = []
-        for tip, step in steps.items():
-            if step is not None and tip is not None:
-                candidates.append((step, tip))
+        candidates = [
+            (step, tip) for tip, step in steps.items() if step is not None and tip is not None
+        ]
         if not candidates:
             return newest, lines[newest]
         _, tip = max(candidates)
@@ -466,10 +465,9 @@ class OrderBuilder:
                     bad.update(name_as_held(record.bad, report.generation, seen))
                     self.slow.update(record.slow)
 
-        same = set()
-        for name, view in seen.nodes.items():
-            if self._joined.get(name) == view.joined_at:
-                same.add(name)
+        same = {
+            name for name, view in seen.nodes.items() if self._joined.get(name) == view.joined_at
+        }
         for name in self.slow.keys() - same:
             del self.slow[name]
 
@@ -497,10 +495,6 @@ def without_place(plan: Plan, members: Iterable[str]) -> tuple[str, ...]:
     """Return the members that are not in the plan, in their order."""
     workers = frozenset(plan.workers)
     return tuple(worker for worker in members if worker not in workers)
-
-
-def _checkpoints_before(step: int, holdings: Iterable[Holding]) -> list[Holding]:
-    return [each for each in holdings if each.source.kind == "s3" and each.step < step]
 
 
 def _pure_sources(

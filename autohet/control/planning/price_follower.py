@@ -36,10 +36,7 @@ def decides_by_price(job: Job) -> bool:
 
 def _had(base: Counts, most: Counts) -> dict[str, int]:
     """Return the wanted nodes as far as they can be had."""
-    found = {}
-    for name, number in base.items():
-        found[name] = min(number, most.get(name, number))
-    return found
+    return {name: min(number, most.get(name, number)) for name, number in base.items()}
 
 
 class PriceFollower:
@@ -173,9 +170,9 @@ class PriceFollower:
 def _median(samples: Sequence[tuple[float, float]], now: float) -> float:
     """Return the median of (value, time since which it holds) over the time until `now`."""
     ends = [at for _, at in samples[1:]]
-    weighted = []
-    for (value, begin), end in zip(samples, [*ends, now], strict=True):
-        weighted.append((value, end - begin))
+    weighted = [
+        (value, end - begin) for (value, begin), end in zip(samples, [*ends, now], strict=True)
+    ]
     half_s = sum(seconds for _, seconds in weighted) / 2
     for value, seconds in sorted(weighted):
         half_s -= seconds

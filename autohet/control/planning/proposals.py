@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from autohet.runtime.job import Job
@@ -96,6 +96,16 @@ class Pending(Protocol[T_co]):
 
     def drop(self) -> None:
         """Drop the computation; its answer is not wanted any more."""
+
+
+@dataclass(frozen=True)
+class PendingCall(Generic[T]):
+    """Pending answer that `result` looks up or computes in the caller's own time."""
+
+    result: Callable[[], T | None]
+
+    def drop(self) -> None:
+        """No-op: nothing runs in the background."""
 
 
 PendingSearch = Pending[PlanProposal]

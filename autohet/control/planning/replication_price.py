@@ -39,9 +39,7 @@ class RoundTraffic:
 
     def usd(self, zones: ZoneTable) -> float:
         """Return the price of one round in USD."""
-        prices = []
-        for pair, num_bytes in self.bytes_by_zones.items():
-            prices.append(zones.usd(num_bytes, *pair))
+        prices = [zones.usd(num_bytes, *pair) for pair, num_bytes in self.bytes_by_zones.items()]
         return sum(prices)
 
 
@@ -133,7 +131,14 @@ def spacing_of(
         if allowed_usd is None:
             allowed_usd = FLEET_SHARE * fleet_usd
         if allowed_usd <= 0:
-            return RoundSpacing(0, why=_refused(usd, usd_per_hour))
+            limit = "replicate_usd_per_hour is 0"
+            if usd_per_hour is None:
+                limit = "the fleet's nodes have no price"
+            why = (
+                f"no copies go to other nodes: a round to another zone costs {usd:.2f} $, and"
+                f" {limit}; set checkpoint.replicate_usd_per_hour"
+            )
+            return RoundSpacing(0, why=why)
         allowed_s = usd / allowed_usd * 3600
 
     # Rounding errors of the division cost no step.
@@ -143,14 +148,6 @@ def spacing_of(
     hourly = usd * 3600 / between_s
     why = _spaced(every, least_steps, usd, allowed_s > worth_s, hourly)
     return RoundSpacing(every, hourly, why)
-
-
-def _refused(usd: float, given: float | None) -> str:
-    limit = "the fleet's nodes have no price" if given is None else "replicate_usd_per_hour is 0"
-    return (
-        f"no copies go to other nodes: a round to another zone costs {usd:.2f} $, and {limit}; set"
-        " checkpoint.replicate_usd_per_hour"
-    )
 
 
 def _spaced(every: int, least: int, usd: float, by_price: bool, hourly: float) -> str:

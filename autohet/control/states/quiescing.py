@@ -77,10 +77,7 @@ def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[Sta
     yield from _escalate(state, memory, seen, alive)
     if any(worker in state.keeping and _has_left(seen, worker) for worker in alive):
         yield from _give_up_passes(state, memory, seen)
-    moving = []
-    for worker in alive:
-        if seen.reports[worker].phase not in STANDING_PHASES:
-            moving.append(worker)
+    moving = [worker for worker in alive if seen.reports[worker].phase not in STANDING_PHASES]
     if moving:
         state.quiet_since = None
         yield from _escalate_or_wait(state, memory, seen, moving)

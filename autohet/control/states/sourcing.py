@@ -171,9 +171,9 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
         )
         yield event("decision", generation, sentence)
 
-    orders = {}
-    for worker, order in book.orders.items():
-        orders[worker] = replace(order, is_claimed=is_claimed)
+    orders = {
+        worker: replace(order, is_claimed=is_claimed) for worker, order in book.orders.items()
+    }
     # Steps that were committed until all stood count as lost, too, where the restore goes behind.
     change = state.change
     change.step_before = max(change.step_before, memory.ledger.committed_steps)
@@ -241,9 +241,10 @@ def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
     memory.warnings.copies = copies
 
     zones = [node.node_type.zone for node in fleet.nodes]
-    transfers = []
-    for transfer in proposal.prediction.transfers:
-        transfers.append(transfer.to_document(proposal.predicted_step_s))
+    transfers = [
+        transfer.to_document(proposal.predicted_step_s)
+        for transfer in proposal.prediction.transfers
+    ]
     yield event(
         "plan",
         memory.generation,

@@ -310,19 +310,13 @@ class Observation:
 
     def reports_of(self, workers: Iterable[str]) -> list[WorkerReport]:
         """Return the reports of those of these workers that have one."""
-        found = []
-        for worker in workers:
-            if worker in self.reports:
-                found.append(self.reports[worker])
-        return found
+        return [self.reports[worker] for worker in workers if worker in self.reports]
 
     def agents(self) -> dict[str, AgentEndpoint]:
         """Return the endpoints of the agents that are up, by node."""
-        found = {}
-        for name, view in self.nodes.items():
-            if view.endpoint is not None:
-                found[name] = view.endpoint
-        return found
+        return {
+            name: view.endpoint for name, view in self.nodes.items() if view.endpoint is not None
+        }
 
 
 def _without(known: Mapping[str, T], names: Collection[str]) -> dict[str, T]:

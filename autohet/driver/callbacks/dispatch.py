@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from autohet.driver.callbacks.protocol import Callback
+from planner.inputs.documents import Json
 
 logger = logging.getLogger("autohet")
 MOST_WAITING = 10_000
@@ -33,14 +33,14 @@ class EventDispatch:
         close_s: float = CLOSE_S,
     ) -> None:
         self._callbacks = list(callbacks)
-        self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(most_waiting)
+        self._waiting: queue.Queue[Json | None] = queue.Queue(most_waiting)
         self._close_s = close_s
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="autohet-callbacks", daemon=True)
         if self._callbacks:
             self._thread.start()
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
+    def __call__(self, event: Json) -> None:
         """Queue an event and return at once.
 
         If callbacks are too slow, the newest events are dropped and counted.
@@ -88,7 +88,7 @@ class EventDispatch:
                 # A user's code: whatever it raises, the run has ended as it has.
                 logger.exception("Closing callback %s failed", type(callback).__name__)
 
-    def _tell(self, callback: Callback, event: Mapping[str, Any]) -> None:
+    def _tell(self, callback: Callback, event: Json) -> None:
         try:
             callback.on_event(event)
         except Exception:

@@ -73,7 +73,11 @@ class RayMetrics:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Set the gauges and raise the counters that this event changes."""
         if self._living.take(event):
-            self._set_fleet()
+            gpus = self._living.gpus_by_type()
+            self._types |= gpus.keys()
+            for gpu_type in self._types:
+                self._set("autohet_gpus", gpus[gpu_type], gpu_type=gpu_type)
+            self._set("autohet_usd_per_hour", self._living.usd_per_hour)
         self._set("autohet_generation", event["generation"])
         for carried in self._zones.take(event):
             tags = {"zones": carried.name, "use": carried.use}
@@ -127,13 +131,6 @@ class RayMetrics:
                 usd_per_s = self._living.usd_per_hour / 3600
                 usd_per_token = usd_per_s / tokens_per_s
                 self._set("autohet_usd_per_million_tokens", usd_per_token * 1e6)
-
-    def _set_fleet(self) -> None:
-        gpus = self._living.gpus_by_type()
-        self._types |= gpus.keys()
-        for gpu_type in self._types:
-            self._set("autohet_gpus", gpus[gpu_type], gpu_type=gpu_type)
-        self._set("autohet_usd_per_hour", self._living.usd_per_hour)
 
     def _set(self, name: str, value: float, **tags: str) -> None:
         all_tags = {**self._tags, **tags}

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from autohet.driver.callbacks.protocol import Callback
 from autohet.driver.events.living_nodes import LivingNodes
 from autohet.runtime.job import Job, TrackerEntry
 from planner.errors import ConfigError
+from planner.inputs.documents import Json
 from recovery.checkpoint.commit import list_checkpoints
 from recovery.storage.errors import ObjectMissing, StorageError
 from recovery.storage.open import open_storage
@@ -45,7 +46,7 @@ class Scalars:
         self._step = 0
         self._living = LivingNodes()
 
-    def of(self, event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    def of(self, event: Json) -> tuple[int, dict[str, float]]:
         """Return (step, value by name) of an event, without names that have no number."""
         kind = event["kind"]
         has_changed = self._living.take(event)
@@ -68,7 +69,7 @@ class Scalars:
         return self._step, {}
 
 
-def _step_values(event: Mapping[str, Any]) -> dict[str, float | None]:
+def _step_values(event: Json) -> dict[str, float | None]:
     values = {name: event.get(name) for name in OF_STEP}
     seconds = event.get("seconds")
     values["step_s"] = seconds
@@ -76,10 +77,10 @@ def _step_values(event: Mapping[str, Any]) -> dict[str, float | None]:
     return values
 
 
-def _change_values(event: Mapping[str, Any]) -> dict[str, float]:
-    values: dict[str, float | None] = {}
-    for part, seconds in event["seconds"].items():
-        values[f"change/{part}_s"] = seconds
+def _change_values(event: Json) -> dict[str, float]:
+    values: dict[str, float | None] = {
+        f"change/{part}_s": seconds for part, seconds in event["seconds"].items()
+    }
     for tier, num_bytes in event["bytes_by_tier"].items():
         values[f"change/{tier}_bytes"] = float(num_bytes)
     values["change/steps_lost"] = float(event["steps_lost"])
@@ -122,7 +123,7 @@ class TrackerCallback:
         self._newest = tracker.newest_step
         self._is_resumed = tracker.newest_step >= 0
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: Json) -> None:
         """Log the numbers of this event, if it has any."""
         step, values = self._scalars.of(event)
         if self._is_resumed and "loss" in values:
@@ -149,7 +150,7 @@ class TrackedRun:
     entry: TrackerEntry
     job: str
     directory: Path
-    config: Mapping[str, Any]
+    config: Json
     known_id: str | None = None
 
     def choose(self, given: str | None, variables: Sequence[str], otherwise: str) -> str | None:

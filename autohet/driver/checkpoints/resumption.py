@@ -144,7 +144,11 @@ def _check_same(
     remedy = "name another checkpoint.storage, or remove that one"
     if manifest.job != job.name:
         raise ConfigError(f"{found.uri} is of job '{manifest.job}', not of '{job.name}'; {remedy}")
-    _check_adapter(job, found, manifest)
+    # Before the comparison of tensors, which another adapter changes.
+    scalars = manifest.scalars
+    then = {key: value for key, value in scalars.items() if key.startswith(ADAPTER)}
+    differences = changes(then, job.identity())
+    check_changes(differences, job.checkpoint.allow_changes, found.uri)
     _check_tensors(tensor_specs(config), found, manifest, remedy)
 
     allowed = identity_changes(job, found.uri, manifest)
@@ -251,17 +255,6 @@ def schedule_change(
     return sentence
 
 
-def _check_adapter(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
-    """Raise ConfigError if the job's adapter differs from the run's.
-
-    This comes before the comparison of tensors, since another adapter changes the tensors.
-    """
-    scalars = manifest.scalars
-    then = {key: value for key, value in scalars.items() if key.startswith(ADAPTER)}
-    differences = changes(then, job.identity())
-    check_changes(differences, job.checkpoint.allow_changes, found.uri)
-
-
 def skipped_from(manifest: Manifest) -> int | None:
     """Return the first of the skipped steps that the checkpoint's run ended with."""
     first = manifest.scalars.get(SKIPPED_FROM)
@@ -314,7 +307,8 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
     document = saved_document(model)
     kind = str(document["model_type"])
     keys = used_keys(kind)
-    dropouts = _dropout_keys(kind)
+    family = FAMILIES.get(kind)
+    dropouts = frozenset() if family is None else frozenset(family.dropouts)
     if not any(document.get(key) for key in dropouts):
         then.pop(DROPOUT, None)
     elif not then.get(DROPOUT):
@@ -329,11 +323,6 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         # Nodes whose data has other tokens are refused before the first step.
         allowed |= DATA_PLACES
     return check_changes(found, allowed, uri)
-
-
-def _dropout_keys(model_type: str) -> frozenset[str]:
-    family = FAMILIES.get(model_type)
-    return frozenset() if family is None else frozenset(family.dropouts)
 
 
 def summary_of_finished(

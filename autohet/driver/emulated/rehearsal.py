@@ -49,19 +49,14 @@ def check_script(
                 f"{where} can be rehearsed on an emulated fleet only; take it out, or give"
                 " --cluster one"
             )
-        if kinds is not None:
-            _check_type(event, where, kinds)
+        if kinds is not None and event.node_type is not None and event.node_type not in kinds:
+            raise ConfigError(
+                f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}"
+            )
         if kinds is not None and fleet is None:
             _check_name(event, where, kinds)
         if fleet is not None:
             fleet.suffer(event, where)
-
-
-def _check_type(event: ScriptedEvent, where: str, kinds: Sequence[str]) -> None:
-    if event.node_type is not None and event.node_type not in kinds:
-        raise ConfigError(
-            f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}"
-        )
 
 
 def _check_name(event: ScriptedEvent, where: str, kinds: Sequence[str]) -> None:
@@ -103,7 +98,16 @@ class ExpectedFleet:
         if event.event == "arrival":
             self._join(event, where)
         elif event.node is None:
-            self._suffer_unnamed(event, where)
+            assert event.node_type is not None
+            num_named = sum(kind == event.node_type for kind in self.nodes.values())
+            if num_named <= self.unnamed[event.node_type]:
+                raise ConfigError(
+                    f"{where} finds no node of type '{event.node_type}'; there are"
+                    f" {self._names()} then"
+                )
+            # A freeze stops a worker's process: its node stays.
+            if event.event != "freeze":
+                self.unnamed[event.node_type] += 1
         elif event.node not in self.nodes:
             why = f"; there are {self._names()} then"
             if event.node in self.gone:
@@ -112,17 +116,6 @@ class ExpectedFleet:
         elif event.event == "death":
             del self.nodes[event.node]
             self.gone[event.node] = event.at_step
-
-    def _suffer_unnamed(self, event: ScriptedEvent, where: str) -> None:
-        assert event.node_type is not None
-        num_named = sum(kind == event.node_type for kind in self.nodes.values())
-        if num_named <= self.unnamed[event.node_type]:
-            raise ConfigError(
-                f"{where} finds no node of type '{event.node_type}'; there are {self._names()} then"
-            )
-        # A freeze stops a worker's process: its node stays.
-        if event.event != "freeze":
-            self.unnamed[event.node_type] += 1
 
     def _join(self, event: ScriptedEvent, where: str) -> None:
         assert event.node_type is not None

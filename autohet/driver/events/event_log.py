@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from autohet.control.values.effects import Decision, Remark
+from planner.inputs.documents import Document, Json
 
 logger = logging.getLogger("autohet")
 
@@ -64,10 +65,10 @@ class EventLog:
         self,
         path: Path | None,
         wall_clock: Callable[[], float] = time.time,
-        listener: Callable[[Mapping[str, Any]], None] | None = None,
+        listener: Callable[[Json], None] | None = None,
     ) -> None:
         self.path = path
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Document] = []
         self._wall_clock = wall_clock
         self._listener = listener
         self._has_warned = False
@@ -90,7 +91,7 @@ class EventLog:
         if isinstance(what, Decision):
             self._record({"time": self._wall_clock(), **what.document()})
 
-    def _record(self, record: dict[str, Any]) -> None:
+    def _record(self, record: Document) -> None:
         kind = record["kind"]
         assert kind in KINDS, kind
         if kind not in FREQUENT:
@@ -122,7 +123,7 @@ class EventLog:
             self._file = None
 
 
-def failing_note(status: Mapping[str, Any]) -> str:
+def failing_note(status: Json) -> str:
     """Return a note on failing checkpoints for a status line; empty where none fails."""
     failing = status.get("checkpoint_failing")
     safe = status.get("checkpoint_step")

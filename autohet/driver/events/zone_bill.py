@@ -7,10 +7,11 @@ is that of a round of their generation (`replication` of the event `plan`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from planner.inputs.documents import Json
 from planner.inputs.zones import GB, ZonePair
 
 Use = Literal["training", "copies"]
@@ -36,9 +37,9 @@ class ZoneBill:
     """Bill that follows one run's events; `total` sums up their traffic."""
 
     total: dict[tuple[ZonePair, Use], tuple[float, float]] = field(default_factory=dict)
-    _plan: Mapping[str, Any] = field(default_factory=dict)
+    _plan: Json = field(default_factory=dict)
 
-    def take(self, event: Mapping[str, Any]) -> list[Carried]:
+    def take(self, event: Json) -> list[Carried]:
         """Read the next event; return its traffic."""
         found: list[Carried] = []
         match event["kind"]:
@@ -74,9 +75,10 @@ class ZoneBill:
 
     def rows(self) -> list[Carried]:
         """Return the sums, dearest first."""
-        rows = []
-        for (zones, use), (num_bytes, usd) in self.total.items():
-            rows.append(Carried(zones, use, num_bytes, usd))
+        rows = [
+            Carried(zones, use, num_bytes, usd)
+            for (zones, use), (num_bytes, usd) in self.total.items()
+        ]
         return sorted(rows, key=lambda row: (-row.usd, row.zones, row.use))
 
     def _of_step(self, number: int = 1) -> Iterator[Carried]:
@@ -95,6 +97,6 @@ class ZoneBill:
             yield _make_carried(part, "copies", num_bytes)
 
 
-def _make_carried(part: Mapping[str, Any], use: Use, num_bytes: float) -> Carried:
+def _make_carried(part: Json, use: Use, num_bytes: float) -> Carried:
     one, other = part["zones"]
     return Carried((one, other), use, num_bytes, num_bytes / GB * part["usd_per_gb"])

@@ -28,6 +28,7 @@ from autohet.driver.job.result_files import filesystem_of
 from autohet.driver.job.run import train
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 from recovery.checkpoint.commit import list_checkpoints
 from recovery.storage.address import DirectoryAddress, parse_address
 from recovery.storage.errors import StorageUriError
@@ -63,7 +64,7 @@ class ElasticTrainer:
 
     def __init__(
         self,
-        job: Job | Mapping[str, Any] | str | Path,
+        job: Job | Json | str | Path,
         *,
         run_config: RunConfig | None = None,
         callbacks: Sequence[Callback] = (),
@@ -121,19 +122,27 @@ class History:
     """Callback that keeps the metrics of each step's last run."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[str, Any]] = {}
+        self._rows: dict[int, Document] = {}
         self._evaluations: dict[int, float] = {}
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: Json) -> None:
         if event["kind"] == "step":
-            self._rows[event["step"]] = _row_of(event)
+            row = {name: event[name] for name in STEP_FIELDS}
+            for name in LATER_FIELDS:
+                row[name] = event.get(name)
+            seconds = event["seconds"]
+            row["tokens_per_s"] = event["tokens"] / seconds if seconds else None
+            for name in REWARDS:
+                if name in event:
+                    row[name] = event[name]
+            self._rows[event["step"]] = row
         elif event["kind"] == "evaluation":
             self._evaluations[event["step"] - 1] = event["evaluation_loss"]
 
     def close(self) -> None:
         """Close the callback: no-op."""
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Document]:
         """Return the metrics of each step.
 
         A step has `evaluation_loss` if the state after it was evaluated.
@@ -147,20 +156,7 @@ class History:
         return rows
 
 
-def _row_of(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a `step` event."""
-    row = {name: event[name] for name in STEP_FIELDS}
-    for name in LATER_FIELDS:
-        row[name] = event.get(name)
-    seconds = event["seconds"]
-    row["tokens_per_s"] = event["tokens"] / seconds if seconds else None
-    for name in REWARDS:
-        if name in event:
-            row[name] = event[name]
-    return row
-
-
-def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
+def as_job(job: Job | Json | str | Path) -> Job:
     """Return the job; a `Job` is checked again, since its constructors check no types.
 
     Raises:
@@ -287,7 +283,7 @@ def _refuse_scores(checkpoints: CheckpointConfig) -> None:
         )
 
 
-def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -> Result:
+def make_result(job: Job, outcome: Outcome, rows: Sequence[Json]) -> Result:
     """Return the result of a run whose steps had these metrics.
 
     Its checkpoints are those that the storage still has.
@@ -305,15 +301,16 @@ def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -
     finally:
         storage.close()
 
-    metrics: dict[str, Any] = {"step": max(checkpoints, default=0) - 1}
+    metrics: Document = {"step": max(checkpoints, default=0) - 1}
     if rows:
         metrics = dict(rows[-1])
     for name in ("steps_lost", "generations"):
         metrics[name] = outcome.summary[name]
 
-    with_metrics = []
-    for step, checkpoint in sorted(checkpoints.items()):
-        with_metrics.append((checkpoint, rows_by_checkpoint.get(step, {})))
+    with_metrics = [
+        (checkpoint, rows_by_checkpoint.get(step, {}))
+        for step, checkpoint in sorted(checkpoints.items())
+    ]
     result = Result(
         metrics=metrics,
         checkpoint=checkpoints[max(checkpoints)] if checkpoints else None,

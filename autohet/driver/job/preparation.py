@@ -111,11 +111,6 @@ def as_continued(job: Job, found: FoundCheckpoint | None) -> Job:
             f"training.row_offset is {offset}, but a new run begins at row 0 or later; leave it out"
         )
     job = replace(job, training=replace(job.training, row_offset=offset))
-    return _with_date(job, found)
-
-
-def _with_date(job: Job, found: FoundCheckpoint | None) -> Job:
-    """Return the job with the day that its chat template prints, on all nodes and from now on."""
     data = job.data
     if data is None or data.kind == "text" or data.template_date is not None:
         return job

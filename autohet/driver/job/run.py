@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from autohet.control.planning.buying import best_counts
 from autohet.control.values.observation import Observation
@@ -40,6 +39,7 @@ from autohet.driver.report.write import leave_report
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 from recovery.checkpoint.errors import LeaseHeld
 from recovery.storage.errors import StorageError
 
@@ -164,7 +164,7 @@ def train_on(
     copies = RunCopies(job, events_path)
     recorder = recorder_beside(events_path) if job.elastic.record_observations else None
 
-    def tell(event: Mapping[str, Any]) -> None:
+    def tell(event: Json) -> None:
         copies.note(event)
         dispatch(event)
 
@@ -242,13 +242,13 @@ def _train_once(
 
 @contextmanager
 def connection(
-    job: Job, document: Mapping[str, Any] | None, address: str | None
+    job: Job, document: Json | None, address: str | None
 ) -> Iterator[EmulatedFleet | None]:
     """Connect to Ray for the length of a run, and start an emulated cluster file's fleet."""
     import ray
 
     ray_cluster.quieten()
-    options: dict[str, Any] = {
+    options: Document = {
         "log_to_driver": False,
         "logging_level": "ERROR",
         "ignore_reinit_error": True,

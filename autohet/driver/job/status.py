@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import ray
 
 from autohet.driver.ray import cluster as ray_cluster
+from planner.inputs.documents import Document, Json
 
 SILENT_S = 10.0
 """Seconds without a new status after which a job counts as silent.
@@ -17,7 +16,7 @@ A driver publishes every second; a tick that waits for Ray or the planner may ta
 """
 
 
-def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
+def with_liveness(status: Json, now: float) -> Document:
     """Return the status with `age_s` and `liveness`.
 
     `age_s`: seconds since the driver published it (None: unknown). `liveness`: ended, alive or
@@ -38,7 +37,7 @@ def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
     return {**status, "age_s": age_s, "liveness": liveness}
 
 
-def read_status(address: str | None) -> dict[str, dict[str, Any]]:
+def read_status(address: str | None) -> dict[str, Document]:
     """Return the status, by name, of every job that has run on this Ray cluster.
 
     Each has its age and liveness.

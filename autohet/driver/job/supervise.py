@@ -90,7 +90,10 @@ def supervise_child(restarts: int, work: Callable[[], int]) -> int:
             _end(work)
         code = _follow(child, asked, unblocked)
         if asked or (code >= 0 and code != MAY_PASS):
-            return _exit_code_of(code)
+            # The exit code that the caller of `autohet train` sees.
+            if code == MAY_PASS:
+                return 1
+            return code if code >= 0 else 128 - code
         restart_count += 1
         if time.monotonic() - _began_at > WELL_S:
             _left = restarts
@@ -102,13 +105,6 @@ def supervise_child(restarts: int, work: Callable[[], int]) -> int:
             )
             return 1
         logger.warning("The driver %s; it is started again and takes over its living workers", what)
-
-
-def _exit_code_of(code: int) -> int:
-    """Return the exit code that the caller of `autohet train` sees."""
-    if code == MAY_PASS:
-        return 1
-    return code if code >= 0 else 128 - code
 
 
 def _end(work: Callable[[], int]) -> NoReturn:

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autohet.control.planning.proposals import PlanProposal
-from autohet.control.values.change import Change
 from autohet.control.values.observation import Observation
 from autohet.driver.events.event_log import failing_note
 from autohet.driver.loop.controller import Controller
 from autohet.runtime.process.terminal import PlainConsole, visible
+from planner.inputs.documents import Json
 
 LINE_PERIOD_S = 5.0
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -82,26 +81,24 @@ class View:
             parts.append(plan_table(memory.proposal, measured_s))
             parts += [Text(line) for line in utilisation_lines(status["gpu_types"])]
         if memory.ledger.changes:
-            parts.append(Text(_change_line(memory.ledger.changes[-1])))
+            change = memory.ledger.changes[-1]
+            moved = []
+            for tier, num_bytes in change.bytes_by_tier().items():
+                if num_bytes:
+                    moved.append(f"{tier} {megabytes(num_bytes)}")
+            parts.append(
+                Text(
+                    f"last change: {change.cause}; {change.steps_lost} steps lost;"
+                    f" {', '.join(moved) or 'nothing moved'}; {change.stalled_s:.1f} s stalled,"
+                    f" {change.redone_s:.1f} s of work done again"
+                )
+            )
         if self._emulated:
             parts.append(Text(EMULATED, style="dim"))
         return Group(*parts)
 
 
-def _change_line(change: Change) -> str:
-    """Describe a reconfiguration: its cause, what it cost, and the bytes that it moved."""
-    moved = []
-    for tier, num_bytes in change.bytes_by_tier().items():
-        if num_bytes:
-            moved.append(f"{tier} {megabytes(num_bytes)}")
-    return (
-        f"last change: {change.cause}; {change.steps_lost} steps lost;"
-        f" {', '.join(moved) or 'nothing moved'}; {change.stalled_s:.1f} s stalled,"
-        f" {change.redone_s:.1f} s of work done again"
-    )
-
-
-def status_line(status: Mapping[str, Any], seen: Observation) -> str:
+def status_line(status: Json, seen: Observation) -> str:
     """Return a line with step, loss, tokens per second, fleet and state."""
     num_by_type: Counter[str] = Counter()
     for view in seen.nodes.values():
@@ -117,7 +114,7 @@ def status_line(status: Mapping[str, Any], seen: Observation) -> str:
     )
 
 
-def _doing(status: Mapping[str, Any]) -> str:
+def _doing(status: Json) -> str:
     state = str(status["state"])
     reason = str(status["reason"])
     if reason.startswith(state):
@@ -127,23 +124,20 @@ def _doing(status: Mapping[str, Any]) -> str:
     return state
 
 
-def _optimizer_note(status: Mapping[str, Any]) -> str:
+def _optimizer_note(status: Json) -> str:
     """Return gradient norm, learning rate, data epoch and evaluation loss, where known."""
     formats = {
         "gradient_norm": "norm {:.3g}",
         "learning_rate": "lr {:.3g}",
         "epoch": "epoch {:.2f}",
     }
-    known = []
-    for key, text in formats.items():
-        if status[key] is not None:
-            known.append(text.format(status[key]))
+    known = [text.format(status[key]) for key, text in formats.items() if status[key] is not None]
     if status["evaluation_loss"] is not None:
         known.append(f"eval {status['evaluation_loss']:.4f} @{status['evaluation_step']}")
     return "".join(f"  {each}" for each in known)
 
 
-def utilisation_lines(by_gpu_type: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def utilisation_lines(by_gpu_type: Mapping[str, Json]) -> list[str]:
     """Return a line for each GPU type with its measured and predicted utilisation."""
     lines = []
     for gpu_type, figures in by_gpu_type.items():
@@ -171,9 +165,7 @@ def plan_table(proposal: PlanProposal, measured_s: float | None = None) -> Table
 
     fleet = proposal.cost.fleet
     types = sorted({fleet.gpu_type(worker) for worker in proposal.plan.workers})
-    colours = {}
-    for index, gpu_type in enumerate(types):
-        colours[gpu_type] = COLOURS[index % len(COLOURS)]
+    colours = {gpu_type: COLOURS[index % len(COLOURS)] for index, gpu_type in enumerate(types)}
 
     for index, pipeline in enumerate(proposal.plan.pipelines):
         text = Text()

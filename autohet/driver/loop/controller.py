@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from autohet.control.decide import decide, fail_at_once
 from autohet.control.failures import MOST_FAILURES, RETRIES
@@ -52,6 +51,7 @@ from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.recorder import Recorder
 from autohet.runtime.job import Job
+from planner.inputs.documents import Document
 
 logger = logging.getLogger("autohet")
 PAUSE_S = 0.5
@@ -104,7 +104,13 @@ class Controller:
                 if self.recorder is not None:
                     self.recorder.write_tick(seen, decided, self.state)
             finally:
-                self._log_and_execute()
+                try:
+                    self._log()
+                finally:
+                    while self.pending_actions:
+                        # Removed only once executed: one that raises is retried in the next tick.
+                        execute(self.pending_actions[0], self.workforce)
+                        self.pending_actions.popleft()
         return seen
 
     def _enqueue(self, decided: Round) -> None:
@@ -126,19 +132,6 @@ class Controller:
         while self.pending_events:
             self.events.tell(self.pending_events.popleft())
 
-    def _log_and_execute(self) -> None:
-        """Log the pending events and execute the pending actions, in order.
-
-        An action that raises stays first and is retried in the next tick.
-        """
-        try:
-            self._log()
-        finally:
-            while self.pending_actions:
-                # It is removed only after it was executed: an action that raises is retried.
-                execute(self.pending_actions[0], self.workforce)
-                self.pending_actions.popleft()
-
     def give_up(self, reason: str) -> None:
         """End the job from outside, whatever its state."""
         decided = Round()
@@ -146,17 +139,17 @@ class Controller:
         self._enqueue(decided)
         self._log()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Document:
         """Return the document that `autohet train --json` prints."""
         summary = ledger_summary(self.memory.ledger, self.memory.plans, self.events.path)
         return summary | self._goal()
 
-    def _goal(self) -> dict[str, Any]:
+    def _goal(self) -> Document:
         """Return the entry of a job's deadline and budget; empty where it has neither."""
         goal = self.memory.goal
         return {} if goal is None else {"goal": goal.document()}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Document:
         """Return the document that `autohet status` shows."""
         memory = self.memory
         plan = None
@@ -177,7 +170,7 @@ class Controller:
             **self._goal(),
         }
 
-    def _utilisation(self) -> dict[str, Any]:
+    def _utilisation(self) -> Document:
         """Return MFU and peak memory by GPU type, measured and predicted."""
         memory = self.memory
         if memory.proposal is None:

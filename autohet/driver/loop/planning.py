@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Generic
 
 from autohet.control.planning.outlook import MOST_S, MOVE_PRIOR_S
 from autohet.control.planning.proposals import (
     Pending,
+    PendingCall,
     PendingSearch,
     Planner,
     PlanProposal,
@@ -28,6 +27,7 @@ from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.cluster import Cluster
+from planner.inputs.documents import read_text
 from planner.inputs.fleet import Fleet, NodeBound
 from planner.inputs.zones import ZoneTable
 from planner.plans.plan import Plan
@@ -68,19 +68,6 @@ def replanned(asked: Question) -> ReplanDecision:
     """
     migration = MigrationCost(fixed_s=asked.move_s, horizon_s=asked.horizon_s)
     return replan(asked.plan, asked.request, migration=migration, thorough=asked.thorough)
-
-
-class _AtOnce(Generic[T]):
-    """Answer that is computed when it is asked for."""
-
-    def __init__(self, answer: Callable[[], T]) -> None:
-        self._answer = answer
-
-    def result(self) -> T:
-        return self._answer()
-
-    def drop(self) -> None:
-        pass
 
 
 class Planning:
@@ -206,14 +193,14 @@ class Planning:
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""
-        return _AtOnce(lambda: self.propose(fleet, current, thorough=True))
+        return PendingCall(lambda: self.propose(fleet, current, thorough=True))
 
     def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         """Return a pending `work(self, question)`, whose result the caller does not wait for.
 
         `work` is a function of a module that asks this planner several things.
         """
-        return _AtOnce(lambda: work(self, question))
+        return PendingCall(lambda: work(self, question))
 
     def fleet_speeds(self, cluster: Cluster, also: Sequence[Mapping[str, int]]) -> FleetSpeeds:
         """Return the step times of the fleets that the cluster may become, whatever their price.
@@ -331,14 +318,7 @@ class Planning:
         path = wishes.plan
         if path is None:
             return None
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise ConfigError(f"cannot read parallelism.plan '{path}': {error.strerror}") from None
-        except UnicodeDecodeError:
-            why = "it is not UTF-8 text"
-            raise ConfigError(f"cannot read parallelism.plan '{path}': {why}") from None
-        plan = Plan.from_json(text)
+        plan = Plan.from_json(read_text(path, "parallelism.plan"))
 
         check_plan(
             plan,

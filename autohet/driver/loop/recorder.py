@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic
@@ -36,6 +36,7 @@ from autohet.control.values.observation import Observation
 from autohet.driver.loop.planning import Planning
 from autohet.driver.loop.value_codec import encode
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 from planner.inputs.fleet import Fleet
 
 logger = logging.getLogger("autohet")
@@ -113,7 +114,7 @@ class Recorder:
         self._before = seen
         self._answers = []
 
-    def _write(self, line: Mapping[str, Any], before: str = "") -> None:
+    def _write(self, line: Json, before: str = "") -> None:
         try:
             if not self._file.closed:
                 text = json.dumps(line)
@@ -141,9 +142,9 @@ def recorder_beside(events: Path | None) -> Recorder | None:
     return Recorder(events.with_name(f"{prefix}observations.jsonl"))
 
 
-def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
+def difference(before: Observation | None, seen: Observation) -> Document:
     """Return the fields of `seen` that differ from `before`, encoded."""
-    found: dict[str, Any] = {}
+    found: Document = {}
     for name in FIELDS:
         new = getattr(seen, name)
         old = None if before is None else getattr(before, name)
@@ -162,25 +163,19 @@ def _is_same(field: str, old: Any, new: Any) -> bool:
     return field != "checkpoint" and bool(new == old)
 
 
-def _mapping_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    changed = {}
-    for key, item in new.items():
-        if key not in old or old[key] != item:
-            changed[key] = encode(item)
+def _mapping_difference(old: Json, new: Json) -> Document:
+    changed = {key: encode(item) for key, item in new.items() if key not in old or old[key] != item}
     gone = old.keys() - new.keys()
-    document: dict[str, Any] = {"set": changed, "gone": sorted(gone)}
+    document: Document = {"set": changed, "gone": sorted(gone)}
     if list(new) != list(old):
         # Decisions depend on the order, which a replay would not know from what has changed.
         document["order"] = list(new)
     return document
 
 
-def decided_document(decided: Round, state: State) -> dict[str, Any]:
+def decided_document(decided: Round, state: State) -> Document:
     """Return a tick's events, actions and error, as they are read back from JSON."""
-    documents = []
-    for each in decided.events:
-        if isinstance(each, Decision):
-            documents.append(each.document())
+    documents = [each.document() for each in decided.events if isinstance(each, Decision)]
     error = None
     if decided.error is not None:
         error = type(decided.error).__name__
@@ -193,9 +188,9 @@ def decided_document(decided: Round, state: State) -> dict[str, Any]:
     }
 
 
-def action_document(action: Action) -> dict[str, Any]:
+def action_document(action: Action) -> Document:
     """Return an action's kind, whom it is for, and a digest of all that it says."""
-    document: dict[str, Any] = {"do": type(action).__name__}
+    document: Document = {"do": type(action).__name__}
     for name in ("workers", "step", "generation", "node", "counts"):
         if hasattr(action, name):
             value = getattr(action, name)

@@ -6,12 +6,12 @@ Its decisions must be the recorded ones, bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 from autohet.control.decide import decide
 from autohet.control.job_memory import JobMemory
@@ -21,6 +21,7 @@ from autohet.control.planning.goal import Goal
 from autohet.control.planning.orders import OrderBuilder
 from autohet.control.planning.proposals import (
     Pending,
+    PendingCall,
     PendingSearch,
     Planner,
     PlanProposal,
@@ -46,6 +47,7 @@ from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json, read_text
 from planner.inputs.fleet import Fleet
 
 FIRST = '{"version": '
@@ -106,11 +108,11 @@ class AnsweredPlanning(Planning):
 
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         self._searches += 1
-        return _Answered(partial(self.found, fleet, self._searches))
+        return PendingCall(partial(self.found, fleet, self._searches))
 
     def consider(self, work: Callable[[Planner, Q], T], question: Q) -> Pending[T]:
         self._searches += 1
-        return _Answered(partial(self.result, question, self._searches))
+        return PendingCall(partial(self.result, question, self._searches))
 
     def result(self, question: Any, number: int) -> Any:
         """Return the recorded result of that question, or None if it has none at this tick."""
@@ -154,16 +156,6 @@ class AnsweredPlanning(Planning):
         return replace(answer.proposal, cost=cost)
 
 
-class _Answered(Generic[T]):
-    """Recorded answer, looked up at each tick."""
-
-    def __init__(self, look_up: Callable[[], T | None]) -> None:
-        self.result = look_up
-
-    def drop(self) -> None:
-        """No-op: a recorded answer has nothing to stop."""
-
-
 def no_record(path: Path) -> ConfigError:
     return ConfigError(f"'{path}' is no record of a run's observations (version {READABLE[-1]})")
 
@@ -173,10 +165,7 @@ def lives_of(path: Path) -> list[list[tuple[int, str]]]:
 
     Raises ConfigError where the file cannot be read, or begins with no driver's first line.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the observations '{path}': {error.strerror}") from None
+    lines = read_text(path, "observations").splitlines()
     if not lines or not lines[0].startswith(FIRST):
         raise no_record(path)
 
@@ -189,7 +178,7 @@ def lives_of(path: Path) -> list[list[tuple[int, str]]]:
     return lives
 
 
-def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[dict[str, Any]]:
+def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[Document]:
     """Yield the documents in one driver's lines.
 
     A last line that is cut off (its driver was killed) is ignored; another raises ConfigError.
@@ -202,14 +191,14 @@ def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[dict[s
                 raise ConfigError(f"line {number} of '{path}' is not JSON") from None
 
 
-def next_observation(before: Observation | None, document: Mapping[str, Any]) -> Observation:
+def next_observation(before: Observation | None, document: Json) -> Observation:
     """Return the observation that differs from `before` by what was recorded."""
-    found: dict[str, Any] = {}
+    found: Document = {}
     for name, item in document.items():
         if name not in MAPPINGS:
             found[name] = decode(item)
             continue
-        new: dict[str, Any] = {}
+        new: Document = {}
         if before is not None:
             new.update(getattr(before, name))
         for key in item["gone"]:
@@ -224,9 +213,7 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
     return replace(before, **found)
 
 
-def replay(
-    memory: JobMemory, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]
-) -> Replayed:
+def replay(memory: JobMemory, planning: AnsweredPlanning, documents: Iterable[Json]) -> Replayed:
     """Replay one driver's recorded ticks; stop at the first difference.
 
     The memory must be the driver's own at its start.
@@ -254,7 +241,7 @@ def replay(
     return so_far
 
 
-def _decide(memory: JobMemory, seen: Observation) -> dict[str, Any]:
+def _decide(memory: JobMemory, seen: Observation) -> Document:
     decided = Round()
     try:
         decided.collect(decide(memory, seen))
@@ -275,20 +262,7 @@ def first_difference(then: Any, now: Any) -> str:
     return f"{json.dumps(then)} then, {json.dumps(now)} now"
 
 
-def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the facts in a first line. Raises ConfigError where it is not of this version."""
-    if document.get("version") not in READABLE:
-        raise no_record(path)
-    facts = {}
-    for name, fact in document.items():
-        if name != "version":
-            facts[name] = decode(fact)
-    return facts
-
-
-def memory_at_start(
-    header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBuilder
-) -> JobMemory:
+def memory_at_start(header: Json, planning: AnsweredPlanning, orders: OrderBuilder) -> JobMemory:
     """Return the recorded run's memory as it was before its first tick."""
     job = header["job"]
     memory = JobMemory(job, planning, orders)
@@ -334,12 +308,14 @@ def replay_run(path: Path, *, paced: bool | None = None) -> Replayed:
     return replayed
 
 
-def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool | None) -> Replayed:
+def _replay_driver(documents: Iterator[Document], path: Path, paced: bool | None) -> Replayed:
     first = next(documents, None)
     if first is None:
         # The driver was killed while it wrote its first line.
         return Replayed(ticks=0, decisions=0, actions=0, difference=None)
-    header = header_of(first, path)
+    if first.get("version") not in READABLE:
+        raise no_record(path)
+    header = {name: decode(fact) for name, fact in first.items() if name != "version"}
     job: Job = header["job"]
     zones = header.get("zones")
     planning = AnsweredPlanning(make_planning(job, zones=zones))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 logger = logging.getLogger("autohet")
+SignalHandler = Callable[[int, Any], None] | signal.Handlers
 
 
 class Stoppable(Protocol):
@@ -21,51 +22,28 @@ class Stoppable(Protocol):
     stop_reason: str | None
 
 
-@contextmanager
-def unwind_on_sigterm() -> Iterator[None]:
+def unwind_on_sigterm() -> AbstractContextManager[None]:
     """Unwind at the first SIGTERM as at Ctrl-C, so that all that was started is ended.
 
     Before training there is nothing to commit. Further SIGTERMs do not interrupt the unwinding
     (`ray job stop` sends one to every process of a job, and a supervising parent passes its own
     on).
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def on_signal(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return _handle(on_signal, signal.SIGTERM)
 
 
-@contextmanager
-def ignore_signals() -> Iterator[None]:
+def ignore_signals() -> AbstractContextManager[None]:
     """Keep signals from interrupting the cleanup, whose work is bounded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _handle(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
-@contextmanager
-def stop_on_signals(run: Stoppable) -> Iterator[None]:
+def stop_on_signals(run: Stoppable) -> AbstractContextManager[None]:
     """Stop with a committed checkpoint at Ctrl-C or SIGTERM; end at once at a second Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def on_signal(number: int, _: object) -> None:
         if run.stop_reason is not None and number == signal.SIGINT:
@@ -76,11 +54,18 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
             run.stop_reason,
         )
 
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    return _handle(on_signal, signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _handle(handler: SignalHandler, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals; no-op in a thread other than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -80,10 +80,7 @@ def decode(document: Any) -> Any:
     found = _class(kind)
     if issubclass(found, Enum):
         return found(of)
-    values = {}
-    for name, item in document.items():
-        if name != "@":
-            values[name] = decode(item)
+    values = {name: decode(item) for name, item in document.items() if name != "@"}
     return found(**values)
 
 

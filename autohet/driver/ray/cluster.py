@@ -26,6 +26,7 @@ from ray.experimental import internal_kv
 
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, node_type_from_labels
+from planner.inputs.documents import Document, Json
 from planner.inputs.fleet import NodeType
 
 logger = logging.getLogger("autohet.ray")
@@ -259,7 +260,7 @@ class ClusterMemory:
     def __init__(self, what: str, run_id: str) -> None:
         self._key = f"autohet:{what}:{run_id}".encode()
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> Document:
         """Return the document saved last; {} if there is none, or it cannot be read."""
         try:
             found = internal_kv._internal_kv_get(self._key)
@@ -270,7 +271,7 @@ class ClusterMemory:
             logger.warning("%s cannot be read", self._key.decode(), exc_info=True)
             return {}
 
-    def save(self, document: Mapping[str, Any]) -> None:
+    def save(self, document: Json) -> None:
         """Save the document for a restarted driver; best effort."""
         try:
             internal_kv._internal_kv_put(self._key, json.dumps(document).encode(), overwrite=True)
@@ -278,7 +279,7 @@ class ClusterMemory:
             logger.warning("%s cannot be kept", self._key.decode(), exc_info=True)
 
 
-def publish_status(job: str, status: Mapping[str, Any]) -> None:
+def publish_status(job: str, status: Json) -> None:
     """Store a job's status in Ray's key-value store, with the time."""
     document = {**status, "published_at": time.time()}
     internal_kv._internal_kv_put(
@@ -286,7 +287,7 @@ def publish_status(job: str, status: Mapping[str, Any]) -> None:
     )
 
 
-def read_statuses() -> dict[str, dict[str, Any]]:
+def read_statuses() -> dict[str, Document]:
     """Return the newest status of each job of this Ray cluster."""
     found = {}
     for key in internal_kv._internal_kv_list(STATUS_KEY):

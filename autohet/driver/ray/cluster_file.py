@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from planner.errors import ConfigError
 from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.cluster_documents import read_cluster_yaml
+from planner.inputs.documents import Document, Json
 
 
-def read_document(path: str | Path) -> dict[str, Any]:
+def read_document(path: str | Path) -> Document:
     """Read a cluster file as it is; `planner.inputs.cluster` checks its contents."""
     document = read_cluster_yaml(path)
     if not isinstance(document, dict):
@@ -21,12 +20,12 @@ def read_document(path: str | Path) -> dict[str, Any]:
     return document
 
 
-def is_emulated(document: Mapping[str, Any]) -> bool:
+def is_emulated(document: Json) -> bool:
     """Return true if a cluster file describes an emulated fleet on one machine."""
     return (document.get("provider") or {}).get("type") == "fake_multinode"
 
 
-def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
+def first_nodes(document: Json) -> dict[str, int]:
     """Return the number of nodes of each type that an emulated fleet starts with."""
     types = autoscaling_config(document).types
     return {name: kind.min_workers for name, kind in types.items() if not kind.is_head}

@@ -57,7 +57,13 @@ class DataWatch:
 
     def _compare(self, state: DataState) -> DataState:
         if self.expected is not None and state.digest not in (None, self.expected):
-            return replace(state, error=self._other_data(str(state.digest)))
+            source = ", ".join(self._job.require_training().sources)
+            error = (
+                f"the tokens of data.source {source} are not those of the checkpoint's run (SHA-256"
+                f" {str(state.digest)[:12]}, not {str(self.expected)[:12]}); restore the files,"
+                " name another checkpoint.storage, or add data.source to checkpoint.allow_changes"
+            )
+            return replace(state, error=error)
         if self._reference is None or state.digest is None:
             return state
         first, other = self._reference
@@ -80,14 +86,6 @@ class DataWatch:
                 f" data.source {source}; give every node the same files, or name an s3:// prefix or"
                 " a file system that all share"
             ),
-        )
-
-    def _other_data(self, digest: str) -> str:
-        source = ", ".join(self._job.require_training().sources)
-        return (
-            f"the tokens of data.source {source} are not those of the checkpoint's run (SHA-256"
-            f" {digest[:12]}, not {str(self.expected)[:12]}); restore the files, name another"
-            " checkpoint.storage, or add data.source to checkpoint.allow_changes"
         )
 
     def _tell(self, preparing: Mapping[str, DataState], now: float) -> None:

@@ -288,11 +288,9 @@ class RayObserver:
     @property
     def agents(self) -> dict[str, Any]:
         """Agent's actor by node."""
-        agents = {}
-        for name, tracked in self.nodes.items():
-            if tracked.agent is not None:
-                agents[name] = tracked.agent
-        return agents
+        return {
+            name: tracked.agent for name, tracked in self.nodes.items() if tracked.agent is not None
+        }
 
     def _read_nodes(self, now: float) -> None:
         living = ray_cluster.living_nodes()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.profiling.gpu_type import device_gpu_type
 from planner.errors import ConfigError
 from planner.inputs.catalogue import instance_types
+from planner.inputs.documents import Document, Json
 
 NODE_TYPE = "this-machine"
 CORES_A_WORKER = 4
@@ -33,7 +33,7 @@ MEMORY_SHARE = 0.5
 """Share of this machine's memory for CPU workers; the rest is for snapshots and the system."""
 
 
-def local_document(wish: str) -> dict[str, Any]:
+def local_document(wish: str) -> Document:
     """Return the cluster document of this machine.
 
     `wish` is the job's `training.device`: cpu, cuda or auto (GPUs if there are some).
@@ -52,7 +52,7 @@ def local_document(wish: str) -> dict[str, Any]:
     return launcher_document("CPU", count, memory_bytes, cores)
 
 
-def launcher_document(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
+def launcher_document(gpu_type: str, count: int, memory_bytes: int, cores: int) -> Document:
     """Return a launcher document of one node with `count` workers of `memory_bytes` each."""
     links_gbps = []
     for kind in instance_types().values():
@@ -83,7 +83,7 @@ def launcher_document(gpu_type: str, count: int, memory_bytes: int, cores: int) 
     }
 
 
-def is_this_machine(document: Mapping[str, Any]) -> bool:
+def is_this_machine(document: Json) -> bool:
     return bool(document.get("cluster_name") == NODE_TYPE)
 
 
@@ -119,7 +119,7 @@ def reserved(devices: Sequence[str], job: str) -> Iterator[None]:
         yield
 
 
-def gpu_ids(document: Mapping[str, Any]) -> list[str]:
+def gpu_ids(document: Json) -> list[str]:
     """Return the ids of the GPUs that this machine's document is of; empty on its CPU."""
     labels = document["available_node_types"][NODE_TYPE]["labels"]
     if labels["autohet.io/gpu-type"] == "CPU":
@@ -128,7 +128,7 @@ def gpu_ids(document: Mapping[str, Any]) -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
 
 
-def threads_of_a_worker(job: Job, emulated: Mapping[str, Any] | None) -> int:
+def threads_of_a_worker(job: Job, emulated: Json | None) -> int:
     """Return the CPU threads of one worker; emulated: document of the fleet emulated here, if any.
 
     It is one if many workers share this machine's cores and speeds are emulated.
@@ -140,7 +140,7 @@ def threads_of_a_worker(job: Job, emulated: Mapping[str, Any] | None) -> int:
     return CORES_A_WORKER
 
 
-def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
+def for_this_machine(job: Job, document: Json) -> Job:
     """Return the job as it runs on the cluster of this machine.
 
     CPU workers are GPUs to Ray, which refuses to count more of them than $CUDA_VISIBLE_DEVICES
@@ -154,7 +154,7 @@ def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
     return replace(job, training=replace(job.training, device="cpu"))
 
 
-def announcement(document: Mapping[str, Any]) -> str:
+def announcement(document: Json) -> str:
     """Describe in one sentence the cluster that is started here."""
     node = document["available_node_types"][NODE_TYPE]
     count = node["resources"]["GPU"]

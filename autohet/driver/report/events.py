@@ -11,6 +11,7 @@ from typing import Any
 
 from autohet.driver.events.living_nodes import LivingNodes
 from planner.errors import ConfigError
+from planner.inputs.documents import read_text
 
 Event = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -25,16 +26,14 @@ def read_events(path: str | Path) -> list[Event]:
     Raises:
         ConfigError: the file cannot be read, or is no file of events.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read events '{path}': {why}") from None
-
+    lines = read_text(path, "events").splitlines()
     found: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_read_event(line))
+            event = json.loads(line)
+            if not isinstance(event, dict) or "kind" not in event or "time" not in event:
+                raise ValueError("no 'kind' and 'time'")
+            found.append(event)
         except ValueError as error:
             is_last = number == len(lines)
             # Counted from 1, the number of this line is the index of the next one.
@@ -44,13 +43,6 @@ def read_events(path: str | Path) -> list[Event]:
     if not found:
         raise ConfigError(f"'{path}' has no event")
     return found
-
-
-def _read_event(line: str) -> Event:
-    event = json.loads(line)
-    if not isinstance(event, dict) or "kind" not in event or "time" not in event:
-        raise ValueError("no 'kind' and 'time'")
-    return event
 
 
 def last_run(events: Sequence[Event]) -> Sequence[Event]:

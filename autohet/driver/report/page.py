@@ -38,11 +38,16 @@ def report_page(events: Sequence[Event], title: str) -> str:
     end = events[-1]["time"] - begin
     steps = kept_steps(events)
     changes = of_kind(events, "reconfigure")
+    sentence = "The run has not ended, or its driver died."
+    for event in reversed(events):
+        if event["kind"] in ("finished", "failed"):
+            sentence = f"{event['kind'].capitalize()}: {event['reason']}"
+            break
     parts = [
         "<!doctype html><html lang=en><meta",
         f" charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
         f"<h1>{escape(title)}</h1>",
-        _outcome(events),
+        f"<p>{escape(sentence)}</p>",
         _facts(events, steps, changes, end),
         *_curves(events, steps, changes),
         _section("Plans", plan_pictures(events, begin)),
@@ -60,7 +65,10 @@ def _curves(
     """Yield the sections with a chart."""
     begin = events[0]["time"]
     end = events[-1]["time"] - begin
-    losses = {"loss": loss_points(steps)}
+    of_steps: Points = [
+        (float(step["step"]), float(step["loss"])) for step in steps if step["loss"] is not None
+    ]
+    losses = {"loss": of_steps}
     evaluations = evaluation_points(events)
     if evaluations:
         losses["evaluation loss"] = evaluations
@@ -87,15 +95,6 @@ def _curves(
     if is_priced:
         prices = _held({"USD an hour": dollars}, end)
     yield _section("Price of the living nodes, USD an hour", draw(prices))
-
-
-def loss_points(steps: Sequence[Event]) -> Points:
-    """Return the loss of each step that has one."""
-    found: Points = []
-    for step in steps:
-        if step["loss"] is not None:
-            found.append((float(step["step"]), float(step["loss"])))
-    return found
 
 
 def evaluation_points(events: Sequence[Event]) -> Points:
@@ -130,15 +129,6 @@ def _held(curves: Mapping[str, Points], end: float) -> dict[str, Points]:
         _, last = points[-1]
         found[name] = [*points, (end, last)]
     return found
-
-
-def _outcome(events: Sequence[Event]) -> str:
-    sentence = "The run has not ended, or its driver died."
-    for event in reversed(events):
-        if event["kind"] in ("finished", "failed"):
-            sentence = f"{event['kind'].capitalize()}: {event['reason']}"
-            break
-    return f"<p>{escape(sentence)}</p>"
 
 
 def _facts(
@@ -188,11 +178,7 @@ def _saved(events: Sequence[Event]) -> dict[str, str]:
         for part in event["transfers"]:
             saved[part["tier"]] += part["bytes"]
     names = {"s3": "MB uploaded", "peer": "MB copied to other nodes", "disk": "MB spilled to disks"}
-    found = {}
-    for tier, name in names.items():
-        if tier in saved:
-            found[name] = f"{saved[tier] / 1e6:,.1f}"
-    return found
+    return {name: f"{saved[tier] / 1e6:,.1f}" for tier, name in names.items() if tier in saved}
 
 
 def _section(title: str, body: str) -> str:

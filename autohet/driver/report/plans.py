@@ -40,7 +40,11 @@ def plan_pictures(events: Sequence[Event], begin: float) -> str:
         plan = Plan.from_document(event["plan"])
         title = _title(event, plan, moved.get(event["generation"]), begin)
         parts.append((title, _picture(plan, held, color_by_node)))
-        held = _layers_of(plan)
+        held = {}
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages:
+                for worker in stage.workers:
+                    held[worker] = (stage.first_layer, stage.end_layer)
     legend = ""
     for name in names:
         legend += f"<span style='color:{colors[name]}'>■ {escape(name)}</span> "
@@ -65,15 +69,6 @@ def _title(event: Event, plan: Plan, change: Event | None, begin: float) -> str:
         moved = [f"{tier} {count / 1e6:,.1f} MB" for tier, count in tiers if count]
         words.append(f"moved: {', '.join(moved) or 'nothing'}")
     return "; ".join(words)
-
-
-def _layers_of(plan: Plan) -> Held:
-    found = {}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            for worker in stage.workers:
-                found[worker] = (stage.first_layer, stage.end_layer)
-    return found
 
 
 def _picture(plan: Plan, held: Held, color_by_node: Mapping[str, str]) -> str:
@@ -114,7 +109,13 @@ def _stage(
     layers = (stage.first_layer, stage.end_layer)
     is_new = any(held.get(worker) != layers for worker in stage.workers)
     border = "#222" if held and is_new else "none"
-    whole = _label(stage)
+    indices: dict[str, list[str]] = {}
+    for worker in stage.workers:
+        indices.setdefault(node_of(worker), []).append(worker.rpartition("/")[2])
+    words = [f"{node}/{','.join(gpus)}" for node, gpus in indices.items()]
+    if stage.tp_shares:
+        words.append(f"TP {'+'.join(str(share) for share in stage.tp_shares)}")
+    whole = " ".join(words)
     title = f"layers {stage.first_layer} to {stage.end_layer - 1} on {whole}"
     yield (
         f"<rect x={left:.1f} y={top} width={width:.1f} height={BAR} fill='{color}'"
@@ -124,14 +125,3 @@ def _stage(
     if len(label) * PIXELS_PER_LETTER > width:
         label = str(stage.num_layers)
     yield f"<text x={left + 4:.1f} y={top + 17}>{escape(label)}</text>"
-
-
-def _label(stage: Stage) -> str:
-    """Return a stage's workers by node, and their shares of each layer where they are uneven."""
-    indices: dict[str, list[str]] = {}
-    for worker in stage.workers:
-        indices.setdefault(node_of(worker), []).append(worker.rpartition("/")[2])
-    words = [f"{node}/{','.join(gpus)}" for node, gpus in indices.items()]
-    if stage.tp_shares:
-        words.append(f"TP {'+'.join(str(share) for share in stage.tp_shares)}")
-    return " ".join(words)

@@ -59,18 +59,14 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
     for event in events:
         at = event["time"] - begin
         if event["kind"] == "step" and event.get("seconds"):
-            found.append(_step(event, at))
+            facts = {name: event.get(name) for name in ("loss", "tokens", "generation")}
+            seconds = event["seconds"]
+            found.append(_span(f"step {event['step']}", at - seconds, seconds, RUN, STEPS, facts))
         elif event["kind"] == "reconfigure":
             found += _change(event, at)
         elif event["kind"] in NEWS_KINDS:
             found.append(_instant(event, at))
     return {"traceEvents": found, "displayTimeUnit": "ms"}
-
-
-def _step(event: Event, at: float) -> Span:
-    facts = {name: event.get(name) for name in ("loss", "tokens", "generation")}
-    seconds = event["seconds"]
-    return _span(f"step {event['step']}", at - seconds, seconds, RUN, STEPS, facts)
 
 
 def _instant(event: Event, at: float) -> Span:

@@ -10,6 +10,7 @@ from autohet.driver.report.events import last_run, read_events
 from autohet.driver.report.page import report_page
 from autohet.driver.report.timeline import timeline
 from planner.errors import ConfigError
+from planner.inputs.documents import refuse_unwritable
 
 logger = logging.getLogger("autohet")
 
@@ -33,12 +34,10 @@ def write_report(events: str | Path, directory: Path | None = None) -> tuple[Pat
 
     folder = path.parent if directory is None else directory
     page, trace = report_paths(path, folder)
-    try:
+    with refuse_unwritable(folder, "the report to "):
         folder.mkdir(parents=True, exist_ok=True)
         page.write_text(report_page(found, f"Run {job}"), encoding="utf-8")
         trace.write_text(json.dumps(timeline(found)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the report to '{folder}': {error.strerror}") from None
     return page, trace
 
 

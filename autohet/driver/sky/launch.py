@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autohet.driver.sky.choice import choose_kinds, require_links
 from autohet.driver.sky.command import SkyCommand, find_sky
@@ -26,6 +25,7 @@ from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
+from planner.inputs.documents import Document
 from recovery.storage.address import S3Address, parse_address
 from recovery.storage.errors import StorageUriError
 
@@ -49,7 +49,7 @@ class SkyRequest:
     dry_run: bool
 
 
-def launch(request: SkyRequest) -> dict[str, Any]:
+def launch(request: SkyRequest) -> Document:
     """Write the task files, launch the job and supervise it to its end; return the answer.
 
     Raises:
@@ -96,27 +96,22 @@ def _regions(request: SkyRequest) -> list[Region]:
             raise ConfigError(f"--image names region '{name}', which no --region names")
     regions = []
     for name, uri in request.storage_by_region.items():
-        _require_reachable(uri)
+        try:
+            address = parse_address(uri)
+        except StorageUriError as error:
+            raise ConfigError(f"--region: {error}") from None
+        if not isinstance(address, S3Address):
+            raise ConfigError(
+                f"--region names the storage '{uri}', which the region's nodes cannot see; name an"
+                " s3:// URI"
+            )
         regions.append(Region(name, uri, request.image_by_region.get(name, "")))
     return regions
 
 
-def _require_reachable(uri: str) -> None:
-    """Raise ConfigError for a directory that the region's nodes cannot see."""
-    try:
-        address = parse_address(uri)
-    except StorageUriError as error:
-        raise ConfigError(f"--region: {error}") from None
-    if not isinstance(address, S3Address):
-        raise ConfigError(
-            f"--region names the storage '{uri}', which the region's nodes cannot see; name an"
-            " s3:// URI"
-        )
-
-
-def _prices(cluster: Cluster, regions: Sequence[Region]) -> list[dict[str, Any]]:
+def _prices(cluster: Cluster, regions: Sequence[Region]) -> list[Document]:
     """Return dollars a gigabyte between each two regions, as copies of checkpoints pay them."""
-    prices: list[dict[str, Any]] = []
+    prices: list[Document] = []
     for one, other in itertools.combinations(regions, 2):
         usd_per_gb = cluster.zones.usd_per_gb(one.name, other.name)
         prices.append({"regions": [one.name, other.name], "usd_per_gb": usd_per_gb})

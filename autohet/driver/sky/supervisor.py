@@ -129,7 +129,22 @@ def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits
     since = seen.now_s if record.starved_since_s is None else record.starved_since_s
     record = msgspec.structs.replace(record, starved_since_s=since)
     if seen.now_s - since >= limits.region_patience_s:
-        return _leaving(record, seen.now_s, regions, limits)
+        # It has starved for too long: move to the next region, or give up.
+        num_starved = record.starvations + 1
+        if num_starved >= MOST_ROUNDS * len(regions):
+            return SkyDecision("give_up", f"every region starved {MOST_ROUNDS} times", record)
+
+        assert record.starved_since_s is not None
+        starved_s = seen.now_s - record.starved_since_s
+        following = regions[(regions.index(record.region) + 1) % len(regions)]
+        moved = msgspec.structs.replace(
+            record, region=following, starved_since_s=seen.now_s, starvations=num_starved
+        )
+        reason = (
+            f"{record.region} has trained nothing for {starved_s:.0f} s"
+            f" (elastic.region_patience_s is {limits.region_patience_s:.0f})"
+        )
+        return SkyDecision("move", reason, moved)
 
     cluster = seen.cluster
     if cluster is not None and cluster.is_launching:
@@ -137,25 +152,6 @@ def _starving(record: Record, seen: Seen, regions: Sequence[str], limits: Limits
     if cluster is not None and cluster.status == "UP" and seen.job is None:
         return SkyDecision("wait", f"the cluster in {record.region} does not answer", record)
     return SkyDecision("launch", f"nothing trains in {record.region}", record)
-
-
-def _leaving(record: Record, now_s: float, regions: Sequence[str], limits: Limits) -> SkyDecision:
-    """Decide for a region that has starved for too long: move to the next one, or give up."""
-    num_starved = record.starvations + 1
-    if num_starved >= MOST_ROUNDS * len(regions):
-        return SkyDecision("give_up", f"every region starved {MOST_ROUNDS} times", record)
-
-    assert record.starved_since_s is not None
-    starved_s = now_s - record.starved_since_s
-    following = regions[(regions.index(record.region) + 1) % len(regions)]
-    moved = msgspec.structs.replace(
-        record, region=following, starved_since_s=now_s, starvations=num_starved
-    )
-    reason = (
-        f"{record.region} has trained nothing for {starved_s:.0f} s"
-        f" (elastic.region_patience_s is {limits.region_patience_s:.0f})"
-    )
-    return SkyDecision("move", reason, moved)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ of the cluster file is one entry of `any_of`, and SkyPilot launches the cheapest
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from planner.inputs.cluster_documents import instance_type_of
+from planner.inputs.documents import Document, Json
 from planner.inputs.fleet import NodeType
 
 SETUP = "cluster_configs/aws/setup.sh"
@@ -52,7 +52,7 @@ class Region:
     image: str = ""
 
 
-def require_aws(document: Mapping[str, Any], where: str) -> None:
+def require_aws(document: Json, where: str) -> None:
     """Raise ConfigError for a cluster file of another provider."""
     provider = (document.get("provider") or {}).get("type")
     if provider != "aws":
@@ -65,12 +65,12 @@ def require_aws(document: Mapping[str, Any], where: str) -> None:
 def task_of(
     job: Job,
     job_path: Path,
-    document: Mapping[str, Any],
+    document: Json,
     kinds: Sequence[NodeType],
     *,
     region: Region,
     num_nodes: int,
-) -> dict[str, Any]:
+) -> Document:
     """Return the task document: `num_nodes` nodes of one of `kinds` in `region` train the job.
 
     Its `workdir` is the current directory, a checkout of this project.
@@ -90,24 +90,23 @@ def task_of(
     }
 
 
-def _resources(document: Mapping[str, Any], kind: NodeType, region: Region) -> dict[str, Any]:
+def _resources(document: Json, kind: NodeType, region: Region) -> Document:
     config = document["available_node_types"][kind.name].get("node_config") or {}
-    found: dict[str, Any] = {
+    found: Document = {
         "cloud": "aws",
         "region": region.name,
         "instance_type": instance_type_of(config),
         "use_spot": kind.spot,
     }
-    sizes = [(each.get("Ebs") or {}).get("VolumeSize") for each in _disks(config)]
+    sizes = [
+        (each.get("Ebs") or {}).get("VolumeSize")
+        for each in config.get("BlockDeviceMappings") or ()
+    ]
     if sizes and sizes[0]:
         found["disk_size"] = int(sizes[0])
     if region.image:
         found["image_id"] = region.image
     return found
-
-
-def _disks(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return config.get("BlockDeviceMappings") or ()
 
 
 def _local_inputs(job: Job) -> list[str]:
@@ -142,6 +141,6 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _BlockDumper.add_representer(str, _represent_text)
 
 
-def write_task(task: Mapping[str, Any], path: Path) -> None:
+def write_task(task: Json, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.dump(dict(task), Dumper=_BlockDumper, sort_keys=False, width=100))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+
+from planner.inputs.documents import Json
 
 WARNING_S = 120.0
 """Seconds from a warning until the instance is gone, if the warning names no time."""
@@ -50,7 +51,6 @@ RULE = {
 """EventBridge's pattern for all of these events; `scripts/aws/prepare` creates a rule with it."""
 SOURCES = frozenset(RULE["source"])
 ENDING = ("shutting-down", "terminated", "stopping", "stopped")
-Json = Mapping[str, Any]
 
 
 class UnreadableMessage(ValueError):

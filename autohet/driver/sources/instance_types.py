@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from planner.inputs.catalogue import (
     GpuType,
@@ -19,6 +19,7 @@ from planner.inputs.catalogue import (
     may_have_gpus,
 )
 from planner.inputs.cluster_documents import LABEL_PREFIX, instance_type_of
+from planner.inputs.documents import Document, Json
 from planner.inputs.gpu_names import identify_gpu
 
 logger = logging.getLogger("autohet")
@@ -26,7 +27,7 @@ ASSUMED_INTRA_NODE_GBPS = 128.0
 """Rate assumed between the GPUs of a node: PCIe 3.0 with 16 lanes, one direction."""
 TIMEOUT_S = 5.0
 ClusterDocument = TypeVar("ClusterDocument")
-Describe = Callable[[Sequence[str], str | None], Mapping[str, Mapping[str, Any]]]
+Describe = Callable[[Sequence[str], str | None], Mapping[str, Json]]
 """Asks EC2 for instance types in a region; returns what it says by type, without unknown ones."""
 
 
@@ -79,7 +80,7 @@ def _unknown_types(document: object) -> dict[str, str]:
     return found
 
 
-def _complete(entry: dict[str, Any], name: str, facts: Mapping[str, Any]) -> None:
+def _complete(entry: Document, name: str, facts: Json) -> None:
     """Add to a node type what EC2 says of its instance type."""
     gpus = (facts.get("GpuInfo") or {}).get("Gpus") or ()
     whole = [gpu for gpu in gpus if gpu.get("Manufacturer") == "NVIDIA" and gpu.get("Count")]
@@ -93,7 +94,8 @@ def _complete(entry: dict[str, Any], name: str, facts: Mapping[str, Any]) -> Non
         memory_gib = memory_mib / 1024
         kind = identify_gpu(gpu["Name"], memory_mib << 20)
         intra_node_gbps = _intra_node_gbps(find_gpu_type(kind))
-        network_gbps = _network_gbps(facts["NetworkInfo"])
+        cards = facts["NetworkInfo"].get("NetworkCards") or ()
+        network_gbps = float(sum(card.get("BaselineBandwidthInGbps") or 0.0 for card in cards))
 
         labels["gpu-type"] = kind
         labels["gpu-memory-gib"] = memory_gib
@@ -124,12 +126,6 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
-def _network_gbps(network: Mapping[str, Any]) -> float:
-    """Return the sustained rate of all network cards together."""
-    cards = network.get("NetworkCards") or ()
-    return float(sum(card.get("BaselineBandwidthInGbps") or 0.0 for card in cards))
-
-
 def _intra_node_gbps(gpu: GpuType | None) -> float:
     """Return the least rate between GPUs of the catalogue's machines with this GPU."""
     if gpu is None:
@@ -141,7 +137,7 @@ def _intra_node_gbps(gpu: GpuType | None) -> float:
     return min(rates_gbps, default=ASSUMED_INTRA_NODE_GBPS)
 
 
-def describe_types(names: Sequence[str], region: str | None) -> dict[str, Mapping[str, Any]]:
+def describe_types(names: Sequence[str], region: str | None) -> dict[str, Json]:
     """Ask EC2 for instance types, each by itself: one that it does not know refuses all.
 
     Where there are no credentials, nothing is asked. What EC2 refuses is logged.
@@ -158,7 +154,7 @@ def describe_types(names: Sequence[str], region: str | None) -> dict[str, Mappin
         connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2}
     )
     client = session.client("ec2", region_name=region, config=patience)
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Json] = {}
     for name in names:
         try:
             answer = client.describe_instance_types(InstanceTypes=[name])["InstanceTypes"]

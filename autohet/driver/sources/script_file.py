@@ -35,6 +35,7 @@ from typing import IO, Any, Protocol
 from autohet.control.values.observation import Notice
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.watch import Watch
+from planner.inputs.documents import Document
 
 logger = logging.getLogger("autohet.sources")
 COMMAND_TIMEOUT_S = 10.0
@@ -82,7 +83,7 @@ def parse_line(line: str, now: float) -> Said:
     )
 
 
-def _deadline(document: dict[str, Any], now: float) -> float | None:
+def _deadline(document: Document, now: float) -> float | None:
     in_s = document.get("in_s")
     date = document.get("time")
     if in_s is None and date is None:
@@ -147,11 +148,11 @@ def _read_bounded(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 class LineMemory(Protocol):
     """Storage of lines that outlives the driver, but not the cluster."""
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> Document:
         """Return the document saved last; {} if there is none."""
         ...
 
-    def save(self, document: dict[str, Any]) -> None:
+    def save(self, document: Document) -> None:
         """Save this JSON document."""
         ...
 
@@ -294,7 +295,7 @@ class ScriptNotices:
         before = self._lines.get(f"{number - 1} {text}")
         return before is not None and (not before.node or before.node in self._living)
 
-    def _document(self) -> dict[str, Any]:
+    def _document(self) -> Document:
         return {key: [line.read_at, line.node, line.lapsed] for key, line in self._lines.items()}
 
     def _remember(self) -> None:

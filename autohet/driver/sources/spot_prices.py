@@ -17,6 +17,7 @@ from autohet.runtime.process.metadata_server import InstanceFacts
 from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.catalogue import instance_types
 from planner.inputs.cluster import Cluster
+from planner.inputs.documents import Json
 from planner.inputs.fleet import NodeType
 from planner.inputs.zones import region_of
 
@@ -38,7 +39,7 @@ class PricePoint(NamedTuple):
     usd_per_hour: float
 
 
-def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
+def price_points(pages: Iterable[Json]) -> Iterator[PricePoint]:
     """Yield the entries of the pages that boto3 or the AWS CLI (`--output json`) returns.
 
     Entries that cannot be read are left out, and so are prices of other systems than Linux.
@@ -54,7 +55,7 @@ def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
                 yield point
 
 
-def _price_point(entry: Mapping[str, Any]) -> PricePoint:
+def _price_point(entry: Json) -> PricePoint:
     """Read one entry; boto3 gives a moment as a datetime, the AWS CLI as text."""
     since = entry["Timestamp"]
     usd_per_hour = float(entry["SpotPrice"])
@@ -66,7 +67,7 @@ def _price_point(entry: Mapping[str, Any]) -> PricePoint:
     return PricePoint(instance_type, str(entry["AvailabilityZone"]), since, usd_per_hour)
 
 
-def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+def newest_prices(pages: Iterable[Json]) -> dict[tuple[str, str], float]:
     """Return the newest price of each type and zone."""
     found: dict[tuple[str, str], PricePoint] = {}
     for point in price_points(pages):
@@ -88,7 +89,7 @@ class SpotType:
     region: str
 
 
-def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotType]:
+def spot_types(cluster: Cluster, document: Json) -> dict[str, SpotType]:
     """Return the spot node types of a cluster-launcher document by name.
 
     Types whose price is given by a label are left out.

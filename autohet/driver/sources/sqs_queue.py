@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -21,6 +21,7 @@ from autohet.control.values.observation import Notice
 from autohet.driver.sources.ec2_events import InstanceEvent, UnreadableMessage, parse_events
 from autohet.driver.sources.protocol import FAR_S, WatchedNode
 from autohet.driver.sources.watch import Watch
+from planner.inputs.documents import Document, Json
 
 logger = logging.getLogger("autohet.sources")
 STALE_S = 600.0
@@ -102,7 +103,12 @@ class QueueNotices:
             try:
                 found = parse_events(message.get("Body", ""), now, date, self._account)
             except UnreadableMessage as error:
-                self._tell_of_unreadable(message, error)
+                # Logged once: it comes again until the queue drops it.
+                key = str(message.get("MessageId") or message.get("Body", ""))[:200]
+                if key not in self._unreadable:
+                    logger.warning("A message in the queue of notices stays there, %s", error)
+                    self._unreadable[key] = None
+                _drop_oldest(self._unreadable, MOST_REMEMBERED)
                 continue
             except ValueError as error:
                 logger.warning("A message in the queue of notices is %s", error)
@@ -113,14 +119,6 @@ class QueueNotices:
             # Last: if anything before fails, the message comes again.
             self._client.delete_message(QueueUrl=self._url, ReceiptHandle=message["ReceiptHandle"])
         return len(messages)
-
-    def _tell_of_unreadable(self, message: Mapping[str, Any], error: ValueError) -> None:
-        """Log an unreadable message once: it comes again until the queue drops it."""
-        key = str(message.get("MessageId") or message.get("Body", ""))[:200]
-        if key not in self._unreadable:
-            logger.warning("A message in the queue of notices stays there, %s", error)
-            self._unreadable[key] = None
-        _drop_oldest(self._unreadable, MOST_REMEMBERED)
 
     def _of_each_instance(self, event: InstanceEvent) -> list[InstanceEvent]:
         """Split the event of a whole capacity reservation into one for each of its instances."""
@@ -160,7 +158,7 @@ class QueueNotices:
         self._watch.close(LONG_POLL_S + 3.0)
 
 
-def _drop_oldest(entries: dict[str, Any], most: int) -> None:
+def _drop_oldest(entries: Document, most: int) -> None:
     while len(entries) > most:
         oldest = next(iter(entries))
         del entries[oldest]
@@ -202,7 +200,7 @@ def _region_of(url: str) -> str | None:
     return region.group(1)
 
 
-def _date_of(answer: Mapping[str, Any]) -> float:
+def _date_of(answer: Json) -> float:
     """Return the queue's clock at its answer; this machine's clock if the answer has none."""
     header = (answer.get("ResponseMetadata") or {}).get("HTTPHeaders", {}).get("date", "")
     try:

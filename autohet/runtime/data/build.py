@@ -93,7 +93,14 @@ def find_dataset(data: DataSection, sequence_length: int) -> TokenDataset | None
 
 
 def _target(recipe: Recipe) -> Path:
-    return _cache_directory(recipe.data) / f"tokens-{recipe.fingerprint[:24]}"
+    directory = recipe.data.cache_root / "datasets"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot create data.cache {directory}: {error.strerror}; name a directory there"
+        ) from error
+    return directory / f"tokens-{recipe.fingerprint[:24]}"
 
 
 def _build_once(
@@ -154,17 +161,6 @@ def survey(data: DataSection) -> int:
     """
     example_kind(data, tokenizer_of(data))
     return sum(file.size_bytes for file in select_sources(data).files)
-
-
-def _cache_directory(data: DataSection) -> Path:
-    directory = data.cache_root / "datasets"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create data.cache {directory}: {error.strerror}; name a directory there"
-        ) from error
-    return directory
 
 
 def _open_complete(target: Path) -> TokenDataset | None:

@@ -9,6 +9,7 @@ from typing import Any
 from autohet.runtime.data.chat.targets import ASSISTANTS, TRAINED_KEYS, warn_once
 from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation
+from planner.inputs.documents import Document
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython")
 ROLE_BY_SPEAKER = {
@@ -25,7 +26,7 @@ RECORD_FIELDS = (SYSTEM, "tools", OPTIONS)
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
 
-def conversation_of(record: dict[str, Any], field: str) -> Conversation:
+def conversation_of(record: Document, field: str) -> Conversation:
     """Return the conversation in a record's field, with the record's system prompt and tools.
 
     Raises:
@@ -67,7 +68,7 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
-def _message(given: dict[str, Any], number: int) -> ChatMessage:
+def _message(given: Document, number: int) -> ChatMessage:
     # A table of messages has null where a message has no such field.
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
@@ -108,7 +109,7 @@ def _has_content(message: ChatMessage) -> bool:
     return bool(text_of_content(message.get("content")).strip() or message.get("tool_calls"))
 
 
-def tools_of(record: dict[str, Any]) -> Any:
+def tools_of(record: Document) -> Any:
     """Return the tools of a record, given as a list or as JSON text; None if it has none."""
     tools = _parsed(record.get("tools"), "tools")
     if isinstance(tools, list):
@@ -116,7 +117,7 @@ def tools_of(record: dict[str, Any]) -> Any:
     return tools or None
 
 
-def _options_of(record: dict[str, Any]) -> dict[str, Any]:
+def _options_of(record: Document) -> Document:
     """Return the variables that a record gives to its chat template."""
     options = _parsed(record.get(OPTIONS), OPTIONS) or {}
     known = isinstance(options, dict) and not set(options) & set(_RESERVED)

@@ -101,7 +101,13 @@ class TokenDataset:
         self.facts = self._stored_facts
         self._rows: RowShare | None = None
         if share:
-            self._rows = _row_share(self.facts, share, held_out)
+            rows = RowShare(self.facts.rows_by_source or (self.facts.num_rows,), share, held_out)
+            if min(rows.counts) < 1:
+                raise ConfigError(
+                    f"evaluation.split is {share}, which leaves no row of a source with"
+                    f" {min(rows.rows_by_source)}; add data, or give evaluation.source"
+                )
+            self._rows = rows
             self.facts = _facts_of_share(self.facts, self._rows)
         self.summary = ""
         """Description of the sources and of the data left out, set by `prepare_dataset`."""
@@ -250,16 +256,6 @@ class TokenDataset:
                 f" {global_batch_sequences} of one global batch; add data, or lower sequence_length"
                 " or global_batch_sequences"
             )
-
-
-def _row_share(facts: DatasetFacts, share: float, held_out: bool) -> RowShare:
-    rows = RowShare(facts.rows_by_source or (facts.num_rows,), share, held_out)
-    if min(rows.counts) < 1:
-        raise ConfigError(
-            f"evaluation.split is {share}, which leaves no row of a source with"
-            f" {min(rows.rows_by_source)}; add data, or give evaluation.source"
-        )
-    return rows
 
 
 def _facts_of_share(facts: DatasetFacts, rows: RowShare) -> DatasetFacts:

@@ -26,6 +26,7 @@ from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of
 from autohet.runtime.data.tokenization import Tokenizer, Tokens
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
+from planner.inputs.documents import Document
 
 PROMPT = "prompt"
 COMPLETION = "completion"
@@ -164,7 +165,7 @@ class _Completions:
             self._template = chat_template_of(self._data)
         return self._template
 
-    def _of(self, record: dict[str, Any], field: str) -> Completion:
+    def _of(self, record: Document, field: str) -> Completion:
         """Return the record's prompt with the completion in `field`."""
         prompt = record.get(PROMPT)
         completion = record.get(field)
@@ -245,13 +246,10 @@ class PreferenceExamples(_Completions):
     def encode(self, extracted: Sequence[tuple[Completion, Completion]]) -> list[Example]:
         chosen = self._encoded([one for one, _ in extracted])
         rejected = self._encoded([other for _, other in extracted])
-        examples = []
-        for one, other in zip(chosen, rejected, strict=True):
-            examples.append(one._replace(rejected=other))
-        return examples
+        return [one._replace(rejected=other) for one, other in zip(chosen, rejected, strict=True)]
 
 
-def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
+def _with_prompt(record: Document) -> Document:
     """Return a preference with its prompt: what both answers begin with, if it has none.
 
     These are messages, or whole words of a text. A prompt that is a text beside conversations
@@ -304,7 +302,7 @@ def _split_texts(chosen: str, rejected: str) -> dict[str, str]:
     return {PROMPT: begin, CHOSEN: chosen[len(begin) :], REJECTED: rejected[len(begin) :]}
 
 
-def with_messages(record: dict[str, Any]) -> dict[str, Any]:
+def with_messages(record: Document) -> Document:
     """Return a record whose texts beside messages are messages, of the user or the assistant."""
     given = {name: record.get(name) for name in (PROMPT, COMPLETION, CHOSEN, REJECTED)}
     if not any(isinstance(value, list) for value in given.values()):
@@ -370,7 +368,7 @@ class TokenExamples:
         return [Example(ids, np.ones(len(ids), np.bool_)) for ids in extracted]
 
 
-def _object(record: Any) -> dict[str, Any]:
+def _object(record: Any) -> Document:
     if not isinstance(record, dict):
         raise BrokenRecord(
             f"the line holds a {type(record).__name__}, not an object; remove it, or {SKIP_REMEDY}"

@@ -15,6 +15,7 @@ from autohet.runtime.data.records import (
     without_nulls,
 )
 from autohet.runtime.job import DataSection
+from planner.inputs.documents import Document
 
 OPTIONAL_FIELDS = ("tools", "system")
 TOOL_CALLERS = ("function_call", "tool_call")
@@ -76,7 +77,7 @@ def _listed(field: str | tuple[str, ...]) -> list[str]:
     return [field] if isinstance(field, str) else list(field)
 
 
-def _joined(record: dict[str, Any], fields: list[str]) -> Any:
+def _joined(record: Document, fields: list[str]) -> Any:
     """Return the value of one field, or the texts of several, each on its line."""
     missing = [field for field in fields if field not in record]
     if len(missing) == len(fields):
@@ -111,7 +112,7 @@ def _chat_messages(turns: Any, system: Any) -> Any:
     return messages
 
 
-def _message(turn: dict[str, Any]) -> dict[str, Any]:
+def _message(turn: Document) -> Document:
     speaker = turn.get("from")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if speaker in TOOL_SPEAKERS:

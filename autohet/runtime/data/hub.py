@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -36,10 +35,6 @@ def hub_files(entry: SourceEntry, cache: Path) -> list[SourceFile]:
             f"data.source {entry.path}, split {entry.split!r}, subset {entry.subset!r}: {error};"
             " check the name, source.split and source.subset"
         ) from error
-    return _arrow_files(found, cache)
-
-
-def _arrow_files(found: Any, cache: Path) -> list[SourceFile]:
     fingerprint = found._fingerprint
     paths = [Path(each["filename"]) for each in found.cache_files]
     num_rows = sum(_num_rows(path) for path in paths)

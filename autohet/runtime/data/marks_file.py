@@ -43,19 +43,14 @@ class MarksWriter:
         self.num_targets += int(is_target.sum())
         self._num_rows += len(rows)
         # Without the last token, which is a target alone.
-        self._squares += _squared_lengths(rows[:, :-1])
+        begins = (rows[:, :-1] & BEGINS) != 0
+        begins[:, 0] = True
+        starts = np.flatnonzero(begins.ravel())
+        borders = np.append(starts, begins.size)
+        lengths = np.diff(borders).astype(np.int64)
+        self._squares += int((lengths**2).sum())
 
     @property
     def mean_squared_length(self) -> float:
         """Mean over rows of the sum of their pieces' squared lengths, counted in inputs."""
         return self._squares / max(1, self._num_rows)
-
-
-def _squared_lengths(inputs: Marked) -> int:
-    """Return the sum of the squared lengths of all pieces of rows [n, S]."""
-    begins = (inputs & BEGINS) != 0
-    begins[:, 0] = True
-    starts = np.flatnonzero(begins.ravel())
-    borders = np.append(starts, begins.size)
-    lengths = np.diff(borders).astype(np.int64)
-    return int((lengths**2).sum())

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from planner.errors import ConfigError
+from planner.inputs.documents import Document
 
 BLOCK_BYTES = 1 << 20
 BATCH_ROWS = 1024
@@ -158,7 +159,7 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
 
 
-def _conversation_hint(record: dict[str, Any]) -> str:
+def _conversation_hint(record: Document) -> str:
     for name in CONVERSATION_FIELDS:
         if is_conversation(record.get(name)):
             return f", or write the conversations of {name!r} as text, by the model's chat template"
@@ -343,7 +344,7 @@ def _columns(names: Sequence[str], columns: tuple[str, ...], name: str) -> list[
     return found
 
 
-def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
+def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Document]:
     """Yield the rows of a table as plain values, with those of Arrow's JSON type parsed."""
     for batch in batches:
         columns = batch.schema
@@ -385,7 +386,7 @@ def _members_parser(given: dict[str, Parser | None]) -> Parser | None:
     """Return a function that parses the members of an object that have a parser."""
     parsers = {name: parse for name, parse in given.items() if parse is not None}
 
-    def parse(value: dict[str, Any] | None) -> Any:
+    def parse(value: Document | None) -> Any:
         if value is None:
             return None
         return value | {name: parse_one(value[name]) for name, parse_one in parsers.items()}
@@ -439,8 +440,8 @@ def read_csv(
 
 def split_header(header: str, columns: Sequence[str]) -> tuple[str, list[str]]:
     """Return the separator that finds most of `columns` in a table's header, and its columns."""
-    found: dict[str, list[str]] = {}
-    for separator in SEPARATORS:
-        found[separator] = next(csv.reader([header], delimiter=separator), [])
+    found: dict[str, list[str]] = {
+        separator: next(csv.reader([header], delimiter=separator), []) for separator in SEPARATORS
+    }
     best = max(SEPARATORS, key=lambda each: len({*columns} & {*found[each]}))
     return best, found[best]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -293,15 +293,10 @@ def _by_ending(
 
 def _chosen_kind(usable: Sequence[Candidate]) -> str:
     holding = [each for each in usable if each.kind in STRUCTURED and each.has_field]
-    sizes = _bytes_by_kind(holding or usable)
-    return max(sizes, key=lambda kind: sizes[kind])
-
-
-def _bytes_by_kind(candidates: Iterable[Candidate]) -> dict[str, int]:
     sizes: dict[str, int] = defaultdict(int)
-    for candidate in candidates:
+    for candidate in holding or usable:
         sizes[candidate.kind] += candidate.file.size_bytes
-    return sizes
+    return max(sizes, key=lambda kind: sizes[kind])
 
 
 def describe_left_out(left_out: Sequence[LeftOut]) -> str:

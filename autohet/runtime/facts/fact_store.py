@@ -74,7 +74,9 @@ def recall(kind: type[T], depends_on: Mapping[str, Any], derive: Callable[[], T]
     place = directory()
     if place is None:
         return derive()
-    key = _key(kind, depends_on)
+    document = {"kind": kind.__name__, "of": depends_on, "by": versions()}
+    text = json.dumps(document, sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()
     known = remembered.get(key) or _read(place / f"{key}.json", kind)
     if known is not None:
         _remember(key, known)
@@ -89,12 +91,6 @@ def recall(kind: type[T], depends_on: Mapping[str, Any], derive: Callable[[], T]
     with suppress(OSError):
         _write(place, key, fact)
     return value
-
-
-def _key(kind: type[T], depends_on: Mapping[str, Any]) -> str:
-    document = {"kind": kind.__name__, "of": depends_on, "by": versions()}
-    text = json.dumps(document, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache

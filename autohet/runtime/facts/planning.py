@@ -1,6 +1,5 @@
 """Conversion of a job document to the planner's inputs: model spec, profile, links, precision."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -57,12 +56,18 @@ class PlanningInputs:
         """
         training = self.job.training
         types = () if one_format else fleet.gpu_types
+        # What the job says of a type is looked up once.
+        found: dict[str, ComputeFormat] = {}
+        for gpu_type in types:
+            if gpu_type not in self._formats_by_type:
+                self._formats_by_type[gpu_type] = other_formats(self.job, [gpu_type])
+            found |= self._formats_by_type[gpu_type]
         workload = Workload(
             self.spec,
             sequence_length or training.sequence_length,
             training.precision,
             recompute=self._stage_recompute,
-            formats=self._other_formats(types),
+            formats=found,
             decoder=partial(decoder, self.job),
         )
         measurements = Measurements(
@@ -82,15 +87,6 @@ class PlanningInputs:
         return Kept(
             self.job.checkpoint.snapshot_every_steps > 0, self.job.checkpoint.replication_steps > 0
         )
-
-    def _other_formats(self, gpu_types: Iterable[str]) -> dict[str, ComputeFormat]:
-        """Same as `precision.other_formats`; what the job says of a type is looked up once."""
-        found: dict[str, ComputeFormat] = {}
-        for gpu_type in gpu_types:
-            if gpu_type not in self._formats_by_type:
-                self._formats_by_type[gpu_type] = other_formats(self.job, [gpu_type])
-            found |= self._formats_by_type[gpu_type]
-        return found
 
     @cached_property
     def _formats_by_type(self) -> dict[str, dict[str, ComputeFormat]]:

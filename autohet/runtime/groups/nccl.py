@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -45,15 +44,6 @@ ENVIRONMENT = {
 """Settings of PyTorch's NCCL back end; the job's environment overrides them."""
 
 
-def set_nccl_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set those variables of ENVIRONMENT that are not set yet.
-
-    Call this before the first group is created: the back end reads some values only once.
-    """
-    for name, value in ENVIRONMENT.items():
-        environment.setdefault(name, value)
-
-
 class NcclGroup(Group):
     """Group of GPUs: `wait_on_stream` never blocks the host, `wait_on_host` polls.
 
@@ -69,7 +59,9 @@ class NcclGroup(Group):
     def create(self, store: Store) -> Any:
         from torch.distributed import ProcessGroupNCCL
 
-        set_nccl_environment()
+        # Before the first group is created: the back end reads some values only once.
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         options = ProcessGroupNCCL.Options()
         options._timeout = self._limit()
         options.group_name = self.name  # type: ignore[assignment]

@@ -5,7 +5,6 @@ meant. `autohet plan` needs `model` and three keys of `training`; `Job.require_t
 `autohet train` needs.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from autohet.runtime.job.requirements import require
 from autohet.runtime.job.strict_document import key_of, read_yaml, to_dataclass
 from autohet.runtime.job.trackers import TrackerEntry
 from autohet.runtime.job.training import TrainingSection
+from planner.inputs.documents import Document, Json
 from planner.plans.formats import check_named_formats
 
 __all__ = [
@@ -237,11 +237,11 @@ class Job:
         return job if job.name else replace(job, name=Path(path).stem)
 
     @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> "Job":
+    def from_document(cls, document: Json) -> "Job":
         """Return the job in a plain mapping, as YAML or JSON gives it."""
         return to_dataclass(document, cls, "job")
 
-    def to_document(self) -> dict[str, Any]:
+    def to_document(self) -> Document:
         """Return a plain mapping with every default filled in.
 
         `from_document` gives the same job back.
@@ -302,6 +302,6 @@ class Job:
         return self.data
 
 
-def _by_key(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _by_key(fields: list[tuple[str, Any]]) -> Document:
     """Return a section's fields by the keys of its document."""
     return {key_of(name): value for name, value in fields}

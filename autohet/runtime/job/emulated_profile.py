@@ -42,7 +42,9 @@ def emulated_profile(
     )
     measurements = []
     for dtype, (gpu_type, speed), tp_degree, microbatch, (layer, share) in cases:
-        forward_s = share * microbatch * _block_forward_s(emulation, speed, tp_degree)
+        overhead = TP_OVERHEAD if tp_degree > 1 else 1.0
+        block_s = emulation.block_forward_s * emulation.scale / speed / tp_degree * overhead
+        forward_s = share * microbatch * block_s
         measurements.append(
             Measurement(
                 model=model,
@@ -60,23 +62,14 @@ def emulated_profile(
     return ProfileTable(measurements)
 
 
-def _block_forward_s(emulation: EmulationSection, speed: float, tp_degree: int) -> float:
-    overhead = TP_OVERHEAD if tp_degree > 1 else 1.0
-    return emulation.block_forward_s * emulation.scale / speed / tp_degree * overhead
-
-
 def _scaled(table: ProfileTable, scale: float) -> ProfileTable:
     rows: list[Measurement] = []
     for key in table.keys:
         for by_size in table.layers(key).values():
-            rows += [_scaled_row(row, scale) for row in by_size.values()]
+            for row in by_size.values():
+                backward_s = None if row.backward_s is None else row.backward_s * scale
+                update_s = None if row.update_s is None else row.update_s * scale
+                forward_s = row.forward_s * scale
+                scaled = replace(row, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
+                rows.append(scaled)
     return ProfileTable(rows)
-
-
-def _scaled_row(row: Measurement, scale: float) -> Measurement:
-    return replace(
-        row,
-        forward_s=row.forward_s * scale,
-        backward_s=None if row.backward_s is None else row.backward_s * scale,
-        update_s=None if row.update_s is None else row.update_s * scale,
-    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 
 Value = int | float | str | bool | None
 
@@ -86,7 +87,7 @@ class KeyChange:
         return f"{self.key} was {_shown(self.then)} and is {_shown(self.now)}"
 
 
-def identity_of(sections: Mapping[str, Any], weights: str | None) -> dict[str, Value]:
+def identity_of(sections: Json, weights: str | None) -> dict[str, Value]:
     """Return the identity of a job as a checkpoint's scalars, by key.
 
     sections: a job's dataclasses by name (`training`, `data`, `checkpoint`); None for one that the
@@ -117,7 +118,7 @@ def decides(key: str) -> bool:
     return key not in MAY_CHANGE and not is_free
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[KeyChange]:
+def changes(then: Json, now: Json) -> list[KeyChange]:
     """Return the keys that both have and that differ, sorted.
 
     An older checkpoint has fewer keys.
@@ -126,7 +127,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[KeyChange]:
     return [KeyChange(key, then[key], now[key]) for key in shared if then[key] != now[key]]
 
 
-def has_effect(key: str, scalars: Mapping[str, Any]) -> bool:
+def has_effect(key: str, scalars: Json) -> bool:
     """Return False for a key that decides nothing beside the other keys of its run.
 
     Earlier releases accepted such keys; a job that has left one out goes on all the same.
@@ -168,7 +169,7 @@ The first of them recorded no key but the seed.
 """
 
 
-def with_implied(scalars: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def with_implied(scalars: Json, now: Json) -> Document:
     """Add to a checkpoint's scalars what its release did, for the missing keys that `now` changes.
 
     `now` is the job's identity.
@@ -184,9 +185,7 @@ def with_implied(scalars: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
     return found
 
 
-def config_changes(
-    then: Mapping[str, Any], now: Mapping[str, Any], keys: Collection[str]
-) -> list[KeyChange]:
+def config_changes(then: Json, now: Json, keys: Collection[str]) -> list[KeyChange]:
     """Return the differing `keys` of two model configs, as `model.config.<key>`."""
     one = {f"model.config.{key}": then[key] for key in keys if key in then}
     other = {f"model.config.{key}": _listed(now[key]) for key in keys if key in now}

@@ -20,6 +20,7 @@ import yaml
 
 from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json, read_text
 
 T = TypeVar("T")
 
@@ -53,16 +54,9 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
+def read_yaml(path: str | Path, what: str) -> Document:
     """Return the mapping in a YAML file; `what` names the kind of document in errors ("job")."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} file {str(path)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the {what} file {str(path)!r} is not UTF-8 text; is it a {what} at all?"
-        ) from error
+    text = read_text(path, what)
     try:
         # Safe, since the loader is a SafeLoader.
         document = yaml.load(text, Loader=_StrictLoader)
@@ -78,7 +72,7 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     return document
 
 
-def to_dataclass(document: Mapping[str, Any], cls: type[T], what: str) -> T:
+def to_dataclass(document: Json, cls: type[T], what: str) -> T:
     """Convert `document` to the frozen dataclass `cls`.
 
     Raises:
@@ -122,7 +116,7 @@ def plain_values(value: Any) -> Any:
 
 
 def check_document_keys(
-    document: Mapping[str, Any],
+    document: Json,
     cls: type,
     what: str,
     root: type,
@@ -173,14 +167,14 @@ def key_of(field: str) -> str:
     return field.rstrip("_")
 
 
-def _as_fields(document: Mapping[str, Any], cls: type) -> dict[str, Any]:
+def _as_fields(document: Json, cls: type) -> Document:
     """Return the document by names of fields.
 
     It has `off` where a key takes that word and YAML 1.1 read false.
     """
     hints = typing.get_type_hints(cls)
     fields = {key_of(field.name): field.name for field in dataclasses.fields(cls)}
-    found: dict[str, Any] = {}
+    found: Document = {}
     for key, value in document.items():
         hint = hints[fields[key]]
         nested = _dataclass_in(hint)
@@ -238,9 +232,7 @@ def _unknown_key(key: object, known: Iterable[str], what: str, root: type, where
     return f"unknown key {where}{key} in the {what}; {hint}"
 
 
-def _readable(
-    error: msgspec.ValidationError, document: Mapping[str, Any], cls: type, what: str
-) -> str:
+def _readable(error: msgspec.ValidationError, document: Json, cls: type, what: str) -> str:
     """Return msgspec's error as a message that names the key and its value.
 
     "Expected `int`, got `str` - at `$.training.steps`" becomes "training.steps is 'ten' ...:

@@ -37,6 +37,7 @@ from autohet.runtime.models.pretrained import TEXT_PARTS
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 from recovery.errors import RecoveryError
 from recovery.storage.open import open_storage
 
@@ -169,7 +170,7 @@ def stored_matrices(
             yield name, whole
 
 
-def _saved_modules(document: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+def _saved_modules(document: Json, family: Family) -> tuple[str, ...]:
     """Return the names of saved modules; peft adds the path of a tied one to its name."""
     given = document.get("modules_to_save") or ()
     names = sorted({_text_name(str(each), family) for each in given}, key=len)
@@ -204,11 +205,11 @@ def _as_adapter(section: AdapterSection) -> Adapter:
     return Adapter(section.kind, section.rank, section.alpha, section.targets, rslora=False)
 
 
-def _read_settings(source: str) -> dict[str, Any]:
+def _read_settings(source: str) -> Document:
     """Return the content of adapter_config.json; raise ConfigError if it is no plain LoRA."""
     file = _files_of(source) / ADAPTER_CONFIG
     try:
-        document: dict[str, Any] = json.loads(file.read_text())
+        document: Document = json.loads(file.read_text())
         if int(document["r"]) < 1 or float(document["lora_alpha"]) <= 0:
             raise ValueError("r and lora_alpha must be positive")
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -232,9 +233,7 @@ def _read_settings(source: str) -> dict[str, Any]:
     return document
 
 
-def _stored_names(
-    source: str, config: PreTrainedConfig, document: Mapping[str, Any]
-) -> dict[str, str]:
+def _stored_names(source: str, config: PreTrainedConfig, document: Json) -> dict[str, str]:
     """Return the names in the file of each tensor, by the parameter's name in the text model.
 
     document: peft's settings.
@@ -271,7 +270,7 @@ def _stored_names(
     return found
 
 
-def _factors_of_stacks(model: PreTrainedModel, document: Mapping[str, Any]) -> dict[str, str]:
+def _factors_of_stacks(model: PreTrainedModel, document: Json) -> dict[str, str]:
     """Return the own names of the factors of adapted stacks, by their names in peft's files."""
     targets = tuple(f".{each}" for each in document.get("target_parameters") or ())
     own: list[str] = []

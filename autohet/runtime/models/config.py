@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -39,6 +38,7 @@ from autohet.runtime.models.registry import (
     used_keys,
 )
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _check_new_tokens(config: PreTrainedConfig, adapter: Adapter) -> None:
         )
 
 
-def saved_document(source: ModelSection) -> dict[str, Any]:
+def saved_document(source: ModelSection) -> Document:
     """Return the config that a checkpoint of this model carries.
 
     It has the source's own values (`use_cache`, dropouts), and the rows that pad the vocabulary.
@@ -148,9 +148,7 @@ def _read_source(source: ModelSection) -> PreTrainedConfig:
     return config
 
 
-def read_config(
-    source: Mapping[str, Any] | str | Path, revision: str | None = None
-) -> PreTrainedConfig:
+def read_config(source: Json | str | Path, revision: str | None = None) -> PreTrainedConfig:
     """Return the transformers config of any causal language model.
 
     `source` is a mapping with `model_type`, a directory, or a hub id. The config of a trainable
@@ -181,7 +179,7 @@ def read_config(
     return _without_quantization(config)
 
 
-def _warn_of_unknown(config: PreTrainedConfig, document: Mapping[str, Any]) -> None:
+def _warn_of_unknown(config: PreTrainedConfig, document: Json) -> None:
     """Log the keys of a document that mean nothing to a config that no family describes."""
     unknown = sorted(set(document) - known_keys(config, frozenset()) - WITHOUT_EFFECT)
     if unknown:
@@ -192,17 +190,17 @@ def _warn_of_unknown(config: PreTrainedConfig, document: Mapping[str, Any]) -> N
         )
 
 
-def _read_document(source: str, revision: str | None) -> dict[str, Any]:
+def _read_document(source: str, revision: str | None) -> Document:
     """Read the config.json of a directory or hub id; of a multimodal model, its text part's."""
     return _text_document(_read_whole_document(source, revision), source)
 
 
-def _read_whole_document(source: str, revision: str | None) -> dict[str, Any]:
+def _read_whole_document(source: str, revision: str | None) -> Document:
     problem = (
         f"the config.json of '{source}' names no model_type; name a directory that transformers'"
         " AutoModelForCausalLM loads"
     )
-    document: dict[str, Any] = {}
+    document: Document = {}
     try:
         document = PreTrainedConfig.get_config_dict(source, revision=revision or "main")[0]
     except (OSError, ValueError) as error:
@@ -220,7 +218,7 @@ def _read_whole_document(source: str, revision: str | None) -> dict[str, Any]:
     return document
 
 
-def _multimodal_config(document: dict[str, Any], source: str) -> PreTrainedConfig | None:
+def _multimodal_config(document: Document, source: str) -> PreTrainedConfig | None:
     """Return the config of a multimodal model's document; None for that of a text model."""
     model_type = str(document["model_type"])
     if model_type in FAMILIES or model_type not in CONFIG_MAPPING:
@@ -249,7 +247,7 @@ def _text_path(source: str, revision: str | None) -> str:
     return found[0] if found else ""
 
 
-def _text_document(document: dict[str, Any], source: str) -> dict[str, Any]:
+def _text_document(document: Document, source: str) -> Document:
     """Return the config of a multimodal model's text part; that of a text model is returned as is.
 
     source: place of the model, for messages.
@@ -265,7 +263,7 @@ def _text_document(document: dict[str, Any], source: str) -> dict[str, Any]:
             f" logits, and transformers' {config.model_type} does not; save the text model that you"
             " mean, and name that directory"
         )
-    found: dict[str, Any] = {**text.to_dict(), "model_type": text.model_type}
+    found: Document = {**text.to_dict(), "model_type": text.model_type}
     # The library ties by the outer config, older releases by the inner; files say if both are so.
     # The text part of Qwen 3 VL has no such key.
     is_tied = config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False)
@@ -288,7 +286,7 @@ def _log_text_part(source: str, model_type: str, text_type: str) -> None:
     )
 
 
-def _from_document(document: dict[str, Any], where: str) -> PreTrainedConfig:
+def _from_document(document: Document, where: str) -> PreTrainedConfig:
     """Build a config as `AutoConfig` builds it from a config.json."""
     model_type = str(document.get("model_type"))
     if model_type not in CONFIG_MAPPING:

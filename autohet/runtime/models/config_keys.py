@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -225,7 +225,13 @@ def settle_keys(
     left_over = sorted(set(given) - known - WITHOUT_EFFECT - {"quantization_config"})
     if typed_by_hand:
         for key in left_over:
-            _check_spelling(key, known - set(given), where, str(config.model_type))
+            near = difflib.get_close_matches(
+                key, sorted(known - set(given)), n=1, cutoff=MIN_SIMILARITY
+            )
+            if near:
+                raise ConfigError(
+                    f"{where}: {config.model_type!s} has no key '{key}'; did you mean {near[0]}?"
+                )
     if not used:
         if left_over:
             logger.warning(
@@ -264,12 +270,6 @@ def _check_refused(
                 f"{where}: {field.name} is a key of transformers' {type(config).__name__} whose"
                 " effect this version does not know; leave it out"
             )
-
-
-def _check_spelling(key: str, candidates: Collection[str], where: str, model_type: str) -> None:
-    near = difflib.get_close_matches(key, sorted(candidates), n=1, cutoff=MIN_SIMILARITY)
-    if near:
-        raise ConfigError(f"{where}: {model_type} has no key '{key}'; did you mean {near[0]}?")
 
 
 def is_recurrent(config: PreTrainedConfig, layer: int) -> bool:

@@ -277,7 +277,8 @@ class Family:
 
         A tied head is listed once.
         """
-        return dict(_parameter_specs(self, _config_key(config)))
+        document = {**config.to_dict(), "model_type": config.model_type}
+        return dict(_parameter_specs(self, json.dumps(document, sort_keys=True, default=str)))
 
     def adapter_ranks(self, adapter: Adapter, model: PreTrainedModel) -> dict[str, int]:
         """Return the rank of each weight's update (`target_ranks`) in the library's model."""
@@ -329,11 +330,6 @@ def _check_dropout_keys(family: Family, config: PreTrainedConfig) -> None:
         f"model.config: {', '.join(rates)}, but the family does not say what {drops}; set {it} to"
         f" 0, or name {its} places in the family's dropouts"
     )
-
-
-def _config_key(config: PreTrainedConfig) -> str:
-    document = {**config.to_dict(), "model_type": config.model_type}
-    return json.dumps(document, sort_keys=True, default=str)
 
 
 @functools.lru_cache(maxsize=8)

@@ -28,6 +28,7 @@ from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.experts import num_experts
 from autohet.runtime.models.parameter_spec import STORED_ROWS
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 
 logger = logging.getLogger(__name__)
 
@@ -323,15 +324,15 @@ def _check_quantization(source: str, quantization: Any) -> None:
         )
 
 
-def _quantization_of(path: str, revision: str | None) -> dict[str, Any]:
+def _quantization_of(path: str, revision: str | None) -> Document:
     """Return `quantization_config` of a checkpoint's config file; empty without one."""
     file = _find(path, CONFIG_FILE, revision)
     document = {} if file is None else json.loads(Path(file).read_text())
-    quantization: dict[str, Any] = quantization_of(document)
+    quantization: Document = quantization_of(document)
     return quantization
 
 
-def quantization_of(document: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_of(document: Json) -> Document:
     """Return the quantization settings of a model or of its text part; empty without any."""
     inner = document.get("text_config") or {}
     return document.get("quantization_config") or inner.get("quantization_config") or {}

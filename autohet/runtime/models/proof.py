@@ -38,6 +38,7 @@ from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 from planner.plans.plan import TensorShare
 
 TOLERANCE = 1e-5
@@ -76,7 +77,7 @@ class ProofCase:
     def passed(self) -> bool:
         return self.error <= TOLERANCE
 
-    def to_document(self) -> dict[str, Any]:
+    def to_document(self) -> Document:
         return {
             "layers_by_stage": list(self.layers_by_stage),
             "tp_degree": self.tp_degree,
@@ -107,7 +108,7 @@ class ModelProof:
     def passed(self) -> bool:
         return all(case.passed for case in self.cases)
 
-    def to_document(self) -> dict[str, Any]:
+    def to_document(self) -> Document:
         return {
             "model_type": self.model_type,
             "layers": self.layers,
@@ -127,7 +128,7 @@ class _Trace:
     values: dict[str, Tensor] = field(default_factory=dict)
 
     def watch(self, module: nn.Module, path: str) -> None:
-        def before(_: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        def before(_: nn.Module, arguments: tuple[Any, ...], named: Json) -> None:
             given = arguments[0] if arguments else named.get("hidden_states")
             self._note(f"the input of {path}", given)
 
@@ -203,7 +204,19 @@ def prove_model(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> M
 def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> ModelProof:
     short = short_config(config)
     family = family_of(short)
-    parameters = _random_parameters(short, family)
+    generator = torch.Generator().manual_seed(0)
+    specs = family.parameter_specs(short)
+    in_first_block = [spec for spec in specs.values() if spec.layer == 0]
+    num_parameters = sum(math.prod(spec.shape) for spec in in_first_block)
+    if num_parameters > MAX_BLOCK_PARAMETERS:
+        raise ConfigError(
+            f"a block of this model has {num_parameters} parameters, too many to prove on a CPU;"
+            " give check-model a job with a smaller model of the same type"
+        )
+    scale = min(WEIGHT_SCALE, float(short.hidden_size) ** -0.5)
+    parameters: dict[str, Tensor] = {
+        name: torch.randn(spec.shape, generator=generator) * scale for name, spec in specs.items()
+    }
     expected, trace = _library(short, family, parameters)
     layers = family.num_layers(short)
     finest = family.max_tp_degree(short)
@@ -213,7 +226,11 @@ def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> ModelProof:
         if finest % degree:
             skipped.append(degree)
             continue
-        for cut in _cuts(layers):
+        cuts: list[tuple[int, ...]] = [(layers,)]
+        cuts += [(first, layers - first) for first in range(1, layers)]
+        if layers > 2:
+            cuts.append((1,) * layers)
+        for cut in cuts:
             cases.append(_compare(short, parameters, expected, cut, degree))
     difference = None
     if not all(case.passed for case in cases):
@@ -248,36 +265,10 @@ def require_proof(config: PreTrainedConfig) -> None:
     )
 
 
-def _cuts(layers: int) -> list[tuple[int, ...]]:
-    """Return the cuts to test: one stage, two stages cut at each border, and a stage per layer."""
-    cuts: list[tuple[int, ...]] = [(layers,)]
-    cuts += [(first, layers - first) for first in range(1, layers)]
-    if layers > 2:
-        cuts.append((1,) * layers)
-    return cuts
-
-
 @dataclass(frozen=True)
 class _Result:
     logits: Tensor
     gradients: Mapping[str, Tensor]
-
-
-def _random_parameters(config: PreTrainedConfig, family: Family) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    specs = family.parameter_specs(config)
-    in_first_block = [spec for spec in specs.values() if spec.layer == 0]
-    num_parameters = sum(math.prod(spec.shape) for spec in in_first_block)
-    if num_parameters > MAX_BLOCK_PARAMETERS:
-        raise ConfigError(
-            f"a block of this model has {num_parameters} parameters, too many to prove on a CPU;"
-            " give check-model a job with a smaller model of the same type"
-        )
-    scale = min(WEIGHT_SCALE, float(config.hidden_size) ** -0.5)
-    parameters: dict[str, Tensor] = {}
-    for name, spec in specs.items():
-        parameters[name] = torch.randn(spec.shape, generator=generator) * scale
-    return parameters
 
 
 def _batch(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
@@ -309,7 +300,9 @@ def _library(
             trace.watch(module, path)
     tokens, targets = _batch(config)
     logits = model(tokens, use_cache=False).logits
-    _loss(logits, targets).backward()
+    F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    ).backward()
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -319,12 +312,6 @@ def _library(
         if name.endswith(CORRECTION_BIAS):
             gradients[name] = torch.zeros_like(buffer)
     return _Result(logits.detach(), gradients), trace
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-    )
 
 
 def _stages(

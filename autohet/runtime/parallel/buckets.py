@@ -140,9 +140,10 @@ def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[GradientBuffer, 
             shape = local_shape(spec, units)
             before.append(ParameterPiece(name, tuple(units), shape, offset, order))
 
-    buffers = []
-    for (held, owner, is_token_count), of_buffer in pieces.items():
-        buffers.append(GradientBuffer(held, owner, tuple(of_buffer), is_token_count))
+    buffers = [
+        GradientBuffer(held, owner, tuple(of_buffer), is_token_count)
+        for (held, owner, is_token_count), of_buffer in pieces.items()
+    ]
     return tuple(buffers)
 
 

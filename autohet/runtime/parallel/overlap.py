@@ -56,9 +56,10 @@ def sums_have_one_order(plan: Plan, config: PreTrainedConfig, most: int | None =
 
 def _cuts(pipeline: Pipeline) -> list[tuple[object, ...]]:
     """Return what decides the collectives of each stage, and their order."""
-    cuts: list[tuple[object, ...]] = []
-    for stage in pipeline.stages:
-        cuts.append((stage.first_layer, stage.num_layers, stage.tp_degree, stage.tp_shares))
+    cuts: list[tuple[object, ...]] = [
+        (stage.first_layer, stage.num_layers, stage.tp_degree, stage.tp_shares)
+        for stage in pipeline.stages
+    ]
     return cuts
 
 

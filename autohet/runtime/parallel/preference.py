@@ -54,16 +54,11 @@ class PreferenceLoss:
         # Losses are negative log-probabilities, so c - c' is the reference's loss less the model's.
         rewards = self.beta * (reference - answers).double()
         margins = rewards[:, 0] - rewards[:, 1]
-        counted = pairs_of(targets)
+        has_target = (targets >= 0).any(dim=-1)
+        counted = has_target.double()
         known = margins.detach() * counted
         self.sums["pairs"] = self.sums["pairs"] + counted.sum()
         self.sums["preferred"] = self.sums["preferred"] + (known > 0).sum()
         self.sums["reward_margin_sum"] = self.sums["reward_margin_sum"] + known.sum()
         agreement = F.logsigmoid(margins) * counted
         return -agreement.sum()
-
-
-def pairs_of(targets: Tensor) -> Tensor:
-    """Return 1.0 for each row of targets [b, S] that holds a pair, else 0.0: float64 [b]."""
-    has_target = (targets >= 0).any(dim=-1)
-    return has_target.double()

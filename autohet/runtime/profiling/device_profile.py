@@ -84,7 +84,12 @@ def measure_layers(
     tp_degree = tp.degree if tp else 1
 
     _warm_up(device)
-    for layer in _layer_names(request.config):
+    kinds = block_kinds(request.config)
+    if len(kinds) == 1:
+        blocks = ["block"]
+    else:
+        blocks = [f"block:{kind[0]}" for kind in kinds]
+    for layer in ["embedding", *blocks, "head"]:
         stage, count = build_layer_stage(request, layer, tp, device)
         gradients = FlatGradients(stage)
         update_s = _measure_update(request, gradients, device) / count
@@ -115,16 +120,6 @@ def block_kinds(config: Any) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _layer_names(config: Any) -> list[str]:
-    """Return the rows' names: `block`, or `block:<index>` of the first block of each kind."""
-    kinds = block_kinds(config)
-    if len(kinds) == 1:
-        blocks = ["block"]
-    else:
-        blocks = [f"block:{kind[0]}" for kind in kinds]
-    return ["embedding", *blocks, "head"]
-
-
 def build_layer_stage(
     request: ProfileRequest, layer: str, tp: TensorParallel | None, device: torch.device
 ) -> tuple[StageModel, int]:
@@ -138,33 +133,24 @@ def build_layer_stage(
     if layer == "head":
         first = family_of(config).num_layers(config)
     elif layer != "embedding":
-        config, first, blocks = _blocks_alone(request, layer, device)
+        # Between neighbours: with the first or last block a stage would have embedding or head,
+        # whose time would count as the block's.
+        index = int(layer.partition(":")[2] or 0)
+        (kind,) = [each for each in block_kinds(request.config) if index in each]
+        count = _blocks_in_row(request, kind[0], device)
+        row = sorted(kind[each % len(kind)] for each in range(count))
+        with_neighbours = [row[0], *row, row[-1]]
+        config, first, blocks = with_layers(request.config, with_neighbours), 1, count
 
     dtype = COMPUTE_DTYPES[request.precision]
     stage = build_stage(config, range(first, first + blocks), tp, device, dtype)
-    parameters = {}
-    for name, shape in stage.weights.local_shapes().items():
-        parameters[name] = torch.randn(shape) * 0.02
+    parameters = {
+        name: torch.randn(shape) * 0.02 for name, shape in stage.weights.local_shapes().items()
+    }
     stage.weights.load(parameters)
     if wants_compiled(request.compile_blocks, stage):
         compile_blocks(stage)
     return stage, max(1, blocks)
-
-
-def _blocks_alone(
-    request: ProfileRequest, layer: str, device: torch.device
-) -> tuple[Any, int, int]:
-    """Return (config, first block, number of blocks) of a stage in the middle of one kind's blocks.
-
-    A stage with the first or the last block has embedding or head, whose time would count as the
-    block's.
-    """
-    index = int(layer.partition(":")[2] or 0)
-    (kind,) = [each for each in block_kinds(request.config) if index in each]
-    count = _blocks_in_row(request, kind[0], device)
-    row = sorted(kind[each % len(kind)] for each in range(count))
-    with_neighbours = [row[0], *row, row[-1]]
-    return with_layers(request.config, with_neighbours), 1, count
 
 
 def _warm_up(device: torch.device) -> None:

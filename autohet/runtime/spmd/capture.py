@@ -144,14 +144,10 @@ class _Reader:
         graph = Graph(list(self.nodes.values()), notes, self.most_units)
 
         # `Graph` leaves out the nodes that nothing reads.
-        constants: dict[str, Tensor] = {}
-        for name, value in self.constants.items():
-            if name in graph.by_name:
-                constants[name] = value
-        inputs = []
-        for name, node in self.nodes.items():
-            if node.kind == "input":
-                inputs.append(name)
+        constants: dict[str, Tensor] = {
+            name: value for name, value in self.constants.items() if name in graph.by_name
+        }
+        inputs = [name for name, node in self.nodes.items() if node.kind == "input"]
         return Captured(
             graph, self.calls, constants, self.parameters, tuple(inputs), modules=self.modules
         )
@@ -334,10 +330,7 @@ class _Reader:
 
     def _output(self, node: fx.Node) -> None:
         leaves = pytree.tree_leaves(node.args[0])
-        results = []
-        for leaf in leaves:
-            if isinstance(leaf, fx.Node):
-                results.append(self.values[leaf])
+        results = [self.values[leaf] for leaf in leaves if isinstance(leaf, fx.Node)]
         if len(results) != 1 or not isinstance(results[0], str):
             raise ConfigError(
                 f"the model returns {len(results)} tensors; it must return its loss alone"

@@ -50,8 +50,7 @@ def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int)
     end = slices_with * size // finest
     cuts = spec.cuts
     assert {start, end} <= set(cuts), f"{spec.name}: a part from {start} to {end} cuts units apart"
-    units = []
-    for unit in range(spec.num_units):
-        if start <= cuts[unit] and cuts[unit + 1] <= end:
-            units.append(unit)
+    units = [
+        unit for unit in range(spec.num_units) if start <= cuts[unit] and cuts[unit + 1] <= end
+    ]
     return tuple(units)

@@ -52,9 +52,9 @@ def _capture_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProg
         setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype
     )
     placed = plan.spmd.place(captured.graph)
-    constants: dict[str, Tensor] = {}
-    for name, value in captured.constants.items():
-        constants[name] = value.to(setup.device)
+    constants: dict[str, Tensor] = {
+        name: value.to(setup.device) for name, value in captured.constants.items()
+    }
     return replace(captured, constants=constants), placed
 
 

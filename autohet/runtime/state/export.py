@@ -113,7 +113,12 @@ def export_checkpoint(
         weights = split_experts(weights, family.expert_names)
     specs = weights.specs
 
-    _make(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the export directory {folder}: {error.strerror}; name another"
+        ) from None
     if is_peft:
         files = {ADAPTER_FILE: list(specs)}
     else:
@@ -127,7 +132,13 @@ def export_checkpoint(
     beside = _write_model_files(storage, manifest, folder)
     # The index last: without it nothing loads the other files.
     if len(files) > 1:
-        _write_json(folder / INDEX_NAME, _index(files, total))
+        file_by_name = {}
+        for file_name, names in files.items():
+            for name in names:
+                file_by_name[name] = file_name
+        _write_json(
+            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": file_by_name}
+        )
 
     return ExportSummary(
         step=manifest.step,
@@ -138,15 +149,6 @@ def export_checkpoint(
         files=tuple(files),
         model_files=beside,
     )
-
-
-def _index(files: Mapping[str, list[str]], total_bytes: int) -> dict[str, object]:
-    """Return the content of the index: which file has which tensor."""
-    file_by_name = {}
-    for file_name, names in files.items():
-        for name in names:
-            file_by_name[name] = file_name
-    return {"metadata": {"total_size": total_bytes}, "weight_map": file_by_name}
 
 
 def _write_weights(
@@ -188,7 +190,11 @@ def _weights(
 
     def read(name: str, dtype: str = options.dtype) -> torch.Tensor:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
-        whole = _full_tensor(storage, manifest, spec, _export_dtype(name, dtype))
+        whole = empty_tensor(spec.shape, TORCH_DTYPES[_export_dtype(name, dtype)], storage.uri)
+        for shard, unit in read_shards(
+            storage, manifest, spec.shards, max_memory_bytes=READ_AHEAD_BYTES
+        ):
+            whole[spec.unit_slices(shard.unit)].copy_(unit)
         return whole[tuple(slice(size) for size in specs[name].shape)]
 
     if options.merge:
@@ -212,15 +218,6 @@ def _write_model_files(storage: Storage, manifest: Manifest, folder: Path) -> tu
     if GENERATION_CONFIG not in contents:
         _write_json(folder / GENERATION_CONFIG, default_generation_config(manifest.model_config))
     return tuple(sorted({*contents, GENERATION_CONFIG}))
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the export directory {folder}: {error.strerror}; name another"
-        ) from None
 
 
 def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
@@ -297,10 +294,10 @@ def _plan_files(
 
     if len(groups) == 1:
         return {_SINGLE_NAME: groups[0]}
-    files = {}
-    for number, names in enumerate(groups, 1):
-        files[f"model-{number:05d}-of-{len(groups):05d}.safetensors"] = names
-    return files
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": names
+        for number, names in enumerate(groups, 1)
+    }
 
 
 def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:
@@ -321,18 +318,6 @@ def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _full_tensor(
-    storage: Storage, manifest: Manifest, spec: TensorSpec, dtype: str
-) -> torch.Tensor:
-    """Read a whole tensor unit by unit, converting each unit on arrival."""
-    full = empty_tensor(spec.shape, TORCH_DTYPES[dtype], storage.uri)
-    for shard, unit in read_shards(
-        storage, manifest, spec.shards, max_memory_bytes=READ_AHEAD_BYTES
-    ):
-        full[spec.unit_slices(shard.unit)].copy_(unit)
-    return full
 
 
 @contextmanager

@@ -5,14 +5,12 @@ It has the spellings of transformers 4.x and 5, vLLM and llama.cpp's converter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autohet.runtime.models.layers.adapters import ADAPTER
 from autohet.runtime.models.parameter_spec import PADDED, STORED_ROWS
+from planner.inputs.documents import Document, Json
 
 _LEFT_OUT = (
     ADAPTER,
@@ -25,7 +23,7 @@ _LEFT_OUT = (
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def config_to_export(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def config_to_export(document: Json, dtype: str) -> Document:
     """Return the config.json of a model whose config is `document` and whose weights have `dtype`.
 
     transformers 4.x reads `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `torch_dtype`,
@@ -50,7 +48,7 @@ def config_to_export(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return config
 
 
-def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _older_rope(config: Json) -> Document:
     """Return the keys of transformers 4.x for a config's `rope_parameters`.
 
     `rope_scaling` must be complete, since transformers 5 takes it in place of `rope_parameters`.
@@ -59,7 +57,7 @@ def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if not parameters:
         return {}
 
-    older: dict[str, Any] = {}
+    older: Document = {}
     if parameters.get("full_attention"):
         # Parameters by kind of layer: 4.x has a base of its own for those with windows (gemma3).
         windows = parameters.get("sliding_attention") or {}
@@ -87,7 +85,7 @@ def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return older
 
 
-def default_generation_config(document: Mapping[str, Any]) -> dict[str, Any]:
+def default_generation_config(document: Json) -> Document:
     """Return the generation_config.json that the library saves for a model without one."""
     ids = {key: document[key] for key in _TOKEN_IDS if document.get(key) is not None}
     return {"_from_model_config": True, **ids, "transformers_version": transformers.__version__}

@@ -128,9 +128,6 @@ class FrozenWeights:
         sizes = [spec.cuts[unit + 1] - spec.cuts[unit] for unit in held]
         parts = self.tensors[name].split(sizes, spec.split_dim)
 
-        kept = []
-        for unit, part in zip(held, parts, strict=True):
-            if unit in wanted:
-                kept.append(part)
+        kept = [part for unit, part in zip(held, parts, strict=True) if unit in wanted]
         self.tensors[name] = torch.cat(kept, spec.split_dim)
         self._units[name] = wanted

@@ -217,18 +217,15 @@ def _of_file(path: Path, job: Job) -> dict[str, bytes]:
     # The file itself may have any name.
     contents[TOKENIZER_FILE] = path.read_bytes()
     if TOKENIZER_CONFIG not in contents:
-        contents[TOKENIZER_CONFIG] = _plain_config(job)
+        import tokenizers
+
+        assert job.data is not None
+        end = _tokenizer_of(job).end_token
+        token = tokenizers.Tokenizer.from_file(job.data.tokenizer).id_to_token(end)
+        contents[TOKENIZER_CONFIG] = _as_json(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
+        )
     return contents
-
-
-def _plain_config(job: Job) -> bytes:
-    """Return a tokenizer_config.json for a tokenizers file that has none beside it."""
-    import tokenizers
-
-    assert job.data is not None
-    end = _tokenizer_of(job).end_token
-    token = tokenizers.Tokenizer.from_file(job.data.tokenizer).id_to_token(end)
-    return _as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token})
 
 
 def _byte_tokenizer() -> dict[str, bytes]:

@@ -61,7 +61,12 @@ class StateSource:
         """
         where = state_device(order.plan, self.device)
         if order.plan.offloads and self.place.worker in order.plan.workers:
-            require_host_memory(_arriving_bytes(order, self.place.worker))
+            worker = self.place.worker
+            # The bytes of the new state that are not in this worker's memory yet.
+            part = None if order.transfers is None else order.transfers.parts.get(worker)
+            kept = () if part is None else part.keep
+            arriving = order.layout.shards_by_worker[worker].difference(kept)
+            require_host_memory(sum(map(order.layout.shard_bytes, arriving)))
         if order.transfers is None:
             return Restored(self._first(order.layout, where))
         task = RestoreTask(
@@ -95,14 +100,6 @@ class StateSource:
                     local if kind == "param" else torch.zeros_like(local)
                 )
         return state
-
-
-def _arriving_bytes(order: GenerationOrder, worker: str) -> int:
-    """Return the bytes of the worker's new state that are not in its memory yet."""
-    part = None if order.transfers is None else order.transfers.parts.get(worker)
-    kept = () if part is None else part.keep
-    arriving = order.layout.shards_by_worker[worker].difference(kept)
-    return sum(map(order.layout.shard_bytes, arriving))
 
 
 def local_slice(layout: Layout, name: str, units: tuple[int, ...], whole: Tensor) -> Tensor:

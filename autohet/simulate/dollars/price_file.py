@@ -5,7 +5,6 @@ The file is EC2's answer to `describe-spot-price-history` or a CSV.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
@@ -25,6 +24,7 @@ from planner.errors import ConfigError
 from planner.inputs.autoscaling import AutoscaledType, autoscaling_config
 from planner.inputs.catalogue import PRICES_AS_OF
 from planner.inputs.cluster import Cluster
+from planner.inputs.documents import parse_csv, read_text
 from planner.inputs.fleet import NodeType
 from planner.inputs.zones import region_of
 
@@ -57,12 +57,7 @@ def read_prices(
         have; nothing for any spot node type, several zones for one that names none, a `begin`
         outside the file.
     """
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read prices '{path}': {why}") from None
-
+    text = read_text(path, "prices")
     if text.lstrip()[:1] in ("{", "["):
         places = _places(cluster, document)
         return _from_history(_by_place(text, path), path, cluster, places, begin)
@@ -71,8 +66,24 @@ def read_prices(
             f"prices '{path}' are a CSV, whose time_s counts from the trace's begin: leave out"
             " --prices-from"
         )
-    rows = _from_csv(text, path, cluster)
-    return RecordedPrices(rows, {name: f"over time, by '{path}'" for _, name, _ in rows})
+    columns, rows = parse_csv(text, f"prices '{path}'")
+    if columns != COLUMNS:
+        raise ConfigError(
+            f"prices '{path}' has columns {', '.join(columns) or 'none'}; they must be"
+            f" {', '.join(COLUMNS)}"
+        )
+    names = {kind.name for kind in cluster.node_types}
+    found = []
+    for number, row in enumerate(rows, 1):
+        if row["node_type"] not in names:
+            raise ConfigError(
+                f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster"
+                f" has {', '.join(sorted(names))}"
+            )
+        time_s = _number(row, "time_s", number, path)
+        usd_per_hour = _number(row, "usd_per_hour", number, path)
+        found.append((time_s, row["node_type"], usd_per_hour))
+    return RecordedPrices(found, {name: f"over time, by '{path}'" for _, name, _ in found})
 
 
 def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) -> dict[str, str]:
@@ -165,19 +176,15 @@ def _from_history(
     rows: list[PriceRow] = []
     sources = {}
     for name, points in found.items():
-        sources[name] = _source_of(points, begin)
+        sources[name] = (
+            f"over time, EC2's spot price history of {points[0].instance_type} in"
+            f" {points[0].zone}; the trace begins at {begin.isoformat()}"
+        )
         for point in points:
             # A point before the beginning has a negative second: its price holds from 0 on.
             time_s = (point.since - begin).total_seconds()
             rows.append((time_s, name, point.usd_per_hour))
     return RecordedPrices(rows, sources)
-
-
-def _source_of(points: Sequence[PricePoint], begin: datetime) -> str:
-    return (
-        f"over time, EC2's spot price history of {points[0].instance_type} in {points[0].zone}; the"
-        f" trace begins at {begin.isoformat()}"
-    )
 
 
 def _points_of(
@@ -227,32 +234,6 @@ def _dearest(series: Sequence[Sequence[PricePoint]]) -> Sequence[PricePoint]:
 
 # a CSV
 # ------------------------------------------------------------------------------
-
-
-def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[PriceRow]:
-    try:
-        reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-        rows = list(reader)
-        columns = tuple(reader.fieldnames or ())
-    except csv.Error as error:
-        raise ConfigError(f"cannot read prices '{path}': {error}") from None
-    if columns != COLUMNS:
-        raise ConfigError(
-            f"prices '{path}' has columns {', '.join(columns) or 'none'}; they must be"
-            f" {', '.join(COLUMNS)}"
-        )
-    names = {kind.name for kind in cluster.node_types}
-    found = []
-    for number, row in enumerate(rows, 1):
-        if row["node_type"] not in names:
-            raise ConfigError(
-                f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster"
-                f" has {', '.join(sorted(names))}"
-            )
-        time_s = _number(row, "time_s", number, path)
-        usd_per_hour = _number(row, "usd_per_hour", number, path)
-        found.append((time_s, row["node_type"], usd_per_hour))
-    return found
 
 
 def _number(row: Mapping[str, str], name: str, number: int, path: str | Path) -> float:

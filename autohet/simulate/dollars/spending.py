@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autohet.driver.events.zone_bill import ZoneBill
 from autohet.runtime.messages import GenerationOrder
 from autohet.simulate.costs import Costs
 from autohet.simulate.fleet.order_bytes import checkpoint_bytes
 from autohet.simulate.trained_span import TrainedSpan
+from planner.inputs.documents import Document, Json
 from planner.inputs.zones import GB
 from recovery.storage.protocol import StorageOptions
 
@@ -46,7 +46,7 @@ class S3Requests:
         return self.puts * costs.s3_put_usd + self.gets * costs.s3_get_usd
 
 
-def zone_bill(events: Iterable[Mapping[str, Any]], spans: Sequence[TrainedSpan]) -> ZoneBill:
+def zone_bill(events: Iterable[Json], spans: Sequence[TrainedSpan]) -> ZoneBill:
     """Return the bill of traffic between zones by a run's steps and its rounds of copies."""
     steps: dict[int, int] = {}
     for span in spans:
@@ -62,19 +62,17 @@ def zone_bill(events: Iterable[Mapping[str, Any]], spans: Sequence[TrainedSpan])
     return bill
 
 
-def _rounds(replication: Mapping[str, Any] | None, steps: int) -> int:
+def _rounds(replication: Json | None, steps: int) -> int:
     every: int = (replication or {}).get("every_steps", 0)
     if not every:
         return 0
     return steps // every
 
 
-def usd_document(
-    nodes_usd: float, zones: ZoneBill, requests: S3Requests, costs: Costs
-) -> dict[str, Any]:
+def usd_document(nodes_usd: float, zones: ZoneBill, requests: S3Requests, costs: Costs) -> Document:
     """Return the dollars of a run by use."""
     s3_usd = requests.usd(costs)
-    between_zones: list[dict[str, Any]] = []
+    between_zones: list[Document] = []
     for row in zones.rows():
         between_zones.append(
             {

@@ -110,7 +110,12 @@ class SimulatedMachines:
             if event.kind == "arrival":
                 self._offered[event.node] = event
             elif event.kind == "notice":
-                self._warn(event)
+                # One that is warned while it boots would leave before it is of use: it never joins.
+                self._booting.pop(event.node, None)
+                self._offered.pop(event.node, None)
+                if event.node in self.nodes:
+                    now = self._clock.now
+                    self._notices[event.node] = Notice(event.node, "trace", now, event.gone_s)
             elif event.kind == "death" and self._die(event):
                 died.append(event.node)
         self.start_wanted()
@@ -167,14 +172,6 @@ class SimulatedMachines:
         self.bill.machines[event.node] = (self.prices.kinds[event.node_type], event.time_s)
         boot_s = self._costs.boot_s + self._costs.install_s
         self._booting[event.node] = event.time_s + boot_s
-
-    def _warn(self, event: TraceEvent) -> None:
-        # A machine that is warned while it boots would leave before it is of use: it never joins.
-        self._booting.pop(event.node, None)
-        self._offered.pop(event.node, None)
-        if event.node in self.nodes:
-            now = self._clock.now
-            self._notices[event.node] = Notice(event.node, "trace", now, event.gone_s)
 
     def _die(self, event: TraceEvent) -> bool:
         """End a machine, which Ray notices later; return True if it was a node in use."""

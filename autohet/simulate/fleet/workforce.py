@@ -62,7 +62,26 @@ class SimulatedWorkforce:
 
     def wait(self) -> None:
         """Let time pass until something happens that the controller may have to answer."""
-        self._pass_to(min(self._next_moment(), self._end_s))
+        now = self.now
+        moments = self._due() + self.clock.pending_wakes()
+        generation = self.workers.generation
+        if generation is not None:
+            due_in_steps = self.workers.checkpoint_pace.due_in_steps(generation.step)
+            moments += generation.due(now, due_in_steps, self._last_step)
+
+        moments += self.autoscaler.looks(now, self.clock.changed_at)
+        for look_s in self._looks_s:
+            look_at = self.clock.changed_at + look_s
+            if look_at > now:
+                moments.append(look_at)
+
+        # While it trains nothing changes without an event; else the controller may wait for
+        # something that has no moment of its own.
+        if not self.workers.is_training or not moments:
+            moments.append(now + CALM_TICK_S)
+
+        # The clock must advance, or an event that stays due would be looked at for ever.
+        self._pass_to(min(max(now + 1e-3, min(moments)), self._end_s))
 
     def observe(self) -> Observation:
         return Observation(
@@ -92,33 +111,6 @@ class SimulatedWorkforce:
     def _due(self) -> list[float]:
         """Return the times of the events that are due without an action of the controller."""
         return self.machines.due() + self.workers.due()
-
-    def _next_moment(self) -> float:
-        """Return the time at which the controller looks next.
-
-        That is at the next event, and after it for as long as the controller itself waits for more
-        of the kind.
-        """
-        now = self.now
-        moments = self._due() + self.clock.pending_wakes()
-        generation = self.workers.generation
-        if generation is not None:
-            due_in_steps = self.workers.checkpoint_pace.due_in_steps(generation.step)
-            moments += generation.due(now, due_in_steps, self._last_step)
-
-        moments += self.autoscaler.looks(now, self.clock.changed_at)
-        for look_s in self._looks_s:
-            look_at = self.clock.changed_at + look_s
-            if look_at > now:
-                moments.append(look_at)
-
-        # While it trains nothing changes without an event; else the controller may wait for
-        # something that has no moment of its own.
-        if not self.workers.is_training or not moments:
-            moments.append(now + CALM_TICK_S)
-
-        # The clock must advance, or an event that stays due would be looked at for ever.
-        return max(now + 1e-3, min(moments))
 
     def _pass_to(self, moment: float) -> None:
         """Advance the clock to `moment`: make the steps that end until then, and the events due."""

@@ -201,7 +201,13 @@ class AgentActor(RunActor):
         self.replicator.close(1.0)
         self._server.close(1.0)
         if forget_snapshots:
-            self._forget_snapshots()
+            for name in self._directories:
+                directory = Path(name)
+                shutil.rmtree(directory, ignore_errors=True)
+                # The run's directories, which the last of its nodes on this machine leaves empty.
+                for parent in (directory.parent, directory.parent.parent):
+                    with suppress(OSError):
+                        parent.rmdir()
         for watch in (self._metadata, self._gpus):
             if watch is not None:
                 watch.close()
@@ -210,12 +216,3 @@ class AgentActor(RunActor):
         for part in self._driver_parts or ():
             part.close()
         self._log.close()
-
-    def _forget_snapshots(self) -> None:
-        for name in self._directories:
-            directory = Path(name)
-            shutil.rmtree(directory, ignore_errors=True)
-            # The run's directories, which the last of its nodes on this machine leaves empty.
-            for parent in (directory.parent, directory.parent.parent):
-                with suppress(OSError):
-                    parent.rmdir()

@@ -5,7 +5,7 @@ An inventory lists the snapshots that one agent holds.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from autohet.driver.sources.protocol import Sign
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import AgentEndpoint, DataState
 from autohet.runtime.process.metadata_server import InstanceFacts
+from planner.inputs.documents import Document, Json
 
 NOTHING_YET = DataState()
 SAME_END_S = 1.0
@@ -87,9 +88,9 @@ class Inventories:
         self._patience_s = min(timeouts.heartbeat_s, self._storage_patience_s)
         self._asked: dict[Any, str] = {}
         self._asked_at = 0.0
-        self._found: dict[str, Any] | None = None
+        self._found: Document | None = None
 
-    def request(self, agents: Mapping[str, Any], now: float) -> None:
+    def request(self, agents: Json, now: float) -> None:
         """Ask every agent again, by node."""
         self._found = {}
         self._asked_at = now
@@ -102,7 +103,7 @@ class Inventories:
 
     def take(
         self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True
-    ) -> Mapping[str, Any] | None:
+    ) -> Json | None:
         """Return the snapshots by node once all agents have answered or the wait is over.
 
         A slow agent hides no answers of the others, and nodes known to be `silent` are not waited

@@ -282,7 +282,12 @@ class ReportServer:
         del data[:end]
 
         # The nonce and the place in the connection keep a recorded frame from being sent again.
-        speaker = self._speaker(connection, payload)
+        name = payload.decode(errors="replace") if connection.name is None else connection.name
+        speaker = self._speakers.get(name)
+        if speaker is None:
+            # Of a node that was cut off and has come back, for instance: it tries for ever, and is
+            # not worth a warning each time.
+            raise ConnectionAbortedError(f"nobody of the name {name!r} is expected")
         expected = frame_mac(speaker.key, connection.nonce, connection.place, number, payload)
         if not hmac.compare_digest(mac, expected):
             raise BadFrame(
@@ -290,15 +295,6 @@ class ReportServer:
             )
         connection.place += 1
         return number, payload, speaker
-
-    def _speaker(self, connection: ReportConnection, payload: bytes) -> ExpectedSender:
-        name = payload.decode(errors="replace") if connection.name is None else connection.name
-        speaker = self._speakers.get(name)
-        if speaker is None:
-            # Of a node that was cut off and has come back, for instance: it tries for ever, and is
-            # not worth a warning each time.
-            raise ConnectionAbortedError(f"nobody of the name {name!r} is expected")
-        return speaker
 
     def _know(self, connection: ReportConnection, name: str, speaker: ExpectedSender) -> None:
         """Attach a connection to the sender whose identity it has proved, and end its older one.

@@ -21,6 +21,7 @@ from typing import Any
 from autohet.driver.ray.agents.agent_calls import AgentCalls
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.process.stopped import ProcessState
+from planner.inputs.documents import Json
 from planner.inputs.fleet import node_of
 
 LOOK_FROM = 0.5
@@ -79,9 +80,7 @@ class FreezeDetector:
         """True if an agent has yet to answer how a silent worker looks."""
         return bool(self._asked)
 
-    def frozen(
-        self, heard: Iterable[Heard], agents: Mapping[str, Any], now: float
-    ) -> dict[str, str]:
+    def frozen(self, heard: Iterable[Heard], agents: Json, now: float) -> dict[str, str]:
         """Run one round; return the workers that are frozen for certain, with the reason.
 
         `heard`: the workers that are not known to be dead.
@@ -102,7 +101,11 @@ class FreezeDetector:
         verdicts = {worker: why for worker, why in stopped.items() if worker in certain}
 
         self._ask_agents(watched, agents)
-        self.silent_nodes = self._find_silent_nodes(by_node, now)
+        found = set()
+        for node in self._asked.values():
+            if self._is_silent(node, by_node.get(node, ()), now):
+                found.add(node)
+        self.silent_nodes = frozenset(found)
         for node in self.silent_nodes & silent.keys():
             for suspect in silent[node]:
                 silent_s = now - suspect.heard_at
@@ -111,7 +114,7 @@ class FreezeDetector:
                 )
         return verdicts
 
-    def _ask_agents(self, watched: Mapping[str, list[Heard]], agents: Mapping[str, Any]) -> None:
+    def _ask_agents(self, watched: Mapping[str, list[Heard]], agents: Json) -> None:
         """Ask the agents of suspects how these look, unless an answer is due or just came."""
         for node, suspects in watched.items():
             is_asked = node in self._asked.values()
@@ -120,14 +123,6 @@ class FreezeDetector:
                 call = self._calls.ask(agents[node], "process_states", process_ids)
                 self._asked[call] = node
                 self._asked_at[node] = self._awake_s
-
-    def _find_silent_nodes(self, by_node: Mapping[str, list[Heard]], now: float) -> frozenset[str]:
-        """Return the nodes with a call that is unanswered, and no worker heard, for too long."""
-        found = set()
-        for node in self._asked.values():
-            if self._is_silent(node, by_node.get(node, ()), now):
-                found.add(node)
-        return frozenset(found)
 
     def _is_silent(self, node: str, workers: Iterable[Heard], now: float) -> bool:
         """Return whether a node's agent, and all of its workers, have been silent for too long."""
@@ -192,7 +187,7 @@ class FreezeDetector:
 
 
 def _quiet(
-    by_node: Mapping[str, list[Heard]], agents: Mapping[str, Any], since: float
+    by_node: Mapping[str, list[Heard]], agents: Json, since: float
 ) -> dict[str, list[Heard]]:
     """Return the workers that have been silent since then, by node, for nodes with an agent."""
     found = {}

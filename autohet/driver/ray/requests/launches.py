@@ -88,9 +88,10 @@ def read_attempts() -> Attempts:
         state = StartState.STARTING
         pending.append(StartingNode(node.instance_id, node.ray_node_type_name, state, 0.0))
 
-    joined = {}
-    for node in [*status.active_nodes, *status.idle_nodes]:
-        joined[node.instance_id or node.node_id or ""] = node.ray_node_type_name
+    joined = {
+        node.instance_id or node.node_id or "": node.ray_node_type_name
+        for node in [*status.active_nodes, *status.idle_nodes]
+    }
     failed = Counter(kind for kind, _ in attempts)
     return Attempts(dict(failed), causes, tuple(pending), joined)
 
@@ -180,7 +181,14 @@ class LaunchWatch:
 
     def _poll(self, now: float) -> None:
         attempts = self._attempts()
-        starting = self._date(self._merge(attempts), now)
+        nodes = self._merge(attempts)
+        # The time at which each node was first seen in its state.
+        entered = {}
+        for node in nodes:
+            key = (node.name, node.state)
+            entered[key] = self._entered.get(key, now)
+        self._entered = entered
+        starting = tuple(replace(each, since=entered[each.name, each.state]) for each in nodes)
         self._count_lost(starting, attempts.joined)
         failed = dict(Counter(attempts.failed) + self._lost)
         known = self._known
@@ -207,15 +215,6 @@ class LaunchWatch:
         requested = [each for each in attempts.pending if each.state is StartState.REQUESTED]
         return requested + [pod for pod in pods if pod.name not in attempts.joined]
 
-    def _date(self, nodes: Sequence[StartingNode], now: float) -> tuple[StartingNode, ...]:
-        """Return the nodes with the time at which each was first seen in its state."""
-        entered = {}
-        for node in nodes:
-            key = (node.name, node.state)
-            entered[key] = self._entered.get(key, now)
-        self._entered = entered
-        return tuple(replace(each, since=entered[each.name, each.state]) for each in nodes)
-
     def _count_lost(self, nodes: Sequence[StartingNode], joined: Mapping[str, str]) -> None:
         """Count the nodes that ended before they joined.
 
@@ -224,10 +223,9 @@ class LaunchWatch:
         if self._joined is not None:
             self._credit.update(joined[name] for name in joined.keys() - self._joined.keys())
         self._joined = joined
-        starting = {}
-        for node in nodes:
-            if node.state is not StartState.REQUESTED:
-                starting[node.name] = node.node_type
+        starting = {
+            node.name: node.node_type for node in nodes if node.state is not StartState.REQUESTED
+        }
         for name in self._starting.keys() - starting.keys():
             kind = self._starting[name]
             if self._credit[kind]:

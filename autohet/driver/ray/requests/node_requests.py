@@ -20,9 +20,9 @@ from planner.errors import ConfigError
 from planner.inputs.autoscaling import AutoscaledType, AutoscalingConfig, autoscaling_config
 from planner.inputs.cluster import Cluster
 from planner.inputs.cluster_documents import provider_type
+from planner.inputs.documents import Document, Json
 
 Counts = Mapping[str, int]
-Json = Mapping[str, Any]
 NOT_ASKED_FOR = frozenset({"memory", "object_store_memory"})
 """Resources that are never requested, since a live node finds out their exact size itself."""
 
@@ -279,7 +279,7 @@ def _schedule_v1(config: AutoscalingConfig, request: NodeRequest) -> dict[str, i
     return {str(name): int(count) for name, count in found.items() if count}
 
 
-def _as_entry(kind: AutoscaledType) -> dict[str, Any]:
+def _as_entry(kind: AutoscaledType) -> Document:
     return {
         "resources": dict(kind.resources),
         "labels": dict(kind.labels),
@@ -288,6 +288,6 @@ def _as_entry(kind: AutoscaledType) -> dict[str, Any]:
     }
 
 
-def prepare_types(document: Json) -> dict[str, dict[str, Any]]:
+def prepare_types(document: Json) -> dict[str, Document]:
     """Return a document's node types with bounds and resources as Ray fills them in."""
     return {name: _as_entry(kind) for name, kind in autoscaling_config(document).types.items()}

@@ -6,9 +6,7 @@ The driver runs in the head's pod, whose service account KubeRay lets list the c
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ray.autoscaler._private.kuberay.node_provider import (
     KUBERAY_KIND_WORKER,
@@ -19,13 +17,13 @@ from ray.autoscaler._private.kuberay.node_provider import (
 
 from autohet.control.values.observation import StartingNode, StartState
 from autohet.driver.sources.watch import Watch
+from planner.inputs.documents import Json
 
 POLL_S = 5.0
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 ORDINARY_WAITS = ("ContainerCreating", "PodInitializing")
 """Reasons of a container's wait that are no error."""
 MAX_WORDS = 200
-Json = Mapping[str, Any]
 
 
 class Pods:

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ray
 import yaml
@@ -28,6 +27,7 @@ from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.cluster import Cluster, cluster_from_document
+from planner.inputs.documents import Document, Json
 
 logger = logging.getLogger("autohet")
 ANY_PRICE = (
@@ -38,7 +38,7 @@ LAUNCHED_FROM = Path("~/ray_bootstrap_config.yaml")
 """Place where `ray up` leaves its file on the head node."""
 
 
-def read_launch_file(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
+def read_launch_file(path: Path = LAUNCHED_FROM) -> Document | None:
     """Return the cluster-launcher document that this head node was started from.
 
     None if there is none that can be used.
@@ -116,7 +116,7 @@ def autoscaler_launches() -> bool:
     return on_kubernetes or LAUNCHED_FROM.expanduser().exists() or autoscaler_version() == 2
 
 
-def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
+def standing_nodes(cluster: Cluster, document: Json) -> dict[str, int]:
     """Return the nodes by type that stand without any request: the head, and `min_workers`."""
     if not document:
         return {}
@@ -135,7 +135,7 @@ class FleetRequest:
     def __init__(
         self,
         cluster: Cluster,
-        document: Mapping[str, Any],
+        document: Json,
         counts: Mapping[str, int],
         hint: str = "",
     ) -> None:
@@ -218,7 +218,7 @@ class FleetRequest:
 def fleet_request(
     job: Job,
     cluster: Cluster | None,
-    document: Mapping[str, Any],
+    document: Json,
     address: str | None,
     best: Mapping[str, int] | None,
 ) -> FleetRequest:
@@ -241,8 +241,8 @@ def fleet_request(
 
 
 def planned_launch(
-    job: Job, cluster: Cluster, document: Mapping[str, Any], best: Mapping[str, int]
-) -> dict[str, Any] | None:
+    job: Job, cluster: Cluster, document: Json, best: Mapping[str, int]
+) -> Document | None:
     """Return what Ray launches for a plan that uses `best` nodes, as `autohet train` asks for it.
 
     None for a document that Ray does not launch: an emulated fleet, a part of a file.

@@ -251,17 +251,13 @@ class StoreServer:
             raise BadMessage(f"generation {generation} is over")
         keys = Keys()
         self._keys[generation] = keys
-        self._evict_before(oldest_kept)
-        return keys
-
-    def _evict_before(self, oldest_kept: int) -> None:
-        """Delete the keys of older generations, and end their connections."""
         evicted = [number for number in self._keys if number < oldest_kept]
         for old in evicted:
             del self._keys[old]
             members = [member for member in self._members if member.generation == old]
             for member in members:
                 self._end(member)
+        return keys
 
     def _end(self, connection: StoreConnection) -> None:
         connection.close()

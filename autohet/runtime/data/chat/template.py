@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from autohet.runtime.data.chat.pieces import MAX_MESSAGES, Rendering, render_pie
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord
 from autohet.runtime.data.tokenization import split_revision
 from planner.errors import ConfigError
+from planner.inputs.documents import Document, Json
 
 _DATE = "strftime_now"
 """Function of templates that prints the present time."""
@@ -25,7 +26,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _QUESTION, _ANSWER, _MORE = "Zq1x", "Zq2x", "Zq3x"
 """Texts of probes, which occur in no template."""
 
-ChatMessage = dict[str, Any]
+ChatMessage = Document
 MarkedSpan = tuple[int, int]
 """Range of characters [begin, end)."""
 
@@ -43,7 +44,7 @@ class Conversation:
 
     messages: Sequence[ChatMessage]
     tools: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
 
     def first(self, count: int) -> Conversation:
         """Return the conversation of the first `count` messages."""
@@ -170,7 +171,7 @@ class ChatTemplate:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        variables: dict[str, Any] = {**self._special_tokens, **conversation.options}
+        variables: Document = {**self._special_tokens, **conversation.options}
         found: Any
         self._set_date()
         try:
@@ -326,7 +327,7 @@ def _assistant(content: Any) -> ChatMessage:
     return {"role": "assistant", "content": content}
 
 
-def _with_arguments(call: dict[str, Any], wants_text: bool) -> dict[str, Any]:
+def _with_arguments(call: Document, wants_text: bool) -> Document:
     """Return a tool call with its arguments as JSON text, or as the value of that text."""
     function = call.get("function", call)
     arguments = function.get("arguments")

@@ -197,7 +197,12 @@ def target_ranks(
     aliases: list[str] = []
     if names is not None:
         of_experts = _ranks_of_experts(adapter, model, prefix, names)
-        _check_dropout(adapter, of_experts)
+        if adapter.dropout and of_experts:
+            raise ConfigError(
+                f"model.adapter.dropout is {adapter.dropout}, but routed experts and routers"
+                f" ({min(of_experts)}) are adapted without dropout, as in peft; set it to 0, or"
+                " name targets without them"
+            )
         found |= of_experts
         aliases = [*of_experts, *_expert_maps(of_experts, names)]
     for pattern in adapter.patterns:
@@ -263,15 +268,6 @@ def _expert_maps(paths: Collection[str], names: ExpertNames) -> list[str]:
     for path in paths:
         maps += names.maps(path) if is_stack(path) else ()
     return maps
-
-
-def _check_dropout(adapter: Adapter, of_experts: Collection[str]) -> None:
-    if adapter.dropout and of_experts:
-        raise ConfigError(
-            f"model.adapter.dropout is {adapter.dropout}, but routed experts and routers"
-            f" ({min(of_experts)}) are adapted without dropout, as in peft; set it to 0, or name"
-            " targets without them"
-        )
 
 
 def module_of(path: str, model: nn.Module) -> nn.Module:
@@ -467,7 +463,11 @@ class AdaptedLinear(nn.Module):
         elif self.tp is None:
             total = product + self._update(x)
         else:
-            total = self._sum_over_group(product, self._update(x), self.tp)
+            update = self._update(x)
+            # In the product's memory, which selective recomputation keeps: a replay finds the sum.
+            if not is_replaying():
+                product.add_(update)
+            total = leave(product, self.tp)
         if self.bias is None:
             return total
         return total + self.bias
@@ -483,15 +483,6 @@ class AdaptedLinear(nn.Module):
         """Return s B A x."""
         update: Tensor = self.lora_B(self.low(x)) * self.scaling
         return update
-
-    def _sum_over_group(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
-        """Sum product and update over all ranks, in the product's memory.
-
-        Selective recomputation keeps the product, so a replay finds the sum there.
-        """
-        if not is_replaying():
-            product.add_(update)
-        return leave(product, tp)
 
 
 class AdaptedEmbedding(VocabularyEmbedding):

@@ -203,9 +203,10 @@ def _repeat_heads(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
 
     [b, kv heads, S, d] becomes [b, heads, S, d].
     """
-    repeated = []
-    for head, count in zip(heads.split(1, dim=1), counts, strict=True):
-        repeated.append(head.expand(-1, count, -1, -1))
+    repeated = [
+        head.expand(-1, count, -1, -1)
+        for head, count in zip(heads.split(1, dim=1), counts, strict=True)
+    ]
     return torch.cat(repeated, dim=1)
 
 

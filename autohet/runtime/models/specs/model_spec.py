@@ -163,7 +163,12 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     kept = None
     if family is not None and _is_trainable(family, config):
         kept = count_head(config, precision)
-        specs = _with_counted_values(specs, config, precision)
+        # Blocks of one size are counted once.
+        by_size: dict[int, KeptValues] = {}
+        for layer, spec in enumerate(specs):
+            if spec.parameters not in by_size:
+                by_size[spec.parameters] = count_block(config, precision, layer)
+        specs = [replace(spec, autograd=by_size[spec.parameters]) for spec in specs]
 
     tied = _is_tied(module)
     embedding, head = _outside(module, blocks, tied)
@@ -223,15 +228,6 @@ def _is_trainable(family: Family, config: Any) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _with_counted_values(specs: list[LayerSpec], config: Any, precision: str) -> list[LayerSpec]:
-    """Return the blocks with the values that autograd keeps; blocks of one size count once."""
-    by_size: dict[int, KeptValues] = {}
-    for layer, spec in enumerate(specs):
-        if spec.parameters not in by_size:
-            by_size[spec.parameters] = count_block(config, precision, layer)
-    return [replace(spec, autograd=by_size[spec.parameters]) for spec in specs]
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -97,9 +97,7 @@ class StageModel(nn.Module):
         self._length = SequenceLength() if spec.tp is None else spec.tp.length
         if family.has_experts:
             balance_routers(self.blocks, spec, lambda: self.loss_terms, self._length)
-        modules = []
-        for ours, theirs in self.paths.items():
-            modules.append((theirs, self.get_submodule(ours)))
+        modules = [(theirs, self.get_submodule(ours)) for ours, theirs in self.paths.items()]
         self.weights = StageWeights(spec, modules)
 
     def _take_modules(self, model: PreTrainedModel) -> None:
@@ -183,7 +181,16 @@ class StageModel(nn.Module):
         self._length.tokens = length
         keys = self.dropout.begin(length)
         if self.spec.is_first:
-            hidden = self._embed(x, begins)
+            hidden: Tensor = self.embedding(x)
+            if self._embedding_scale is not None:
+                hidden = hidden * self._embedding_scale
+            if self.spec.family.position_embedding:
+                hidden = hidden + self._position_states(x, begins)
+            if self._embedding_dropout is not None:
+                hidden = self._embedding_dropout(hidden)
+            # Recomputed blocks pass gradients on only to inputs that want them.
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden.requires_grad_()
         else:
             hidden = split_sequence(x, self.spec.tp)
         if begins is None:
@@ -215,24 +222,6 @@ class StageModel(nn.Module):
 
     # embedding
     # ------------------------------------------------------------------------------
-
-    def _embed(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
-        hidden = self._token_states(tokens, begins)
-        # Recomputed blocks pass gradients on only to inputs that want them.
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()
-        return hidden
-
-    def _token_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
-        spec = self.spec
-        hidden: Tensor = self.embedding(tokens)
-        if self._embedding_scale is not None:
-            hidden = hidden * self._embedding_scale
-        if spec.family.position_embedding:
-            hidden = hidden + self._position_states(tokens, begins)
-        if self._embedding_dropout is not None:
-            hidden = self._embedding_dropout(hidden)
-        return hidden
 
     def _position_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         """Return the learned positions of tokens [b, S] that are added to their embedding."""
