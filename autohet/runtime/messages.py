@@ -212,6 +212,10 @@ class PreparationOrder:
         return self.plan.workers + self.leaving
 
 
+WITHDRAWN = "withdrawn"
+"""Error of a preparation that nobody uses: a worker has not voted for it, and will not."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """Outcome of a `PreparationOrder`; error: why there is nothing to use; None: all is ready."""
@@ -443,6 +447,8 @@ class WorkerReport:
     """Outcome of the newest preparation; None while it is under way, or where none was ordered."""
     kept_step: int | None = None
     """Step whose passes this worker has ended and keeps, although it is not committed."""
+    uploading: bool = False
+    """True while this worker's part of a checkpoint is on its way to durable storage."""
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
         """Return True if this report is news to the driver, which has the report `before`.

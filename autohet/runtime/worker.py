@@ -163,6 +163,7 @@ class Worker:
         Transfers come along with steps, receipts or evaluations, or once the worker has stopped.
         """
         with self._lock:
+            uploading = self.preservation.uploads.busy
             steps, evaluations = self.records.take()
             receipts = tuple(self.preservation.uploads.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
@@ -176,6 +177,7 @@ class Worker:
                 memory_shortage=self.preservation.snapshots.shortage,
                 compile_fallback=fallback_reason(),
                 prepared=self._next.outcome,
+                uploading=uploading,
             )
             live = self.live
             if live is None:
@@ -206,6 +208,10 @@ class Worker:
         """
         if order.generation > max(self._over, self._report.generation):
             self._next.begin(order)
+
+    def withdraw(self, generation: int) -> None:
+        """Train on instead of beginning this prepared generation, unless the vote is cast."""
+        self._next.withdraw(generation)
 
     def begin(self, order: GenerationOrder) -> None:
         """Start a generation; the one before is interrupted if it still runs.

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from autohet.control import fleet
 from autohet.control.job_state import Building, CutOver, Preparing, Sourcing
 from autohet.control.states.sourcing import build, claim, order_terms
-from autohet.control.values.actions import Begin, Interrupt
+from autohet.control.values.actions import Begin, Interrupt, Withdraw
 from autohet.control.values.effects import Deciding, Effects, event
+from autohet.runtime.messages import WITHDRAWN, Prepared
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
 
@@ -100,7 +101,8 @@ def _write_orders(
 def step(preparing: Preparing, memory: JobMemory, seen: Observation) -> Deciding[Building | None]:
     """Send the orders once they are claimed; return the next state once the workers have begun.
 
-    `preparing.cut_over` is None afterwards if they will not begin.
+    `preparing.cut_over` is None afterwards if they will not begin. A stop, another notice or a
+    death makes the workers vote against it, unless they have voted.
     """
     cut_over = preparing.cut_over
     assert cut_over is not None
@@ -110,18 +112,39 @@ def step(preparing: Preparing, memory: JobMemory, seen: Observation) -> Deciding
     if any(report.generation == number for report in reports):
         preparing.change.stood_at = seen.now
         return (yield from _adopt(preparing, cut_over, memory, seen))
+    why = _find_other_news(preparing, seen)
     if not cut_over.is_sent:
-        yield from _send(preparing, cut_over, memory, seen)
-    elif any(report.step > book.start_step for report in reports):
-        preparing.cut_over = None
-        newcomers = [worker for worker in book.orders if worker not in memory.members]
-        yield Interrupt(fleet.survivors(seen, newcomers), number)
-        sentence = (
-            f"Deciding not to begin generation {number}, since not all of its workers had their"
-            f" orders before step {book.start_step}"
-        )
-        yield event("decision", memory.generation, sentence)
+        if why:
+            preparing.cut_over = None
+        else:
+            yield from _send(preparing, cut_over, memory, seen)
+        return None
+    if why and not cut_over.is_withdrawn:
+        cut_over.is_withdrawn = True
+        yield Withdraw(fleet.survivors(seen, memory.members), number)
+    if any(report.step > book.start_step for report in reports):
+        why = why or f"not all of its workers had their orders before step {book.start_step}"
+    elif not any(report.prepared == Prepared(number, WITHDRAWN) for report in reports):
+        return None
+    preparing.cut_over = None
+    newcomers = [worker for worker in book.orders if worker not in memory.members]
+    yield Interrupt(fleet.survivors(seen, newcomers), number)
+    sentence = f"Deciding not to begin generation {number}, since {why or preparing.change.reason}"
+    yield event("decision", memory.generation, sentence)
     return None
+
+
+def _find_other_news(preparing: Preparing, seen: Observation) -> str:
+    """Return the reason not to begin a generation whose step is named; empty if there is none."""
+    if seen.stop_reason:
+        return f"the job is to stop ({seen.stop_reason})"
+    for worker in preparing.proposal.plan.workers:
+        node = seen.node_of(worker)
+        if node in seen.notices:
+            return f"{node} has got a notice"
+        if not seen.answers(worker):
+            return f"{worker} is lost"
+    return ""
 
 
 def _send(preparing: Preparing, cut_over: CutOver, memory: JobMemory, seen: Observation) -> Effects:

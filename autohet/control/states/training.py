@@ -81,7 +81,9 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
             cutting_over.give_up(cutting, memory)
         return (yield from interrupt_after_death(memory, trouble, seen))
     if cutting is not None:
-        return (yield from _cut_over(state, cutting, memory, seen))
+        following = yield from _cut_over(state, cutting, memory, seen)
+        if following is not None:
+            return following
 
     if seen.stop_reason:
         reason = memory.end.reason or f"stopped by {seen.stop_reason}"
@@ -167,15 +169,25 @@ def _too_many_skipped_reason(memory: JobMemory) -> str | None:
 
 
 def _release_idle_leavers(memory: JobMemory, seen: Observation) -> Effects:
-    """Release each leaving node that no member is on."""
+    """Release each leaving node that no member is on.
+
+    Its workers end their parts of a checkpoint first, for half of the notice's time at most.
+    """
     used = seen.nodes_with(memory.members)
-    for name in seen.notices:
+    for name, notice in seen.notices.items():
         is_released = name in memory.nodes.released
         if name in used or is_released or name not in seen.nodes:
             continue
         workers = seen.nodes[name].workers
         reporting = [worker for worker in workers if worker in seen.reports]
-        yield Dismiss(tuple(reporting))
+        alive = [worker for worker in reporting if worker not in seen.losses]
+        patience_s = memory.timeouts.checkpoint_s
+        if notice.deadline is not None:
+            patience_s = min(patience_s, (notice.deadline - notice.seen_at) / 2)
+        are_uploading = any(seen.reports[worker].uploading for worker in alive)
+        if are_uploading and seen.now < notice.seen_at + patience_s:
+            continue
+        yield Dismiss(tuple(alive))
         yield from release_leaver(memory, name, seen)
 
 
@@ -363,8 +375,11 @@ def _replace_overtaken(
 
 def _cut_over(
     state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
-) -> Deciding[State]:
-    """Follow a cut-over to its end: the next generation begins, or another try is made."""
+) -> Deciding[State | None]:
+    """Follow a cut-over to its end: the next generation begins, or another try is made.
+
+    None: it is given up, and what is more urgent decides.
+    """
     building = yield from cutting_over.step(preparing, memory, seen)
     if building is not None:
         return building
@@ -373,6 +388,8 @@ def _cut_over(
     if is_overtaken(preparing.proposal, seen):
         return (yield from _replace_overtaken(state, preparing, memory, seen))
     state.preparing = None
+    if seen.stop_reason:
+        return None
     change = preparing.change
     if preparing.attempt < MOST_TRIES:
         yield from _prepare(state, memory, change, preparing.proposal, seen, preparing.latest)

@@ -45,6 +45,7 @@ from autohet.control.values.actions import (
     RequestStop,
     RollForward,
     StartAgents,
+    Withdraw,
 )
 from autohet.control.values.effects import Decision, Remark, Round, Supersede
 from autohet.control.values.observation import Failures, Observation, Prune, Workforce
@@ -197,6 +198,8 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.claim_generation(entry)
         case Prepare(orders):
             workforce.workers.prepare(orders)
+        case Withdraw(workers, generation):
+            workforce.workers.withdraw(workers, generation)
         case Begin(orders):
             workforce.workers.begin(orders)
         case RequestStop(workers, checkpoint):

@@ -129,6 +129,9 @@ class WorkerActor(RunActor):
     def prepare(self, order: PreparationOrder) -> None:
         self._here().prepare(order)
 
+    def withdraw(self, generation: int) -> None:
+        self._here().withdraw(generation)
+
     def begin(self, order: GenerationOrder) -> None:
         self._log.generation = max(self._log.generation or 0, order.generation)
         if self._newest_order is None or self._newest_order.generation < order.generation:

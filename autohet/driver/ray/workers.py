@@ -101,6 +101,9 @@ class RayWorkers:
         for worker, order in orders.items():
             self._send([worker], "prepare", observer.rendezvous.with_secret(order))
 
+    def withdraw(self, workers: Sequence[str], generation: int) -> None:
+        self._send(workers, "withdraw", generation)
+
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         observer = self._observer
         # The orders were written with these inventories; the next ones need new inventories.

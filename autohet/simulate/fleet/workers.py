@@ -153,6 +153,9 @@ class SimulatedWorkers:
     def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
         raise AssertionError("a simulated change has its stated costs: nothing is built ahead")
 
+    def withdraw(self, workers: Sequence[str], generation: int) -> None:
+        raise AssertionError("nothing is built ahead")
+
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         if self.generation is not None:
             self.generation.stop = True
