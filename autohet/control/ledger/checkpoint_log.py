@@ -137,7 +137,12 @@ class CheckpointLog:
         self._transfers = EndedTransfers()
 
     def begin(self, generation: int, layout: Layout, first_step: int) -> None:
-        """Begin a generation at `first_step`; what earlier ones wrote beyond it does not count."""
+        """Begin a generation at `first_step`; what earlier ones wrote beyond it does not count.
+
+        No-op if it has begun.
+        """
+        if generation in self._written:
+            return
         for other, (known, last_step) in self._written.items():
             self._written[other] = (known, min(last_step, first_step))
         self._written[generation] = (layout, math.inf)

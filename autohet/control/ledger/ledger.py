@@ -188,7 +188,8 @@ class Ledger:
         self.timings: list[Timing] = []
         """Timings of complete changes, oldest first."""
         self.open_change: Change | None = None
-        self._orders: Mapping[str, GenerationOrder] = {}
+        self.orders: Mapping[str, GenerationOrder] = {}
+        """Orders of the present generation, by worker."""
         self.checkpoints = CheckpointLog(job.checkpoint.fixed_steps)
         """Snapshots, checkpoints and transfers of the run."""
         self.paces = PaceLog(job.elastic.slow_steps, job.elastic.arrivals_debounce_s)
@@ -220,18 +221,6 @@ class Ledger:
         self.skipped = SkippedSteps()
         self.loss_scales = LossScales()
         """Scale of gradients in fp16 stages."""
-
-    @property
-    def orders(self) -> Mapping[str, GenerationOrder]:
-        """Orders of the present generation, by worker."""
-        return self._orders
-
-    @orders.setter
-    def orders(self, orders: Mapping[str, GenerationOrder]) -> None:
-        self._orders = orders
-        order = any_order(orders)
-        if order is not None:
-            self.checkpoints.begin(order.generation, order.layout, order.start_step)
 
     @property
     def committed_steps(self) -> int:
@@ -332,6 +321,9 @@ class Ledger:
         Yields its events, and a commit for each checkpoint whose every part is written.
         """
         yield from self._take_rows(seen)
+        order = any_order(self.orders)
+        if order is not None:
+            self.checkpoints.begin(order.generation, order.layout, order.start_step)
         for report in seen.reports.values():
             self._vote = _newest_vote(self._vote, report)
             for record in report.steps:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autohet.control.decide import decide, fail_at_once
-from autohet.control.failures import MOST_FAILURES, RETRIES
+from autohet.control.decide import MOST_FAILURES, RETRIES, decide, fail_at_once
 from autohet.control.job_memory import JobMemory
 from autohet.control.job_state import Ended, State
 from autohet.control.ledger.run_summary import (
