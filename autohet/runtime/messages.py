@@ -188,6 +188,32 @@ class GenerationOrder:
         return self.ancestry.contains(self.generation, generation, self.start_step)
 
 
+OWN_FIELDS = ("checkpoint_shards", "pace", "replication_targets", "replicate_bytes_per_s")
+"""Fields in which the orders of one generation differ."""
+
+
+def split_orders(
+    orders: Mapping[str, GenerationOrder],
+) -> tuple[GenerationOrder, dict[str, dict[str, Any]]]:
+    """Return what the orders of one generation have in common, and each worker's `OWN_FIELDS`.
+
+    `replace(common, **own)` is the worker's order. The common part has the layout of all workers:
+    sent with each order, it would cost the square of their number.
+    """
+    own = {}
+    for worker, order in orders.items():
+        own[worker] = {name: getattr(order, name) for name in OWN_FIELDS}
+    (first, *_) = orders.values()
+    common = replace(
+        first,
+        checkpoint_shards=frozenset(),
+        pace=None,
+        replication_targets=(),
+        replicate_bytes_per_s=None,
+    )
+    return common, own
+
+
 @dataclass(frozen=True)
 class PreparationOrder:
     """Order to one worker of a plan: build what its next generation needs beside the state.

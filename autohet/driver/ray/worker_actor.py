@@ -118,9 +118,10 @@ class WorkerActor(RunActor):
         self._here().prepare(order)
 
     def withdraw(self, generation: int) -> None:
-        self._here().withdraw(generation)
+        self._here()._next.withdraw(generation)
 
-    def begin(self, order: GenerationOrder) -> None:
+    def begin(self, common: GenerationOrder, own: Mapping[str, Any]) -> None:
+        order = replace(common, **own)
         self._log.generation = max(self._log.generation or 0, order.generation)
         if self._newest_order is None or self._newest_order.generation < order.generation:
             self._newest_order = order
