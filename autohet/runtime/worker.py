@@ -209,10 +209,6 @@ class Worker:
         if order.generation > max(self._over, self._report.generation):
             self._next.begin(order)
 
-    def withdraw(self, generation: int) -> None:
-        """Train on instead of beginning this prepared generation, unless the vote is cast."""
-        self._next.withdraw(generation)
-
     def begin(self, order: GenerationOrder) -> None:
         """Start a generation; the one before is interrupted if it still runs.
 
