@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
 from autohet.control.checkpoint_pace import pace_checkpoints
 from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
-from autohet.control.failures import FailureAnswer, answer_failures
 from autohet.control.job_state import (
     Adopting,
     Building,
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 
 AGENT_START_S = 10.0
 """Seconds after which a node is announced even if its agent has not reported its type."""
+RETRIES = 3
+"""Ticks in a row that may fail before the job is asked to stop with a checkpoint.
+
+After as many again all workers are told to stop, whatever the state is. After as many again the job
+is given up.
+"""
+MOST_FAILURES = 3 * RETRIES
 
 
 def decide(memory: JobMemory, seen: Observation) -> Effects:
@@ -233,6 +240,29 @@ def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> 
     if unfit and no_other_node:
         return unfit
     return {}
+
+
+class FailureAnswer(StrEnum):
+    """Reaction to ticks that fail, worded for a sentence."""
+
+    RETRY = "try again"
+    STOP = "stop with a checkpoint"
+    SAVE = "tell all workers to stop with a checkpoint, and to do nothing else any more"
+    GIVE_UP = "give up"
+
+
+def answer_failures(in_a_row: int, *, stopping: bool, saving: bool) -> FailureAnswer:
+    """Choose the reaction to this number of failed ticks in a row.
+
+    stopping, saving: True if that was decided before because of failures.
+    """
+    if in_a_row > MOST_FAILURES:
+        return FailureAnswer.GIVE_UP
+    if in_a_row > 2 * RETRIES and not saving:
+        return FailureAnswer.SAVE
+    if in_a_row > RETRIES and not stopping:
+        return FailureAnswer.STOP
+    return FailureAnswer.RETRY
 
 
 def _apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Observation]:

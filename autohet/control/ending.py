@@ -16,6 +16,7 @@ from autohet.control.values.effects import Deciding, Effects, event
 if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
     from autohet.control.values import fleet_event
+    from autohet.control.values.change import Change
     from autohet.control.values.observation import Observation
 
 LEFT_OUT_S = 600.0
@@ -65,6 +66,16 @@ def stop_with_checkpoint(
     limits = memory.timeouts
     deadline = seen.now + limits.step_s + limits.checkpoint_s
     return Closing(reason, ok=False, deadline=deadline, then_wait=then_wait)
+
+
+def stop_and_wait(
+    memory: JobMemory, change: Change, why: str, seen: Observation
+) -> Deciding[Closing]:
+    """Stop with a checkpoint, and wait until there is a plan again. why: reason for having none."""
+    reason = f"{change.reason} and {why}"
+    yield event("decision", memory.generation, f"Deciding to stop and wait, since {reason}")
+    memory.postponed = change
+    return (yield from stop_with_checkpoint(memory, seen, reason, then_wait=why))
 
 
 def judge_failure(

@@ -195,12 +195,14 @@ class CutOver:
     """Orders of a prepared generation, which begins without a stop at `book.start_step`.
 
     They are sent once the generation is claimed in the journal, within the deadline of `sourcing`.
-    is_sent: they are sent; from then on the workers' vote decides.
+    is_sent: they are sent; from then on the workers' vote decides. is_withdrawn: the workers are
+    asked to vote against it.
     """
 
     sourcing: Sourcing
     book: Book
     is_sent: bool = False
+    is_withdrawn: bool = False
 
 
 @dataclass

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from autohet.control import fleet
-from autohet.control.job_state import State, Training
+from autohet.control.job_state import Quiescing, State, Training
 from autohet.control.planning.outlook import move_s
+from autohet.control.values.actions import RequestStop
 from autohet.control.values.change import Change
-from autohet.control.values.effects import Decision, event
+from autohet.control.values.effects import Deciding, Decision, event
 
 if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
@@ -141,3 +142,20 @@ def drop_search(state: State) -> None:
     """Drop the search of a state that is left or given up."""
     if isinstance(state, Training) and state.considering is not None:
         state.considering.search.drop()
+
+
+def stop_to_move(
+    memory: JobMemory,
+    change: Change,
+    proposal: PlanProposal,
+    seen: Observation,
+    prepared: int | None = None,
+) -> Deciding[State]:
+    """Stop all survivors after the current step, to continue under this plan.
+
+    prepared: number of the generation that the plan's workers have prepared; None: none is.
+    """
+    survivors = fleet.survivors(seen, memory.members)
+    yield RequestStop(survivors, checkpoint=False)
+    deadline = seen.now + memory.timeouts.step_s
+    return Quiescing(change, deadline, interrupted=False, proposal=proposal, prepared=prepared)

@@ -188,6 +188,32 @@ class GenerationOrder:
         return self.ancestry.contains(self.generation, generation, self.start_step)
 
 
+OWN_FIELDS = ("checkpoint_shards", "pace", "replication_targets", "replicate_bytes_per_s")
+"""Fields in which the orders of one generation differ."""
+
+
+def split_orders(
+    orders: Mapping[str, GenerationOrder],
+) -> tuple[GenerationOrder, dict[str, dict[str, Any]]]:
+    """Return what the orders of one generation have in common, and each worker's `OWN_FIELDS`.
+
+    `replace(common, **own)` is the worker's order. The common part has the layout of all workers:
+    sent with each order, it would cost the square of their number.
+    """
+    own = {}
+    for worker, order in orders.items():
+        own[worker] = {name: getattr(order, name) for name in OWN_FIELDS}
+    (first, *_) = orders.values()
+    common = replace(
+        first,
+        checkpoint_shards=frozenset(),
+        pace=None,
+        replication_targets=(),
+        replicate_bytes_per_s=None,
+    )
+    return common, own
+
+
 @dataclass(frozen=True)
 class PreparationOrder:
     """Order to one worker of a plan: build what its next generation needs beside the state.
@@ -210,6 +236,10 @@ class PreparationOrder:
     def participants(self) -> tuple[str, ...]:
         """Workers that meet for it."""
         return self.plan.workers + self.leaving
+
+
+WITHDRAWN = "withdrawn"
+"""Error of a preparation that nobody uses: a worker has not voted for it, and will not."""
 
 
 @dataclass(frozen=True)
@@ -443,6 +473,8 @@ class WorkerReport:
     """Outcome of the newest preparation; None while it is under way, or where none was ordered."""
     kept_step: int | None = None
     """Step whose passes this worker has ended and keeps, although it is not committed."""
+    uploading: bool = False
+    """True while this worker's part of a checkpoint is on its way to durable storage."""
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
         """Return True if this report is news to the driver, which has the report `before`.

@@ -166,6 +166,7 @@ class Worker:
         Transfers come along with steps, receipts or evaluations, or once the worker has stopped.
         """
         with self._lock:
+            uploading = self.preservation.uploads.busy
             steps, evaluations = self.records.take()
             receipts = tuple(self.preservation.uploads.take_receipts())
             told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
@@ -179,6 +180,7 @@ class Worker:
                 memory_shortage=self.preservation.snapshots.shortage,
                 compile_fallback=fallback_reason(),
                 prepared=self._next.outcome,
+                uploading=uploading,
             )
             live = self.live
             if live is None:

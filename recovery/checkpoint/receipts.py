@@ -87,19 +87,22 @@ def read_uploads(storage: Storage, after: int = -1) -> list[StoredUpload]:
 
     A damaged receipt, or one of a later release, is passed over with a warning.
     """
-    found: dict[tuple[int, int], StoredUpload] = {}
+    # Without its coordinator, fewer workers may write a step once more.
+    found: dict[tuple[int, int, tuple[str, ...]], StoredUpload] = {}
     for info in storage.list("step-"):
         if not info.name.endswith(RECEIPT_SUFFIX) or not is_own_name(info.name):
             continue
         stored = _read(storage, info.name)
         if stored is None or stored.step <= after:
             continue
-        age = (stored.step, stored.generation)
-        upload = found.setdefault(age, StoredUpload(*age, frozenset(stored.writers)))
+        upload = found.setdefault(
+            (stored.step, stored.generation, stored.writers),
+            StoredUpload(stored.step, stored.generation, frozenset(stored.writers)),
+        )
         receipt = WorkerReceipt(stored.step, stored.worker, stored.files)
         upload.receipts[stored.worker] = receipt
         upload.tensors |= {entry.name: entry.spec for entry in stored.tensors}
-    return [found[age] for age in sorted(found)]
+    return [found[key] for key in sorted(found)]
 
 
 def _read(storage: Storage, name: str) -> _Stored | None:

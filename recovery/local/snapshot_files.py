@@ -56,9 +56,13 @@ class SnapshotFiles:
     @property
     def newest(self) -> int | None:
         """The newest step that is committed and there."""
+        return max(self.steps, default=None)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are committed and there."""
         with self._lock:
-            steps = [buffer.step for buffer in self.buffers if buffer.step is not None]
-            return max(steps, default=None)
+            return tuple(buffer.step for buffer in self.buffers if buffer.step is not None)
 
     def has(self, step: int) -> bool:
         """Return True if the snapshot of `step` is committed and still there."""

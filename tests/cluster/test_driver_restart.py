@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,7 +55,9 @@ def add_node(cluster: Cluster) -> None:
 
 
 @contextmanager
-def nodes_without_names(count: int, dashboard_port: int | None = None) -> Iterator[Cluster]:
+def nodes_without_names(
+    count: int, dashboard_port: int | None = None, **head: Any
+) -> Iterator[Cluster]:
     """Ray nodes as an autoscaler starts them: with facts for the planner, and no name of their
     own.
     """
@@ -62,7 +65,7 @@ def nodes_without_names(count: int, dashboard_port: int | None = None) -> Iterat
     if dashboard_port is not None:
         dashboard |= {"dashboard_host": "127.0.0.1", "dashboard_port": dashboard_port}
     with warm_ray_workers():
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard, **head})
         try:
             for _ in range(count):
                 add_node(cluster)
@@ -247,3 +250,64 @@ def assert_report_is_of_both_drivers(directory: Path, events: list[dict[str, Any
         )
     stored = [path.read_text() for path in store.glob("runs/*/events.jsonl")]
     assert "".join(json.dumps(event) + "\n" for event in events) in stored
+
+
+def test_a_head_whose_store_survives_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GCS is killed with the driver, and comes back on its files: the workers have trained on,
+    and the next driver adopts them.
+    """
+    (tmp_path / "gcs").mkdir()
+    monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
+    monkeypatch.setenv("RAY_gcs_storage_path", str(tmp_path / "gcs"))
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
+    job_path, _ = write_documents(
+        tmp_path,
+        {},
+        training={"steps": 5000},
+        checkpoint={"every_steps": 2000},
+        emulation={"block_forward_s": 0.006},
+    )
+    events = tmp_path / "events.jsonl"
+    autohet = str(Path(sys.executable).parent / "autohet")
+    with nodes_without_names(2, gcs_server_port=free_port()) as cluster:
+        arguments = [autohet, "train", "--address", cluster.address, "--job", str(job_path)]
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen([*arguments, "--events", str(events)], start_new_session=True)
+
+        driver = start()
+        try:
+            trains = lambda: len(events_of(events, "step")) > 2  # noqa: E731
+            wait_until(lambda: driver.poll() is not None or trains(), "steps")
+            assert driver.poll() is None
+            before = workers_here()
+            cluster.head_node.kill_gcs_server()
+            os.killpg(driver.pid, signal.SIGKILL)
+            driver.wait()
+            last = events_of(events, "step")[-1]["step"]
+            time.sleep(2.0)
+            cluster.head_node.start_gcs_server()
+            driver = start()
+
+            def is_adopted() -> bool:
+                return any("adopted" in event for event in events_of(events, "decision"))
+
+            wait_until(lambda: driver.poll() is not None or is_adopted(), "a driver in charge")
+            assert driver.poll() is None
+            assert workers_here() == before, "no process was started again"
+            wait_until(lambda: events_of(events, "step")[-1]["step"] > last + 5, "more steps")
+            driver.terminate()
+            driver.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signal.SIGKILL)
+        wait_until(lambda: not workers_here(), "the end of the workers")
+    assert {event["generation"] for event in events_of(events, "step")} == {1}
+    losses = {event["step"]: event["loss"] for event in events_of(events, "step")}
+    steps = sorted(losses)
+    assert steps == list(range(len(steps)))
+    job = make_job(tmp_path, training={"steps": 5000})
+    assert largest_relative_difference([losses[step] for step in steps], job) < 1e-3
+    assert not events_of(events, "restore")[1:], "nothing was restored again"

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from autohet.control import decide
-from autohet.control.failures import MOST_FAILURES, RETRIES, FailureAnswer, answer_failures
+from autohet.control.decide import MOST_FAILURES, RETRIES, FailureAnswer, answer_failures
 from autohet.control.job_state import Considering, Ended, Training
 from autohet.control.states import training
 from autohet.control.values.actions import GiveBack

@@ -16,6 +16,7 @@ from autohet.runtime.messages import (
     Phase,
     RestoreRecord,
     WorkerReport,
+    split_orders,
 )
 from autohet.runtime.models.config import load_config
 from planner.inputs.fleet import Node, NodeType
@@ -164,6 +165,16 @@ def test_what_one_node_alone_holds_is_copied_to_another_that_stays():
         assert orders[worker].replicate_bytes_per_s == pytest.approx(1e8), (
             "a quarter of the node's network"
         )
+
+
+def test_what_is_sent_once_and_each_worker_s_own_part_are_its_order():
+    orders = begin(make_book(), ONE, "a", "b", "c", notices=[Notice("c", "test", 0.0, 60.0)])
+    paced = {
+        worker: replace(order, pace=worker, replicate_bytes_per_s=len(worker) + number)
+        for number, (worker, order) in enumerate(orders.items())
+    }
+    common, own = split_orders(paced)
+    assert {worker: replace(common, **each) for worker, each in own.items()} == paced
 
 
 def test_nobody_copies_what_lies_on_two_nodes_or_where_the_job_does_not_want_it():

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from autohet.cli.main import main
-from autohet.control import failures, fleet
+from autohet.control import decide, fleet
 from autohet.control.planning import buyer, buying
 from autohet.control.planning.buyer import Buyer
 from autohet.control.planning.buying import FAILURES, Market
@@ -191,7 +191,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         workforce.observe,
         Guard(controller, controller.tick, pause=lambda seconds: None),
     )
-    for times in (1, failures.RETRIES + 1):
+    for times in (1, decide.RETRIES + 1):
         workforce.observe = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
         for _ in range(times):
             guard.tick()
@@ -222,7 +222,7 @@ def test_what_is_decided_about_ticks_that_failed_is_replayed(
     )
     assert sum("Deciding to stop with a checkpoint, since there was" in s for s in said) == 1
     assert replay_run(failed).difference is None
-    monkeypatch.setattr(failures, "RETRIES", failures.RETRIES + 1)
+    monkeypatch.setattr(decide, "RETRIES", decide.RETRIES + 1)
     assert "Deciding to" in difference_shown(failed)
 
 

@@ -14,12 +14,13 @@ from autohet.control.states import cutting_over
 from autohet.control.values.observation import Observation
 from autohet.runtime.messages import GenerationOrder
 from tests.faults.conftest import Scene
-from tests.faults.test_sequences import harm, nothing_lost, run_through
+from tests.faults.test_sequences import building, harm, nothing_lost, run_through
 from tests.harness.driver_life import DriverLife
-from tests.harness.exact_job import STEPS, differing_shards, exact_job, train_alone
+from tests.harness.exact_job import STEPS, differing_shards, exact_job, node_type, train_alone
+from tests.harness.fault_points import FaultPoint
 from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
-from tests.harness.local_fleet import Interference, in_generation, trains_at
+from tests.harness.local_fleet import Condition, Interference, in_generation, trains_at
 from tests.harness.struck_run import Strike, StruckRun, losses_by_step
 from tests.harness.waits import HANG_S
 
@@ -72,12 +73,12 @@ def soon() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("point", ["restore", "cut_over"])
+@pytest.mark.parametrize("point", ["restore", "cut_over", "unseen_vote"])
 def test_a_death_at_the_cut_over(
     scene: Scene, tmp_path: Path, memory: Path, soon: None, point: str
 ) -> None:
-    """b/0 dies where the others have begun the next generation, some or all of them; step 8 is one
-    that changes no weights.
+    """b/0 dies where the others have begun the next generation, some or all of them, or where c/0
+    alone has not seen the vote for it; step 8 is one that changes no weights.
     """
     skips = {"skip_steps": [[8, 8]]}
     alone = tmp_path / "alone"
@@ -85,7 +86,7 @@ def test_a_death_at_the_cut_over(
     reference = train_alone(alone, scene.shared, training=skips)
     job = exact_job(tmp_path, scene.shared, memory, training={**skips, "replica_check_steps": 1})
     with nothing_left(memory):
-        run = StruckRun(job, tmp_path, Strike(point, "worker", "kill", before=WARNED))
+        run = StruckRun(job, tmp_path, Strike(point, "worker", "kill", step=8, before=WARNED))
         result = run.run()
         assert result.ok, result.reason
     assert result.struck_at_step is not None, "the point was never reached"
@@ -151,3 +152,93 @@ def test_a_driver_that_dies_once_a_generation_is_claimed_that_nobody_begins(
         events.append({**events[-1], "step": untold})
     history = history_of([*events, *lives[1].events])
     assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history) == []
+
+
+@pytest.mark.parametrize("scope", ["worker", "node"])
+def test_an_upload_that_outlasts_the_cut_over_is_committed(
+    scene: Scene, tmp_path: Path, memory: Path, soon: None, scope: str
+) -> None:
+    """b/0, which stays, or a/0, which leaves, ends its part of step 4 under generation 2."""
+    job = exact_job(tmp_path, scene.shared, memory)
+    strike = Strike("upload", scope, "kill", step=4, before=WARNED)
+    run = StruckRun(job, tmp_path, strike)
+    upload = strike.fault_point
+    arrived: list[FaultPoint] = []
+
+    def hold_upload(point: FaultPoint) -> None:
+        if point == upload:
+            arrived.append(point)
+        else:
+            run.at_point(point)
+
+    run.fleet.act = hold_upload
+    events = Interference()
+    events.when(in_generation(2), lambda run, seen: None)
+    events.when(trains_at(11), lambda run, seen: run.fleet.open_gate(upload))
+    with nothing_left(memory):
+        result = run.run(events)
+    assert result.ok, result.reason
+    assert arrived == [upload]
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    nothing_lost(result)
+    assert "a/0" not in result.resources, "the node that leaves is released"
+    stored = {e["step"]: e["generation"] for e in result.events if e["kind"] == "checkpoint"}
+    assert stored[4] == 2, "generation 1 wrote it; it was committed under the next"
+
+
+def orders_out(run: StruckRun, seen: Observation) -> bool:
+    """The orders of a cut-over are out, and no worker has begun it."""
+    state = run.controller.state
+    if not isinstance(state, Training) or state.preparing is None:
+        return False
+    cut_over = state.preparing.cut_over
+    return cut_over is not None and cut_over.is_sent
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("notice", "d"), ("kill", "b/0")])
+def test_a_strike_between_the_orders_and_the_cut_over(
+    scene: Scene, tmp_path: Path, memory: Path, soon: None, mode: str, victim: str
+) -> None:
+    """A second notice makes the workers vote against what is prepared: both nodes leave in one
+    change. A death ends it as well.
+    """
+    job = exact_job(tmp_path, scene.shared, memory)
+    numbers = Numbers()
+    events = Interference()
+    events.when(orders_out, numbers.note_prepared)
+    events.when(lambda run, seen: True, harm(mode, victim))
+    events.when(in_generation(2), lambda run, seen: None)
+    with nothing_left(memory):
+        # Nothing else is struck: step 7 waits for the orders.
+        strike = Strike("forward", "worker", "kill", 999, before=WARNED)
+        result = StruckRun(job, tmp_path, strike).run(events)
+    assert result.ok, result.reason
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    nothing_lost(result)
+    plans = {event["generation"] for event in result.events if event["kind"] == "plan"}
+    assert numbers.prepared not in plans, "it is never begun"
+    changes = [{*change["nodes"]} for change in result.summary["reconfigurations"]]
+    if mode == "notice":
+        assert changes == [{"a", "d"}], "one change answers both notices"
+    else:
+        assert {"b"} in changes
+
+
+@pytest.mark.parametrize("moment", [orders_out, building])
+def test_a_death_of_a_worker_that_is_new_in_the_next_generation(
+    scene: Scene, tmp_path: Path, memory: Path, moment: Condition
+) -> None:
+    """e/0 dies with its orders, or while it is given its state."""
+
+    def is_new(run: StruckRun, seen: Observation) -> bool:
+        memory = run.controller.memory
+        return moment(run, seen) and "e/0" in seen.reports and "e/0" not in memory.members
+
+    events = Interference()
+    events.when(trains_at(3), lambda run, seen: run.fleet.add("e", node_type(1)))
+    events.when(lambda run, seen: "e/0" in seen.reports, harm("notice", "a"))
+    events.when(is_new, harm("kill", "e/0"))
+    result = run_through(scene, tmp_path, memory, events)
+    nothing_lost(result)

@@ -39,7 +39,8 @@ class FaultPoint:
     is done, the rest is not. failed_update: as this, and there the update fails. rebuild: all have
     met, the first group is being made. evaluate: an evaluation of the state after `step` updates
     begins. restore: about to exchange live state. cut_over: the vote has ended the
-    generation before `generation`, and this worker is about to begin that one.
+    generation before `generation`, and this worker is about to begin that one. unseen_vote: others
+    have seen the vote of `step`; this worker never does.
     """
 
     name: str
@@ -84,6 +85,7 @@ def install(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int
         "mid_update": _in_update,
         "failed_update": _in_update,
         "cut_over": _at_cut_over,
+        "unseen_vote": _at_vote,
     }
     wrap[point.name](point, arrive)
     return None
@@ -189,6 +191,31 @@ def _at_cut_over(point: FaultPoint, arrive: Callable[[], None]) -> None:
         cut_over(self, groups)
 
     Worker._cut_over = late  # type: ignore[method-assign]
+
+
+def _at_vote(point: FaultPoint, arrive: Callable[[], None]) -> None:
+    from autohet.runtime.groups import PeerLost
+    from autohet.runtime.step.step_commit import Trainer
+    from autohet.runtime.step.votes import Voter
+
+    cast = Trainer._cast_vote
+    count = Voter.count
+    now = -1
+
+    def noting(self: Any, *arguments: Any) -> Any:
+        nonlocal now
+        now = self.step
+        return cast(self, *arguments)
+
+    def late(self: Any, mine: Any) -> Any:
+        vote = count(self, mine)
+        if now == point.step:
+            arrive()
+            raise PeerLost("a peer died while the vote was read")
+        return vote
+
+    Trainer._cast_vote = noting  # type: ignore[method-assign]
+    Voter.count = late  # type: ignore[method-assign]
 
 
 def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from autohet.control.values.observation import HeldPart, Loss, NodeView, Notice,
 from autohet.driver.ray.agents.agent_commands import AgentCommands
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import (
+    WITHDRAWN,
     AgentEndpoint,
     GenerationOrder,
     Phase,
@@ -327,6 +328,17 @@ class FaultyWorkforce(Collective):
         for worker, order in orders.items():
             number = order.generation
             self._tell([worker], lambda process, number=number: prepare(process, number))
+
+    def withdraw(self, workers: Collection[str], generation: int) -> None:
+        def withdraw(process: Life) -> None:
+            order = process.following
+            # Once all have voted, it is too late.
+            has_voted = self._cuts_over or order is None or process.report.step >= order.start_step
+            if not has_voted:
+                process.following = None
+                process.report = replace(process.report, prepared=Prepared(generation, WITHDRAWN))
+
+        self._tell(workers, withdraw)
 
     def interrupt(self, workers: Collection[str], generation: int, *, keep: bool = False) -> None:
         def interrupt(process: Life) -> None:

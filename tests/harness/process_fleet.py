@@ -452,6 +452,9 @@ class ProcessFleet(OneObject):
                 process = self._workers[worker].process
                 process.ask("prepare", self.rendezvous.with_secret(order))
 
+    def withdraw(self, workers: Sequence[str], generation: int) -> None:
+        self.tell(workers, "withdraw", generation)
+
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()
         for worker, order in orders.items():

@@ -83,8 +83,17 @@ class ServedWorker:
     def request_stop(self, checkpoint: bool) -> None:
         self._worker.request_stop(checkpoint=checkpoint)
 
+    def withdraw(self, generation: int) -> None:
+        self._worker._next.withdraw(generation)
+
     def open_gate(self, point: FaultPoint) -> None:
         self._gates[point].open()
+
+    def save_alone(self) -> None:
+        """What the process does at its end, when no driver has come for long."""
+        from autohet.runtime.process.unattended import Unattended
+
+        Unattended(self._worker, settle_s=1.0).save(lambda: True)
 
     def hold_interpreter(self, seconds: float) -> None:
         """No other thread of this process runs Python meanwhile: as under an extension that keeps

@@ -77,6 +77,8 @@ class Strike:
             return None
         if self.point in (*RECONFIGURING, "cut_over"):
             return FaultPoint(self.point, ARRIVES[self.scope], generation=2)
+        if self.point == "unseen_vote":
+            return FaultPoint(self.point, HELD, self.step)
         return FaultPoint(self.point, ARRIVES[self.scope], self.step)
 
     @property

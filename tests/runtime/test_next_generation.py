@@ -1,9 +1,12 @@
 """A generation that is built ahead: used by the order of its number alone, dropped by any other."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GroupTimeouts, Interrupted
 from autohet.runtime.groups.generation import BACK_ENDS
 from autohet.runtime.messages import (
+    WITHDRAWN,
     GenerationOrder,
     Phase,
     PreparationOrder,
@@ -22,6 +26,7 @@ from autohet.runtime.messages import (
 from autohet.runtime.models.config import load_config
 from autohet.runtime.step.next_generation import NextGeneration
 from autohet.runtime.step.trainer import StageTrainer
+from autohet.runtime.step.votes import PLACES, Voter
 from autohet.runtime.worker import Worker
 from planner.plans.plan import Pipeline, Plan, Stage
 from tests.harness.deferred_group import DeferredGroup
@@ -174,3 +179,34 @@ def test_what_is_dropped_wakes_its_waits(worker: Worker, store: TCPStore) -> Non
     wait_until(lambda: newest.outcome is not None)
     assert newest.outcome is not None
     assert Interrupted.__name__ in str(newest.outcome.error)
+
+
+@pytest.mark.parametrize("withdrawn_at", [6, 7, 8])
+def test_a_worker_withdraws_until_it_has_voted(
+    worker: Worker, store: TCPStore, withdrawn_at: int
+) -> None:
+    """6: while it meets the others; 7, 8: before its vote on this step, of which that on 7 decides.
+
+    What it has voted for begins if the others have, too: it is not said to be withdrawn.
+    """
+    following = worker._next
+    worker.prepare(preparation_order(1, store))
+    wait_until(lambda: following.outcome == Prepared(1))
+    if withdrawn_at == 6:
+        assert following._newest is not None
+        following._newest.groups.meet = lambda *_: following.withdraw(1)  # type: ignore
+    groups: Any = SimpleNamespace(alive=torch.ones(1))
+    voter = Voter(groups, groups, torch.device("cpu"), counts_loss=False)
+    order: Any = SimpleNamespace(generation=1, participants=("one/0",), start_step=8)
+    following.follow(order, voter)
+    wait_until(lambda: not any(thread.name == "cut-over" for thread in threading.enumerate()))
+    votes = []
+    for step in (6, 7):
+        if step == withdrawn_at:
+            following.withdraw(1)
+        nothing = torch.zeros(())
+        mine = voter.contribution(step, nothing, nothing, nothing, 0.0, None)
+        votes.append(int(mine[PLACES["ready"]]))
+    following.withdraw(1)
+    assert votes == [0, withdrawn_at == 8]
+    assert following.outcome == Prepared(1, None if withdrawn_at == 8 else WITHDRAWN)

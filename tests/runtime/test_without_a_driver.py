@@ -5,14 +5,16 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autohet.runtime.process import headless_watch
+from autohet.runtime.process import headless_watch, unattended
 from autohet.runtime.process.epoch_fence import EpochFence, StaleDriver
 from autohet.runtime.process.headless_watch import HeadlessWatch
+from autohet.runtime.process.unattended import Unattended
 from tests.harness.waits import HANG_S, wait_until
 
 
@@ -31,10 +33,11 @@ def test_who_was_replaced_is_obeyed_no_more() -> None:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch over reports whose `away_s` a test sets, with a limit of 600 s."""
     monkeypatch.setattr(headless_watch, "LOOK_S", 0.01)
-    made = SimpleNamespace(reports=SimpleNamespace(away_s=0.0), ended=threading.Event(), looks=0)
+    made = SimpleNamespace(reports=SimpleNamespace(away_s=0.0), ended=threading.Event(), looked=[])
 
     def begin(save: Callable[[Callable[[], bool]], None] | None = None) -> HeadlessWatch:
-        made.watch = HeadlessWatch(made.reports, 600.0, save, made.ended.set)
+        alone: Any = None if save is None else SimpleNamespace(save=save, look=made.looked.append)
+        made.watch = HeadlessWatch(made.reports, 600.0, alone, made.ended.set)
         return made.watch
 
     made.begin = begin
@@ -64,10 +67,33 @@ def test_it_ends_once_its_state_is_saved_and_not_if_a_driver_comes_meanwhile(wat
             assert not is_over()
         assert not watch.ended.is_set()
 
+    watch.reports.away_s = 40.0
     watch.begin(save)
+    wait_until(lambda: watch.looked, "a look after checkpoints")
     watch.reports.away_s = 601.0
     wait_until(lambda: len(saves) == 1, "the first save")
     assert not watch.ended.wait(0.2)
     watch.reports.away_s = 601.0
     assert watch.ended.wait(HANG_S)
     assert len(saves) == 2
+
+
+@pytest.mark.parametrize(
+    ("worker", "away_s", "commits"),
+    [("a/0", 31.0, True), ("a/0", 29.0, False), ("b/0", 31.0, False)],
+)
+def test_the_first_worker_of_the_layout_commits_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: str, away_s: float, commits: bool
+) -> None:
+    committed: list[Any] = []
+    monkeypatch.setattr(unattended, "commit_stored", lambda storage: committed.append(storage.uri))
+    order = SimpleNamespace(layout=SimpleNamespace(workers=("b/0", "a/0")))
+    stub: Any = SimpleNamespace(
+        place=SimpleNamespace(worker=worker),
+        job=SimpleNamespace(checkpoint_storage=str(tmp_path)),
+        preservation=SimpleNamespace(order=order),
+    )
+    alone = Unattended(stub)
+    for _ in range(3):
+        alone.look(away_s)
+    assert len(committed) == commits, "at most once in a while"

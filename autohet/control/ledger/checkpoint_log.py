@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from recovery.state.layout import Layout
 MOST_COSTS = 5
 """Number of last checkpoints whose cost is averaged."""
+MOST_LAYOUTS = 8
+"""Number of newest generations of which uploads that outlast them are committed."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class CheckpointLog:
         A step is kept here until all parts of its checkpoint are written.
         """
         self._receipts: dict[Age, dict[str, Any]] = {}
+        self._written: dict[int, tuple[Layout, float]] = {}
+        """By generation, the layout of what it writes, and its last step that later ones follow."""
         self._complete: set[Age] = set()
         """Checkpoints whose every part is written."""
         self._committed_before = -1
@@ -130,6 +135,19 @@ class CheckpointLog:
         self._warned: set[tuple[str, str]] = set()
         """Logged sentences on what a node lacks, with its name."""
         self._transfers = EndedTransfers()
+
+    def begin(self, generation: int, layout: Layout, first_step: int) -> None:
+        """Begin a generation at `first_step`; what earlier ones wrote beyond it does not count.
+
+        No-op if it has begun.
+        """
+        if generation in self._written:
+            return
+        for other, (known, last_step) in self._written.items():
+            self._written[other] = (known, min(last_step, first_step))
+        self._written[generation] = (layout, math.inf)
+        for oldest in sorted(self._written)[:-MOST_LAYOUTS]:
+            del self._written[oldest]
 
     def note_step(self, num_steps: int, now: float) -> None:
         """Note when a step that is due for a checkpoint, or the first one after it, was seen."""
@@ -292,15 +310,19 @@ class CheckpointLog:
             safe_checkpoint=self.uri,
         )
 
-    def take_receipt(self, worker: str, receipt: Any, layout: Layout, now: float) -> Effects:
+    def take_receipt(self, worker: str, receipt: Any, now: float) -> Effects:
         """Collect one worker's part of a checkpoint; yield the commit once all parts are in.
 
         All may be in before the generation is known to be ready: a generation that begins at the
-        last step has nothing else to do.
+        last step has nothing else to do. An upload may also outlast its generation.
         """
         generation, step, parts = receipt
         age = (generation, step)
-        if age in self._complete or step <= self._committed_before:
+        if generation not in self._written or step <= self._committed_before:
+            return
+        layout, last_step = self._written[generation]
+        newest = self.newest_complete
+        if step > last_step or (newest is not None and age <= newest):
             return
         if isinstance(parts, UploadRetried):
             reason = f"{worker}: {parts.reason}"

@@ -321,6 +321,9 @@ class Ledger:
         Yields its events, and a commit for each checkpoint whose every part is written.
         """
         yield from self._take_rows(seen)
+        order = any_order(self.orders)
+        if order is not None:
+            self.checkpoints.begin(order.generation, order.layout, order.start_step)
         for report in seen.reports.values():
             self._vote = _newest_vote(self._vote, report)
             for record in report.steps:
@@ -335,7 +338,7 @@ class Ledger:
             for evaluation in report.evaluations:
                 yield from self._take_evaluation(evaluation, generation)
             for receipt in report.receipts:
-                yield from self._take_receipt(report.worker, receipt, generation, seen.now)
+                yield from self._take_receipt(report.worker, receipt, seen.now)
         if not self.skipped.is_empty:
             workers = self.orders.keys()
             yield from self.skipped.log_finished(
@@ -343,16 +346,13 @@ class Ledger:
             )
         yield from self.checkpoints.record(seen, self.orders, generation)
 
-    def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> Effects:
-        """Collect one worker's part of a checkpoint of the present generation."""
-        generation = receipt[0]
-        order = any_order(self.orders)
-        if generation == present and order is not None:
-            before = self.checkpoints.newest_complete
-            yield from self.checkpoints.take_receipt(worker, receipt, order.layout, now)
-            newest = self.checkpoints.newest_complete
-            if newest is not None and newest != before:
-                self.checkpoints.note_cost(_checkpoint_cost_s(self, newest[1], self._generation))
+    def _take_receipt(self, worker: str, receipt: Any, now: float) -> Effects:
+        """Collect one worker's part of a checkpoint."""
+        before = self.checkpoints.newest_complete
+        yield from self.checkpoints.take_receipt(worker, receipt, now)
+        newest = self.checkpoints.newest_complete
+        if newest is not None and newest != before and newest[0] == self._generation:
+            self.checkpoints.note_cost(_checkpoint_cost_s(self, newest[1], self._generation))
 
     def _take_evaluation(self, record: EvaluationRecord, generation: int) -> Effects:
         """Keep and log the first report of an evaluation; all workers report the same."""

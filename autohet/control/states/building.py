@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
-from autohet.control.ending import log_death, release_leaver
+from autohet.control.ending import log_death
 from autohet.control.job_state import Building, Quiescing, State, Training
 from autohet.control.values import fleet_event
-from autohet.control.values.actions import Dismiss, Interrupt
-from autohet.control.values.effects import Deciding, Effects, Remark, event
+from autohet.control.values.actions import Interrupt
+from autohet.control.values.effects import Deciding, Remark, event
 from autohet.runtime.messages import STANDING_PHASES, Phase, RestoreRecord, WorkerReport
 
 if TYPE_CHECKING:
@@ -107,7 +107,6 @@ def _begin_training(
     change.restores = restores
 
     proposal = state.proposal
-    yield from _dismiss_leavers(state, memory, seen)
     memory.members = proposal.plan.workers
     memory.proposal = proposal
     memory.nodes.logged_dead.clear()
@@ -144,19 +143,6 @@ def _note_restore(memory: JobMemory, change: Change) -> None:
         memory.restored_step = change.restore_step
     if memory.fallback is not None:
         memory.fallback.is_over = True
-
-
-def _dismiss_leavers(state: Building, memory: JobMemory, seen: Observation) -> Effects:
-    """Dismiss workers of leaving nodes that were only sources, and release their nodes."""
-    leaving = []
-    for worker in state.participants:
-        is_source = worker not in state.proposal.plan.workers
-        if is_source and seen.node_of(worker) in seen.notices:
-            leaving.append(worker)
-    alive = [worker for worker in leaving if worker not in seen.losses]
-    yield Dismiss(tuple(alive))
-    for name in sorted(seen.nodes_with(leaving)):
-        yield from release_leaver(memory, name, seen)
 
 
 def _missing_losses(memory: JobMemory, change: Change) -> Deciding[dict[str, Any]]:

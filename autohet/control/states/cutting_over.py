@@ -1,4 +1,6 @@
-"""Cut-over: the workers begin a prepared generation without a stop, at a step that is named ahead.
+"""Generations that are prepared while all train; all stop for them, or cut over.
+
+Cut-over: the workers begin a prepared generation without a stop, at a step that is named ahead.
 
 The orders of the next generation name the step at which it begins, two or more ahead, and the
 journal names it before they are sent. The vote of the step before decides: if all workers are ready
@@ -7,14 +9,25 @@ then, all begin; else all train on, and the number is never used again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autohet.control import fleet
-from autohet.control.job_state import Building, CutOver, Preparing, Sourcing
+from autohet.control.job_state import (
+    Building,
+    CutOver,
+    Preparing,
+    Sourcing,
+    State,
+    Training,
+)
+from autohet.control.planning.orders import without_place
+from autohet.control.replanning import is_gated, stop_to_move, unused_generation
 from autohet.control.states.sourcing import build, claim, order_terms
-from autohet.control.values.actions import Begin, Interrupt
+from autohet.control.values.actions import Begin, Interrupt, Prepare, Withdraw
 from autohet.control.values.effects import Deciding, Effects, event
+from autohet.runtime.messages import WITHDRAWN, PreparationOrder, Prepared
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
 
@@ -22,10 +35,15 @@ if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
     from autohet.control.planning.orders import Book
     from autohet.control.planning.proposals import PlanProposal
+    from autohet.control.values.change import Change
     from autohet.control.values.observation import Observation
 
 LEAD_S = 0.5
 """Seconds for the journal's entry and the orders, beside two steps of which reports may be late."""
+
+
+MOST_TRIES = 3
+"""Preparations of one change whose cut-over comes too late; after that all workers stop for it."""
 
 
 def is_possible(memory: JobMemory, proposal: PlanProposal) -> bool:
@@ -40,6 +58,58 @@ def is_possible(memory: JobMemory, proposal: PlanProposal) -> bool:
     may_end_early = section is not None and section.early_stopping_patience is not None
     is_scaled = memory.job.training.precision == "fp16"
     return memory.cuts_over and not (has_programs or may_end_early or is_scaled)
+
+
+def prepare_generation(
+    state: Training,
+    memory: JobMemory,
+    change: Change,
+    proposal: PlanProposal,
+    seen: Observation,
+    latest: float = math.inf,
+) -> Effects:
+    """Have the plan's workers build its generation while all train on.
+
+    No-op if there is no time for it until `latest`.
+    """
+    deadline = min(latest, seen.now + memory.timeouts.rendezvous_s)
+    if deadline <= seen.now:
+        return
+    generation = unused_generation(memory, seen)
+    memory.reserved = generation
+    leaving: tuple[str, ...] = ()
+    if is_possible(memory, proposal):
+        leaving = without_place(proposal.plan, memory.members)
+    host, port = seen.store
+    order = PreparationOrder(
+        generation,
+        proposal.plan,
+        host,
+        port,
+        memory.timeouts.step_s,
+        gated=is_gated(memory, proposal),
+        leaving=leaving,
+    )
+    yield Prepare(dict.fromkeys(order.participants, order))
+    state.preparing = Preparing(generation, change, proposal, order.participants, latest, deadline)
+
+
+def move_once_prepared(
+    state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
+) -> Deciding[State]:
+    """Move once all workers of the plan are prepared, one has failed to, or time is up."""
+    proposal = preparing.proposal
+    outcomes = [report.prepared for report in seen.reports_of(preparing.participants)]
+    known = [each for each in outcomes if each is not None]
+    mine = [each for each in known if each.generation == preparing.generation]
+    has_failed = any(each.error is not None for each in mine)
+    are_ready = len(mine) == len(preparing.participants) and not has_failed
+    if not are_ready and not has_failed and seen.now < preparing.deadline:
+        return state
+    if are_ready and (yield from name_step(preparing, memory, seen)):
+        return state
+    prepared = preparing.generation if are_ready else None
+    return (yield from stop_to_move(memory, preparing.change, proposal, seen, prepared))
 
 
 def name_step(preparing: Preparing, memory: JobMemory, seen: Observation) -> Deciding[bool]:
@@ -100,7 +170,8 @@ def _write_orders(
 def step(preparing: Preparing, memory: JobMemory, seen: Observation) -> Deciding[Building | None]:
     """Send the orders once they are claimed; return the next state once the workers have begun.
 
-    `preparing.cut_over` is None afterwards if they will not begin.
+    `preparing.cut_over` is None afterwards if they will not begin. A stop, another notice or a
+    death makes the workers vote against it, unless they have voted.
     """
     cut_over = preparing.cut_over
     assert cut_over is not None
@@ -110,18 +181,39 @@ def step(preparing: Preparing, memory: JobMemory, seen: Observation) -> Deciding
     if any(report.generation == number for report in reports):
         preparing.change.stood_at = seen.now
         return (yield from _adopt(preparing, cut_over, memory, seen))
+    why = _find_other_news(preparing, seen)
     if not cut_over.is_sent:
-        yield from _send(preparing, cut_over, memory, seen)
-    elif any(report.step > book.start_step for report in reports):
-        preparing.cut_over = None
-        newcomers = [worker for worker in book.orders if worker not in memory.members]
-        yield Interrupt(fleet.survivors(seen, newcomers), number)
-        sentence = (
-            f"Deciding not to begin generation {number}, since not all of its workers had their"
-            f" orders before step {book.start_step}"
-        )
-        yield event("decision", memory.generation, sentence)
+        if why:
+            preparing.cut_over = None
+        else:
+            yield from _send(preparing, cut_over, memory, seen)
+        return None
+    if why and not cut_over.is_withdrawn:
+        cut_over.is_withdrawn = True
+        yield Withdraw(fleet.survivors(seen, memory.members), number)
+    if any(report.step > book.start_step for report in reports):
+        why = why or f"not all of its workers had their orders before step {book.start_step}"
+    elif not any(report.prepared == Prepared(number, WITHDRAWN) for report in reports):
+        return None
+    preparing.cut_over = None
+    newcomers = [worker for worker in book.orders if worker not in memory.members]
+    yield Interrupt(fleet.survivors(seen, newcomers), number)
+    sentence = f"Deciding not to begin generation {number}, since {why or preparing.change.reason}"
+    yield event("decision", memory.generation, sentence)
     return None
+
+
+def _find_other_news(preparing: Preparing, seen: Observation) -> str:
+    """Return the reason not to begin a generation whose step is named; empty if there is none."""
+    if seen.stop_reason:
+        return f"the job is to stop ({seen.stop_reason})"
+    for worker in preparing.proposal.plan.workers:
+        node = seen.node_of(worker)
+        if node in seen.notices:
+            return f"{node} has got a notice"
+        if not seen.answers(worker):
+            return f"{worker} is lost"
+    return ""
 
 
 def _send(preparing: Preparing, cut_over: CutOver, memory: JobMemory, seen: Observation) -> Effects:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autohet.control import fleet, speeds
-from autohet.control.ending import release_leaver, stop_with_checkpoint
+from autohet.control.ending import release_leaver, stop_and_wait, stop_with_checkpoint
 from autohet.control.fleet import on_their_way
 from autohet.control.job_state import (
     Closing,
-    Considering,
     Leaving,
     Preparing,
-    Quiescing,
     State,
     Training,
 )
 from autohet.control.planning.agent_gc import any_order
-from autohet.control.planning.orders import without_place
 from autohet.control.planning.outlook import (
     CHURN_S,
     gather_s,
@@ -36,31 +31,32 @@ from autohet.control.planning.outlook import (
 from autohet.control.replanning import (
     ask_for_plan,
     begin_change,
-    build_fleet,
     drop_search,
-    is_gated,
     node_factors,
     plan_decision,
-    shortage_reason,
-    unused_generation,
+    stop_to_move,
 )
 from autohet.control.states import cutting_over
+from autohet.control.states.cutting_over import MOST_TRIES, move_once_prepared, prepare_generation
 from autohet.control.states.quiescing import interrupt_after_death, is_overtaken
+from autohet.control.states.searching import (
+    is_beyond_bound,
+    on_arrival,
+    on_rates,
+    on_slow,
+    reconsider,
+    weigh,
+)
 from autohet.control.states.ways_back import give_up_restored
 from autohet.control.values import fleet_event
-from autohet.control.values.actions import Dismiss, Prepare, RequestStop
+from autohet.control.values.actions import Dismiss
 from autohet.control.values.effects import Deciding, Effects, event
-from autohet.runtime.messages import Phase, PreparationOrder
-from planner.errors import ConfigError
+from autohet.runtime.messages import Phase
 
 if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
-    from autohet.control.planning.proposals import PlanProposal
-    from autohet.control.values.change import Change
     from autohet.control.values.observation import Observation
 
-MOST_TRIES = 3
-"""Preparations of one change whose cut-over comes too late; after that all workers stop for it."""
 Paces = tuple[dict[str, list[float]], dict[str, float], dict[str, str]]
 """Compute seconds of each worker's last steps, its planned seconds a step, and its GPU type.
 
@@ -81,7 +77,9 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
             cutting_over.give_up(cutting, memory)
         return (yield from interrupt_after_death(memory, trouble, seen))
     if cutting is not None:
-        return (yield from _cut_over(state, cutting, memory, seen))
+        following = yield from _cut_over(state, cutting, memory, seen)
+        if following is not None:
+            return following
 
     if seen.stop_reason:
         reason = memory.end.reason or f"stopped by {seen.stop_reason}"
@@ -113,31 +111,33 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
         state.leaving = None
         state.preparing = None
     if state.preparing is not None:
-        return (yield from _move_once_prepared(state, state.preparing, memory, seen))
+        if is_overtaken(state.preparing.proposal, seen):
+            return (yield from _replace_overtaken(state, state.preparing, memory, seen))
+        return (yield from move_once_prepared(state, state.preparing, memory, seen))
 
     # A node that comes again by its old name is asked about again.
     state.declined &= seen.nodes.keys()
     arrived = yield from _find_arrivals(state, memory, seen)
     if arrived:
-        return (yield from _on_arrival(state, memory, arrived, seen))
+        return (yield from on_arrival(state, memory, arrived, seen))
 
     repriced = _find_repriced(memory, seen)
     if repriced is not None:
-        return (yield from _reconsider(state, memory, repriced, seen))
+        return (yield from reconsider(state, memory, repriced, seen))
 
     slowed = {}
-    paces = _paces(memory)
+    paces = _measure_paces(memory)
     if paces is not None:
         rates = speeds.find_rates(*paces, memory.speeds.rate_factors)
         if rates:
-            return (yield from _on_rates(state, memory, rates, seen))
+            return (yield from on_rates(state, memory, rates, seen))
         slowed = _find_slow(memory, paces)
     slowed = slowed or _find_forgiven(memory, seen)
     if slowed:
-        return (yield from _on_slow(state, memory, slowed, seen))
+        return (yield from on_slow(state, memory, slowed, seen))
 
     if state.considering is not None:
-        return (yield from _weigh(state, state.considering, memory, seen))
+        return (yield from weigh(state, state.considering, memory, seen))
     return (yield from _reconsider_repair(state, memory, seen))
 
 
@@ -167,15 +167,25 @@ def _too_many_skipped_reason(memory: JobMemory) -> str | None:
 
 
 def _release_idle_leavers(memory: JobMemory, seen: Observation) -> Effects:
-    """Release each leaving node that no member is on."""
+    """Release each leaving node that no member is on.
+
+    Its workers end their parts of a checkpoint first, for half of the notice's time at most.
+    """
     used = seen.nodes_with(memory.members)
-    for name in seen.notices:
+    for name, notice in seen.notices.items():
         is_released = name in memory.nodes.released
         if name in used or is_released or name not in seen.nodes:
             continue
         workers = seen.nodes[name].workers
         reporting = [worker for worker in workers if worker in seen.reports]
-        yield Dismiss(tuple(reporting))
+        alive = [worker for worker in reporting if worker not in seen.losses]
+        patience_s = memory.timeouts.checkpoint_s
+        if notice.deadline is not None:
+            patience_s = min(patience_s, (notice.deadline - notice.seen_at) / 2)
+        are_uploading = any(seen.reports[worker].uploading for worker in alive)
+        if are_uploading and seen.now < notice.seen_at + patience_s:
+            continue
+        yield Dismiss(tuple(alive))
         yield from release_leaver(memory, name, seen)
 
 
@@ -206,12 +216,12 @@ def _leave(
     """Move without the leaving nodes, at the latest when their deadline asks for it."""
     preparing = state.preparing
     if preparing is None:
-        return (yield from _move(memory, leaving.change, leaving.proposal, seen))
+        return (yield from stop_to_move(memory, leaving.change, leaving.proposal, seen))
     # The notices may have got other deadlines.
     notices = [seen.notices[name] for name in leaving.change.nodes]
     latest = prepares_until(notices, leaving.needs_s, seen.now)
     preparing.deadline = min(preparing.deadline, latest)
-    return (yield from _move_once_prepared(state, preparing, memory, seen))
+    return (yield from move_once_prepared(state, preparing, memory, seen))
 
 
 def _plan_without(
@@ -229,7 +239,7 @@ def _plan_without(
     usable = fleet.usable_nodes(seen)
     proposal, why = ask_for_plan(memory, seen, usable, change)
     if proposal is None:
-        return (yield from _stop_and_wait(memory, change, why, seen))
+        return (yield from stop_and_wait(memory, change, why, seen))
 
     yield plan_decision(memory, proposal, trouble.reason)
     waits_s = patience_s(memory.ledger.timings)
@@ -246,7 +256,8 @@ def _plan_without(
     )
     state.leaving = leaving
     latest = prepares_until(notices, needs_s, seen.now)
-    yield from _prepare(state, memory, change, proposal, seen, latest)
+    if memory.prepares:
+        yield from prepare_generation(state, memory, change, proposal, seen, latest)
     if seen.now >= until:
         return (yield from _leave(state, leaving, memory, seen))
     sentence = (
@@ -255,16 +266,6 @@ def _plan_without(
     )
     yield event("decision", memory.generation, sentence)
     return state
-
-
-def _stop_and_wait(
-    memory: JobMemory, change: Change, why: str, seen: Observation
-) -> Deciding[Closing]:
-    """Stop with a checkpoint, and wait until there is a plan again. why: reason for having none."""
-    reason = f"{change.reason} and {why}"
-    yield event("decision", memory.generation, f"Deciding to stop and wait, since {reason}")
-    memory.postponed = change
-    return (yield from stop_with_checkpoint(memory, seen, reason, then_wait=why))
 
 
 def _needed_s(memory: JobMemory, seen: Observation) -> float:
@@ -287,60 +288,6 @@ def _needed_s(memory: JobMemory, seen: Observation) -> float:
     )
 
 
-def _prepare(
-    state: Training,
-    memory: JobMemory,
-    change: Change,
-    proposal: PlanProposal,
-    seen: Observation,
-    latest: float = math.inf,
-) -> Effects:
-    """Have the plan's workers build its generation while all train on.
-
-    No-op if they cannot, or there is no time for it until `latest`.
-    """
-    deadline = min(latest, seen.now + memory.timeouts.rendezvous_s)
-    if not memory.prepares or deadline <= seen.now:
-        return
-    generation = unused_generation(memory, seen)
-    memory.reserved = generation
-    leaving: tuple[str, ...] = ()
-    if cutting_over.is_possible(memory, proposal):
-        leaving = without_place(proposal.plan, memory.members)
-    host, port = seen.store
-    order = PreparationOrder(
-        generation,
-        proposal.plan,
-        host,
-        port,
-        memory.timeouts.step_s,
-        gated=is_gated(memory, proposal),
-        leaving=leaving,
-    )
-    yield Prepare(dict.fromkeys(order.participants, order))
-    state.preparing = Preparing(generation, change, proposal, order.participants, latest, deadline)
-
-
-def _move_once_prepared(
-    state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
-) -> Deciding[State]:
-    """Move once all workers of the plan are prepared, one has failed to, or time is up."""
-    proposal = preparing.proposal
-    if state.leaving is None and is_overtaken(proposal, seen):
-        return (yield from _replace_overtaken(state, preparing, memory, seen))
-    outcomes = [report.prepared for report in seen.reports_of(preparing.participants)]
-    known = [each for each in outcomes if each is not None]
-    mine = [each for each in known if each.generation == preparing.generation]
-    has_failed = any(each.error is not None for each in mine)
-    are_ready = len(mine) == len(preparing.participants) and not has_failed
-    if not are_ready and not has_failed and seen.now < preparing.deadline:
-        return state
-    if are_ready and (yield from cutting_over.name_step(preparing, memory, seen)):
-        return state
-    prepared = preparing.generation if are_ready else None
-    return (yield from _move(memory, preparing.change, proposal, seen, prepared))
-
-
 def _replace_overtaken(
     state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
 ) -> Deciding[State]:
@@ -358,13 +305,16 @@ def _replace_overtaken(
         happened_at=change.happened_at,
         reason=change.reason,
     )
-    return (yield from _reconsider(state, memory, trouble, seen))
+    return (yield from reconsider(state, memory, trouble, seen))
 
 
 def _cut_over(
     state: Training, preparing: Preparing, memory: JobMemory, seen: Observation
-) -> Deciding[State]:
-    """Follow a cut-over to its end: the next generation begins, or another try is made."""
+) -> Deciding[State | None]:
+    """Follow a cut-over to its end: the next generation begins, or another try is made.
+
+    None: it is given up, and what is more urgent decides.
+    """
     building = yield from cutting_over.step(preparing, memory, seen)
     if building is not None:
         return building
@@ -373,30 +323,17 @@ def _cut_over(
     if is_overtaken(preparing.proposal, seen):
         return (yield from _replace_overtaken(state, preparing, memory, seen))
     state.preparing = None
+    if seen.stop_reason:
+        return None
     change = preparing.change
     if preparing.attempt < MOST_TRIES:
-        yield from _prepare(state, memory, change, preparing.proposal, seen, preparing.latest)
+        yield from prepare_generation(
+            state, memory, change, preparing.proposal, seen, preparing.latest
+        )
     if state.preparing is None:
-        return (yield from _move(memory, change, preparing.proposal, seen))
+        return (yield from stop_to_move(memory, change, preparing.proposal, seen))
     state.preparing.attempt = preparing.attempt + 1
     return state
-
-
-def _move(
-    memory: JobMemory,
-    change: Change,
-    proposal: PlanProposal,
-    seen: Observation,
-    prepared: int | None = None,
-) -> Deciding[State]:
-    """Stop all survivors after the current step, to continue under this plan.
-
-    prepared: number of the generation that the plan's workers have prepared; None: none is.
-    """
-    survivors = fleet.survivors(seen, memory.members)
-    yield RequestStop(survivors, checkpoint=False)
-    deadline = seen.now + memory.timeouts.step_s
-    return Quiescing(change, deadline, interrupted=False, proposal=proposal, prepared=prepared)
 
 
 # Arrivals, prices and speeds
@@ -450,38 +387,17 @@ def _announce_probation(
     state.on_probation = frozenset(probation)
 
 
-def _on_arrival(
-    state: Training, memory: JobMemory, arrived: tuple[str, ...], seen: Observation
-) -> Deciding[State]:
-    # Each is considered once, whatever the answer.
-    state.declined = state.declined | frozenset(arrived)
-    reason = f"{', '.join(arrived)} joined"
-    trouble = fleet_event.FleetEvent(
-        cause="arrival", nodes=arrived, workers=(), happened_at=seen.now, reason=reason
-    )
-    return (yield from _reconsider(state, memory, trouble, seen))
-
-
 def _find_repriced(memory: JobMemory, seen: Observation) -> fleet_event.FleetEvent | None:
     """Return the changes of prices since the last search, where the job decides by price."""
     wishes = memory.job.parallelism
     if wishes.objective == "time" and wishes.max_usd_per_hour is None:
         return None
     used = seen.nodes_with(memory.members)
-    must = used if _is_beyond_bound(memory, seen) else ()
+    must = used if is_beyond_bound(memory, seen) else ()
     return fleet.find_repriced(seen, fleet.usable_nodes(seen), memory.asked_prices, must)
 
 
-def _is_beyond_bound(memory: JobMemory, seen: Observation) -> bool:
-    """Return True if the nodes that train cost more than the job allows."""
-    bound = memory.job.parallelism.max_usd_per_hour
-    if bound is None:
-        return False
-    used = seen.nodes_with(memory.members)
-    return fleet.total_usd_per_hour(fleet.prices_of(seen, used), used) > bound * (1 + 1e-9)
-
-
-def _paces(memory: JobMemory) -> Paces | None:
+def _measure_paces(memory: JobMemory) -> Paces | None:
     """Return the compute seconds of each worker, measured and planned.
 
     None until all workers can be judged.
@@ -526,66 +442,6 @@ def _find_forgiven(memory: JobMemory, seen: Observation) -> dict[str, float]:
     return forgiven
 
 
-def _on_rates(
-    state: Training, memory: JobMemory, rates: dict[str, float], seen: Observation
-) -> Deciding[State]:
-    """Plan with this run's measured rates of GPU types from now on.
-
-    The planner decides whether that is worth a move now.
-    """
-    memory.speeds.rate_factors.update(rates)
-    # They were compared with a plan of the old rates.
-    memory.ledger.paces.forget()
-    phrases = []
-    for gpu_type, factor in sorted(rates.items()):
-        phrases.append(
-            f"{gpu_type} computes {factor:.2f} times as long as its profile says, beside the others"
-        )
-    reason = ", ".join(phrases)
-    factors = dict(memory.speeds.rate_factors)
-    yield event("calibration", memory.generation, rate_factors=factors, reason=reason)
-    trouble = fleet_event.FleetEvent(
-        cause="search", nodes=(), workers=(), happened_at=seen.now, reason=reason
-    )
-    return (yield from _reconsider(state, memory, trouble, seen))
-
-
-def _on_slow(
-    state: Training, memory: JobMemory, slowed: dict[str, float], seen: Observation
-) -> Deciding[State]:
-    """Plan with the measured slowdowns of these nodes from now on.
-
-    The planner decides whether that is worth a move now.
-    """
-    for name, factor in slowed.items():
-        memory.speeds.slow_since[name] = seen.now
-        if factor > 1.0:
-            memory.speeds.slowdowns[name] = factor
-        else:
-            memory.speeds.slowdowns.pop(name, None)
-    memory.ledger.paces.forget()
-    phrases = []
-    for name, factor in sorted(slowed.items()):
-        phrases.append(_speed_phrase(name, factor))
-    reason = ", ".join(phrases)
-    nodes = tuple(sorted(slowed))
-    trouble = fleet_event.FleetEvent(
-        cause="slow", nodes=nodes, workers=(), happened_at=seen.now, reason=reason
-    )
-    yield event("slow", memory.generation, nodes=list(nodes), slowdowns=slowed, reason=reason)
-    return (yield from _reconsider(state, memory, trouble, seen))
-
-
-def _speed_phrase(name: str, factor: float) -> str:
-    if factor > 1.0:
-        return f"{name} computes {factor:.2f} times as long as its type"
-    return f"{name} is taken to be as fast as its type again"
-
-
-# Searches while training continues
-# --------------------------------------------------------------------------------------
-
-
 def _reconsider_repair(state: Training, memory: JobMemory, seen: Observation) -> Deciding[State]:
     """Compare a plan that is only a repair with a whole search, once the job trains again.
 
@@ -599,74 +455,4 @@ def _reconsider_repair(state: Training, memory: JobMemory, seen: Observation) ->
     trouble = fleet_event.FleetEvent(
         cause="search", nodes=(), workers=(), happened_at=seen.now, reason=reason
     )
-    return (yield from _reconsider(state, memory, trouble, seen))
-
-
-def _reconsider(
-    state: Training, memory: JobMemory, trouble: fleet_event.FleetEvent, seen: Observation
-) -> Deciding[State]:
-    """Search for a better plan while training continues; move only if that is worth it.
-
-    Nothing is lost, so there is time for a whole search. Another event meanwhile starts a new
-    search.
-    """
-    if state.considering is not None:
-        # One search answers both events.
-        state.considering.search.drop()
-        trouble = state.considering.trouble.joined(trouble)
-    usable = fleet.usable_nodes(seen)
-    # A node that cannot take part just now is asked about when it can.
-    state.declined &= {*usable}
-    shortage = shortage_reason(memory, seen, usable)
-    if shortage:
-        state.considering = None
-        return (yield from _keep_plan(state, memory, trouble, shortage))
-
-    whole = build_fleet(memory, seen, usable)
-    search = memory.planning.search(whole, memory.proposal)
-    state.considering = Considering(trouble, search, seen.now)
-    return (yield from _weigh(state, state.considering, memory, seen))
-
-
-def _weigh(
-    state: Training, considering: Considering, memory: JobMemory, seen: Observation
-) -> Deciding[State]:
-    """Apply the search's answer once it is there: move to its plan, or stay."""
-    trouble = considering.trouble
-    try:
-        proposal = considering.search.result()
-    except ConfigError as error:
-        state.considering = None
-        if _is_beyond_bound(memory, seen):
-            change = begin_change(memory, trouble, seen)
-            return (yield from _stop_and_wait(memory, change, str(error), seen))
-        return (yield from _keep_plan(state, memory, trouble, str(error)))
-    if proposal is None:
-        return state
-    state.considering = None
-    if proposal.stay:
-        return (yield from _keep_plan(state, memory, trouble, proposal.reason))
-    # A node of the plan may have gone while the search ran.
-    nodes = seen.nodes_with(proposal.plan.workers)
-    if not nodes <= {*fleet.usable_nodes(seen)}:
-        return (yield from _reconsider(state, memory, trouble, seen))
-
-    change = begin_change(memory, trouble, seen)
-    # The search cost no training time, but it is part of what the event's answer took.
-    change.replan_s = seen.now - considering.since
-    yield plan_decision(memory, proposal, trouble.reason)
-    yield from _prepare(state, memory, change, proposal, seen)
-    if state.preparing is not None:
-        return state
-    return (yield from _move(memory, change, proposal, seen))
-
-
-def _keep_plan(
-    state: Training, memory: JobMemory, trouble: fleet_event.FleetEvent, why: str
-) -> Deciding[State]:
-    if memory.proposal is not None:
-        # No search of its own is due: this one has found nothing better.
-        memory.proposal = replace(memory.proposal, searched=True)
-    sentence = f"Deciding to stay as it is although {trouble.reason}, since {why}"
-    yield event("decision", memory.generation, sentence)
-    return state
+    return (yield from reconsider(state, memory, trouble, seen))

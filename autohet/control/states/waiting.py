@@ -20,12 +20,12 @@ from autohet.control.job_state import (
     Training,
     Waiting,
 )
-from autohet.control.replanning import build_fleet
+from autohet.control.replanning import begin_change, build_fleet
 from autohet.control.states.quiescing import interrupt_after_death
 from autohet.control.states.sourcing import adopt
 from autohet.control.values.actions import Interrupt
-from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding, Effects, event
+from autohet.control.values.fleet_event import FleetEvent
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
@@ -113,15 +113,8 @@ def _plan_from_rest(
     state.tried = fleet.fleet_of(seen, usable, 0).nodes
     change = state.change
     if change is None:
-        steps_run = memory.ledger.steps_run
-        change = Change(
-            cause="start",
-            nodes=(),
-            happened_at=seen.now,
-            detected_at=seen.now,
-            step_before=steps_run,
-            plan_before=None,
-        )
+        change = begin_change(memory, _start(seen), seen)
+        change.step_before = memory.ledger.steps_run
 
     whole = build_fleet(memory, seen, usable)
     answer = memory.planning.ask(whole, None, redundant=redundant)
@@ -134,6 +127,10 @@ def _plan_from_rest(
     change.stood_at = change.stood_at or seen.now
     change.reason = change.reason or "the fleet is ready"
     return (yield from adopt(change, answer.proposal, memory, seen))
+
+
+def _start(seen: Observation, reason: str = "") -> FleetEvent:
+    return FleetEvent(cause="start", nodes=(), workers=(), happened_at=seen.now, reason=reason)
 
 
 def _announce_wait(
@@ -189,7 +186,6 @@ def step_adopting(state: Adopting, memory: JobMemory, seen: Observation) -> Deci
         memory.timeouts = memory.job.elastic.timeouts(proposal.predicted_step_s)
         planned = seen.nodes_with(members)
         memory.planned_nodes = frozenset(planned)
-    step_now = memory.ledger.committed_steps
     trouble = fleet.find_deaths_or_failures(seen, members)
     if trouble is not None:
         return (yield from interrupt_after_death(memory, trouble, seen))
@@ -208,15 +204,7 @@ def step_adopting(state: Adopting, memory: JobMemory, seen: Observation) -> Deci
         f"Deciding to stop the {len(members)} living workers and to plan anew, since {reason}"
     )
     yield event("decision", memory.generation, sentence)
-    change = Change(
-        cause="start",
-        nodes=(),
-        happened_at=seen.now,
-        detected_at=seen.now,
-        step_before=step_now,
-        plan_before=None if memory.proposal is None else memory.proposal.plan,
-        reason=reason,
-    )
+    change = begin_change(memory, _start(seen, reason), seen)
     yield Interrupt(fleet.survivors(seen, members), memory.generation)
     return Quiescing(change, seen.now + memory.timeouts.quiesce_s, interrupted=True)
 

@@ -43,6 +43,14 @@ class Prepare:
 
 
 @dataclass(frozen=True)
+class Withdraw:
+    """Have these workers train on instead of beginning a generation whose orders are out."""
+
+    workers: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
 class Begin:
     """Send the orders of a generation."""
 
@@ -192,6 +200,7 @@ Action = (
     | Dismiss
     | ClaimGeneration
     | Prepare
+    | Withdraw
     | Begin
     | RequestStop
     | RequestCheckpoint

@@ -344,6 +344,13 @@ class Workers(Protocol):
         """
         ...
 
+    def withdraw(self, workers: Sequence[str], generation: int) -> None:
+        """Have workers train on instead of beginning this prepared generation at its step.
+
+        Their reports show which of them had not voted for it yet.
+        """
+        ...
+
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         """Send every worker its orders for a generation."""
         ...

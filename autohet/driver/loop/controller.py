@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from autohet.control.decide import decide, fail_at_once
-from autohet.control.failures import MOST_FAILURES, RETRIES
+from autohet.control.decide import MOST_FAILURES, RETRIES, decide, fail_at_once
 from autohet.control.job_memory import JobMemory
 from autohet.control.job_state import Ended, State
 from autohet.control.ledger.run_summary import (
@@ -44,6 +43,7 @@ from autohet.control.values.actions import (
     RequestStop,
     RollForward,
     StartAgents,
+    Withdraw,
 )
 from autohet.control.values.effects import Decision, Remark, Round, Supersede
 from autohet.control.values.observation import Failures, Observation, Prune, Workforce
@@ -190,6 +190,8 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.claim_generation(entry)
         case Prepare(orders):
             workforce.workers.prepare(orders)
+        case Withdraw(workers, generation):
+            workforce.workers.withdraw(workers, generation)
         case Begin(orders):
             workforce.workers.begin(orders)
         case RequestStop(workers, checkpoint):

@@ -6,8 +6,7 @@ The runtime does all the work and knows no Ray.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ import ray
 from autohet.driver.ray.run_actor import RunActor, fingerprint
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
-    STANDING_PHASES,
     GenerationOrder,
     Phase,
     PreparationOrder,
@@ -25,7 +23,7 @@ from autohet.runtime.messages import (
     WorkerReport,
 )
 from autohet.runtime.process.epoch_fence import EpochFence
-from autohet.runtime.process.headless_watch import LOOK_S, HeadlessWatch
+from autohet.runtime.process.headless_watch import HeadlessWatch
 from autohet.runtime.process.log import RunRecord, log_as
 from autohet.runtime.process.report_channel import ReportAddress, ReportSender
 from planner.errors import ConfigError
@@ -63,6 +61,7 @@ class WorkerActor(RunActor):
         import torch
 
         torch.set_num_threads(num_threads)
+        from autohet.runtime.process.unattended import Unattended
         from autohet.runtime.worker import Worker
 
         self._fingerprint = fingerprint(job)
@@ -79,7 +78,8 @@ class WorkerActor(RunActor):
         self._reports = ReportSender(
             driver, self._report, lambda before, report: report.is_news_after(before)
         )
-        self._watch = HeadlessWatch(self._reports, job.elastic.headless_s, self._save)
+        alone = None if self._worker is None else Unattended(self._worker)
+        self._watch = HeadlessWatch(self._reports, job.elastic.headless_s, alone)
 
     def _report(self) -> WorkerReport:
         return self._unfit if self._worker is None else self._worker.report()
@@ -114,22 +114,14 @@ class WorkerActor(RunActor):
                 return replace(order, transfers=None, store_secret=b"")
         return None
 
-    def _save(self, is_over: Callable[[], bool]) -> None:
-        """Make the newest step durable together with all other workers, if they train."""
-        worker = self._worker
-        if worker is None:
-            return
-        until = time.monotonic() + worker.timeouts.step_s + worker.timeouts.checkpoint_s
-        while is_over() and time.monotonic() < until:
-            if worker.phase in STANDING_PHASES and not worker.preservation.uploads.busy:
-                return
-            worker.request_stop(checkpoint=True)
-            time.sleep(LOOK_S)
-
     def prepare(self, order: PreparationOrder) -> None:
         self._here().prepare(order)
 
-    def begin(self, order: GenerationOrder) -> None:
+    def withdraw(self, generation: int) -> None:
+        self._here()._next.withdraw(generation)
+
+    def begin(self, common: GenerationOrder, own: Mapping[str, Any]) -> None:
+        order = replace(common, **own)
         self._log.generation = max(self._log.generation or 0, order.generation)
         if self._newest_order is None or self._newest_order.generation < order.generation:
             self._newest_order = order

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.control.values.observation import Loss
@@ -14,7 +15,12 @@ from autohet.driver.ray.observer import RayObserver
 from autohet.driver.ray.run_actors import WORKER, Charge, actor_options
 from autohet.driver.ray.tracked_nodes import TrackedNode
 from autohet.driver.ray.worker_actor import WorkerActor
-from autohet.runtime.messages import GenerationOrder, PreparationOrder, WorkerPlace
+from autohet.runtime.messages import (
+    GenerationOrder,
+    PreparationOrder,
+    WorkerPlace,
+    split_orders,
+)
 from autohet.runtime.process.log import RunRecord
 from planner.inputs.fleet import node_of
 
@@ -97,16 +103,21 @@ class RayWorkers:
         self._charge.kill([handles[worker] for worker in workers if worker in handles])
 
     def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
-        observer = self._observer
-        for worker, order in orders.items():
-            self._send([worker], "prepare", observer.rendezvous.with_secret(order))
+        (order, *_) = orders.values()
+        shared = ray.put(self._observer.rendezvous.with_secret(order))
+        self._send(tuple(orders), "prepare", shared)
+
+    def withdraw(self, workers: Sequence[str], generation: int) -> None:
+        self._send(workers, "withdraw", generation)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         observer = self._observer
         # The orders were written with these inventories; the next ones need new inventories.
         observer.inventories.drop()
-        for worker, order in orders.items():
-            self._send([worker], "begin", observer.rendezvous.with_secret(order))
+        common, own = split_orders(orders)
+        shared = ray.put(observer.rendezvous.with_secret(common))
+        for worker, fields in own.items():
+            self._send([worker], "begin", shared, fields)
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._send(workers, "request_stop", checkpoint)

@@ -80,9 +80,10 @@ class DurableUploads:
             )
             self._awaited = (order.generation, step)
 
-    def abandon(self) -> None:
-        """Retry the upload in flight no more."""
-        self._uploader.abandon()
+    def abandon_beyond(self, step: int) -> None:
+        """Retry the upload in flight no more if it is of a later step, since the run goes back."""
+        if self._awaited is not None and self._awaited[1] > step:
+            self._uploader.abandon()
 
     def wait_copied(self) -> None:
         """Block until the upload in flight has read the state.

@@ -54,7 +54,7 @@ class Preservation:
     def begin(self, order: GenerationOrder) -> None:
         """Begin a generation, whose layout decides what this worker keeps and writes."""
         self._close_writers()
-        self.uploads.abandon()
+        self.uploads.abandon_beyond(order.start_step)
         self.order = order
         self.replication.begin(order)
         self.turns = Turns(self.turns.every, self.turns.unit)

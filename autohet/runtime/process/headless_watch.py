@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from autohet.runtime.process.report_channel import ReportSender
 
@@ -15,25 +16,37 @@ STOP_S = 3.0
 LOOK_S = 0.5
 
 
+class Alone(Protocol):
+    """What a process does while no driver is there."""
+
+    def look(self, away_s: float) -> None:
+        """Called now and then, after `away_s` seconds without a driver."""
+        ...
+
+    def save(self, is_over: Callable[[], bool]) -> None:
+        """Make the state durable; return early once `is_over`, whether to end, returns False."""
+        ...
+
+
 class HeadlessWatch:
     """Ends this process once no driver has been there for `limit_s` seconds.
 
-    save: makes the state durable before; it returns early once its argument, which tells whether
-    the process still is to end, returns False. Owns a thread until `close`.
+    alone: looks after checkpoints meanwhile, and makes the state durable before. Owns a thread
+    until `close`.
     """
 
     def __init__(
         self,
         reports: ReportSender,
         limit_s: float,
-        save: Callable[[Callable[[], bool]], None] | None = None,
+        alone: Alone | None = None,
         end: Callable[[], None] = lambda: os._exit(0),
     ) -> None:
         self._reports = reports
         self._limit_s = limit_s
         self.is_stopped = False
         """True while the job is being stopped: a driver that goes now is not waited for."""
-        self._save = save
+        self._alone = alone
         self._end = end
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headless", daemon=True)
@@ -49,10 +62,12 @@ class HeadlessWatch:
     def _run(self) -> None:
         while not self._closed.wait(LOOK_S):
             if not self._is_over():
+                if self._alone is not None:
+                    self._alone.look(self._reports.away_s)
                 continue
             logger.warning("No driver for %.0f s: this process ends", self._reports.away_s)
-            if self._save is not None:
-                self._save(self._is_over)
+            if self._alone is not None:
+                self._alone.save(self._is_over)
             # A driver may have come meanwhile.
             if self._is_over():
                 self._end()

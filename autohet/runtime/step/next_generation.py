@@ -26,7 +26,7 @@ from autohet.runtime.groups import (
     PeerLost,
     end_generation,
 )
-from autohet.runtime.messages import GenerationOrder, PreparationOrder, Prepared
+from autohet.runtime.messages import WITHDRAWN, GenerationOrder, PreparationOrder, Prepared
 from autohet.runtime.parallel.place import place_of
 from autohet.runtime.process.store_connector import StoreConnector
 from autohet.runtime.step.generation import TrainingSetup
@@ -48,6 +48,8 @@ class _Building:
     groups: GenerationGroups | None = None
     parts: StageParts | None = None
     outcome: Prepared | None = None
+    ballot: tuple[Voter, int] | None = None
+    """Voter of the generation that trains, and the step of the cut-over, once there are orders."""
 
     def is_ready(self, generation: int) -> bool:
         """Return True if it is this generation, and all of it is ready."""
@@ -102,6 +104,21 @@ class NextGeneration:
             newest.drop()
         threading.Thread(target=self._run, args=(new,), name="preparation", daemon=True).start()
 
+    def withdraw(self, generation: int) -> None:
+        """Do not begin this generation without a stop, unless this worker has voted for it.
+
+        If it has not, nobody begins it, and `outcome` says so.
+        """
+        with self._lock:
+            newest = self._newest
+            if newest is None or not newest.is_ready(generation):
+                return
+            if newest.ballot is not None:
+                voter, start_step = newest.ballot
+                if not voter.withdraw(start_step):
+                    return
+            newest.outcome = Prepared(generation, WITHDRAWN)
+
     def take(self, generation: int) -> Ready | None:
         """Return what is ready for this generation, if anything is, and drop all else."""
         with self._lock:
@@ -123,21 +140,29 @@ class NextGeneration:
 
         voter: that of the generation that trains; its vote says whether this worker is ready.
         """
-        newest = self._newest
-        if newest is not None and newest.groups is not None and newest.is_ready(order.generation):
-            groups = newest.groups
-            threading.Thread(
-                target=self._await_others, args=(order, groups, voter), name="cut-over", daemon=True
-            ).start()
+        with self._lock:
+            newest = self._newest
+            if newest is None or newest.groups is None or not newest.is_ready(order.generation):
+                return
+            newest.ballot = voter, order.start_step
+        threading.Thread(
+            target=self._await_others, args=(order, newest), name="cut-over", daemon=True
+        ).start()
 
-    def _await_others(self, order: GenerationOrder, groups: GenerationGroups, voter: Voter) -> None:
+    def _await_others(self, order: GenerationOrder, building: _Building) -> None:
+        assert building.groups is not None
+        assert building.ballot is not None
         try:
-            groups.meet(order.participants, READY)
+            building.groups.meet(order.participants, READY)
         except (Interrupted, PeerLost, RuntimeError) as error:
             logger.info("generation %d does not begin: %s", order.generation, error)
             return
-        self.following = order
-        voter.next_begins_at = order.start_step
+        voter, start_step = building.ballot
+        with self._lock:
+            # It may have been withdrawn or replaced meanwhile.
+            if self._newest is building and building.is_ready(order.generation):
+                self.following = order
+                voter.next_begins_at = start_step
 
     def drop(self) -> None:
         """Drop what is prepared."""

@@ -147,6 +147,10 @@ class Voter:
     """Rows whose losses this worker has computed; None: the plan's workers do not count them."""
     next_begins_at: int | None = None
     """Step at which this worker is ready to begin the next generation; None: it has none."""
+    _readiness: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `next_begins_at` is put into a vote, or withdrawn."""
+    _voted_step: int = -1
+    """Newest step that this worker has contributed to."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _checkpoint: threading.Event = field(default_factory=threading.Event)
     _next_checkpoint: threading.Event = field(default_factory=threading.Event)
@@ -167,6 +171,17 @@ class Voter:
         """
         self._next_checkpoint.set()
 
+    def withdraw(self, start_step: int) -> bool:
+        """Do not begin the next generation at `start_step`; return False if the vote is cast.
+
+        Any thread may call it.
+        """
+        with self._readiness:
+            if self._voted_step >= start_step - 1:
+                return False
+            self.next_begins_at = None
+            return True
+
     def contribution(
         self,
         step: int,
@@ -182,7 +197,9 @@ class Voter:
         overflows is None if the worker computes in another format.
         """
         sums: dict[str, Tensor | float] = {"squared_norm": squares, "parted": parted}
-        sums["ready"] = self.next_begins_at == step + 1
+        with self._readiness:
+            sums["ready"] = self.next_begins_at == step + 1
+            self._voted_step = step
         if self._next_checkpoint.is_set():
             self._next_checkpoint.clear()
             sums["checkpoints"] = 1.0

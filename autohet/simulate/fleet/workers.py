@@ -11,7 +11,6 @@ from autohet.control.values.observation import Loss
 from autohet.runtime.messages import (
     GenerationOrder,
     Phase,
-    PreparationOrder,
     RestoreRecord,
     StepRecord,
     WorkerReport,
@@ -150,8 +149,10 @@ class SimulatedWorkers:
         """Return the interval of the checkpoints that the controller requests, as known now."""
         return self.checkpoint_pace.steps or max(1, round(MOST_S / step_s))
 
-    def prepare(self, orders: Mapping[str, PreparationOrder]) -> None:
+    def prepare(self, *_: Any) -> None:
         raise AssertionError("a simulated change has its stated costs: nothing is built ahead")
+
+    withdraw = prepare
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         if self.generation is not None:
