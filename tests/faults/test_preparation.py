@@ -47,7 +47,7 @@ class Numbers:
         self.used = run.controller.memory.generation
 
 
-@pytest.mark.parametrize("strike", [None, "kill", "freeze"])
+@pytest.mark.parametrize("strike", [None, "kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_a_notice_and_a_strike_on_a_survivor_while_it_is_prepared_for(
     scene: Scene, tmp_path: Path, memory: Path, strike: str | None
 ) -> None:
@@ -73,7 +73,9 @@ def soon() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("point", ["restore", "cut_over", "unseen_vote"])
+@pytest.mark.parametrize(
+    "point", [pytest.param("restore", marks=pytest.mark.slow), "cut_over", "unseen_vote"]
+)
 def test_a_death_at_the_cut_over(
     scene: Scene, tmp_path: Path, memory: Path, soon: None, point: str
 ) -> None:
@@ -154,7 +156,7 @@ def test_a_driver_that_dies_once_a_generation_is_claimed_that_nobody_begins(
     assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history) == []
 
 
-@pytest.mark.parametrize("scope", ["worker", "node"])
+@pytest.mark.parametrize("scope", [pytest.param("worker", marks=pytest.mark.slow), "node"])
 def test_an_upload_that_outlasts_the_cut_over_is_committed(
     scene: Scene, tmp_path: Path, memory: Path, soon: None, scope: str
 ) -> None:
@@ -226,7 +228,7 @@ def test_a_strike_between_the_orders_and_the_cut_over(
         assert {"b"} in changes
 
 
-@pytest.mark.parametrize("moment", [orders_out, building])
+@pytest.mark.parametrize("moment", [pytest.param(orders_out, marks=pytest.mark.slow), building])
 def test_a_death_of_a_worker_that_is_new_in_the_next_generation(
     scene: Scene, tmp_path: Path, memory: Path, moment: Condition
 ) -> None:
