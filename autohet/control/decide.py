@@ -52,7 +52,7 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     yield from memory.ledger.record(seen, memory.generation)
     seen = yield from _follow_goal(memory, seen)
     is_faulty = any(report.has_faulty_device for report in seen.reports.values())
-    if is_faulty or memory.ledger.audits.wrong:
+    if is_faulty or memory.ledger.audits.wrong or memory.nodes.wrong:
         seen = yield from answer_corruption(memory, seen)
     if isinstance(memory.state, Saving):
         memory.state = yield from closing.save(memory.state, memory, seen)

@@ -35,9 +35,9 @@ class AuditedWorkforce(ScriptedWorkforce):
         return replace(report, steps=tuple(replace(each, audit=audit) for each in report.steps))
 
 
-def make_audited(answer="drain", **how):
+def make_audited(answer="drain", steps=60, **how):
     workforce = AuditedWorkforce(**how)
-    controller, _ = make(steps=60, workforce=workforce, on_corruption=answer)
+    controller, _ = make(steps=steps, workforce=workforce, on_corruption=answer)
     run(controller, trained(controller, 3))
     workforce.wrong = controller.memory.members[0]
     return controller, workforce
@@ -76,7 +76,7 @@ def test_a_worker_that_two_audits_name_is_drained_and_nothing_is_lost():
 
 
 def test_a_new_machine_of_the_name_is_used():
-    controller, workforce = make_audited()
+    controller, workforce = make_audited(steps=300)
     node = node_of(workforce.wrong)
     run(controller, lambda: node in workforce.released)
     del workforce.nodes[node]
@@ -88,6 +88,9 @@ def test_a_new_machine_of_the_name_is_used():
     workforce.join(node)
     run(controller, lambda: wrong in controller.memory.members)
     assert controller.memory.ledger.audits.wrong == {}
+    # It is judged by itself, as the first one was.
+    workforce.wrong = wrong
+    run(controller, lambda: len(events(controller, "notice")) == 2)
 
 
 def test_exact_products_are_proof():

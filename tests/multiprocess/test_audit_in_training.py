@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autohet.runtime.job import AdapterSection
 from autohet.runtime.messages import AuditCause
 from planner.plans.plan import Plan
 from tests.harness.parity import LLAMA, MIXTURES, TRAINING, grid, pipeline, plan_document
@@ -128,6 +129,13 @@ OTHERS = {
         plan_document(pipeline((4, 2), (4, 1), microbatches=4), pipeline((8, 2), microbatches=4)),
         TRAINING,
         3,
+    ),
+    "adapters with dropout": Case(
+        LLAMA,
+        grid(2, 1, 1),
+        TRAINING,
+        3,
+        adapter=AdapterSection(rank=4, alpha=16.0, dropout=0.3),
     ),
     "overflows of fp16": Case(
         LLAMA, in_formats(grid(2, 1, 1), "fp16"), {**TRAINING, "precision": "fp16"}, 3

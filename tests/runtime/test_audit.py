@@ -103,7 +103,7 @@ def test_ranks_of_a_group_compute_alone(name: str, kind: dict[str, bool]) -> Non
         found = audits(stage) if tp.rank == 1 else None
         assert tp.group is group
         tp.group.all_reduce(torch.zeros(1))
-        key = device_key(stage, LENGTH)
+        key = device_key(stage, "fp32", LENGTH)
         # Switches of a process's kernels are set meanwhile; here the ranks share one.
         with one_at_a_time:
             return found, audits(stage), key
@@ -135,21 +135,25 @@ def test_bits_do_not_depend_on_where_weights_lie_nor_on_compiled_or_recomputed_b
 
 def test_a_key_has_all_that_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = stage_of("llama")
-    keys = {device_key(stage, LENGTH), device_key(stage, 2 * LENGTH)}
-    assert device_key(stage_of("llama"), LENGTH) in keys
+    keys = {
+        device_key(stage, "fp32", LENGTH),
+        device_key(stage, "fp32", 2 * LENGTH),
+        device_key(stage, "fp8", LENGTH),
+    }
+    assert device_key(stage_of("llama"), "fp32", LENGTH) in keys
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    keys.add(device_key(stage, LENGTH))
+    keys.add(device_key(stage, "fp32", LENGTH))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
-    keys.add(device_key(stage, LENGTH))
+    keys.add(device_key(stage, "fp32", LENGTH))
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    keys.add(device_key(stage, LENGTH))
+    keys.add(device_key(stage, "fp32", LENGTH))
     monkeypatch.setattr(torch, "__version__", "9.9")
-    keys.add(device_key(stage, LENGTH))
+    keys.add(device_key(stage, "fp32", LENGTH))
     monkeypatch.setattr(block_audit, "_cpu_facts", lambda: ["model name: another"])
-    keys.add(device_key(stage, LENGTH))
+    keys.add(device_key(stage, "fp32", LENGTH))
     monkeypatch.setattr(type(stage.blocks[0].mlp.act_fn), "__module__", "liger_kernel.ops")
-    keys.add(device_key(stage, LENGTH))
-    assert len(keys) == 8
+    keys.add(device_key(stage, "fp32", LENGTH))
+    assert len(keys) == 9
 
 
 def test_short_memory_gives_no_result_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ class Audit:
         self._world = world
         self._stage = stage
         self._length = min(training.sequence_length, MAX_TOKENS)
+        (mine,) = (each for each in plan.stages if me in each.workers)
+        self._compute = mine.compute or training.precision
         self._keys: dict[str, int] = {}
         """Key of each worker's device; empty before the first audit."""
         self._checksum: int | None = None
@@ -80,7 +82,8 @@ class Audit:
         if not self.is_due(step):
             return 0.0
         if not self._keys:
-            table = exchange(self._world, [device_key(self._stage, self._length)])
+            key = device_key(self._stage, self._compute, self._length)
+            table = exchange(self._world, [key])
             self._keys = dict(zip(self._world.members, table[:, 0].tolist(), strict=True))
         return vote_part(self._groups(step), self._me, self._checksum)
 

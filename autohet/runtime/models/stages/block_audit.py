@@ -70,15 +70,15 @@ class _OwnSums(ReduceGroup):
         out.copy_(given)
 
 
-def device_key(stage: StageModel, length: int) -> int:
+def device_key(stage: StageModel, compute: str, length: int) -> int:
     """Return a 63-bit hash of all that the bits of a stage's audits depend on beside the layer.
 
     Workers with equal keys get equal bits. The key has the device, versions, threads, format,
-    slice and shape. length: tokens of a row.
+    slice and shape. compute: format of products. length: tokens of a row.
     """
     spec = stage.spec
     facts: list[object] = [torch.__version__, transformers.__version__, torch.version.cuda]
-    facts += [spec.dtype, length, torch.get_float32_matmul_precision()]
+    facts += [spec.dtype, compute, length, torch.get_float32_matmul_precision()]
     if spec.device.type == "cuda":
         properties = torch.cuda.get_device_properties(spec.device)
         facts += [properties.name, properties.major, properties.minor]
@@ -136,7 +136,7 @@ def block_checksum(stage: StageModel, layer: int, seed: int, step: int, length: 
             out = stage.block_output(index, hidden.requires_grad_(), length)
             learned = [each for each in weights if each.requires_grad]
             found = torch.autograd.grad(out, [hidden, *learned], gradient, allow_unused=True)
-            return joint_checksum([out.detach(), *(each for each in found if each is not None)])
+        return joint_checksum([out.detach(), *(each for each in found if each is not None)])
     except torch.OutOfMemoryError:
         return None
 
