@@ -349,8 +349,6 @@ class StepRecord:
     ended_at: float
     parts_s: Mapping[str, float] = field(default_factory=dict)
     parted: tuple[ReplicaMismatch, ...] = ()
-    audit: AuditRecord | None = None
-    """Audit of the devices' arithmetic; None if none was due."""
     skipped: Skipped | None = None
     relative_work: float = 1.0
     """Work of this worker's microbatches relative to average rows (`length_work`)."""
@@ -359,6 +357,8 @@ class StepRecord:
     rewards: Rewards | None = None
     loss_scale: LossScale | None = None
     """Scale of gradients in fp16 stages; None if the plan has none."""
+    audit: AuditRecord | None = None
+    """Audit of the devices' arithmetic; None if none was due."""
 
 
 @dataclass(frozen=True)

@@ -283,12 +283,12 @@ class Trainer(ABC):
             ended_at=time.monotonic(),
             parts_s=parts,
             parted=parted,
-            audit=audit,
             skipped=skipped,
             relative_work=self.relative_work,
             peak_memory_bytes=_peak_memory_bytes(self._device),
             rewards=vote.rewards,
             loss_scale=self.loss_scale,
+            audit=audit,
         )
 
     def evaluate(self, rows: EvaluationRows) -> EvaluationRecord | EvaluationEnded:

@@ -50,7 +50,6 @@ class Vote:
     replication_failures: int = 0
     writing: int = 0
     parted: int = 0
-    audit: int = 0
     overflows: int = 0
     pairs: int = 0
     preferred: int = 0
@@ -58,6 +57,7 @@ class Vote:
     rows: int = 0
     row_hashes: int = 0
     ready: int = 0
+    audit: int = 0
 
     @property
     def is_cut_over(self) -> bool:

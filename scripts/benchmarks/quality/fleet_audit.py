@@ -59,7 +59,6 @@ PLAN = plan_document(
     pipeline((2, 1), (2, 1), microbatches=3),
     pipeline((1, 1), (3, 1), microbatches=2),
 )
-START_S = 2.0
 SETTINGS = (("default", 1), ("avx2", 1), ("avx512", 1), ("avx512", 2))
 """Instruction set of ATen and number of threads of two processes each."""
 
@@ -142,7 +141,6 @@ def measure_alarms(audits: int) -> dict[str, Any]:
         settings = [(capability, threads, which, number) for which in (0, 1)]
         pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))
         pools.append((threads, pool, pool.map(audit_alone, settings)))
-        time.sleep(START_S)
     for threads, pool, answers in pools:
         for key, name, found in answers:
             bits.setdefault(key, []).append(found)
