@@ -109,7 +109,8 @@ def test_weights_that_part_are_no_wrong_arithmetic_and_are_repaired_at_once(
 @pytest.mark.parametrize("fault", ["addend", "border"])
 def test_faults_that_no_check_sees(pool: Any, sound: Any, fault: str) -> None:
     """The guide says so of them; a check that begins to see one must be told there."""
-    steps, _ = run(pool, CASE, {SECOND: fault})
+    # Sums that start in the backward pass would have begun before the addend is disturbed.
+    steps, _ = run(pool, replace(CASE, overlap=False), {SECOND: fault})
     assert [loss for loss, *_ in steps] != [loss for loss, *_ in sound[0]]
     assert all(audit.mismatches == () and parted == () for _, parted, audit in steps)
 

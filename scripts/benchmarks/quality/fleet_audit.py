@@ -53,6 +53,7 @@ from tests.harness.tiny_models import load_config, random_parameters, stage_chai
 EVERY = 20
 MOST_STEPS = 200
 LENGTH = 12
+PROCESSES = 6
 MODEL = {**LLAMA, "num_hidden_layers": 4}
 PLAN = plan_document(
     pipeline((4, 1), microbatches=3),
@@ -94,7 +95,8 @@ def run_with_fault(seed: int, stages: dict[str, Any], plan: Plan) -> dict[str, A
     return {"step": None, "right": False, "flips": faulty.flips}
 
 
-def measure_faults(runs: int) -> dict[str, Any]:
+def run_all(seeds: range) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
     plan = Plan.from_document(PLAN)
     config = load_config(ModelSection(config=MODEL))
     parameters = random_parameters(config)
@@ -103,7 +105,13 @@ def measure_faults(runs: int) -> dict[str, Any]:
         chain = stage_chain(config, parameters, [stage.num_layers for stage in each.stages])
         for stage, built in zip(each.stages, chain, strict=True):
             stages[stage.workers[0]] = built
-    found = [run_with_fault(seed, stages, plan) for seed in range(runs)]
+    return [run_with_fault(seed, stages, plan) for seed in seeds]
+
+
+def measure_faults(runs: int) -> dict[str, Any]:
+    parts = [range(first, runs, PROCESSES) for first in range(PROCESSES)]
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        found = [each for part in pool.map(run_all, parts) for each in part]
     steps = sorted(each["step"] for each in found if each["step"] is not None)
     return {
         "runs": runs,

@@ -35,8 +35,9 @@ from autohet.runtime.models.stages.stage import StageModel
 from recovery.state.checksum import combined
 from recovery.state.device_checksum import view_checksums
 
+MIN_TOKENS = 128
 MAX_TOKENS = 512
-"""Limit on the tokens of the one row of an audit."""
+"""Limits on the tokens of an audit: a few do not show a rare fault, and many cost time."""
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_FACTS = ("model name", "flags", "Features")
 """Lines of CPU_INFO by which libraries choose their kernels."""
@@ -124,8 +125,10 @@ def block_checksum(stage: StageModel, layer: int, seed: int, step: int, length: 
         return None
     index = spec.layers.index(layer)
     width = -(-length // spec.sequence_parts)
-    rows = row_keys(seed, [step], width, device)
+    num_rows = -(-MIN_TOKENS // length)
+    samples = range(step * num_rows, (step + 1) * num_rows)
     columns = torch.arange(int(spec.config.hidden_size), device=device)
+    rows = row_keys(seed, samples, width, device)
     inputs = []
     for name in ("input", "gradient"):
         keys = column_keys(f"audit of layer {layer}: {name}", columns)
