@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--links-out", args.links_out, (".csv",))
     job = Job.from_yaml(args.job)
     request, degrees = _request(args, job)
+    products = _exact_products(request)
     rows: list[Measurement] = []
     too_large: list[OutOfMemory] = []
     for degree in degrees:
@@ -119,8 +120,31 @@ def run(args: argparse.Namespace) -> int:
     with refuse_unwritable(args.out):
         write_profile(args.out, ProfileTable(rows))
     links = _links(args, request.device_type, request.gpu_type)
-    _finish(args, request.gpu_type, rows, too_large, links, loads)
+    facts = {"largest_rank_load_by_tp_degree": loads, "exact_products": products}
+    _finish(args, request.gpu_type, rows, too_large, links, facts)
     return 0
+
+
+def _exact_products(request: Any) -> dict[str, bool]:
+    """Return whether each device of this machine computes products of integers to the known bits.
+
+    It prints them, too.
+    """
+    import torch
+
+    from autohet.runtime.models.family import COMPUTE_DTYPES
+    from autohet.runtime.profiling.exact_products import has_exact_products
+
+    names = ["cpu"]
+    if request.device_type == "cuda":
+        names = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    found = {}
+    for name in names:
+        found[name] = has_exact_products(torch.device(name), COMPUTE_DTYPES[request.precision])
+        outcome = "right" if found[name] else "WRONG, do not train on it"
+        print(f"exact products on {name}: {outcome}", file=sys.stderr)
+    return found
+    return found
 
 
 def _load_spread(job: Job, request: Any) -> float | None:
@@ -269,7 +293,7 @@ def _finish(
     rows: list[Measurement],
     too_large: list[Any],
     links: list[Document],
-    loads: dict[str, float],
+    facts: Document,
 ) -> None:
     if args.json:
         spreads = [row.expert_load_spread for row in rows if row.expert_load_spread is not None]
@@ -280,7 +304,7 @@ def _finish(
             "out_of_memory": [asdict(case) for case in too_large],
             "links": links,
             "expert_load_spread": max(spreads, default=None),
-            "largest_rank_load_by_tp_degree": loads,
+            **facts,
         }
         json.dump(document, sys.stdout)
         print()

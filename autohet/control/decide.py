@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autohet.control import fleet
 from autohet.control.checkpoint_pace import pace_checkpoints
 from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
+from autohet.control.corruption import answer_corruption
 from autohet.control.job_state import (
     Adopting,
     Building,
@@ -58,6 +59,9 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     seen = yield from _apply_failure_policy(memory, seen)
     yield from memory.ledger.record(seen, memory.generation)
     seen = yield from _follow_goal(memory, seen)
+    is_faulty = any(report.has_faulty_device for report in seen.reports.values())
+    if is_faulty or memory.ledger.audits.wrong or memory.nodes.wrong:
+        seen = yield from answer_corruption(memory, seen)
     if isinstance(memory.state, Saving):
         memory.state = yield from closing.save(memory.state, memory, seen)
         return
@@ -231,7 +235,12 @@ def _judge_unfit(memory: JobMemory, seen: Observation) -> Deciding[State | None]
 def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> dict[str, str]:
     """Return the unfit workers for which the job has to fail, and why they are unfit."""
     has_trained = bool(memory.plans)
-    alive = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
+    alive = {}
+    for worker, why in unfit.items():
+        # The cause of a faulty device is no mistake of the user's, who has nothing to fix.
+        is_faulty = worker in seen.reports and seen.reports[worker].has_faulty_device
+        if worker not in seen.losses and not is_faulty:
+            alive[worker] = why
     if alive and not has_trained:
         return alive
 
@@ -359,6 +368,9 @@ def _forget_nodes(memory: JobMemory, gone: Collection[str], seen: Observation) -
     memory.planned_nodes = memory.planned_nodes.difference(gone)
     for name in gone:
         known.notices.pop(name, None)
+        known.corrupt.pop(name, None)
+        if memory.ledger.audits.agreed:
+            memory.ledger.audits.forget(name)
         memory.speeds.slowdowns.pop(name, None)
     for worker in list(known.logged_dead):
         if not is_dead(worker, seen):

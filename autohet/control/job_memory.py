@@ -47,6 +47,10 @@ class NodeMemory:
     """Lost workers whose death is logged."""
     unfit: set[str] = field(default_factory=set)
     """Workers of which it is logged that they cannot take part."""
+    wrong: set[str] = field(default_factory=set)
+    """Workers of which it is decided what follows from their wrong arithmetic."""
+    corrupt: dict[str, Notice] = field(default_factory=dict)
+    """Notices of nodes that are drained since a worker's arithmetic is wrong."""
 
 
 @dataclass

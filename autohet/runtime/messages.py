@@ -279,6 +279,54 @@ class ReplicaMismatch:
         )
 
 
+class AuditCause(StrEnum):
+    """Finding of an audit whose checksums differ."""
+
+    ARITHMETIC = "arithmetic"  # equal weights and inputs gave other bits
+    WEIGHTS = "weights"  # the weights themselves differ, which the replica check repairs
+    PRODUCTS = "products"  # a device computed exact products wrongly
+
+
+@dataclass(frozen=True)
+class AuditMismatch:
+    """Workers on equal devices that computed block `layer` to other bits in the audit of `step`.
+
+    `named`: those that are wrong; empty if that cannot be known.
+    """
+
+    step: int
+    layer: int
+    workers: tuple[str, ...]
+    named: tuple[str, ...]
+    cause: AuditCause
+
+    def __str__(self) -> str:
+        workers = ", ".join(self.workers)
+        named = ", ".join(self.named)
+        if self.cause is AuditCause.PRODUCTS:
+            return f"{named} computed exact products wrongly after step {self.step}"
+        if self.cause is AuditCause.WEIGHTS:
+            return f"the weights of layer {self.layer} differ among {workers} at step {self.step}"
+        wrong = f"{named} is wrong" if named else "no majority tells which is wrong"
+        return (
+            f"{workers} computed layer {self.layer} to different bits in the audit of step"
+            f" {self.step}: {wrong}"
+        )
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """Outcome of one audit: workers that were compared with equal ones, and what differed."""
+
+    compared: tuple[str, ...]
+    mismatches: tuple[AuditMismatch, ...] = ()
+
+    @property
+    def weights_differ(self) -> bool:
+        """True if weights have parted that the replica check has not looked at yet."""
+        return any(each.cause is AuditCause.WEIGHTS for each in self.mismatches)
+
+
 class SkipReason(StrEnum):
     """Reason of a committed step that changed no weights."""
 
@@ -339,6 +387,8 @@ class StepRecord:
     rewards: Rewards | None = None
     loss_scale: LossScale | None = None
     """Scale of gradients in fp16 stages; None if the plan has none."""
+    audit: AuditRecord | None = None
+    """Audit of the devices' arithmetic; None if none was due."""
 
 
 @dataclass(frozen=True)
@@ -462,6 +512,8 @@ class WorkerReport:
     broken: InterruptedRestore | None = None
     error: str | None = None
     unfit: bool = False
+    has_faulty_device: bool = False
+    """True if the worker is unfit since its device computes wrongly."""
     first_step_at: float | None = None
     whole: bool = True
     rolled: RollForwardOutcome | None = None

@@ -47,6 +47,7 @@ from autohet.runtime.parallel.place import redeal
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.process.store_connector import StoreConnector
+from autohet.runtime.profiling.exact_products import check_products
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.arrived_shards import ArrivedShards
 from autohet.runtime.state.frozen import FrozenWeights
@@ -91,6 +92,7 @@ class Worker:
         if job.emulation is None and place.gpu_type != "CPU":
             expected_gpu = place.gpu_type
         self.device = choose_device(job.training.device, compute, expected_gpu)
+        check_products(self.device, COMPUTE_DTYPES[compute])
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(

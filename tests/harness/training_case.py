@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout
 from tests.harness import toy_model  # noqa: F401
 from tests.harness.deferred_group import DeferredGroup
+from tests.harness.faulty_arithmetic import SOFTMAX, Fault, FaultyArithmetic
 from tests.harness.waits import GROUP_TIMEOUT, GROUP_TIMEOUT_S, wait_until
 
 CPU = torch.device("cpu")
@@ -426,3 +428,63 @@ def lose_vote_at(step: int) -> None:
             raise PeerLost("cut off by the test")
 
     world.wait_on_host = cut_off  # type: ignore[method-assign]
+
+
+# faults of a device
+# ------------------------------------------------------------------------------
+
+
+def run_audited(
+    case: Case, me: str, port: int, generation: int, faults: Mapping[str, str]
+) -> tuple[list[tuple[float, tuple[Any, ...], Any]], dict[str, np.ndarray]]:
+    """A whole case in which workers have faults (by name, see `_at_fault`): loss, parted replicas
+    and audit by step, and this worker's state.
+    """
+    build(case, me, port, generation)
+    trainer = SEAT.trainer
+    assert trainer is not None
+    fault = faults.get(me, "")
+    found = []
+    with _at_fault(trainer, fault):
+        for step in range(case.steps):
+            if fault == "update" and step == 1:
+                flip_bit("param/model.layers.1.mlp.up_proj.weight", 1, 12)
+            result = trainer.train_step(rows_of(case))
+            found.append((result.loss, result.parted, result.audit))
+    state = show_state()
+    leave()
+    forget_frozen()
+    return found, state
+
+
+def _at_fault(trainer: StageTrainer, fault: str) -> AbstractContextManager[Any]:
+    """Give a trainer a fault: wrong "products" or "softmax" of its device, a wrong bit in its copy
+    of the "sum" of gradients, or in its "addend", or in a "border" message that it receives, or no
+    memory for audits.
+    """
+    if fault == "products":
+        return FaultyArithmetic(Fault(rate=1e-3, bit=0))
+    if fault == "softmax":
+        return FaultyArithmetic(Fault(operators=SOFTMAX, rate=1e-1))
+    if fault == "memory":
+        assert trainer.audit is not None
+        trainer.audit.run = lambda step: None  # type: ignore[method-assign]
+    sync = trainer.gradient_sync
+    finish = sync.finish
+
+    def disturbed() -> torch.Tensor:
+        for flat in sync.flats.values():
+            if fault == "addend":
+                flat += 1.0
+        out = finish()
+        for flat in sync.flats.values():
+            if fault == "sum":
+                flat += 1.0
+        return out
+
+    if fault in ("sum", "addend"):
+        sync.finish = disturbed  # type: ignore[method-assign]
+    if fault == "border":
+        through = trainer.stage._through_blocks
+        trainer.stage._through_blocks = lambda x, begins: through(x + 1e-3, begins)
+    return nullcontext()

@@ -1,14 +1,18 @@
-"""Failures by cause since the last committed step: a limit counts repetitions of one cause."""
+"""Failures by cause since the last committed step, and devices that compute wrongly.
+
+A limit counts repetitions of one cause.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from autohet.runtime.messages import Phase
+from autohet.control.values.effects import Effects, event
+from autohet.runtime.messages import AuditCause, AuditMismatch, AuditRecord, Phase
 from planner.inputs.fleet import node_of
 
 if TYPE_CHECKING:
@@ -155,3 +159,64 @@ class FailureCounts:
         self.total = 0
         self._times.clear()
         self._nodes.clear()
+
+
+# Devices that compute wrongly
+# --------------------------------------------------------------------------------------
+
+AUDITS_TO_BELIEVE = 2
+"""Audits that must name a worker before it is taken to be wrong; one bit may flip anywhere."""
+
+
+class AuditLog:
+    """Audits of a run. A mismatch that comes again is logged the first, 2nd, 4th, 8th ... time."""
+
+    def __init__(self) -> None:
+        self.wrong: dict[str, str] = {}
+        """Workers whose arithmetic is wrong, each with the reason as a cause in a sentence."""
+        self.agreed: dict[str, int] = {}
+        """Step of the newest audit in which each worker agreed with those on equal devices."""
+        self._named: Counter[str] = Counter()
+        self._seen: Counter[tuple[str, ...]] = Counter()
+
+    def log_audit(self, audit: AuditRecord, step: int, generation: int) -> Effects:
+        """Take the audit of a step, and log what differed."""
+        differing: set[str] = set()
+        for mismatch in audit.mismatches:
+            differing.update(mismatch.workers)
+            yield from self._log_mismatch(mismatch, generation)
+        for worker in audit.compared:
+            if worker not in differing:
+                self.agreed[worker] = step
+
+    def _log_mismatch(self, mismatch: AuditMismatch, generation: int) -> Effects:
+        since = {worker: self.agreed.get(worker) for worker in mismatch.named}
+        reason = str(mismatch)
+        for worker, step in since.items():
+            if step is None:
+                reason += f"; {worker} has agreed in no audit of this run"
+            else:
+                reason += f"; {worker} agreed last {mismatch.step - step} steps before"
+            self._named[worker] += 1
+            is_proved = mismatch.cause is AuditCause.PRODUCTS
+            if is_proved or self._named[worker] >= AUDITS_TO_BELIEVE:
+                self.wrong.setdefault(worker, reason)
+        key = (mismatch.cause, *mismatch.workers, *mismatch.named)
+        self._seen[key] += 1
+        times = self._seen[key]
+        if times & (times - 1) == 0:
+            yield event(
+                "audit",
+                generation,
+                f"An audit differs: {reason}",
+                reason=reason,
+                agreed_step=since,
+                times=times,
+                **asdict(mismatch),
+            )
+
+    def forget(self, node: str) -> None:
+        """Forget the workers of a node that is gone."""
+        for known in (self.wrong, self.agreed, self._named):
+            for worker in [each for each in known if node_of(each) == node]:
+                del known[worker]

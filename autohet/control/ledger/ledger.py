@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from autohet.control.ledger.checkpoint_log import CheckpointLog
-from autohet.control.ledger.failures import FailureCounts
+from autohet.control.ledger.failures import AuditLog, FailureCounts
 from autohet.control.ledger.skipped_steps import SkippedSteps, skipped_by_vote
 from autohet.control.planning.agent_gc import any_order
 from autohet.control.values.effects import Effects, event
@@ -221,6 +221,8 @@ class Ledger:
         self.skipped = SkippedSteps()
         self.loss_scales = LossScales()
         """Scale of gradients in fp16 stages."""
+        self.audits = AuditLog()
+        """Audits of the workers' arithmetic."""
 
     @property
     def committed_steps(self) -> int:
@@ -444,6 +446,8 @@ class Ledger:
         for parted in record.parted:
             sentence = f"Replicas had parted: {parted}"
             yield event("parted", record.generation, sentence, **asdict(parted))
+        if record.audit is not None:
+            yield from self.audits.log_audit(record.audit, record.step, record.generation)
         # No seconds: a step that was rolled forward, whose time no worker measured.
         seconds = round(record.seconds, 6) if record.seconds else None
         yield event(

@@ -38,6 +38,7 @@ KINDS = (
     "slow",
     "calibration",
     "parted",
+    "audit",
     "skipped",
     "from_scratch",
     "evaluation",
@@ -48,7 +49,7 @@ KINDS = (
     "finished",
     "failed",
 )
-WARNINGS = ("checkpoint_failed", "memory_shortage", "compile_fallback", "from_scratch")
+WARNINGS = ("checkpoint_failed", "memory_shortage", "compile_fallback", "from_scratch", "audit")
 """Kinds whose sentence is logged as a warning."""
 FREQUENT = ("step", "snapshot", "transfers")
 """Kinds that are written to the file, but not kept in memory."""

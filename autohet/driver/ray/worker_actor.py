@@ -58,10 +58,13 @@ class WorkerActor(RunActor):
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # For the audits' deterministic products; read when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         import torch
 
         torch.set_num_threads(num_threads)
         from autohet.runtime.process.unattended import Unattended
+        from autohet.runtime.profiling.exact_products import FaultyDevice
         from autohet.runtime.worker import Worker
 
         self._fingerprint = fingerprint(job)
@@ -73,7 +76,15 @@ class WorkerActor(RunActor):
         except ConfigError as error:
             # It would be so in every start: report it, and do not die of it, which is retried.
             self._unfit = WorkerReport(
-                place.worker, os.getpid(), 0, Phase.FAILED, 0, None, error=str(error), unfit=True
+                place.worker,
+                os.getpid(),
+                0,
+                Phase.FAILED,
+                0,
+                None,
+                error=str(error),
+                unfit=True,
+                has_faulty_device=isinstance(error, FaultyDevice),
             )
         self._reports = ReportSender(
             driver, self._report, lambda before, report: report.is_news_after(before)

@@ -268,6 +268,12 @@ class ElasticSection:
     """Steps in a row that a worker must be slow; see `slow_ratio`."""
     slow_forgiven_s: float = 1800.0
     """Seconds that a slow node is left idle before it is planned on at its type's speed again."""
+    on_corruption: Literal["drain", "stop", "warn"] = "drain"
+    """Answer to a worker whose arithmetic is wrong: two audits name it, or exact products fail.
+
+    drain: its node leaves as after a notice, and nothing is lost. stop: the job ends with a
+    checkpoint. warn: the job goes on. See `training.audit_every`.
+    """
     record_observations: bool = False
     """Write the driver's observations and decisions to `observations.jsonl` beside the events.
 

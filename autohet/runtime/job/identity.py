@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "training.compile_blocks",
         "training.kernels",
         "training.replica_check_steps",
+        "training.audit_every",
         "training.device",
         "training.profile_steps",
         "training.skip_steps",

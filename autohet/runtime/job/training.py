@@ -155,6 +155,12 @@ class TrainingSection:
     The check compares checksums in the step's vote; holders that differ take the owner's bits. 1:
     before every step; 0: never.
     """
+    audit_every: int = 20
+    """Steps between two audits of the devices' arithmetic; 0: never.
+
+    In an audit each worker computes one block on drawn inputs, and workers on equal devices compare
+    the bits in the step's vote. `elastic.on_corruption` says what follows.
+    """
     max_skipped_steps: int | None = 5
     """Skipped steps in a row after which the job ends with a checkpoint; null: no bound.
 
@@ -253,6 +259,7 @@ class TrainingSection:
         require_at_least("training.learning_rate", self.learning_rate, 0)
         require_at_least("training.seed", self.seed, 0)
         require_at_least("training.replica_check_steps", self.replica_check_steps, 0)
+        require_at_least("training.audit_every", self.audit_every, 0)
         require_at_least("training.max_skipped_steps", self.max_skipped_steps, 1)
         require_positive("training.skip_gradient_norm_above", self.skip_gradient_norm_above)
         for begin, end in self.skip_steps:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,26 +105,26 @@ class ReplicaCheck:
             if held.worker in each.holders:
                 self._mine.append(index)
 
-        # The sizes of all terms add up to less than 2**53, so that float64 holds each partial sum
-        # of the vote, whatever the order of the workers.
-        largest = 2 * sum(len(each.holders) - 1 for each in self._shared)
-        bits_of_factors = math.ceil(math.log2(max(2, largest)))
-        num_bits = min(MOST_BITS, EXACT_BITS - 1 - bits_of_factors)
-        self._mask = (1 << num_bits) - 1
+        self._mask = exact_mask(len(each.holders) for each in self._shared)
+        self._is_requested = False
 
     def contribution(self, step: int) -> float:
         """Return this worker's integer for the vote of `step`; 0 if no check is due.
 
         The sum over all workers is zero unless holders of a shard differ.
         """
-        if not self._every or step % self._every:
+        is_due = self._every and step % self._every == 0
+        if not is_due and not self._is_requested:
             return 0.0
+        self._is_requested = False
         total = 0
         for index, checksum in zip(self._mine, self._checksums(), strict=True):
-            holders = self._shared[index].holders
-            factor = len(holders) - 1 if holders[0] == self._me else -1
-            total += factor * (checksum & self._mask)
+            total += signed_part(self._shared[index].holders, self._me, checksum & self._mask)
         return float(total)
+
+    def request(self) -> None:
+        """Check in the next vote, whether a check is due or not; all workers call it."""
+        self._is_requested = True
 
     def _checksums(self) -> list[int]:
         """Return the 64-bit checksum of each shard of `_mine`, in its order."""
@@ -201,17 +201,10 @@ class ReplicaCheck:
 
         An entry is 0 if the worker does not hold the shard.
         """
-        signed = []
-        for value in self._checksums():
-            has_top_bit = value >> 63
-            signed.append(value - (1 << 64) if has_top_bit else value)
-        # Each entry is 0 at all workers but one, so that the sum is that worker's checksum.
-        table = torch.zeros(self._world.size, len(self._shared), dtype=torch.int64)
-        table[self._world.rank, self._mine] = torch.tensor(signed, dtype=torch.int64)
-        table = table.to(self._world.device)
-        work = self._world.start_all_reduce(table)
-        self._world.wait_on_host(work)
-        return table.cpu()
+        row = [0] * len(self._shared)
+        for index, checksum in zip(self._mine, self._checksums(), strict=True):
+            row[index] = checksum
+        return exchange(self._world, row)
 
     def _send_from(self, owner: str, others: Iterable[str], shard: ShardId) -> None:
         """Send the owner's bits to one receiver after the other.
@@ -231,6 +224,41 @@ class ReplicaCheck:
                 self._world.wait_on_host(work)
                 right_bits = arrived.view(view.dtype)
                 view.copy_(right_bits.view(view.shape))
+
+
+def exact_mask(sizes: Iterable[int]) -> int:
+    """Return the bits of checksums to compare in a vote, for groups of holders of these sizes.
+
+    The sizes of all terms then add up to less than 2**53, so that float64 holds each partial sum of
+    the vote, whatever the order of the workers.
+    """
+    largest = 2 * sum(size - 1 for size in sizes)
+    bits_of_factors = math.ceil(math.log2(max(2, largest)))
+    num_bits = min(MOST_BITS, EXACT_BITS - 1 - bits_of_factors)
+    return (1 << num_bits) - 1
+
+
+def signed_part(holders: Sequence[str], me: str, masked: int) -> int:
+    """Return one holder's term of a sum that is zero if all holders have the same masked bits."""
+    return masked * (len(holders) - 1 if holders[0] == me else -1)
+
+
+def exchange(world: Group, row: Sequence[int]) -> Tensor:
+    """Exchange one row of 64-bit words of each worker: int64 bit patterns [workers, words].
+
+    The table is on the host. Blocks; all workers call it.
+    """
+    signed = []
+    for value in row:
+        has_top_bit = value >> 63
+        signed.append(value - (1 << 64) if has_top_bit else value)
+    # Each entry is 0 at all workers but one, so that the sum is that worker's word.
+    table = torch.zeros(world.size, len(row), dtype=torch.int64)
+    table[world.rank] = torch.tensor(signed, dtype=torch.int64)
+    table = table.to(world.device)
+    work = world.start_all_reduce(table)
+    world.wait_on_host(work)
+    return table.cpu()
 
 
 def is_frozen(shard: ShardId) -> bool:

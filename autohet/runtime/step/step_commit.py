@@ -29,6 +29,7 @@ from torch import Tensor
 from autohet.runtime.groups import Group, Interrupted, PeerLost
 from autohet.runtime.groups.clock import StreamClock
 from autohet.runtime.messages import (
+    AuditRecord,
     EvaluationRecord,
     ReplicaMismatch,
     Skipped,
@@ -37,6 +38,7 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.parallel.gradient_sync import GradientSync
+from autohet.runtime.step.audit import Audit
 from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.loss_scale import LossScale
@@ -175,6 +177,8 @@ class Trainer(ABC):
 
         All workers have one, or none has.
         """
+        self.audit: Audit | None = None
+        """Audit of the devices' arithmetic; all workers have one, or none has."""
 
     @abstractmethod
     def _gradients_of(
@@ -255,6 +259,7 @@ class Trainer(ABC):
         try:
             self.groups.check()
             vote, marks, parted = self._run_and_vote(batch)
+            audit = _settle(self.audit, self.replicas, self.step, vote)
         except (Interrupted, PeerLost):
             # Peers that wait for this worker, but not for the lost one, must wake up too. At the
             # gate nobody waits for it, and others of its pipeline may still be in their passes.
@@ -283,6 +288,7 @@ class Trainer(ABC):
             peak_memory_bytes=_peak_memory_bytes(self._device),
             rewards=vote.rewards,
             loss_scale=self.loss_scale,
+            audit=audit,
         )
 
     def evaluate(self, rows: EvaluationRows) -> EvaluationRecord | EvaluationEnded:
@@ -385,11 +391,15 @@ class Trainer(ABC):
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """Cast this worker's vote: one all-reduce over all workers, which decides the step."""
-        parted = 0.0
+        checks: dict[str, Tensor | float] = {}
         if self.replicas is not None:
-            parted = self.replicas.contribution(self.step)
+            checks["parted"] = self.replicas.contribution(self.step)
+        if self.audit is not None:
+            checks["audit"] = self.audit.contribution(self.step)
         overflows = self._overflows()
-        mine = self.voter.contribution(self.step, squares, loss, num_targets, parted, overflows)
+        if overflows is not None:
+            checks["overflows"] = overflows
+        mine = self.voter.contribution(self.step, squares, loss, num_targets, checks)
         # Before the vote is sent: a peer that sees its result may count on this worker's gradients.
         self.prepared = self.step
         self._enter("vote")
@@ -444,6 +454,16 @@ class Trainer(ABC):
             self.version = StateVersion(self.step + 1)
             self.phase = "idle"
             return changes
+
+
+def _settle(
+    audit: Audit | None, replicas: ReplicaCheck | None, step: int, vote: Vote
+) -> AuditRecord | None:
+    """Return the outcome of the step's audit; None if none was due."""
+    record = None if audit is None else audit.settle(step, vote.audit)
+    if record is not None and replicas is not None and record.weights_differ:
+        replicas.request()
+    return record
 
 
 def _peak_memory_bytes(device: torch.device) -> int | None:

@@ -32,6 +32,7 @@ from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
+from autohet.runtime.step.audit import Audit
 from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.pacing import Pacer
@@ -95,8 +96,8 @@ class StageTrainer(Trainer):
         self._weights = ComputeWeights(
             local, generation.groups, self.state, dtypes, setup.device, staging=staging
         )
-        self._gathering: tuple[Any, Any] | None = None
-        """Marks of the stream before and after the last gathering of weights."""
+        self._before_passes: dict[str, tuple[Any, Any]] = {}
+        """Marks of the stream around what the last step did before its passes, by part."""
         self.stage.weights.load({**generation.frozen, **self._weights.tensors})
         self._has_dropout = self.stage.dropout.drops
         # Isolated documents change shapes with each microbatch: code is compiled for one shape.
@@ -125,6 +126,9 @@ class StageTrainer(Trainer):
             reload = partial(_reload_frozen, generation, self.stage)
             assert parts.replicas is not None
             self.replicas = _replica_check(setup, generation, groups.world, parts.replicas, reload)
+        # A family may bring stages of its own, as all workers see alike.
+        if setup.training.audit_every and isinstance(self.stage, StageModel):
+            self.audit = Audit(setup.training, plan, me, groups.world, self.stage)
 
     def _build_executor(
         self,
@@ -160,6 +164,7 @@ class StageTrainer(Trainer):
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
         self._gather_weights()
+        self._run_audit()
         begin = self._clock.mark()
         self.gradient_sync.begin()
         self._begin_scaled()
@@ -298,15 +303,22 @@ class StageTrainer(Trainer):
             self._enter("gather")
             before = self._clock.mark()
             self._weights.gather()
-            self._gathering = (before, self._clock.mark())
+            self._before_passes["gather"] = (before, self._clock.mark())
+
+    def _run_audit(self) -> None:
+        """Compute the step's audit, where a pipeline's later stages wait anyway."""
+        self._before_passes.pop("audit", None)
+        if self.audit is not None and self.audit.is_due(self.step):
+            before = self._clock.mark()
+            self.audit.run(self.step)
+            self._before_passes["audit"] = (before, self._clock.mark())
 
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
         parts = super()._parts(started, voted, marks)
-        if self._gathering is not None:
-            gather_s = self._clock.seconds(*self._gathering)
-            parts["gather"] = gather_s
-            # The vote's part is what no other part explains, so far including the gathering.
-            parts["vote"] = max(0.0, parts["vote"] - gather_s)
+        for part, marks_of_part in self._before_passes.items():
+            parts[part] = self._clock.seconds(*marks_of_part)
+            # The vote's part is what no other part explains, so far including these.
+            parts["vote"] = max(0.0, parts["vote"] - parts[part])
         return parts
 
     @property

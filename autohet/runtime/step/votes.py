@@ -30,10 +30,11 @@ class Vote:
     rewards. Of the workers, `replicating` counts those whose part of the open
     replication round is in flight, `replication_failures` those whose part has failed, and
     `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
-    shard are not bit-equal (`replica_check`): then the step did not happen. `overflows` is not zero
-    if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale. `rows`
-    and `row_hashes` count the rows whose losses were computed (`row_count`). `ready` counts the
-    workers that can begin the next generation after this step.
+    shard are not bit-equal (`replica_check`): then the step did not happen. `audit` is not zero if
+    equal devices computed one block to other bits (`audit`); the step counts. `overflows` is not
+    zero if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale.
+    `rows` and `row_hashes` count the rows whose losses were computed (`row_count`). `ready` counts
+    the workers that can begin the next generation after this step.
 
     `squared_norm` is that of the gradient of `loss_sum`, the sum (not the mean) of the global
     batch's losses; NaN or infinite if a gradient is.
@@ -56,6 +57,7 @@ class Vote:
     rows: int = 0
     row_hashes: int = 0
     ready: int = 0
+    audit: int = 0
 
     @property
     def is_cut_over(self) -> bool:
@@ -188,15 +190,14 @@ class Voter:
         squares: Tensor,
         loss: Tensor,
         num_targets: Tensor,
-        parted: Tensor | float,
-        overflows: Tensor | None,
+        checks: Mapping[str, Tensor | float],
     ) -> Tensor:
         """Return this worker's vote on `step`, whose gradients it has summed.
 
-        squares: this worker's part of the squared norm. parted, overflows: as those of `Vote`;
-        overflows is None if the worker computes in another format.
+        squares: this worker's part of the squared norm. checks: its parts of `parted`, `audit` and
+        `overflows`.
         """
-        sums: dict[str, Tensor | float] = {"squared_norm": squares, "parted": parted}
+        sums: dict[str, Tensor | float] = {"squared_norm": squares, **checks}
         with self._readiness:
             sums["ready"] = self.next_begins_at == step + 1
             self._voted_step = step
@@ -208,8 +209,6 @@ class Voter:
             sums["replicating"] = status.pending
             sums["replication_failures"] = status.failed
             sums["writing"] = status.writing
-        if overflows is not None:
-            sums["overflows"] = overflows
         return self._contribution(loss, num_targets, sums)
 
     def _contribution(

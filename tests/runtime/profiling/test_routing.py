@@ -84,6 +84,7 @@ def test_the_command_measures_the_models_own_routing(
     expected = pytest.approx(librarys_spread(job))
     document = json.loads(capsys.readouterr().out)
     assert document["expert_load_spread"] == expected
+    assert document["exact_products"] == {"cpu": True}
     loads = document["largest_rank_load_by_tp_degree"]
     assert list(loads) == ["2", "4"]
     assert 1 < loads["2"] < loads["4"]

@@ -144,6 +144,14 @@ def dropout_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     return bits < limit
 
 
+def hashed_values(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return multiples of 1/128 in [-1, 1), fp32 [b, S, n], hashed from row and column keys.
+
+    Every format holds them exactly, fp8 aside.
+    """
+    return (_mix(rows.unsqueeze(-1) ^ columns) >> 24).float() / 128
+
+
 class _DroppedProduct(torch.autograd.Function):
     """Product of an input with dropout and a weight; keeps the input, not a copy with zeros.
 

@@ -71,11 +71,11 @@ class SequenceLength:
     tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorParallel:
     """A rank of the tensor-parallel group of a plan's stage.
 
-    length: of the whole sequences, which the stage sets.
+    length: of the whole sequences, which the stage sets. group: an audit replaces it for a while.
     """
 
     group: ReduceGroup

@@ -166,9 +166,15 @@ class StageModel(nn.Module):
         states = enter(self.norm(hidden), self.spec.tp)
         return self.logit_adjustment.apply(self.head(states))
 
-    def block_output(self, index: int, hidden: Tensor) -> Tensor:
-        """Output of block `index` of this stage for hidden states of whole sequences."""
-        tables = self.inputs.of_shape(hidden, hidden.shape[1])
+    def block_output(self, index: int, hidden: Tensor, length: int | None = None) -> Tensor:
+        """Return the output of block `index` of this stage for hidden states.
+
+        length: tokens of the whole sequences, of which `hidden` has this rank's part; None: it has
+        them whole.
+        """
+        length = hidden.shape[1] if length is None else length
+        self._length.tokens = length
+        tables = self.inputs.of_shape(hidden, length)
         arguments = self.inputs.arguments(index, tables, isolated=False)
         return self._run(self.blocks[index], hidden, arguments, None)
 
