@@ -11,6 +11,7 @@ microbatches of its own.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,14 +49,16 @@ class Proposal:
     side_by_side: bool
 
 
-def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
+def proposals_for(request: Request, tables: Tables, most_s: float = math.inf) -> list[Proposal]:
     """Return the best drafts of either placement for a request, fastest first.
 
     Drafts that probably hold some layer on too few nodes come last, and only if the request is not
-    brief.
+    brief. most_s: none if the closed form of each family is above it.
     """
     every = families(tables)
     known = _Known.of(request, tables, every)
+    if math.isfinite(most_s) and known.quickest_s() > most_s:
+        return []
     if request.min_node_disjoint_holders < 2:
         return _proposals_of(request, every, known)
 
@@ -105,6 +108,14 @@ class _Known:
         apart = ranking(max(1, most_pipelines), SharedNodes(estimator, None))
         return cls(tables, every, (side_by_side, apart), {})
 
+    def quickest_s(self) -> float:
+        """Return the least seconds of a family by the closed form; infinite without families."""
+        fastest = []
+        for ranking in self.rankings:
+            ranked = rank_families(self.tables, self.tables.batch, self.every, ranking.sync)
+            fastest += [seconds for _, seconds in itertools.islice(ranked, 1)]
+        return min(fastest, default=math.inf)
+
 
 def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list[Proposal]:
     """Return the best drafts of some families; any known ones may train beside each other."""
@@ -127,7 +138,8 @@ def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list
         fewest = max(holders, 2 if side_by_side else 1)
         enough = np.flatnonzero(near_equal.number >= fewest)
         families = near_equal.take(enough)
-        drafter = Drafter(ranking, families, side_by_side, keep, beside=known.every, orders=orders)
+        most = limits.BRIEF_FAMILIES if request.brief else limits.MOST_FAMILIES
+        drafter = Drafter(ranking, families, side_by_side, keep, known.every, orders, most)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
@@ -165,6 +177,7 @@ class Drafter:
     keep: int = limits.DRAFTS
     beside: Families | None = None
     orders: tuple[UncutPipelines, ...] = ()
+    most_families: int = limits.MOST_FAMILIES
 
     @property
     def tables(self) -> Tables:
@@ -176,15 +189,15 @@ class Drafter:
         in_pattern = list[CutPipelines]()
         batch = self.tables.batch
         quickest = rank_families(self.tables, batch, self.families, self.ranking.sync)
-        for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
+        for _ in range(0, self.most_families, limits.FAMILIES):
             if found and is_late():
                 break
 
             most_s = np.inf
             if found:
-                fastest_s = min(proposal.seconds for proposal in found)
-                most_s = limits.MAX_SLOWDOWN * fastest_s
-            next_ones = itertools.islice(quickest, limits.FAMILIES)
+                # the closed form of a family is seldom above the seconds of its cuts
+                most_s = min(proposal.seconds for proposal in found)
+            next_ones = itertools.islice(quickest, min(self.most_families, limits.FAMILIES))
             promising = [family for family, seconds in next_ones if seconds <= most_s]
             if not promising:
                 break
