@@ -138,8 +138,7 @@ def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list
         fewest = max(holders, 2 if side_by_side else 1)
         enough = np.flatnonzero(near_equal.number >= fewest)
         families = near_equal.take(enough)
-        most = limits.BRIEF_FAMILIES if request.brief else limits.MOST_FAMILIES
-        drafter = Drafter(ranking, families, side_by_side, keep, known.every, orders, most)
+        drafter = Drafter(ranking, families, side_by_side, keep, beside=known.every, orders=orders)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
@@ -177,7 +176,6 @@ class Drafter:
     keep: int = limits.DRAFTS
     beside: Families | None = None
     orders: tuple[UncutPipelines, ...] = ()
-    most_families: int = limits.MOST_FAMILIES
 
     @property
     def tables(self) -> Tables:
@@ -189,15 +187,15 @@ class Drafter:
         in_pattern = list[CutPipelines]()
         batch = self.tables.batch
         quickest = rank_families(self.tables, batch, self.families, self.ranking.sync)
-        for _ in range(0, self.most_families, limits.FAMILIES):
+        for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
             if found and is_late():
                 break
 
             most_s = np.inf
             if found:
-                # the closed form of a family is seldom above the seconds of its cuts
-                most_s = min(proposal.seconds for proposal in found)
-            next_ones = itertools.islice(quickest, min(self.most_families, limits.FAMILIES))
+                fastest_s = min(proposal.seconds for proposal in found)
+                most_s = limits.MAX_SLOWDOWN * fastest_s
+            next_ones = itertools.islice(quickest, limits.FAMILIES)
             promising = [family for family, seconds in next_ones if seconds <= most_s]
             if not promising:
                 break

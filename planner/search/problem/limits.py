@@ -25,7 +25,6 @@ UNEVEN_GPUS = 4
 # the next only while it lets hope for better ones
 FAMILIES = 60
 MOST_FAMILIES = 240  # in all
-BRIEF_FAMILIES = 20  # of a fleet or an assumption that is compared with others
 # drafts that are placed and predicted: the estimate is within 3% of the prediction in nine cases of
 # ten
 DRAFTS = 12
