@@ -296,6 +296,19 @@ class CostModel:
             key_value_units=self.spec.key_value_units if plan.spmd is None else 0,
         )
 
+    def over_full(self, plan: Plan) -> dict[str, float]:
+        """Return the share of its memory that each worker needs which does not fit.
+
+        It takes a fraction of a prediction's time.
+        """
+        if self.parameters.full_shard:
+            plan = plan.map_stages(lambda stage: replace(stage, shard_optimizer=True))
+        used = self.memory_of.by_worker(plan)
+        most = self._limits_bytes(plan)
+        return {
+            worker: used[worker] / most[worker] for worker in most if used[worker] > most[worker]
+        }
+
     def _limits_bytes(self, plan: Plan) -> dict[str, int]:
         """Return the bytes that a plan may use of each worker's memory."""
         found = dict[str, int]()

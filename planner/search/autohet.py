@@ -48,13 +48,15 @@ class RankedDrafts:
     """First half of a search: the plans it begins with, and those refused.
 
     ranked: drafts on workers and plans known before, with their predictions, fastest first.
-    rejected: the plans refused. begin_s: when the search began.
+    rejected: the plans refused. least_s: estimated seconds of the fastest proposal. begin_s: when
+    the search began.
     """
 
     request: Request
     tables: Tables
     ranked: list[Costed]
     rejected: list[Rejected]
+    least_s: float
     begin_s: float
 
 
@@ -66,20 +68,57 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     return improve(draft(request, seeds))
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Proposals of a search before they are placed and predicted.
+
+    known: plans that are compared with them. begin_s: when the search began.
+    """
+
+    request: Request
+    tables: Tables
+    known: list[Plan]
+    proposals: list[Proposal]
+    begin_s: float
+
+    @property
+    def least_s(self) -> float:
+        """Estimated seconds of the fastest proposal; predictions are seldom below."""
+        return min((each.seconds for each in self.proposals), default=math.inf)
+
+
 def draft(request: Request, seeds: Iterable[Plan] = ()) -> RankedDrafts:
     """Run the first half of a search. InfeasibleError if no draft fits."""
+    return rank_proposed(propose(request, seeds))
+
+
+def propose(request: Request, seeds: Iterable[Plan] = (), most_s: float = math.inf) -> Drafts:
+    """Propose the drafts of a search; none if a closed form of their seconds is above `most_s`.
+
+    Raises:
+        InfeasibleError: no GPU holds a part of the model.
+    """
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
     workers = set(request.fleet.workers)
     known = [plan for plan in seeds if workers.issuperset(plan.workers)]
-    ranked, rejected = rank_drafts(request, tables, known)
+    proposals = proposals_for(request, tables, most_s)
+    return Drafts(request, tables, known, proposals, begin)
+
+
+def rank_proposed(drafts: Drafts) -> RankedDrafts:
+    """Rank the drafts of a search. InfeasibleError if none fits."""
+    request = drafts.request
+    tables = drafts.tables
+    ranked, rejected = rank_drafts(request, tables, drafts.known, drafts.proposals)
     if not ranked and request.is_late:  # what was left out may fit
         unhurried = replace(request, deadline_s=math.inf)
-        ranked, rejected = rank_drafts(unhurried, tables, known)
+        proposals = proposals_for(unhurried, tables)
+        ranked, rejected = rank_drafts(unhurried, tables, drafts.known, proposals)
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
-    return RankedDrafts(request, tables, ranked, rejected, begin)
+    return RankedDrafts(request, tables, ranked, rejected, drafts.least_s, drafts.begin_s)
 
 
 def improve(found: RankedDrafts) -> Answer:
@@ -113,7 +152,7 @@ def improve(found: RankedDrafts) -> Answer:
 
 
 def rank_drafts(
-    request: Request, tables: Tables, known: list[Plan]
+    request: Request, tables: Tables, known: list[Plan], proposals: list[Proposal]
 ) -> tuple[list[Costed], list[Rejected]]:
     """Rank the known plans and the drafts, as `rank` does; add smaller drafts if memory refuses.
 
@@ -122,7 +161,8 @@ def rank_drafts(
     leave room for one more communicator and need no more host memory than there is. They are as
     deep, or have fewer stages, which keep fewer microbatches.
     """
-    ranked, rejected = rank(request, [*known, *_place_drafts(request, tables)])
+    first = dict.fromkeys([*known, *_place_drafts(request, tables, proposals)])
+    ranked, rejected = rank(request, first)
     if not _may_be_too_large(request, ranked, rejected):
         return ranked, rejected
 
@@ -131,17 +171,26 @@ def rank_drafts(
         rows.append(replace(row, limit_bytes=_lower_limit(request, tables, row)))
     deepest = min(tables.deepest, len(request.fleet.workers))
     step = max(1, deepest // limits.SHORTLIST)
-    for stages in range(deepest, deepest // 2, -step):
+    stages = deepest
+    while stages > deepest // 2:
         if ranked and request.is_late:
             rejected = [*rejected, Rejected("smaller drafts", TIME_IS_OVER)]
             break
 
         smaller = replace(tables, rows=tuple(rows), deepest=stages)
-        found, refused = rank(request, _place_drafts(request, smaller))
+        proposals = proposals_for(request, smaller)
+        placed = _place_drafts(request, smaller, proposals)
+        # the same drafts are refused again
+        unseen = [plan for plan in placed if plan not in first]
+        first.update(dict.fromkeys(unseen))
+        found, refused = rank(request, unseen)
         ranked = [*ranked, *found]
         rejected = [*rejected, *refused]
-        if found:
+        if ranked:
             break
+        # a limit that no draft reaches changes none
+        depths = [len(shape.rows) for each in proposals for shape in each.draft.shapes]
+        stages = min(stages - step, max(depths, default=0) - 1)
 
     unlike = {each.plan: each for each in ranked}
     return sorted(unlike.values(), key=lambda each: each.step_time_s), rejected
@@ -151,8 +200,7 @@ def _may_be_too_large(request: Request, ranked: list[Costed], rejected: list[Rej
     """Return True if no draft fits, or if a good one is refused for its memory."""
     if request.brief:
         lack_memory = any(math.isfinite(each.lacks_memory_s) for each in rejected)
-        if not lack_memory:
-            return False
+        return lack_memory and not ranked
     if not ranked:
         return True
 
@@ -177,10 +225,9 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
     return min(lower, row.fixed_bytes + state_bytes)
 
 
-def _place_drafts(request: Request, tables: Tables) -> Iterator[Plan]:
+def _place_drafts(request: Request, tables: Tables, proposals: list[Proposal]) -> Iterator[Plan]:
     """Yield the proposed drafts placed on the fleet's workers."""
     parts = {1, request.min_node_disjoint_holders}
-    proposals = proposals_for(request, tables)
     if request.brief:
         proposals = proposals[: limits.BRIEF_DRAFTS]
     for proposal in proposals:

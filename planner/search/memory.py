@@ -5,19 +5,30 @@ If host memory alone may refuse every plan, the search runs again without that l
 A search's tables have one assumption at a time: that nothing is done for memory, or as much as the
 job allows. Each plan that it looks at then gets, stage by stage, the fastest choice with which it
 fits (`StageChoices.working_ahead`), and is judged by the prediction as it would be run. Drafts of
-several assumptions are predicted, and the walks begin from the best of them. Where no draft fills a
-worker's memory, only the first assumption is used.
+several assumptions are predicted, as far as an estimate lets hope for the fastest, and the walks
+begin from the best of them. Where no draft fills a worker's memory, only the first assumption is
+used.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from planner.cost.layers.layer_costs import Assumed
 from planner.cost.model import CostModel
 from planner.errors import InfeasibleError
 from planner.plans.plan import Plan, Stage
-from planner.search.autohet import RankedDrafts, draft, improve, search_autohet
+from planner.search.autohet import (
+    Drafts,
+    RankedDrafts,
+    draft,
+    improve,
+    propose,
+    rank_proposed,
+    search_autohet,
+)
 from planner.search.bounds.bound import NO_PROOF, Proof, prove
 from planner.search.problem import limits
 from planner.search.problem.cost_tables import tables_of
@@ -48,12 +59,18 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     if needed and isinstance(first, RankedDrafts):
         return improve(first)
 
-    drafts = {plain: first}
-    for assumed in others:
-        if request.is_late and isinstance(first, RankedDrafts):
-            break
-        if _promises(request, assumed, drafts):
-            drafts[assumed] = _draft(request, assumed, first, known)
+    drafts: dict[Assumed, _Drafts] = {plain: first}
+    left = list[Rejected]()
+    if isinstance(first, RankedDrafts):
+        drafts |= _draft_beside(request, others, first, known)
+    else:
+        for most_holders in limits.SHARED_BY:
+            group = [each for each in others if each.holders <= most_holders and each not in drafts]
+            drafted, left_out = _draft_fastest(request, group, known)
+            drafts |= drafted
+            left += left_out
+            if any(isinstance(each, RankedDrafts) for each in drafts.values()):
+                break
     fastest = _fastest(list(drafts.values()))
     best = improve(fastest)
 
@@ -62,7 +79,6 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     proof = proof_for(request, prediction.step_time_s)
     seconds = request.clock() - begin
     evaluated = 0
-    left = []
     for assumed, each in drafts.items():
         if isinstance(each, RankedDrafts):
             evaluated += len(each.ranked) + len(each.rejected)
@@ -75,19 +91,63 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     return found.add_rejected(*left)
 
 
-def _promises(request: Request, assumed: Assumed, drafts: Mapping[Assumed, _Drafts]) -> bool:
-    """Return True if drafts of an assumption may be better than those known of others.
+def _draft_fastest(
+    request: Request, group: Sequence[Assumed], known: list[Plan]
+) -> tuple[dict[Assumed, _Drafts], list[Rejected]]:
+    """Draft under the assumptions that may lead to the fastest plan where none fits without.
 
-    Without a plan that fits, all are drafted until one fits; those with many holders save little
-    more. If one fits without saving memory, two are drafted where memory is scarce.
+    Their proposals are compared before any is predicted. Also returns the assumptions left out.
     """
-    first, *tried = drafts.values()
-    if not isinstance(first, RankedDrafts):
-        any_fits = any(isinstance(each, RankedDrafts) for each in tried)
-        return not any_fits or assumed.holders <= limits.SHARED_BY[0]
+    found = dict[Assumed, _Drafts]()
+    proposed = list[tuple[Assumed, Drafts]]()
+    for assumed in group:
+        try:
+            proposed.append((assumed, propose(_with_assumption(request, assumed), known)))
+        except InfeasibleError as error:
+            found[assumed] = error
+
+    best_s = math.inf
+    left = list[Rejected]()
+    for assumed, drafts in sorted(proposed, key=lambda each: each[1].least_s):
+        if drafts.least_s * limits.MIN_SPEEDUP > best_s:
+            why = f"{drafts.least_s:.4g} s a step by an estimate, slower than another"
+            left.append(Rejected(_describe(assumed), why))
+            continue
+        outcome = _try(partial(rank_proposed, drafts))
+        found[assumed] = outcome
+        if isinstance(outcome, RankedDrafts):
+            best_s = min(best_s, _best_s(outcome))
+    return found, left
+
+
+def _draft_beside(
+    request: Request, others: Sequence[Assumed], first: RankedDrafts, known: list[Plan]
+) -> dict[Assumed, _Drafts]:
+    """Draft under assumptions that may lead to faster plans than those that fit without.
+
+    Only few drafts are made, under two assumptions at most, and only where memory is scarce.
+    """
     best_s = _best_s(first)
     refused = any(each.lacks_memory_s * limits.MIN_SPEEDUP < best_s for each in first.rejected)
-    return len(tried) < 2 and (refused or (not request.brief and _is_full(first.ranked[0])))
+    if not refused and (request.brief or not _is_full(first.ranked[0])):
+        return {}
+
+    plans = [each.plan for each in first.ranked[: limits.SHORTLIST]]
+    most_s = best_s if refused else first.least_s
+    found = dict[Assumed, _Drafts]()
+    for assumed in others[:2]:
+        if request.is_late:
+            break
+        asked = _with_assumption(request, assumed)
+        outcome = _try(partial(_rank_few, asked, [*known, *plans], most_s))
+        if isinstance(outcome, RankedDrafts):
+            outcome = replace(outcome, request=asked)
+        found[assumed] = outcome
+    return found
+
+
+def _rank_few(request: Request, seeds: Sequence[Plan], most_s: float) -> RankedDrafts:
+    return rank_proposed(propose(replace(request, brief=True), seeds, most_s))
 
 
 def _is_full(draft: Costed) -> bool:
@@ -95,19 +155,6 @@ def _is_full(draft: Costed) -> bool:
     worker, share = draft.prediction.tightest_worker
     (stage,) = [each for each in draft.plan.stages if worker in each.workers]
     return share * (stage.num_layers + 1) > stage.num_layers
-
-
-def _draft(request: Request, assumed: Assumed, first: _Drafts, known: list[Plan]) -> _Drafts:
-    """Draft under an assumption; only few drafts if there is a plan that does nothing for memory.
-
-    Its best drafts are among those that are compared.
-    """
-    asked = _with_assumption(request, assumed)
-    if isinstance(first, InfeasibleError):
-        return _try(lambda: draft(asked, known))
-    plans = [each.plan for each in first.ranked[: limits.SHORTLIST]]
-    found = _try(lambda: draft(replace(asked, brief=True), [*known, *plans]))
-    return replace(found, request=asked) if isinstance(found, RankedDrafts) else found
 
 
 def _fastest(drafts: Sequence[_Drafts]) -> RankedDrafts:
@@ -199,13 +246,7 @@ def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
 
     The plan itself is returned if that is slower by more than MIN_SPEEDUP.
     """
-    needed = cost.memory_of.by_worker(_share_only(plan, set()))
-    over_full = set[str]()
-    for worker in plan.workers:
-        node_type = cost.fleet.node_of(worker).node_type
-        if needed[worker] > cost.worker_memory.limit_bytes(node_type):
-            over_full.add(worker)
-
+    over_full = set(cost.over_full(_share_only(plan, set())))
     fewer = _share_only(plan, over_full)
     before = cost.predict(plan)
     after = cost.predict(fewer)
@@ -259,13 +300,18 @@ def proof_for(request: Request, step_s: float) -> Proof:
     return prove(tables_of(free), step_s, lambda: request.is_late)
 
 
-def _why_left(assumed: Assumed, tried: _Drafts, best: RankedDrafts) -> Rejected:
-    """Say in words why an assumption was left."""
+def _describe(assumed: Assumed) -> str:
+    """Describe the stages of an assumption in words."""
     ways = assumed.choices or (assumed.recompute,)
     what = f"stages that recompute {' or '.join(ways)}"
     if assumed.holders > 1:
         what += ", optimizer state shared out"
+    return what
 
+
+def _why_left(assumed: Assumed, tried: _Drafts, best: RankedDrafts) -> Rejected:
+    """Say in words why an assumption was left."""
+    what = _describe(assumed)
     if isinstance(tried, InfeasibleError):
         return Rejected(what, str(tried))
     why = f"{_best_s(tried):.4g} s a step its best draft, "

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+import planner.search.memory as memory
 from planner.answers.replan import replan
 from planner.cost.basis import Measurements, Workload
 from planner.cost.layers.layer_costs import MemoryChoices
@@ -19,8 +20,12 @@ from planner.plans.model_spec import KeptValues, ModelSpec
 from planner.plans.plan import Pipeline, Plan, Stage
 from planner.plans.plan_checks import check_plan
 from planner.plans.redundancy import redundancy
+from planner.search.autohet import Drafts, RankedDrafts, placements
+from planner.search.drafts.families import proposals_for
 from planner.search.memory import fewest_shared, search_with_memory
+from planner.search.problem.cost_tables import tables_of
 from planner.search.problem.request import Request
+from planner.search.walk.judge import rank
 from tests.planner.cases import fleet, model, profile
 
 ALL = MemoryChoices(("none", "selective", "full"), True)
@@ -145,6 +150,58 @@ def test_only_stages_that_need_it_share_out_their_state() -> None:
     fewer = fewest_shared(cost, plan)
     assert [s.shard_optimizer for p in fewer.pipelines for s in p.stages] == [False, True, False]
     assert cost.predict(fewer).fits
+
+
+def test_only_drafts_that_fit_and_may_be_the_fastest_are_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bound left out too much if the fastest plan of some depths were not among the ranked."""
+    asked = request(small(("A100", 2, 2), ("T4", 2, 1), mib=160), 10, prove=False)
+    tables = tables_of(asked)
+    lax = replace(tables, rows=tuple(replace(row, limit_bytes=1e15) for row in tables.rows))
+    proposals = [*proposals_for(asked, tables), *proposals_for(asked, lax)]
+    plans = [plan for each in proposals for plan in placements(tables, each, {1})]
+    every = [asked.cost.predict(asked.cost.stage_choices.working_ahead(plan)) for plan in plans]
+    fastest: dict[object, float] = {}
+    for said in every:
+        if said.fits and said.plan is not None:
+            depths = str(sorted(len(pipeline.stages) for pipeline in said.plan.pipelines))
+            fastest[depths] = min(said.step_time_s, fastest.get(depths, said.step_time_s))
+
+    seen = list[Plan]()
+    predict = CostModel.predict
+    monkeypatch.setattr(
+        CostModel, "predict", lambda self, plan: seen.append(plan) or predict(self, plan)
+    )
+    ranked, rejected = rank(asked, plans)
+    found: dict[object, float] = {}
+    for each in reversed(ranked):
+        depths = str(sorted(len(pipeline.stages) for pipeline in each.plan.pipelines))
+        found[depths] = each.step_time_s
+    assert found == fastest
+    assert any(not said.fits for said in every)
+    assert all(predict(asked.cost, plan).fits for plan in seen)
+    assert len(seen) == len(ranked) < len([said for said in every if said.fits])
+    assert len(seen) + len(rejected) == len(set(plans))
+
+
+def test_ways_to_save_memory_that_an_estimate_shows_to_be_slower_are_not_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing fits without, the slowest way (all is recomputed, nothing shared) is left."""
+    asked = request(small(("A100", 4, 1), mib=120), 10, choices=ALL, prove=False)
+    ranked = list[float]()
+    real = memory.rank_proposed
+
+    def spy(drafts: Drafts) -> RankedDrafts:
+        ranked.append(drafts.least_s)
+        return real(drafts)
+
+    monkeypatch.setattr(memory, "rank_proposed", spy)
+    answer = search_with_memory(asked)
+    assert answer.prediction.fits
+    assert ranked == sorted(ranked)
+    assert any("by an estimate" in each.why for each in answer.rejected)
 
 
 def _plain(pipeline: Pipeline) -> Pipeline:

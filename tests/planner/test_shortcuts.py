@@ -131,9 +131,9 @@ def test_drafts_are_made_with_less_memory_where_one_near_the_best_was_refused(
     answer = plan_with("megatron", asked)
     best = Costed(answer.plan, answer.prediction)
     asks = list[Tables]()
-    monkeypatch.setattr(autohet, "_place_drafts", lambda _, mine: asks.append(mine) or [])
+    monkeypatch.setattr(autohet, "_place_drafts", lambda _, mine, __: asks.append(mine) or [])
     monkeypatch.setattr(
         autohet, "rank", lambda *_: ([best], [Rejected("", "", times * best.step_time_s)])
     )
-    autohet.rank_drafts(asked, tables, [])
+    autohet.rank_drafts(asked, tables, [], [])
     assert len(asks) == (2 if again else 1)

@@ -36,7 +36,8 @@ class SharedNodes:
         return self._sent[key]
 
     def _new_sent_s(self, number: int, rows: tuple[int, ...]) -> float:
-        sharing = [self._on_one_node(number, row) for row in rows]
+        by_row = {row: self._on_one_node(number, row) for row in set(rows)}
+        sharing = [by_row[row] for row in rows]
         if max(sharing) == 1:
             return 0.0
 
@@ -79,12 +80,15 @@ class CutRanking:
         self._after: dict[tuple[int, Shape], float] = {}
 
     def fastest(
-        self, alternatives: Sequence[Sequence[UncutPipelines]], most: int = limits.SHORTLIST
+        self,
+        alternatives: Sequence[Sequence[UncutPipelines]],
+        most: int = limits.SHORTLIST,
+        most_s: float = np.inf,
     ) -> list[CutPipelines]:
         """Return the best cut of each list of alternatives, fastest first.
 
         A closed form ranks the pipelines of a list; what is known of links and sync ranks the
-        `most` that come first.
+        `most` that come first. Cuts that take `most_s` are left out.
         """
         every = list[UncutPipelines]()
         list_of = list[int]()
@@ -107,12 +111,13 @@ class CutRanking:
             for index in fastest_first[:num_whole]:
                 number = list_of[index]
                 num_seen[number] += 1
-                if num_seen[number] > most:
+                known_s = best[number].seconds if number in best else most_s
+                # links and sync are not known yet, and only add to the seconds of a cut
+                if num_seen[number] > most or cut_s[index] >= known_s:
                     continue
 
                 uncut = every[index]
                 shapes = tuple(cut.shape for cut in cuts[index])
-                known_s = best[number].seconds if number in best else np.inf
                 seconds = self.about_s(uncut, shapes, known_s)
                 if seconds < known_s:
                     best[number] = CutPipelines(seconds, uncut, shapes)
@@ -210,10 +215,7 @@ def climb(
                 num_stages += uncut.depth
                 changed.append(uncut)
 
-            best = ranking.fastest([changed], limits.CLIMBED)
-            for each in best:
-                if each.seconds < cut.seconds:
-                    faster.append(each)
+            faster += ranking.fastest([changed], limits.CLIMBED, cut.seconds)
         found += faster
         now = faster
     return found

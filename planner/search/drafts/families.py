@@ -11,6 +11,7 @@ microbatches of its own.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,14 +49,16 @@ class Proposal:
     side_by_side: bool
 
 
-def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
+def proposals_for(request: Request, tables: Tables, most_s: float = math.inf) -> list[Proposal]:
     """Return the best drafts of either placement for a request, fastest first.
 
     Drafts that probably hold some layer on too few nodes come last, and only if the request is not
-    brief.
+    brief. most_s: none if the closed form of each family is above it.
     """
     every = families(tables)
     known = _Known.of(request, tables, every)
+    if math.isfinite(most_s) and known.quickest_s() > most_s:
+        return []
     if request.min_node_disjoint_holders < 2:
         return _proposals_of(request, every, known)
 
@@ -104,6 +107,14 @@ class _Known:
         side_by_side = ranking(holders, SharedNodes(estimator, holders))
         apart = ranking(max(1, most_pipelines), SharedNodes(estimator, None))
         return cls(tables, every, (side_by_side, apart), {})
+
+    def quickest_s(self) -> float:
+        """Return the least seconds of a family by the closed form; infinite without families."""
+        fastest = []
+        for ranking in self.rankings:
+            ranked = rank_families(self.tables, self.tables.batch, self.every, ranking.sync)
+            fastest += [seconds for _, seconds in itertools.islice(ranked, 1)]
+        return min(fastest, default=math.inf)
 
 
 def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list[Proposal]:

@@ -5,6 +5,7 @@ Side by side, gradients are summed inside a node.
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -120,7 +121,9 @@ class SideBySide:
         tables = self._tables
         tied_s = self._tied_s(number, shape)
         stages = shape.stages
-        nodes = self._nodes(number, shape)
+        # a pipeline has many stages of few rows
+        rates = {row: self._rate(number, self._like[row]) for row in set(shape.rows)}
+        nodes = self._nodes(shape, rates)
         backward_s = timing.way(shape).backward_s
         # seconds from the end of a stage's last backward to the end of the first stage's
         early = list(itertools.accumulate(backward_s, initial=0.0))
@@ -135,7 +138,7 @@ class SideBySide:
             if tied_s and (start == 0 or end == tables.num_layers):
                 num_bytes -= tables.rows[row].tied_sync_bytes
 
-            latency_s, byte_s, _ = self._rate(number, self._like[row])
+            latency_s, byte_s, _ = rates[row]
             free_s = carried.get(node, -math.inf)
             begin_s = max(free_s, -early[at])
             carried[node] = begin_s + latency_s + byte_s * num_bytes
@@ -148,7 +151,7 @@ class SideBySide:
             latest_s = max(latest_s, begin_s + tied_s)
         return latest_s + updated_s
 
-    def _nodes(self, number: int, shape: Shape) -> list[_Node]:
+    def _nodes(self, shape: Shape, rates: Mapping[int, _Rate]) -> list[_Node]:
         """Return a number for the node of each stage: its resource, and which of them.
 
         The stages of a resource fill one node after the other. A stage whose sums stay inside its
@@ -158,7 +161,7 @@ class SideBySide:
         nodes = []
         for row in shape.rows:
             resource = self._tables.kind(row).resource
-            _, _, stages_a_node = self._rate(number, self._like[row])
+            _, _, stages_a_node = rates[row]
             share = 1.0 / max(1, stages_a_node)
             before = filled.get(resource, 0.0)
             if before % 1.0 + share > 1.0 + 1e-9:

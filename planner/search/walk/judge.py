@@ -67,12 +67,15 @@ def seconds_of(request: Request, plan: Plan) -> float:
 def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Rejected]]:
     """Return plans that may be chosen, fastest first, and plans that may not.
 
-    Equally fast plans keep their order.
+    Equally fast plans keep their order. Plans that a bound shows to be slower than another with
+    the same depths are not predicted.
     """
+    cost = request.cost
+    best_s = dict[tuple[int, ...], float]()  # by depths of the pipelines
     found = list[Costed]()
     rejected = list[Rejected]()
     prepared = set[Plan]()
-    working_ahead = request.cost.stage_choices.working_ahead
+    working_ahead = cost.stage_choices.working_ahead
     distinct = dict.fromkeys(plans)
     for number, drawn in enumerate(distinct):
         if found and request.is_late:
@@ -88,10 +91,23 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
         if plan in prepared:
             continue
         prepared.add(plan)
-        each = Costed(plan, request.cost.predict(plan))
+        depths = tuple(sorted(len(pipeline.stages) for pipeline in plan.pipelines))
+        if plan.spmd is None:
+            least_s = cost.steps.step_at_least_s(plan)
+            over_full = cost.over_full(plan)
+            if over_full:
+                fullest = _why_over_full(*max(over_full.items(), key=lambda each: each[1]))
+                rejected.append(Rejected(describe(plan), fullest, least_s))
+                continue
+            if least_s >= best_s.get(depths, math.inf):
+                behind = f"at least {least_s:.4g} s a step, slower than another plan"
+                rejected.append(Rejected(describe(plan), behind))
+                continue
+        each = Costed(plan, cost.predict(plan))
         why = _refused(request, plan, each.prediction)
         if why is None:
             found.append(each)
+            best_s[depths] = min(each.step_time_s, best_s.get(depths, math.inf))
             continue
         lacks_memory_s = math.inf if each.prediction.fits else each.step_time_s
         rejected.append(Rejected(describe(plan), why, lacks_memory_s))
@@ -209,8 +225,7 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
 def _refused(request: Request, plan: Plan, prediction: Prediction) -> str | None:
     """Return why the prediction of a plan refuses it, or None."""
     if not prediction.fits_devices:
-        worker, share = prediction.tightest_worker
-        return f"worker {worker} would need {share:.0%} of its memory"
+        return _why_over_full(*prediction.tightest_worker)
     if prediction.not_offloaded is not None:
         return prediction.not_offloaded
     if request.needs_staging_room and prediction.not_staged is not None:
@@ -227,6 +242,10 @@ def _refused(request: Request, plan: Plan, prediction: Prediction) -> str | None
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
     return None
+
+
+def _why_over_full(worker: str, share: float) -> str:
+    return f"worker {worker} would need {share:.0%} of its memory"
 
 
 def zones_of(fleet: Fleet, plan: Plan) -> tuple[str, ...]:
