@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
 from autohet.control.checkpoint_pace import pace_checkpoints
-from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
 from autohet.control.corruption import answer_corruption
+from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
 from autohet.control.job_state import (
     Adopting,
     Building,
