@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
 from autohet.control.checkpoint_pace import pace_checkpoints
-from autohet.control.corruption import answer_corruption
 from autohet.control.ending import fail, fail_unsaved, forget_gone, is_dead, log_new_deaths
 from autohet.control.job_state import (
     Adopting,
@@ -31,6 +30,8 @@ from autohet.control.replanning import drop_search
 from autohet.control.states import building, closing, quiescing, sourcing, training, waiting
 from autohet.control.values.actions import Hire, RequestStop, StartAgents
 from autohet.control.values.effects import Deciding, Decision, Effects, Supersede, event
+from autohet.control.values.observation import Notice
+from planner.inputs.fleet import node_of
 
 if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
@@ -46,6 +47,8 @@ After as many again all workers are told to stop, whatever the state is. After a
 is given up.
 """
 MOST_FAILURES = 3 * RETRIES
+AUDIT = "audit"
+"""Source of the notice of a node that is drained since it computes wrongly."""
 
 
 def decide(memory: JobMemory, seen: Observation) -> Effects:
@@ -61,7 +64,7 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     seen = yield from _follow_goal(memory, seen)
     is_faulty = any(report.has_faulty_device for report in seen.reports.values())
     if is_faulty or memory.ledger.audits.wrong or memory.nodes.wrong:
-        seen = yield from answer_corruption(memory, seen)
+        seen = yield from _answer_corruption(memory, seen)
     if isinstance(memory.state, Saving):
         memory.state = yield from closing.save(memory.state, memory, seen)
         return
@@ -249,6 +252,35 @@ def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> 
     if unfit and no_other_node:
         return unfit
     return {}
+
+
+def _answer_corruption(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
+    """Decide on workers that were found to compute wrongly, as `elastic.on_corruption` says.
+
+    Returns the observation with a notice for each node that is drained, as if it were to leave.
+    """
+    known = memory.nodes
+    wrong = dict(memory.ledger.audits.wrong)
+    for worker, report in seen.reports.items():
+        if report.has_faulty_device:
+            wrong.setdefault(worker, report.error or "its device is faulty")
+    known.wrong &= wrong.keys()
+    for worker in sorted(wrong.keys() - known.wrong):
+        known.wrong.add(worker)
+        node = node_of(worker)
+        answer = memory.job.elastic.on_corruption
+        if answer == "drain":
+            known.corrupt[node] = Notice(node, AUDIT, seen.now)
+            deed = f"drain {node}"
+        elif answer == "stop":
+            memory.end.reason = f"the arithmetic of {worker} is wrong: {wrong[worker]}"
+            deed = "stop with a checkpoint"
+        else:
+            deed = f"go on with {worker}"
+        sentence = f"Deciding to {deed} (elastic.on_corruption), since {wrong[worker]}"
+        yield event("decision", memory.generation, sentence, worker=worker)
+    drained = {name: notice for name, notice in known.corrupt.items() if name in seen.nodes}
+    return replace(seen, notices={**drained, **seen.notices})
 
 
 class FailureAnswer(StrEnum):
