@@ -23,8 +23,8 @@ class Alone(Protocol):
         """Called now and then, after `away_s` seconds without a driver."""
         ...
 
-    def save(self, is_over: Callable[[], bool]) -> None:
-        """Make the state durable; return early once `is_over`, whether to end, returns False."""
+    def save(self, has_to_end: Callable[[], bool]) -> None:
+        """Make the state durable; return early once `has_to_end` returns False."""
         ...
 
 
@@ -55,20 +55,20 @@ class HeadlessWatch:
     def close(self) -> None:
         self._closed.set()
 
-    def _is_over(self) -> bool:
+    def _has_to_end(self) -> bool:
         limit_s = min(self._limit_s, STOP_S) if self.is_stopped else self._limit_s
         return self._reports.away_s > limit_s and not self._closed.is_set()
 
     def _run(self) -> None:
         while not self._closed.wait(LOOK_S):
-            if not self._is_over():
+            if not self._has_to_end():
                 if self._alone is not None:
                     self._alone.look(self._reports.away_s)
                 continue
             logger.warning("No driver for %.0f s: this process ends", self._reports.away_s)
             if self._alone is not None:
-                self._alone.save(self._is_over)
+                self._alone.save(self._has_to_end)
             # A driver may have come meanwhile.
-            if self._is_over():
+            if self._has_to_end():
                 self._end()
                 return

@@ -60,11 +60,11 @@ class Unattended:
         if self._worker.place.worker == min(order.layout.workers):
             self._commit()
 
-    def save(self, is_over: Callable[[], bool]) -> None:
+    def save(self, has_to_end: Callable[[], bool]) -> None:
         """Make the newest step durable together with the other workers, and commit it.
 
         Workers that train stop at the same step. Those whose generation has lost a peer choose the
-        newest step of which all shards are held. Returns early once `is_over` returns False, or
+        newest step of which all shards are held. Returns early once `has_to_end` returns False, or
         where nothing can be saved.
         """
         worker = self._worker
@@ -72,7 +72,7 @@ class Unattended:
         until = time.monotonic() + limits.step_s + limits.checkpoint_s
 
         def goes_on() -> bool:
-            return is_over() and time.monotonic() < until
+            return has_to_end() and time.monotonic() < until
 
         while goes_on() and (worker.phase not in STANDING_PHASES or self._is_uploading()):
             worker.request_stop(checkpoint=True)
