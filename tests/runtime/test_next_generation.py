@@ -205,7 +205,7 @@ def test_a_worker_withdraws_until_it_has_voted(
         if step == withdrawn_at:
             following.withdraw(1)
         nothing = torch.zeros(())
-        mine = voter.contribution(step, nothing, nothing, nothing, 0.0, None)
+        mine = voter.contribution(step, nothing, nothing, nothing, {})
         votes.append(int(mine[PLACES["ready"]]))
     following.withdraw(1)
     assert votes == [0, withdrawn_at == 8]

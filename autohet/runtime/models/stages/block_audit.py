@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -135,7 +136,7 @@ def block_checksum(stage: StageModel, layer: int, seed: int, step: int, length: 
         inputs.append(hashed_values(rows, keys).to(spec.dtype))
     hidden, gradient = inputs
     try:
-        with _alone(stage, index), _copied_weights(stage.blocks[index]) as weights:
+        with _SWITCHES, _alone(stage, index), _copied_weights(stage.blocks[index]) as weights:
             out = stage.block_output(index, hidden.requires_grad_(), length)
             learned = [each for each in weights if each.requires_grad]
             found = torch.autograd.grad(out, [hidden, *learned], gradient, allow_unused=True)
@@ -153,6 +154,10 @@ def weights_checksum(stage: StageModel, layer: int) -> int:
 def joint_checksum(tensors: Iterable[Tensor]) -> int:
     """Return one 64-bit checksum of tensors on one device; never 0."""
     return combined(array("Q", [*view_checksums(tensors), 0])) or 1
+
+
+_SWITCHES = threading.Lock()
+"""Held while an audit has set switches of the whole process."""
 
 
 @contextmanager
