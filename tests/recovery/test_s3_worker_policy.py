@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import boto3
+import pytest
 
 from recovery.storage.conformance import check_conformance
 from recovery.storage.open import open_storage
@@ -36,6 +37,7 @@ def versions_remark(uri: str) -> str:
     return found.problem or ""
 
 
+@pytest.mark.slow
 def test_a_bucket_that_keeps_every_removed_checkpoint_is_said_with_the_rule_that_helps() -> None:
     """The rule in the remark, and the one of scripts/aws/prepare, are each installed and enough."""
     prepare = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "aws" / "prepare"))
