@@ -57,6 +57,7 @@ class Session:
             sequence_length=None if plan is None else plan.sequence_length,
             parameters=self.parameters,
             model=None if plan is None else plan.model,
+            # Given plans are costed as they are, and other frameworks have one format.
             one_format=bool(self.given) or self.framework != OURS,
         )
 

@@ -29,7 +29,7 @@ from autohet.runtime.groups import (
     PeerLost,
     reconfigure,
 )
-from autohet.runtime.job import Job
+from autohet.runtime.job import Job, TrainingSection
 from autohet.runtime.messages import (
     STANDING_PHASES,
     GenerationOrder,
@@ -101,10 +101,7 @@ class Worker:
         )
         job = replace(job, training=job.training.with_rows(len(dataset)))
         self.job = job
-        batch = job.training.global_batch_sequences
-        self._batches = Batches(
-            dataset, job.training.seed, batch, self.device, first_row=job.training.first_row
-        )
+        self._batches = _batches_of(dataset, job.training, self.device)
         # One client for checkpoints and restores.
         self._storage = open_storage(job.checkpoint_storage)
         self.preservation = Preservation(place, job, self._storage)
@@ -542,6 +539,12 @@ def _kept_step(live: Live) -> int | None:
     """Return the step whose passes are kept, if it is the next one of the state."""
     kept = None if live.trainer is None else live.trainer.kept
     return kept.step if kept is not None and kept.step == live.version.step else None
+
+
+def _batches_of(dataset: TokenDataset, training: TrainingSection, device: torch.device) -> Batches:
+    """Return the reader of the run's batches, from its place in the sample order on."""
+    batch = training.global_batch_sequences
+    return Batches(dataset, training.seed, batch, device, first_row=training.first_row)
 
 
 def _open_evaluation(

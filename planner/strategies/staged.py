@@ -281,6 +281,7 @@ def _grids(
         for size in tables.sizes:
             microbatches, rest = divmod(tables.batch, size)
             if not rest:
+                # The largest divisor of the microbatches for which there are groups.
                 width = min(groups // depth, microbatches)
                 while microbatches % width:
                     width -= 1

@@ -267,7 +267,6 @@ def _read(
                 yield from reader.finish(flying[0])
                 done = flying.popleft()
                 ahead -= done.span.num_bytes
-                reader.reuse(done)
                 # Its memory is free now, not only after the next span.
                 del done
         finally:
@@ -311,11 +310,11 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, uri: str) -> torch.
         ) from None
 
 
-def _take_back(reader: weakref.ref[_Reader], block: np.ndarray) -> None:
+def _give_back(reader: weakref.ref[_Reader], block: np.ndarray) -> None:
     """Give memory back to the reader that allocated it, if it still reads."""
     alive = reader()
     if alive is not None:
-        alive.take_back(block)
+        alive.idle[block.nbytes].append(block)
 
 
 class _Reader:
@@ -332,8 +331,8 @@ class _Reader:
         into: Mapping[ShardId, memoryview],
     ) -> None:
         self._into = into
-        self._free: list[memoryview] = []
-        self._idle: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.idle: dict[int, list[np.ndarray]] = defaultdict(list)
+        """Memory that nobody uses any more, by its size."""
         self._storage = storage
         self._manifest = manifest
         self._whole_items = whole_items
@@ -351,7 +350,11 @@ class _Reader:
 
     def _fetch(self, span: FileSpan, num_parts: int) -> _Fetch:
         """Allocate the span's memory: one buffer, or by shard with the gaps between them."""
-        whole = self._whole_buffer(span.num_bytes) if self._whole_items else None
+        whole = None
+        if self._whole_items:
+            # Most spans are smaller than a part, and share buffers of its size.
+            num_bytes = max(span.num_bytes, self._storage.options.part_bytes)
+            whole = self._new_memory(num_bytes)[: span.num_bytes]
         memory = []
         shards = []
         position = span.start
@@ -373,31 +376,17 @@ class _Reader:
             memory.append(SpanMemory(position, whole[position - span.start :]))
         return _Fetch(span, memory, shards, num_parts, whole)
 
-    def _whole_buffer(self, num_bytes: int) -> memoryview:
-        free = self._free.pop() if self._free else memoryview(b"")
-        if len(free) < num_bytes:
-            free = self._new_memory(max(num_bytes, self._storage.options.part_bytes))
-        return free[:num_bytes]
-
-    def reuse(self, fetch: _Fetch) -> None:
-        """Reuse the memory of whole items, which nobody else has."""
-        if fetch.whole is not None:
-            self._free.append(memoryview(fetch.whole.obj))
-
     def _new_memory(self, num_bytes: int) -> memoryview:
         """Return memory that comes back to this reader once nobody has a tensor over it."""
-        idle = self._idle.get(num_bytes)
+        idle = self.idle[num_bytes]
         if idle:
             block = idle.pop()
         else:
             uri = f"{self._storage.uri}/{self._prefix}"
             block = empty_tensor((num_bytes,), torch.uint8, uri).numpy()
         lent = block[:]
-        weakref.finalize(lent, _take_back, weakref.ref(self), block).atexit = False
+        weakref.finalize(lent, _give_back, weakref.ref(self), block).atexit = False
         return lent.data
-
-    def take_back(self, block: np.ndarray) -> None:
-        self._idle[block.nbytes].append(block)
 
     def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
         """Wait for the span, at most for the storage's own deadline of each request."""

@@ -61,9 +61,7 @@ class Ancestry:
                 lost.add(entry.parent)
         lost -= entries.keys()
 
-        known: dict[int, Descent] = {
-            number: Descent(generation=number, parent=None, first_step=0) for number in lost
-        }
+        known = {number: Descent(generation=number, parent=None, first_step=0) for number in lost}
         known.update(entries)
         return Ancestry(known, frozenset(lost))
 

@@ -188,7 +188,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         # Workers may share one set of shards, which is then checked once.
-        distinct: dict[int, tuple[str, frozenset[ShardId]]] = {
+        distinct = {
             id(shards): (worker, shards) for worker, shards in self.shards_by_worker.items()
         }
 

@@ -73,9 +73,7 @@ class Placement:
         sources = tuple(sorted(by_source))
         holders = _holders(index, [by_source[source] for source in sources])
 
-        live: dict[str, frozenset[ShardId]] = {
-            source.name: by_source[source] for source in sources if source.kind == "worker"
-        }
+        live = {source.name: by_source[source] for source in sources if source.kind == "worker"}
 
         kept: dict[str, tuple[int, ...]] = {}
         needs: dict[str, tuple[int, ...]] = {}

@@ -182,15 +182,21 @@ def test_workers_train_on_without_a_driver_and_the_next_one_adopts_them(
     assert_report_is_of_both_drivers(tmp_path, lines)
 
 
-def test_a_stop_ends_what_has_no_driver(tmp_path: Path) -> None:
-    """Its newest step is stored whole, and no process of the job is left."""
+def write_long_job(directory: Path) -> Path:
+    """A job that ends, and stores a checkpoint, long after its test."""
     job_path, _ = write_documents(
-        tmp_path,
+        directory,
         {},
         training={"steps": 5000},
         checkpoint={"every_steps": 2000},
         emulation={"block_forward_s": 0.006},
     )
+    return job_path
+
+
+def test_a_stop_ends_what_has_no_driver(tmp_path: Path) -> None:
+    """Its newest step is stored whole, and no process of the job is left."""
+    job_path = write_long_job(tmp_path)
     events = tmp_path / "events.jsonl"
     autohet = str(Path(sys.executable).parent / "autohet")
     with nodes_without_names(2) as cluster:
@@ -262,13 +268,7 @@ def test_a_head_whose_store_survives_costs_no_step(
     monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
     monkeypatch.setenv("RAY_gcs_storage_path", str(tmp_path / "gcs"))
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
-    job_path, _ = write_documents(
-        tmp_path,
-        {},
-        training={"steps": 5000},
-        checkpoint={"every_steps": 2000},
-        emulation={"block_forward_s": 0.006},
-    )
+    job_path = write_long_job(tmp_path)
     events = tmp_path / "events.jsonl"
     autohet = str(Path(sys.executable).parent / "autohet")
     with nodes_without_names(2, gcs_server_port=free_port()) as cluster:

@@ -10,14 +10,22 @@ from pathlib import Path
 import pytest
 
 from autohet.control.values.observation import Prune
+from autohet.driver.ray.agents import agent_actor
 from autohet.driver.ray.agents.agent_actor import AgentActor, AgentPlace
 from autohet.driver.ray.reports.report_server import ReportServer
 from autohet.driver.ray.run_actor import fingerprint
 from autohet.runtime.process.epoch_fence import StaleDriver
+from autohet.runtime.process.log import ProcessLog
 from tests.harness.fake_job import fake_job
 
 WAITED_FOR_S = 5.0
 """An agent is killed then (`RayWorkforce.close`)."""
+
+
+@pytest.fixture(autouse=True)
+def root_logger_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent configures the root logger of its process, which is that of all tests here."""
+    monkeypatch.setattr(agent_actor, "log_as", ProcessLog)
 
 
 def test_snapshots_are_gone_before_anything_that_may_take_its_time(

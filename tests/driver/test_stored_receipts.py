@@ -59,6 +59,18 @@ def driver(path: Path) -> Durable:
     return Durable(open_storage(str(path)), facts, Retention(None))
 
 
+def claim(durable: Durable, generation: int, first_step: int) -> None:
+    """Begin a generation in the journal, which goes on from the one before."""
+    entry = Descent(
+        generation=generation,
+        parent=generation - 1 or None,
+        first_step=first_step,
+        driver=durable.lease.driver,
+    )
+    durable.claim(entry)
+    durable.claim_pool.submit(lambda: None).result()
+
+
 @pytest.mark.parametrize(
     ("uploads", "committed"),
     [
@@ -76,14 +88,7 @@ def test_the_next_driver_commits_what_arrived_whole(
     first.take_lease()
     for generation, first_step in ((1, 0), (2, 8)):
         if any(each[1] == generation for each in uploads):
-            entry = Descent(
-                generation=generation,
-                parent=generation - 1 or None,
-                first_step=first_step,
-                driver=first.lease.driver,
-            )
-            first.claim(entry)
-            first.claim_pool.submit(lambda: None).result()
+            claim(first, generation, first_step)
     for each in uploads:
         upload(tmp_path, *each)
     first.close()
@@ -118,14 +123,7 @@ def test_workers_commit_without_a_driver_what_counts(
     first = driver(tmp_path)
     first.take_lease()
     for generation, first_step in ((1, 0), (2, 4 if is_of_present_history else 2)):
-        entry = Descent(
-            generation=generation,
-            parent=generation - 1 or None,
-            first_step=first_step,
-            driver=first.lease.driver,
-        )
-        first.claim(entry)
-        first.claim_pool.submit(lambda: None).result()
+        claim(first, generation, first_step)
     storage = open_storage(str(tmp_path))
     upload(tmp_path, 4, 1, LAYOUT.workers)
     assert commit_stored(storage) is None, "the facts of the run are not known"

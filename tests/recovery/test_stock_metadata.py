@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
-from recovery.checkpoint.commit import list_checkpoints
+from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.copy import copy_checkpoint
-from recovery.checkpoint.dcp import METADATA_NAME
+from recovery.checkpoint.dcp import METADATA_NAME, encode_dcp_metadata
 from recovery.checkpoint.errors import CheckpointConflict
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.checkpoint.read import verify
@@ -83,6 +83,13 @@ def test_a_coordinator_that_is_killed_leaves_what_stock_pytorch_loads(
         assert verify(directory, 8).problems == ()
     make_checkpoint(directory, 8, seed=3)
     assert verify(directory, 8).problems == ()
+
+
+def test_a_manifest_that_is_read_implies_the_bytes_that_were_stored(directory: Storage) -> None:
+    """Wrong: bytes that depend on which strings are one object, so that each check parses them."""
+    make_checkpoint(directory, 8)
+    stored = directory.get(step_prefix(8) + METADATA_NAME)
+    assert stored == encode_dcp_metadata(open_checkpoint(directory, 8))
 
 
 def test_a_driver_that_starts_corrects_what_a_killed_one_left(

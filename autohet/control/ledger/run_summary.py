@@ -188,6 +188,7 @@ def _flops_by_gpu_type(plan: Plan, cost: CostModel) -> dict[str, float]:
                 layers.append(spec.embedding)
             if stage.end_layer == spec.num_layers:
                 layers.append(spec.head)
+            # MFU counts no recomputation (Chowdhery et al., PaLM, appendix B).
             flops_per_sequence = sum(layer.training_flops(cost.sequence_length) for layer in layers)
             found[gpu_type] += flops_per_sequence * pipeline.num_sequences
     return found

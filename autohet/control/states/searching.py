@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def on_arrival(
     state: Training, memory: JobMemory, arrived: tuple[str, ...], seen: Observation
 ) -> Deciding[State]:
+    """Search for a plan with nodes that have joined."""
     # Each is considered once, whatever the answer.
     state.declined = state.declined | frozenset(arrived)
     reason = f"{', '.join(arrived)} joined"

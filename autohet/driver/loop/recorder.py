@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic
@@ -163,7 +163,7 @@ def _is_same(field: str, old: Any, new: Any) -> bool:
     return field != "checkpoint" and bool(new == old)
 
 
-def _mapping_difference(old: Json, new: Json) -> Document:
+def _mapping_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Document:
     changed = {key: encode(item) for key, item in new.items() if key not in old or old[key] != item}
     gone = old.keys() - new.keys()
     document: Document = {"set": changed, "gone": sorted(gone)}

@@ -6,7 +6,7 @@ Its decisions must be the recorded ones, bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -193,12 +193,12 @@ def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[Docume
 
 def next_observation(before: Observation | None, document: Json) -> Observation:
     """Return the observation that differs from `before` by what was recorded."""
-    found: Document = {}
+    found: dict[str, Any] = {}
     for name, item in document.items():
         if name not in MAPPINGS:
             found[name] = decode(item)
             continue
-        new: Document = {}
+        new: dict[str, Any] = {}
         if before is not None:
             new.update(getattr(before, name))
         for key in item["gone"]:
@@ -262,7 +262,9 @@ def first_difference(then: Any, now: Any) -> str:
     return f"{json.dumps(then)} then, {json.dumps(now)} now"
 
 
-def memory_at_start(header: Json, planning: AnsweredPlanning, orders: OrderBuilder) -> JobMemory:
+def memory_at_start(
+    header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBuilder
+) -> JobMemory:
     """Return the recorded run's memory as it was before its first tick."""
     job = header["job"]
     memory = JobMemory(job, planning, orders)

@@ -47,6 +47,7 @@ class MarksWriter:
         begins[:, 0] = True
         starts = np.flatnonzero(begins.ravel())
         borders = np.append(starts, begins.size)
+        # Of all pieces of all rows.
         lengths = np.diff(borders).astype(np.int64)
         self._squares += int((lengths**2).sum())
 

@@ -440,7 +440,7 @@ def read_csv(
 
 def split_header(header: str, columns: Sequence[str]) -> tuple[str, list[str]]:
     """Return the separator that finds most of `columns` in a table's header, and its columns."""
-    found: dict[str, list[str]] = {
+    found = {
         separator: next(csv.reader([header], delimiter=separator), []) for separator in SEPARATORS
     }
     best = max(SEPARATORS, key=lambda each: len({*columns} & {*found[each]}))

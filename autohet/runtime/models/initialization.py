@@ -68,7 +68,7 @@ def _draw(owner: nn.Module, path: str, seed: int) -> Iterator[tuple[str, Tensor]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         module.apply(owner._init_weights)  # type: ignore[arg-type]
-    drawn: dict[str, Tensor] = {
+    drawn = {
         f"{path}.{name}": parameter.detach().float()
         for name, parameter in module.named_parameters()
     }

@@ -328,8 +328,7 @@ def _quantization_of(path: str, revision: str | None) -> Document:
     """Return `quantization_config` of a checkpoint's config file; empty without one."""
     file = _find(path, CONFIG_FILE, revision)
     document = {} if file is None else json.loads(Path(file).read_text())
-    quantization: Document = quantization_of(document)
-    return quantization
+    return quantization_of(document)
 
 
 def quantization_of(document: Json) -> Document:

@@ -38,7 +38,7 @@ from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
-from planner.inputs.documents import Document, Json
+from planner.inputs.documents import Document
 from planner.plans.plan import TensorShare
 
 TOLERANCE = 1e-5
@@ -128,7 +128,7 @@ class _Trace:
     values: dict[str, Tensor] = field(default_factory=dict)
 
     def watch(self, module: nn.Module, path: str) -> None:
-        def before(_: nn.Module, arguments: tuple[Any, ...], named: Json) -> None:
+        def before(_: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
             given = arguments[0] if arguments else named.get("hidden_states")
             self._note(f"the input of {path}", given)
 
@@ -214,7 +214,7 @@ def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> ModelProof:
             " give check-model a job with a smaller model of the same type"
         )
     scale = min(WEIGHT_SCALE, float(short.hidden_size) ** -0.5)
-    parameters: dict[str, Tensor] = {
+    parameters = {
         name: torch.randn(spec.shape, generator=generator) * scale for name, spec in specs.items()
     }
     expected, trace = _library(short, family, parameters)
@@ -226,6 +226,7 @@ def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> ModelProof:
         if finest % degree:
             skipped.append(degree)
             continue
+        # One stage, two stages cut at each border, and a stage for each layer.
         cuts: list[tuple[int, ...]] = [(layers,)]
         cuts += [(first, layers - first) for first in range(1, layers)]
         if layers > 2:

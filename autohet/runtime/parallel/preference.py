@@ -54,6 +54,7 @@ class PreferenceLoss:
         # Losses are negative log-probabilities, so c - c' is the reference's loss less the model's.
         rewards = self.beta * (reference - answers).double()
         margins = rewards[:, 0] - rewards[:, 1]
+        # Rows [b] that hold a pair.
         has_target = (targets >= 0).any(dim=-1)
         counted = has_target.double()
         known = margins.detach() * counted

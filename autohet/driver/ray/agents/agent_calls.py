@@ -5,7 +5,7 @@ An inventory lists the snapshots that one agent holds.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,9 +13,10 @@ from autohet.driver.sources.protocol import Sign
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import AgentEndpoint, DataState
 from autohet.runtime.process.metadata_server import InstanceFacts
-from planner.inputs.documents import Document, Json
 
 NOTHING_YET = DataState()
+Agents = Mapping[str, Any]
+"""Actor handle of each node's agent, by node."""
 SAME_END_S = 1.0
 """Seconds within which two deadlines are the same: each is counted from its own report."""
 
@@ -88,9 +89,9 @@ class Inventories:
         self._patience_s = min(timeouts.heartbeat_s, self._storage_patience_s)
         self._asked: dict[Any, str] = {}
         self._asked_at = 0.0
-        self._found: Document | None = None
+        self._found: dict[str, Any] | None = None
 
-    def request(self, agents: Json, now: float) -> None:
+    def request(self, agents: Agents, now: float) -> None:
         """Ask every agent again, by node."""
         self._found = {}
         self._asked_at = now
@@ -103,7 +104,7 @@ class Inventories:
 
     def take(
         self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True
-    ) -> Json | None:
+    ) -> Mapping[str, Any] | None:
         """Return the snapshots by node once all agents have answered or the wait is over.
 
         A slow agent hides no answers of the others, and nodes known to be `silent` are not waited

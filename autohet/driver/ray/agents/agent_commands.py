@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from autohet.control.values.observation import Age, HeldPart, Prune
-from autohet.driver.ray.agents.agent_calls import AgentCalls, Inventories
+from autohet.driver.ray.agents.agent_calls import AgentCalls, Agents, Inventories
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import AgentEndpoint, StateTransfer
-from planner.inputs.documents import Json
 
 logger = logging.getLogger("autohet")
 
@@ -31,7 +30,7 @@ class AgentCommands:
         self.newest_copies: dict[str, Age | None] = {}
         """Same as `Observation.newest_copies`."""
 
-    def take(self, now: float, silent: Set[str] = frozenset()) -> Json | None:
+    def take(self, now: float, silent: Set[str] = frozenset()) -> Mapping[str, Any] | None:
         """Collect the answers so far; return `Observation.holdings`."""
         self.newest_copies |= dict(self._calls.take(self._refusals))
         for node, transfer in self._calls.take(self._handovers):
@@ -54,7 +53,7 @@ class AgentCommands:
         """True if an agent has yet to answer any command but a pruning."""
         return self.handing_over or bool(self._refusals)
 
-    def prune(self, agents: Json, what: Prune) -> None:
+    def prune(self, agents: Agents, what: Prune) -> None:
         for agent in agents.values():
             self._calls.ask(agent, "prune", what)
 
@@ -62,12 +61,12 @@ class AgentCommands:
         call = self._calls.ask(agent, "refuse_copies")
         self._refusals[call] = node
 
-    def ask_holdings(self, agents: Json, now: float) -> None:
+    def ask_holdings(self, agents: Agents, now: float) -> None:
         self._holdings.request(agents, now)
 
     def hand_over(
         self,
-        agents: Json,
+        agents: Agents,
         parts: Mapping[str, Sequence[HeldPart]],
         to: Sequence[AgentEndpoint],
     ) -> None:

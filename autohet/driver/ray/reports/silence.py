@@ -18,10 +18,9 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.driver.ray.agents.agent_calls import AgentCalls
+from autohet.driver.ray.agents.agent_calls import AgentCalls, Agents
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.process.stopped import ProcessState
-from planner.inputs.documents import Json
 from planner.inputs.fleet import node_of
 
 LOOK_FROM = 0.5
@@ -80,7 +79,7 @@ class FreezeDetector:
         """True if an agent has yet to answer how a silent worker looks."""
         return bool(self._asked)
 
-    def frozen(self, heard: Iterable[Heard], agents: Json, now: float) -> dict[str, str]:
+    def frozen(self, heard: Iterable[Heard], agents: Agents, now: float) -> dict[str, str]:
         """Run one round; return the workers that are frozen for certain, with the reason.
 
         `heard`: the workers that are not known to be dead.
@@ -114,7 +113,7 @@ class FreezeDetector:
                 )
         return verdicts
 
-    def _ask_agents(self, watched: Mapping[str, list[Heard]], agents: Json) -> None:
+    def _ask_agents(self, watched: Mapping[str, list[Heard]], agents: Agents) -> None:
         """Ask the agents of suspects how these look, unless an answer is due or just came."""
         for node, suspects in watched.items():
             is_asked = node in self._asked.values()
@@ -187,7 +186,7 @@ class FreezeDetector:
 
 
 def _quiet(
-    by_node: Mapping[str, list[Heard]], agents: Json, since: float
+    by_node: Mapping[str, list[Heard]], agents: Agents, since: float
 ) -> dict[str, list[Heard]]:
     """Return the workers that have been silent since then, by node, for nodes with an agent."""
     found = {}

@@ -56,7 +56,6 @@ from autohet.runtime.models.parameter_spec import (
     take_units,
 )
 from autohet.runtime.models.stages.stage_spec import StageSpec
-from planner.inputs.documents import Document
 from planner.plans.plan import TensorShare
 
 # tensor parallelism
@@ -151,8 +150,8 @@ def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
     """Apply Megatron's f once before a module whose first linear maps are cut."""
 
     def hook(
-        _: nn.Module, args: tuple[Any, ...], kwargs: Document
-    ) -> tuple[tuple[Any, ...], Document]:
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             hidden, *rest = args
             return (enter(hidden, tp), *rest), kwargs
@@ -190,7 +189,7 @@ def isolate_mixers(blocks: Iterable[nn.Module], spec: StageSpec) -> None:
 def _gather_around(mixer: nn.Module, tp: TensorParallel) -> None:
     """Give a module the whole sequence, and take this rank's part of its output."""
 
-    def join(_: nn.Module, args: tuple[Any, ...], kwargs: Document) -> Any:
+    def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             hidden, *rest = args
             return (gather_sequence(hidden, tp), *rest), kwargs
