@@ -19,9 +19,10 @@ from autohet.runtime.job import ModelSection
 from autohet.runtime.models.adapter_files import stored_matrices
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import is_adapter
+from autohet.runtime.models.layers.nf4 import held_as, quantize
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
 from autohet.runtime.models.pretrained import pretrained_parameters
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, held_specs
 from recovery.errors import Cancelled
 
 
@@ -71,7 +72,7 @@ class FrozenWeights:
         self._seed = seed
         self._device = device
         self._dtype = dtype
-        self._specs: Mapping[str, ParameterSpec] = family_of(config).parameter_specs(config)
+        self._specs: Mapping[str, ParameterSpec] = held_specs(config)
         self._units: dict[str, tuple[int, ...]] = {}
         self.tensors: dict[str, Tensor] = {}
 
@@ -99,7 +100,7 @@ class FrozenWeights:
             gc.collect()
 
         read_bytes = 0
-        for name, whole in first_weights(self._model, self._config, lacking, self._seed):
+        for name, whole in self._read(lacking):
             if cancelled.is_set():
                 raise Cancelled("the frozen weights are no longer wanted")
             spec = self._specs[name]
@@ -112,9 +113,25 @@ class FrozenWeights:
 
     def reload(self, names: Collection[str]) -> None:
         """Read held slices of these parameters from the origin again, into the same memory."""
-        for name, whole in first_weights(self._model, self._config, names, self._seed):
+        for name, whole in self._read(names):
             # A name for the slice would keep it alive while the next whole tensor is read.
             self.tensors[name].copy_(take_units(self._specs[name], self._units[name], whole))
+
+    def _read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors of the origin, and what quantized ones are held as, by these names.
+
+        A weight is rounded to the job's precision before it is quantized, as in transformers.
+        """
+        specs = family_of(self._config).parameter_specs(self._config)
+        wanted = set(names)
+        sources = {name for name in specs if wanted & {part.name for part in held_as(specs[name])}}
+        for name, whole in first_weights(self._model, self._config, sources, self._seed):
+            if name in wanted:
+                yield name, whole
+                continue
+            parts = quantize(specs[name], whole.to(self._dtype))
+            for part in sorted(wanted & parts.keys()):
+                yield part, parts[part]
 
     def _drop(self, name: str) -> None:
         self._units.pop(name, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -375,9 +375,11 @@ def test_programs_train_no_adapters() -> None:
 
 
 def test_a_jobs_adapter_is_in_the_config_that_checkpoints_carry() -> None:
-    config = adapted_config("llama", ADAPTERS["llama-grouped"])
+    adapter = replace(ADAPTERS["llama-grouped"], base="nf4")
+    config = adapted_config("llama", adapter)
     found = adapter_of(json.loads(json.dumps(config.to_dict())))
     assert found is not None
-    section = asdict(ADAPTERS["llama-grouped"])
+    section = asdict(adapter)
     del section["from_"]
-    assert asdict(found) == {**section, "base": None, "revision": None, "text_path": ""}
+    other = {"base": None, "revision": None, "text_path": "", "base_format": "nf4"}
+    assert asdict(found) == {**section, **other}
