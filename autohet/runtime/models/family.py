@@ -392,18 +392,16 @@ def _is_map(spec: ParameterSpec, model: PreTrainedModel) -> bool:
     """Return True for the weight of a linear map of a block, which an NF4 base has in four bits.
 
     Raises:
-        ConfigError: the map's weight is transposed, or two of its values cannot share a byte.
+        ConfigError: the map's weight is transposed.
     """
     path, _, kind = spec.name.rpartition(".")
     module = model.get_submodule(path)
     if spec.layer < 0 or kind != "weight" or not is_linear(module):
         return False
-    is_odd = spec.shape[1] % 2 or (spec.split_dim == 1 and any(cut % 2 for cut in spec.cuts))
-    if isinstance(module, Conv1D) or is_odd:
-        what = "its slices have odd widths" if is_odd else "its layout is (in, out)"
+    if isinstance(module, Conv1D):
         raise ConfigError(
-            f"model.adapter.base is nf4, but {spec.name} of shape {spec.shape} cannot be held in"
-            f" four bits, since {what}; leave base out"
+            f"model.adapter.base is nf4, whose blocks are cut from weights (out, in), but"
+            f" {spec.name} is one (in, out); leave base out"
         )
     return True
 

@@ -75,6 +75,17 @@ ENDS: dict[str, tuple[str, AdapterSection]] = {
         AdapterSection(rank=3, targets="v_proj", modules_to_save=("embed_tokens",)),
     ),
     "targets": ("llama", AdapterSection(rank=4, targets=("all-linear", "embed_tokens", "lm_head"))),
+    "a base in four bits": (
+        "llama-grouped",
+        AdapterSection(
+            rank=3,
+            base="nf4",
+            targets=("q_proj", "down_proj", "lm_head"),
+            modules_to_save=("up_proj",),
+        ),
+    ),
+    "a base in four bits, fused maps": ("phi3", AdapterSection(rank=3, base="nf4")),
+    "a base in four bits, experts": ("deepseek_v3", AdapterSection(rank=3, base="nf4")),
     "a scaled embedding": (
         "gemma2-untied",
         AdapterSection(rank=4, targets=("q_proj", "model.embed_tokens")),

@@ -37,7 +37,8 @@ SCALES = ".scales"
 FACTORS = ".factors"
 """Suffixes of what a weight is held as.
 
-Codes: uint8 [out, in / 2], the first of two in the higher bits. Scales: uint8 [out, in / BLOCK], or
+Codes: uint8 [out, in / 2], the first of two in the higher bits, or [out, in] where an odd number of
+columns is cut. Scales: uint8 [out, in / BLOCK], or
 [blocks] where blocks are cut. Factors: fp32, one for each group of scales, then the scales' mean.
 """
 NF4 = (
@@ -75,13 +76,20 @@ def held_as(spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
     def cut_by(width: int) -> tuple[int, ...]:
         return tuple(cut // width for cut in cuts) if spec.split_dim == 1 else cuts
 
-    codes = replace(part, name=spec.name + CODES, shape=(rows, columns // 2), cuts=cut_by(2))
+    is_odd = columns % 2 or (spec.split_dim == 1 and any(cut % 2 for cut in cuts))
+    width = 1 if is_odd else 2
+    shape = (rows, columns // width)
+    codes = replace(part, name=spec.name + CODES, shape=shape, cuts=cut_by(width))
     whole = ParameterSpec(spec.name + SCALES, (num_blocks,), spec.layer, trainable=False)
     scales = replace(whole, held_dtype=torch.uint8)
     if is_whole:
         scales = replace(part, name=scales.name, shape=(rows, columns // BLOCK), cuts=cut_by(BLOCK))
-    shape = (-(-num_blocks // GROUP) + 1,)
-    factors = replace(whole, name=spec.name + FACTORS, shape=shape, held_dtype=torch.float32)
+    factors = replace(
+        whole,
+        name=spec.name + FACTORS,
+        shape=(-(-num_blocks // GROUP) + 1,),
+        held_dtype=torch.float32,
+    )
     return codes, scales, factors
 
 
@@ -89,13 +97,16 @@ def quantize(spec: ParameterSpec, weight: Tensor) -> dict[str, Tensor]:
     """Return what a whole weight [out, in] is held as, by the names of `held_as`."""
     nf4, dynamic = _tables(weight.device)
     indices, scales = _nearest(weight.reshape(-1), BLOCK, nf4)
-    pairs = indices.flatten()[: weight.numel()].view(-1, 2)
+    codes = indices.flatten()[: weight.numel()]
+    parts = held_as(spec)
+    if math.prod(parts[0].shape) < weight.numel():
+        codes = codes[::2] << 4 | codes[1::2]
     # Summed in fp64, so that the mean does not depend on the machine.
     mean = scales.double().mean().float()
     of_scales, factors = _nearest(scales - mean, GROUP, dynamic)
-    parts = (pairs[:, 0] << 4 | pairs[:, 1], of_scales.flatten(), torch.cat([factors, mean[None]]))
+    tensors = codes, of_scales.flatten(), torch.cat([factors, mean[None]])
     found: dict[str, Tensor] = {}
-    for part, tensor in zip(held_as(spec), parts, strict=True):
+    for part, tensor in zip(parts, tensors, strict=True):
         # The last group of scales may be filled up.
         found[part.name] = tensor[: math.prod(part.shape)].view(part.shape)
     return found
@@ -153,7 +164,7 @@ def dequantize(
     An operator of its own, so that a compiler fuses no sum and product into other bits.
     """
     nf4, dynamic = _tables(codes.device)
-    shape = (len(codes), 2 * codes.shape[1])
+    shape = _shape(codes, columns)
     size = shape[1] // len(columns)
 
     def scale(rows: slice) -> Tensor:
@@ -166,10 +177,12 @@ def dequantize(
         kernel = torch.ops.bitsandbytes.dequantize_4bit
         weight: Tensor = kernel(codes.contiguous(), scale(slice(None)), BLOCK, "nf4", shape, dtype)
         return weight
-    pairs = torch.stack([nf4.repeat_interleave(16), nf4.repeat(16)], dim=1)
+    values_of = torch.stack([nf4.repeat_interleave(16), nf4.repeat(16)], dim=1)
+    if shape == codes.shape:
+        values_of = nf4.unsqueeze(1)
     weight = torch.empty(shape, dtype=dtype, device=codes.device)
     for rows in row_chunks(weight, CHUNK_ELEMENTS):
-        values = F.embedding(codes[rows].int(), pairs).flatten(1).unflatten(1, (-1, size))
+        values = F.embedding(codes[rows].int(), values_of).flatten(1).unflatten(1, (-1, size))
         weight[rows] = (values * scale(rows).unsqueeze(-1)).flatten(1)
     return weight
 
@@ -183,7 +196,13 @@ def _(
     columns: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    return codes.new_empty((len(codes), 2 * codes.shape[1]), dtype=dtype)
+    return codes.new_empty(_shape(codes, columns), dtype=dtype)
+
+
+def _shape(codes: Tensor, columns: Tensor) -> tuple[int, int]:
+    """Return the shape of the values: two in each byte of the codes, or one for each column."""
+    width = 1 if codes.shape[1] == len(columns) else 2
+    return len(codes), width * codes.shape[1]
 
 
 class QuantizedWeight(nn.Module):
@@ -225,8 +244,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight = dequantize(*ctx.saved_tensors, gradients[0].dtype)
-        return gradients[0] @ weight, *[None] * len(ctx.saved_tensors)
+        # Read once: a recomputed block gives them once.
+        parts = ctx.saved_tensors
+        weight = dequantize(*parts, gradients[0].dtype)
+        return gradients[0] @ weight, *[None] * len(parts)
 
 
 class _QuantizedLinear(nn.Linear):
