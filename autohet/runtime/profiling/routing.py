@@ -18,7 +18,7 @@ from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.layers.experts import ROUTERS, is_dense, num_experts
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.stage import StageModel, build_stage
-from autohet.runtime.state.frozen import first_weights
+from autohet.runtime.state.frozen import held_weights
 from autohet.runtime.step.batches import Batches
 from planner.cost.layers.experts import load_spread
 
@@ -70,7 +70,7 @@ def _stage(job: Job, config: Any, layers: range, device: torch.device) -> StageM
     dtype = COMPUTE_DTYPES[job.training.precision]
     stage = build_stage(config, layers, None, device, dtype)
     names = list(stage.weights.local_shapes())
-    weights = dict(first_weights(job.model, config, names, job.training.seed))
+    weights = dict(held_weights(job.model, config, names, job.training.seed, dtype))
     stage.weights.load(weights)
     return stage
 

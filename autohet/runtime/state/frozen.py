@@ -51,6 +51,30 @@ def first_weights(
         yield from pretrained_parameters(model.pretrained, config, family, read, model.revision)
 
 
+def held_weights(
+    model: ModelSection,
+    config: PreTrainedConfig,
+    names: Collection[str],
+    seed: int,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `first_weights` as workers hold them: of quantized ones the parts (`held_specs`).
+
+    dtype: of the job's precision, to which a weight is rounded before it is quantized, as
+    transformers does.
+    """
+    specs = family_of(config).parameter_specs(config)
+    wanted = set(names)
+    origins = {name for name in specs if wanted & {part.name for part in held_as(specs[name])}}
+    for name, whole in first_weights(model, config, origins, seed):
+        if not specs[name].is_quantized:
+            yield name, whole
+            continue
+        for part, tensor in quantize(specs[name], whole.to(dtype)).items():
+            if part in wanted:
+                yield part, tensor
+
+
 class FrozenWeights:
     """Frozen slices of one worker, kept across generations.
 
@@ -118,20 +142,7 @@ class FrozenWeights:
             self.tensors[name].copy_(take_units(self._specs[name], self._units[name], whole))
 
     def _read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors of the origin, and what quantized ones are held as, by these names.
-
-        A weight is rounded to the job's precision before it is quantized, as in transformers.
-        """
-        specs = family_of(self._config).parameter_specs(self._config)
-        wanted = set(names)
-        sources = {name for name in specs if wanted & {part.name for part in held_as(specs[name])}}
-        for name, whole in first_weights(self._model, self._config, sources, self._seed):
-            if name in wanted:
-                yield name, whole
-                continue
-            parts = quantize(specs[name], whole.to(self._dtype))
-            for part in sorted(wanted & parts.keys()):
-                yield part, parts[part]
+        return held_weights(self._model, self._config, names, self._seed, self._dtype)
 
     def _drop(self, name: str) -> None:
         self._units.pop(name, None)
