@@ -107,11 +107,13 @@ def test_a_slice_has_the_values_of_the_whole_at_any_degree(name: str) -> None:
         for part in held_as(spec):
             parts.append(take_units(part, local_units(part, share), held[part.name]))
         own = QuantizedWeight(spec, units, CPU)
-        found = dequantize(*parts, own.starts, own.columns, torch.float32)
+        found = dequantize(*parts, own.starts, own.columns, given)
         assert torch.equal(found, take_units(spec, units, values))
 
 
-def test_a_weight_takes_half_a_byte_and_its_product_keeps_no_values() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_takes_half_a_byte_and_its_product_keeps_no_values(compiled: bool) -> None:
+    """Wrong: a compiler takes the values of the forward pass for the backward pass."""
     spec = spec_of((256, 512))
     module = QuantizedWeight(spec, (0,), CPU)
     held = quantize(spec, torch.randn(256, 512).bfloat16())
@@ -119,12 +121,14 @@ def test_a_weight_takes_half_a_byte_and_its_product_keeps_no_values() -> None:
         kept = torch.nn.Parameter(held[part.name], requires_grad=False)
         module._parameters[part.name.rpartition(".")[2]] = kept
     assert sum(each.nbytes for each in held.values()) < 0.517 * 256 * 512
-    values = dequantize(*held.values(), module.starts, module.columns, torch.float32)
-
     x = torch.randn(3, 512, requires_grad=True)
+    values = dequantize(*held.values(), module.starts, module.columns, x)
+
+    run = torch.compile(module, backend="aot_eager_decomp_partition") if compiled else module
     saved: list[Tensor] = []
     with saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
-        product = module(x)
+        product = run(x)
+    assert saved
     assert all(each.dtype != x.dtype or each.numel() < 100 for each in saved)
     gradient = torch.randn(3, 256)
     (found,) = torch.autograd.grad(product, x, gradient)

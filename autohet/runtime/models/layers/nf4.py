@@ -116,7 +116,7 @@ def quantized_values(spec: ParameterSpec, weight: Tensor) -> Tensor:
     """Return the values of a whole weight [out, in] that stages compute with instead of it."""
     whole = QuantizedWeight(spec, range(spec.num_units), weight.device)
     parts = quantize(spec, weight).values()
-    values: Tensor = dequantize(*parts, whole.starts, whole.columns, weight.dtype)
+    values: Tensor = dequantize(*parts, whole.starts, whole.columns, weight)
     return values
 
 
@@ -154,14 +154,16 @@ def dequantize(
     factors: Tensor,
     starts: Tensor,
     columns: Tensor,
-    dtype: torch.dtype,
+    like: Tensor,
 ) -> Tensor:
-    """Return a rank's part [m, n] of a weight: each value rounded once, from fp32 to `dtype`.
+    """Return a rank's part [m, n] of a weight: values in fp32, rounded once to the dtype of `like`.
 
     starts: int64 [m], the place in the whole weight of the first value of each own row. columns:
     int64, the first own column of each own block [n / BLOCK], or all own columns [n].
 
-    An operator of its own, so that a compiler fuses no sum and product into other bits.
+    An operator of its own, so that a compiler fuses no sum and product into other bits. `like` is
+    the input or the gradient of a product: a compiler then cannot keep the values of the forward
+    pass for the backward pass.
     """
     nf4, dynamic = _tables(codes.device)
     shape = _shape(codes, columns)
@@ -175,12 +177,14 @@ def dequantize(
 
     if size == BLOCK and _has_kernel(codes.device.type):
         kernel = torch.ops.bitsandbytes.dequantize_4bit
-        weight: Tensor = kernel(codes.contiguous(), scale(slice(None)), BLOCK, "nf4", shape, dtype)
+        weight: Tensor = kernel(
+            codes.contiguous(), scale(slice(None)), BLOCK, "nf4", shape, like.dtype
+        )
         return weight
     values_of = torch.stack([nf4.repeat_interleave(16), nf4.repeat(16)], dim=1)
     if shape == codes.shape:
         values_of = nf4.unsqueeze(1)
-    weight = torch.empty(shape, dtype=dtype, device=codes.device)
+    weight = torch.empty(shape, dtype=like.dtype, device=codes.device)
     for rows in row_chunks(weight, CHUNK_ELEMENTS):
         values = F.embedding(codes[rows].int(), values_of).flatten(1).unflatten(1, (-1, size))
         weight[rows] = (values * scale(rows).unsqueeze(-1)).flatten(1)
@@ -194,9 +198,9 @@ def _(
     factors: Tensor,
     starts: Tensor,
     columns: Tensor,
-    dtype: torch.dtype,
+    like: Tensor,
 ) -> Tensor:
-    return codes.new_empty(_shape(codes, columns), dtype=dtype)
+    return codes.new_empty(_shape(codes, columns), dtype=like.dtype)
 
 
 def _shape(codes: Tensor, columns: Tensor) -> tuple[int, int]:
@@ -240,13 +244,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(*parts)
-        return F.linear(x, dequantize(*parts, x.dtype))
+        return F.linear(x, dequantize(*parts, x))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: a recomputed block gives them once.
         parts = ctx.saved_tensors
-        weight = dequantize(*parts, gradients[0].dtype)
+        weight = dequantize(*parts, gradients[0])
         return gradients[0] @ weight, *[None] * len(parts)
 
 
