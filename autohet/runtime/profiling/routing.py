@@ -69,8 +69,9 @@ def _stage(job: Job, config: Any, layers: range, device: torch.device) -> StageM
     """Build a stage with its first weights."""
     dtype = COMPUTE_DTYPES[job.training.precision]
     stage = build_stage(config, layers, None, device, dtype)
+    like = torch.empty(0, dtype=dtype, device=device)
     names = list(stage.weights.local_shapes())
-    weights = dict(held_weights(job.model, config, names, job.training.seed, dtype))
+    weights = dict(held_weights(job.model, config, names, job.training.seed, like))
     stage.weights.load(weights)
     return stage
 

@@ -56,12 +56,12 @@ def held_weights(
     config: PreTrainedConfig,
     names: Collection[str],
     seed: int,
-    dtype: torch.dtype,
+    like: Tensor,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `first_weights` as workers hold them: of quantized ones the parts (`held_specs`).
 
-    dtype: of the job's precision, to which a weight is rounded before it is quantized, as
-    transformers does.
+    like: a weight is rounded to its dtype before it is quantized, as transformers does, and
+    quantized on its device.
     """
     specs = family_of(config).parameter_specs(config)
     wanted = set(names)
@@ -70,7 +70,7 @@ def held_weights(
         if not specs[name].is_quantized:
             yield name, whole
             continue
-        for part, tensor in quantize(specs[name], whole.to(dtype)).items():
+        for part, tensor in quantize(specs[name], whole.to(like)).items():
             if part in wanted:
                 yield part, tensor
 
@@ -142,7 +142,8 @@ class FrozenWeights:
             self.tensors[name].copy_(take_units(self._specs[name], self._units[name], whole))
 
     def _read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        return held_weights(self._model, self._config, names, self._seed, self._dtype)
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        return held_weights(self._model, self._config, names, self._seed, like)
 
     def _drop(self, name: str) -> None:
         self._units.pop(name, None)

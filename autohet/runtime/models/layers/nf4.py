@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from autohet.runtime.models.layers.autograd import apply
 from autohet.runtime.models.layers.row_chunks import row_chunks
+from autohet.runtime.models.layers.tensor_parallel import set_product
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
 
 BLOCK = 64
@@ -38,8 +39,8 @@ FACTORS = ".factors"
 """Suffixes of what a weight is held as.
 
 Codes: uint8 [out, in / 2], the first of two in the higher bits, or [out, in] where an odd number of
-columns is cut. Scales: uint8 [out, in / BLOCK], or
-[blocks] where blocks are cut. Factors: fp32, one for each group of scales, then the scales' mean.
+columns is cut. Scales: uint8 [out, in / BLOCK], or [blocks] where blocks are cut. Factors: fp32,
+one for each group of scales, then the scales' mean.
 """
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -67,23 +68,20 @@ def held_as(spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
         return (spec,)
     rows, columns = spec.shape
     num_blocks = -(-rows * columns // BLOCK)
-    cuts = spec.cuts
-    is_whole = columns % BLOCK == 0
-    if spec.split_dim == 1:
-        is_whole = is_whole and all(cut % BLOCK == 0 for cut in cuts)
-    part = replace(spec, is_quantized=False, held_dtype=torch.uint8)
+    divisor = math.gcd(columns, *(spec.cuts if spec.split_dim == 1 else ()))
 
-    def cut_by(width: int) -> tuple[int, ...]:
-        return tuple(cut // width for cut in cuts) if spec.split_dim == 1 else cuts
+    def packed(name: str, width: int) -> ParameterSpec:
+        cuts = spec.cuts
+        if spec.split_dim == 1:
+            cuts = tuple(cut // width for cut in cuts)
+        part = replace(spec, name=spec.name + name, shape=(rows, columns // width), cuts=cuts)
+        return replace(part, is_quantized=False, held_dtype=torch.uint8)
 
-    is_odd = columns % 2 or (spec.split_dim == 1 and any(cut % 2 for cut in cuts))
-    width = 1 if is_odd else 2
-    shape = (rows, columns // width)
-    codes = replace(part, name=spec.name + CODES, shape=shape, cuts=cut_by(width))
+    codes = packed(CODES, math.gcd(divisor, 2))
     whole = ParameterSpec(spec.name + SCALES, (num_blocks,), spec.layer, trainable=False)
     scales = replace(whole, held_dtype=torch.uint8)
-    if is_whole:
-        scales = replace(part, name=scales.name, shape=(rows, columns // BLOCK), cuts=cut_by(BLOCK))
+    if divisor % BLOCK == 0:
+        scales = packed(SCALES, BLOCK)
     factors = replace(
         whole,
         name=spec.name + FACTORS,
@@ -254,22 +252,8 @@ class _Product(torch.autograd.Function):
         return gradients[0] @ weight, *[None] * len(parts)
 
 
-class _QuantizedLinear(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        product = _product(input, self.weight)
-        return product if self.bias is None else product + self.bias
-
-
-def _product(x: Tensor, weight: Any) -> Tensor:
-    product: Tensor = weight(x)
-    return product
-
-
 def use_nf4(module: Any, weight: QuantizedWeight) -> None:
-    """Let a linear map of a stage (nn.Linear, or with a `product`) compute with this weight."""
+    """Let a linear map of a stage compute with this weight."""
     del module._parameters["weight"]
     module.weight = weight
-    if type(module) is nn.Linear:
-        module.__class__ = _QuantizedLinear
-    else:
-        module.product = _product
+    set_product(module, lambda x, _: weight(x))
