@@ -91,6 +91,19 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantized:
+    """Frozen weights of a layer that are held in four bits, and dequantized by each product.
+
+    parameters: all of them, in scalars. replicated_parameters: those that every tensor-parallel
+    rank holds whole. largest: the largest weight.
+    """
+
+    parameters: int
+    replicated_parameters: int
+    largest: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Block, embedding, or final norm + head, with its parameters, FLOPs and activations.
 
@@ -121,6 +134,7 @@ class LayerSpec:
     forward_passes: forward passes of a sequence in one step; 2 with a frozen reference beside the
     trained model.
     experts: routed experts; None: the layer is dense.
+    quantized: those of the frozen parameters that are held in four bits; None: none.
     """
 
     parameters: int
@@ -140,6 +154,7 @@ class LayerSpec:
     backward_share: float = 1.0
     forward_passes: int = 1
     experts: Experts | None = None
+    quantized: Quantized | None = None
     window: int = 0
     score_share: float = 1.0
 
@@ -228,6 +243,14 @@ class LayerSpec:
         if self.experts is not None and self.frozen_parameters:
             excess += self.experts.excess(tp_degree)
         return self.frozen_replicated_parameters + cut + excess
+
+    def quantized_per_worker(self, tp_degree: float) -> float:
+        """Scalars among `frozen_per_worker` that are held in four bits."""
+        if self.quantized is None:
+            return 0.0
+        replicated = self.quantized.replicated_parameters
+        excess = self.frozen_key_value_parameters * self.split_excess(tp_degree)
+        return replicated + (self.quantized.parameters - replicated) / tp_degree + excess
 
 
 def limit_of_parts(num_heads: int, num_experts: int, max_tp_degree: int) -> str:

@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.models.layers.adapters import B_SUFFIX
 from autohet.runtime.models.layers.expert_adapters import from_peft_layout
+from autohet.runtime.models.layers.nf4 import quantized_values
+from autohet.runtime.models.registry import family_of
 from autohet.runtime.step.reference import (
     Rows,
     named_adapters,
@@ -23,7 +25,7 @@ def peft_gradients(
     config: PreTrainedConfig, parameters: Mapping[str, Tensor], tokens: Tensor, targets: Tensor
 ) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Logits, loss sum and gradients of the adapters."""
-    model = peft_reference_model(config, parameters)
+    model = peft_reference_model(config, with_base(config, parameters))
     logits = model(tokens).logits
     loss = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
@@ -34,6 +36,15 @@ def peft_gradients(
         if tensor.grad is not None:
             gradients[name] = _own_layout(name, tensor.grad, parameters)
     return logits.detach(), loss.item(), gradients
+
+
+def with_base(config: PreTrainedConfig, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters with the values of a base in four bits, as `dequantize()` of transformers."""
+    found = dict(parameters)
+    for name, spec in family_of(config).parameter_specs(config).items():
+        if spec.is_quantized:
+            found[name] = quantized_values(spec, parameters[name])
+    return found
 
 
 def _own_layout(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -50,7 +61,7 @@ def train_peft(
     steps: int,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by step, and the adapters after the last."""
-    model = peft_reference_model(config, parameters)
+    model = peft_reference_model(config, with_base(config, parameters))
     losses = list(train_reference(model, training, rows, steps))
     trained = {}
     for name, tensor in named_adapters(model):

@@ -17,6 +17,7 @@ from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS
+from autohet.runtime.models.layers.nf4 import held_as, quantize
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.parameter_spec import WHOLE, ParameterSpec, local_units, take_units
 from autohet.runtime.models.registry import family_of, stage_parameter_names
@@ -392,7 +393,14 @@ def stage_chain(
             config, layers, tp, torch.device("cpu"), torch.float32, recompute=recompute
         )
         names = stage_parameter_names(config, first, num_layers)
-        stage.weights.load({name: take(specs[name], parameters[name], share) for name in names})
+        slices: dict[str, Tensor] = {}
+        for name in names:
+            spec = specs[name]
+            held = {name: parameters[name]}
+            if spec.is_quantized:
+                held = quantize(spec, parameters[name])
+            slices |= {part.name: take(part, held[part.name], share) for part in held_as(spec)}
+        stage.weights.load(slices)
         stages.append(stage)
         first += num_layers
     return stages

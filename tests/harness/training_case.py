@@ -23,8 +23,9 @@ from autohet.runtime.messages import EvaluationRecord
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.layers.nf4 import quantize
 from autohet.runtime.models.parameter_spec import take_units
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, held_specs
 from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.step.batches import Batches, EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
@@ -213,9 +214,14 @@ def check_frozen(case: Case) -> int:
     assert SEAT.frozen is not None
     assert SEAT.trainer is not None
     config = case.config()
-    specs = family_of(config).parameter_specs(config)
+    specs = held_specs(config)
     units = frozen_units(Plan.from_document(case.plan), config, SEAT.me)
-    whole = dict(initial_parameters(config, list(units), case.seed))
+    origin = family_of(config).parameter_specs(config)
+    names = [name for name, spec in origin.items() if not spec.trainable]
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in initial_parameters(config, names, case.seed):
+        is_quantized = origin[name].is_quantized
+        whole |= quantize(origin[name], tensor) if is_quantized else {name: tensor}
     used = dict(SEAT.trainer.stage.weights.places())
     for name, tensor in SEAT.frozen.tensors.items():
         drawn = take_units(specs[name], units[name], whole[name])

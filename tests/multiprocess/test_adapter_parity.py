@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ SAVED_TIED = AdapterSection(
     rank=4, alpha=16.0, targets="down_proj", modules_to_save=("embed_tokens",)
 )
 ENDS = AdapterSection(rank=4, alpha=16.0, targets=("v_proj", "embed_tokens", "lm_head"))
+FOUR_BITS = replace(ENDS, targets=("v_proj", "down_proj", "embed_tokens", "lm_head"), base="nf4")
 UNEVEN = plan_document(
     pipeline((3, (2, 1, 1)), (5, 1), microbatches=5), pipeline((8, 2), microbatches=3)
 )
@@ -86,6 +88,8 @@ BESIDE_A_DEATH = frozenset(
     }
 )
 """Cases whose model and cuts are in the first fleet of those that lose a worker."""
+WIDE = {**LLAMA, "hidden_size": 192, "intermediate_size": 1024}
+"""Blocks of four bits are cut in the attention's output, and whole in all other maps."""
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""
 SECOND_FLEET_STEPS = 2
@@ -144,7 +148,7 @@ def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
         pytest.param(QWEN3, ALL, STEPS, id="maps"),
         pytest.param(QWEN3, ALL, 100, id="maps for long", marks=pytest.mark.slow),
         pytest.param(LLAMA, SAVED, STEPS, id="saved ends"),
-        pytest.param(LLAMA, ENDS, STEPS, id="updates of the ends"),
+        pytest.param(WIDE, FOUR_BITS, 10, id="updates of the ends, a base in four bits"),
     ],
 )
 def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(

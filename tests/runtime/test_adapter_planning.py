@@ -17,6 +17,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.cost.memory.training_bytes import TokensOnRank, memory_terms
 from planner.cost.parameters import OURS, framework_parameters
+from planner.inputs.catalogue import find_gpu_type
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Plan
 
@@ -66,6 +67,51 @@ def test_an_adapter_of_8b_fits_where_8b_itself_does_not(
     for worker, used in found["predicted"]["memory_bytes_by_worker"].items():
         assert used <= limits[worker]
     assert not planned(tmp_path, capsys, instance, adapter=False)["feasible"]
+
+
+def in_four_bits() -> dict[str, Any]:
+    found = document(adapter=True)
+    found["model"]["adapter"]["base"] = "nf4"
+    return found
+
+
+def test_a_base_of_8b_in_four_bits_fits_one_t4(tmp_path: Path, capsys: Any) -> None:
+    assert not planned(tmp_path, capsys, "g4dn.xlarge", adapter=True)["feasible"]
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(in_four_bits()))
+    main(["plan", "--job", str(job), "--cluster", str(tmp_path / "cluster.yaml"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["feasible"], found["reason"]
+    assert found["predicted"]["usd_per_hour"] > 0
+
+
+def test_weights_in_four_bits_take_their_codes_and_scales_and_time_to_dequantize() -> None:
+    """Once in the forward and once in the backward pass, by the bytes moved. Wrong: the backward's
+    part is halved with the products that frozen weights do not need.
+    """
+    every_block = [2 * 4096 * 4096, 2 * 1024 * 4096, 3 * 4096 * 14336]
+    weights = sum(every_block)
+    fleet = Fleet(0, (Node("here", NodeType("here", "L40S", 1, 44 << 30, 1e11, 1e9)),))
+    inputs = [
+        planning_inputs(Job.from_document(each))
+        for each in (document(adapter=True), in_four_bits())
+    ]
+    times, state_bytes = [], []
+    for each in inputs:
+        model = each.cost_model(fleet).layer_times.model_in("bf16")
+        times.append(model.times("L40S", 1, 1, "none"))
+        parameters = framework_parameters(OURS, each.parameters)
+        on_rank = TokensOnRank(2048, 2048, "bf16", 1)
+        state_bytes.append(memory_terms(each.spec, on_rank, "none", parameters).state_bytes[1])
+    device = find_gpu_type("L40S")
+    assert device is not None
+    held = 0.5 + 1 / 64 + 4 / (64 * 256)
+    assert state_bytes[0] - state_bytes[1] == pytest.approx(weights * (2 - held))
+    rate = device.memory_bytes_per_s * inputs[0].parameters.memory_efficiency
+    for direction in ("forward_s", "backward_s"):
+        plain, quantized = (getattr(each, direction) for each in times)
+        assert quantized[1] - plain[1] == pytest.approx(weights * (held + 2) / rate)
+        assert quantized[-1] == plain[-1]
 
 
 def test_a_wrong_target_ends_the_readmes_command_in_one_sentence(

@@ -13,10 +13,14 @@ import pytest
 from torch.distributed import HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autohet.runtime.facts.layout import layout_of_plan
+from autohet.runtime.facts.layout import frozen_units, layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
+from autohet.runtime.job import AdapterSection
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.layers import linear_loss
+from autohet.runtime.models.specs.adapter_spec import adapt_spec
 from autohet.runtime.parallel.host_staging import HostStaging
+from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.step.trainer import StageTrainer
 from planner.cost.basis import Workload
@@ -101,7 +105,10 @@ def counted(case: Case, counter: type[LiveMemory] = LiveMemory) -> dict[str, int
         groups = GenerationGroups(store, 1, me, CPU, GroupTimeouts(30.0, 30.0))
         with counter() as memory:
             state = local_state(case, layout_of_plan(plan, config), me)
-            generation = WorkerGeneration(plan, me, groups, state)
+            dtype = COMPUTE_DTYPES[case.section().precision]
+            frozen = FrozenWeights(case.model_section(), config, case.seed, CPU, dtype)
+            frozen.hold(frozen_units(plan, config, me), threading.Event())
+            generation = WorkerGeneration(plan, me, groups, state, frozen=frozen.tensors)
             trainer = StageTrainer(TrainingSetup(config, case.section(), CPU), generation)
             trainer.train_step(rows_of(case))
             memory.peak_bytes = memory.bytes
@@ -127,6 +134,8 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
         fused_head_elements=float(linear_loss.CHUNK_ELEMENTS),
     )
     spec = spec_of(family, MODELS[family], precision, dropout=True)
+    if case.adapter is not None:
+        spec = adapt_spec(spec, case.config(), LENGTH, precision)
     cost = CostModel(fleet, Workload(spec, LENGTH, precision), parameters=parameters)
     return cost.memory_of.by_worker(plan)
 
@@ -161,6 +170,21 @@ def check(family: str, precision: str, plan: dict[str, Any]) -> None:
         assert wanted[worker] == pytest.approx(peak, rel=near), (
             f"{worker}: {peak} counted, {wanted[worker]} predicted"
         )
+
+
+def test_a_base_in_four_bits_needs_what_the_planner_predicts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights are nearly all of it. Wrong: a dequantized weight is kept, or counted in bf16."""
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 64}
+    monkeypatch.setitem(MODELS, "llama", {**MODELS["llama"], **wide})
+    training = {"global_batch_sequences": 3, "sequence_length": LENGTH, "precision": "bf16"}
+    plan = {**two_stages("none"), "global_batch_sequences": 3, "microbatch_sequences": 1}
+    adapter = AdapterSection(rank=2, base="nf4")
+    case = Case(MODELS["llama"], plan, training, 2, adapter=adapter)
+    wanted, found = predicted(case, "llama", "bf16"), counted(case)
+    for worker, peak in found.items():
+        assert wanted[worker] == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

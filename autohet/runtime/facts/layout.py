@@ -21,8 +21,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.family import Family
+from autohet.runtime.models.layers.nf4 import held_as
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_units
-from autohet.runtime.models.registry import family_of, stage_parameter_names
+from autohet.runtime.models.registry import family_of, held_specs, stage_parameter_names
 from autohet.runtime.spmd.layout import program_units
 from planner.plans.plan import Plan, TensorShare
 from planner.plans.redundancy import EMBEDDING as EMBEDDING_LAYER
@@ -81,7 +82,7 @@ def held_units(
 
 
 def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str, tuple[int, ...]]:
-    """Return the units of untrained parameters that `worker` computes with, by parameter.
+    """Return the units of untrained parameters that `worker` computes with, by `held_specs`' names.
 
     The result is empty if the plan does not have the worker.
     """
@@ -91,8 +92,9 @@ def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str,
             if worker in stage.workers:
                 share = stage.share(stage.workers.index(worker))
                 names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
-                frozen = [name for name in names if not specs[name].trainable]
-                return {name: local_units(specs[name], share) for name in frozen}
+                parts = [part for name in names for part in held_as(specs[name])]
+                frozen = [part for part in parts if not part.trainable]
+                return {part.name: local_units(part, share) for part in frozen}
     return {}
 
 
@@ -101,9 +103,8 @@ def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype) -> L
 
     Their names are `frozen/` and the parameter's. dtype: of all but those that are fp32 always.
     """
-    specs = family_of(config).parameter_specs(config)
     tensors = {}
-    for name, spec in specs.items():
+    for name, spec in held_specs(config).items():
         if not spec.trainable:
             tensor = state_name(FROZEN, name)
             stored = str(spec.compute_dtype(dtype)).removeprefix("torch.")

@@ -109,6 +109,7 @@ class Job:
         self._check_evaluation()
         self._check_preference()
         self._check_formats()
+        self._settle_base()
         require(
             self.model.adapter is None or not self.parallelism.spmd,
             "parallelism.spmd is true, but its programs train no adapters; leave spmd or"
@@ -153,6 +154,29 @@ class Job:
             "training.objective is dpo, whose reference is the frozen base, but"
             f" model.adapter.modules_to_save trains {', '.join(saved)}; adapt them as targets",
         )
+
+    def _settle_base(self) -> None:
+        """Check the format of an adapter's base; bf16 is `training.precision`, and becomes null."""
+        adapter = self.model.adapter
+        if adapter is None or adapter.base is None:
+            return
+        fp8 = [kind for kind, named in self.parallelism.named_formats.items() if named == "fp8"]
+        require(
+            adapter.base != "nf4" or not fp8,
+            f"model.adapter.base is nf4, whose products are in 16 or 32 bits, but"
+            f" parallelism.compute_formats names fp8 for {', '.join(fp8)}; name bf16, or leave base"
+            " out",
+        )
+        if adapter.base != "bf16":
+            return
+        precision = self.training.precision
+        require(
+            precision == "bf16",
+            f"model.adapter.base is bf16, but training.precision, in which a base is held that is"
+            f" not quantized, is {precision}; leave base out, or set training.precision: bf16",
+        )
+        model = replace(self.model, adapter=replace(adapter, base=None))
+        object.__setattr__(self, "model", model)
 
     def _check_formats(self) -> None:
         named = self.parallelism.named_formats

@@ -161,6 +161,7 @@ IMPLIED: Mapping[str, Value] = {
     "data.packing": None,
     "data.begin_of_document": None,
     "data.skip_broken_lines": False,
+    "model.adapter.base": None,
     "model.adapter.from": None,
     "model.adapter.modules_to_save": "[]",
 }

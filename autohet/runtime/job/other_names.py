@@ -9,6 +9,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model.adapter.rank": ("r", "lora_r", "lora_rank"),
     "model.adapter.alpha": ("lora_alpha",),
     "model.adapter.dropout": ("lora_dropout",),
+    "model.adapter.base": ("load_in_4bit", "bnb_4bit_quant_type", "quantization_config"),
     "model.adapter.targets": (
         "target_modules",
         "lora_target_modules",

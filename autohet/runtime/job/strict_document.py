@@ -284,6 +284,9 @@ def _choices(cls: Any, place: str) -> tuple[Any, ...]:
     # Names alone: an index leads to the element type of the name before it.
     for key in re.findall(r"[A-Za-z_]\w*", place):
         hint = typing.get_type_hints(cls).get(key)
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
+            given = [each for each in typing.get_args(hint) if each is not types.NoneType]
+            hint = given[0] if len(given) == 1 else hint
         if typing.get_origin(hint) is typing.Literal:
             return typing.get_args(hint)
         cls = _dataclass_in(hint) or _dataclass_of_elements(hint)

@@ -24,9 +24,11 @@ from autohet.runtime.models.layers.adapters import (
     B_SUFFIX,
     EMBEDDING_A,
     EMBEDDING_B,
+    NF4_FORMAT,
     Adapter,
     adapter_of,
     check_ends,
+    is_linear,
     module_of,
     target_ranks,
 )
@@ -368,8 +370,12 @@ def _adapted_specs(
     check_ends(adapter, ranks, model)
     for name, spec in specs:
         # Routers' biases are buffers of the library, which peft trains in no module.
-        yield name, replace(spec, trainable=adapter.saves(name) and not spec.is_token_count)
+        is_trained = adapter.saves(name) and not spec.is_token_count
         path = name.removesuffix(".weight")
+        spec = replace(spec, trainable=is_trained)
+        if not is_trained and adapter.base_format == NF4_FORMAT and _is_map(spec, model):
+            spec = replace(spec, is_quantized=True)
+        yield name, spec
         if path not in ranks:
             continue
         module = module_of(path, model)
@@ -380,6 +386,24 @@ def _adapted_specs(
             matrices = _low_rank_specs(spec, path, ranks[path], is_transposed)
         for each in matrices:
             yield each.name, each
+
+
+def _is_map(spec: ParameterSpec, model: PreTrainedModel) -> bool:
+    """Return True for the weight of a linear map of a block, which an NF4 base has in four bits.
+
+    Raises:
+        ConfigError: the map's weight is transposed.
+    """
+    path, _, kind = spec.name.rpartition(".")
+    module = model.get_submodule(path)
+    if spec.layer < 0 or kind != "weight" or not is_linear(module):
+        return False
+    if isinstance(module, Conv1D):
+        raise ConfigError(
+            f"model.adapter.base is nf4, whose blocks are cut from weights (out, in), but"
+            f" {spec.name} is one (in, out); leave base out"
+        )
+    return True
 
 
 def _embedding_specs(

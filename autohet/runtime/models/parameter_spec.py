@@ -66,6 +66,8 @@ class ParameterSpec:
 
     is_token_count: the gradient counts the tokens of each expert; the parameter is a router's
     correction bias, which these counts move and which every format computes with in fp32.
+    is_quantized: workers hold it in four bits (`layers.nf4.held_as`). held_dtype: dtype of a part
+    of such a parameter, in every format; None: that to compute in.
     """
 
     name: str
@@ -79,10 +81,12 @@ class ParameterSpec:
     """True if `transformers.Trainer` exempts the parameter from weight decay."""
     trainable: bool = True
     is_token_count: bool = False
+    is_quantized: bool = False
+    held_dtype: torch.dtype | None = None
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to compute in; `dtype`: that of other parameters."""
-        return torch.float32 if self.is_token_count else dtype
+        return torch.float32 if self.is_token_count else self.held_dtype or dtype
 
     @property
     def num_units(self) -> int:

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.family import Family
-from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
+from autohet.runtime.models.layers.nf4 import held_as
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec
 from planner.errors import ConfigError
 
 FAMILIES = dict(BUILT_IN)
@@ -64,6 +65,14 @@ def untrained_error(model_type: object) -> ConfigError:
         f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}. Give"
         " model.family: auto for another decoder of transformers, or your own family"
     )
+
+
+def held_specs(config: PreTrainedConfig) -> dict[str, ParameterSpec]:
+    """Return the specs of all that workers hold, by name: of quantized parameters, the parts."""
+    found = {}
+    for spec in family_of(config).parameter_specs(config).values():
+        found.update({part.name: part for part in held_as(spec)})
+    return found
 
 
 def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers: int) -> list[str]:

@@ -18,7 +18,7 @@ from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.layers.experts import ROUTERS, is_dense, num_experts
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.stages.stage import StageModel, build_stage
-from autohet.runtime.state.frozen import first_weights
+from autohet.runtime.state.frozen import held_weights
 from autohet.runtime.step.batches import Batches
 from planner.cost.layers.experts import load_spread
 
@@ -69,8 +69,9 @@ def _stage(job: Job, config: Any, layers: range, device: torch.device) -> StageM
     """Build a stage with its first weights."""
     dtype = COMPUTE_DTYPES[job.training.precision]
     stage = build_stage(config, layers, None, device, dtype)
+    like = torch.empty(0, dtype=dtype, device=device)
     names = list(stage.weights.local_shapes())
-    weights = dict(first_weights(job.model, config, names, job.training.seed))
+    weights = dict(held_weights(job.model, config, names, job.training.seed, like))
     stage.weights.load(weights)
     return stage
 

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from autohet.runtime.job import ModelSection
 from autohet.runtime.job.identity import PRETRAINED
 from autohet.runtime.models.adapter_files import PEFT_PREFIX
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.layers.adapters import (
     A_SUFFIX,
     B_SUFFIX,
@@ -29,6 +30,7 @@ from autohet.runtime.models.layers.adapters import (
     whole_number,
 )
 from autohet.runtime.models.layers.expert_adapters import in_peft_layout, peft_names
+from autohet.runtime.models.layers.nf4 import quantized_values
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
@@ -183,6 +185,7 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
         if name in vocabulary:
             # Without the rows that pad the vocabulary.
             shapes[name] = (int(config.vocab_size), *spec.shape[1:])
+    held_dtype = COMPUTE_DTYPES[str(manifest.scalars.get("training.precision") or "fp32")]
     model = skeleton(config)
     ranks = family.adapter_ranks(adapter, model)
 
@@ -204,6 +207,9 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
             path = name.removesuffix(".weight")
             tensor = read(name) if specs[name].trainable else whole.pop(name)
             tensor = tensor[: shapes[name][0]]
+            if specs[name].is_quantized:
+                # As transformers' `dequantize` and peft's `merge_and_unload`.
+                tensor = quantized_values(specs[name], tensor.to(held_dtype)).float()
             if path in ranks:
                 tensor = tensor + update_of(path)
             yield tensor

@@ -19,9 +19,10 @@ from autohet.runtime.job import ModelSection
 from autohet.runtime.models.adapter_files import stored_matrices
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import is_adapter
+from autohet.runtime.models.layers.nf4 import held_as, quantize
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
 from autohet.runtime.models.pretrained import pretrained_parameters
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import family_of, held_specs
 from recovery.errors import Cancelled
 
 
@@ -50,6 +51,30 @@ def first_weights(
         yield from pretrained_parameters(model.pretrained, config, family, read, model.revision)
 
 
+def held_weights(
+    model: ModelSection,
+    config: PreTrainedConfig,
+    names: Collection[str],
+    seed: int,
+    like: Tensor,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `first_weights` as workers hold them: of quantized ones the parts (`held_specs`).
+
+    like: a weight is rounded to its dtype before it is quantized, as transformers does, and
+    quantized on its device.
+    """
+    specs = family_of(config).parameter_specs(config)
+    wanted = set(names)
+    origins = {name for name in specs if wanted & {part.name for part in held_as(specs[name])}}
+    for name, whole in first_weights(model, config, origins, seed):
+        if not specs[name].is_quantized:
+            yield name, whole
+            continue
+        for part, tensor in quantize(specs[name], whole.to(like)).items():
+            if part in wanted:
+                yield part, tensor
+
+
 class FrozenWeights:
     """Frozen slices of one worker, kept across generations.
 
@@ -71,7 +96,7 @@ class FrozenWeights:
         self._seed = seed
         self._device = device
         self._dtype = dtype
-        self._specs: Mapping[str, ParameterSpec] = family_of(config).parameter_specs(config)
+        self._specs: Mapping[str, ParameterSpec] = held_specs(config)
         self._units: dict[str, tuple[int, ...]] = {}
         self.tensors: dict[str, Tensor] = {}
 
@@ -99,7 +124,7 @@ class FrozenWeights:
             gc.collect()
 
         read_bytes = 0
-        for name, whole in first_weights(self._model, self._config, lacking, self._seed):
+        for name, whole in self._read(lacking):
             if cancelled.is_set():
                 raise Cancelled("the frozen weights are no longer wanted")
             spec = self._specs[name]
@@ -112,9 +137,13 @@ class FrozenWeights:
 
     def reload(self, names: Collection[str]) -> None:
         """Read held slices of these parameters from the origin again, into the same memory."""
-        for name, whole in first_weights(self._model, self._config, names, self._seed):
+        for name, whole in self._read(names):
             # A name for the slice would keep it alive while the next whole tensor is read.
             self.tensors[name].copy_(take_units(self._specs[name], self._units[name], whole))
+
+    def _read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        return held_weights(self._model, self._config, names, self._seed, like)
 
     def _drop(self, name: str) -> None:
         self._units.pop(name, None)

@@ -18,7 +18,7 @@ from autohet.runtime.facts.layout import FROZEN, state_name
 from autohet.runtime.groups import Group, Interrupted, PeerLost
 from autohet.runtime.groups.gate import Gate
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import held_specs
 from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
 from autohet.runtime.models.stages.stage import StageModel
 from autohet.runtime.parallel.borders import Borders, HiddenStates
@@ -353,8 +353,7 @@ def _replica_check(
     reload: Callable[[Collection[str]], None],
 ) -> ReplicaCheck:
     ends = {EMBEDDING: "embedding", HEAD: "head"}
-    config = setup.config
-    specs = family_of(config).parameter_specs(config)
+    specs = held_specs(setup.config)
     layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
     weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
     tensors = ChainMap(generation.state, weights)

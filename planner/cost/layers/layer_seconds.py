@@ -12,6 +12,7 @@ from planner.arrays import Floats
 from planner.cost.layers.even_layers import EvenLayerTimes, LayerTimes, own_s
 from planner.cost.layers.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.layers.measured_layers import MeasuredLayers
+from planner.cost.layers.roofline import dequantized_bytes
 from planner.cost.memory.training_bytes import VALUE_BYTES, recomputed_values
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
@@ -115,8 +116,8 @@ class LayerTimeModel:
         """Return seconds that each block takes to recompute.
 
         `full`: its forward pass. `selective`, which keeps products: the memory traffic of the rest,
-        each scalar written once and read twice, or a fixed share of the forward if the device's
-        bandwidth is unknown.
+        each scalar written once and read twice, and of weights in four bits; or a fixed share of
+        the forward if the device's bandwidth is unknown.
         """
         if recompute == "full":
             return forward_s
@@ -127,7 +128,10 @@ class LayerTimeModel:
         tokens = rank.microbatch * self.measured.sequence_length
         cut = 1 / rank.fraction
         values = np.array([recomputed_values(block, cut) for block in self._spec.blocks])
-        moved_bytes = 3 * values * tokens * VALUE_BYTES[self.measured.dtype]
+        dtype = self.measured.dtype
+        moved_bytes = 3 * values * tokens * VALUE_BYTES[dtype]
+        # products are kept, but not the weights that they were made of
+        moved_bytes += [dequantized_bytes(block, cut, dtype) for block in self._spec.blocks]
         bytes_per_s = device.memory_bytes_per_s * self._parameters.memory_efficiency
         return np.minimum(forward_s, moved_bytes / bytes_per_s)
 

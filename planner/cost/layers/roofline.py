@@ -13,7 +13,7 @@ from functools import cache
 from statistics import median
 
 from planner.cost.layers.experts import padded_share
-from planner.cost.memory.training_bytes import VALUE_BYTES
+from planner.cost.memory.training_bytes import NF4_BYTES, VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.inputs.catalogue import GpuType, canonical_gpu_type, find_gpu_type, read_rows
 from planner.plans.model_spec import LayerSpec
@@ -200,7 +200,20 @@ def seconds_beyond_flops(
     """Forward and backward seconds that a plain dense block with the same FLOPs does not take."""
     forward_s, backward_s = explicit_seconds(device, work, parameters)
     grouped_forward_s, grouped_backward_s = grouped_seconds(device, work, parameters)
-    return forward_s + grouped_forward_s, backward_s + grouped_backward_s
+    bytes_per_s = device_rates(device, work.dtype, parameters).memory_bytes_per_s
+    dequantization_s = dequantized_bytes(work.layer, work.tp_degree, work.dtype) / bytes_per_s
+    forward_s += grouped_forward_s + dequantization_s
+    # The caller multiplies a backward pass by this share, but all of it is dequantized again.
+    return forward_s, backward_s + grouped_backward_s + dequantization_s / work.layer.backward_share
+
+
+def dequantized_bytes(layer: LayerSpec, tp_degree: float, dtype: str) -> float:
+    """Return the memory traffic of dequantizing a layer's weights once on each worker.
+
+    Of each weight in four bits, NF4_BYTES are read and a value of `dtype` is written. The product
+    that reads it is counted with its FLOPs.
+    """
+    return layer.quantized_per_worker(tp_degree) * (NF4_BYTES + VALUE_BYTES[dtype])
 
 
 def grouped_seconds(

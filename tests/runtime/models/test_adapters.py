@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -75,6 +75,17 @@ ENDS: dict[str, tuple[str, AdapterSection]] = {
         AdapterSection(rank=3, targets="v_proj", modules_to_save=("embed_tokens",)),
     ),
     "targets": ("llama", AdapterSection(rank=4, targets=("all-linear", "embed_tokens", "lm_head"))),
+    "a base in four bits": (
+        "llama-grouped",
+        AdapterSection(
+            rank=3,
+            base="nf4",
+            targets=("q_proj", "down_proj", "lm_head"),
+            modules_to_save=("up_proj",),
+        ),
+    ),
+    "a base in four bits, fused maps": ("phi3", AdapterSection(rank=3, base="nf4")),
+    "a base in four bits, experts": ("deepseek_v3", AdapterSection(rank=3, base="nf4")),
     "a scaled embedding": (
         "gemma2-untied",
         AdapterSection(rank=4, targets=("q_proj", "model.embed_tokens")),
@@ -375,9 +386,11 @@ def test_programs_train_no_adapters() -> None:
 
 
 def test_a_jobs_adapter_is_in_the_config_that_checkpoints_carry() -> None:
-    config = adapted_config("llama", ADAPTERS["llama-grouped"])
+    adapter = replace(ADAPTERS["llama-grouped"], base="nf4")
+    config = adapted_config("llama", adapter)
     found = adapter_of(json.loads(json.dumps(config.to_dict())))
     assert found is not None
-    section = asdict(ADAPTERS["llama-grouped"])
+    section = asdict(adapter)
     del section["from_"]
-    assert asdict(found) == {**section, "base": None, "revision": None, "text_path": ""}
+    other = {"base": None, "revision": None, "text_path": "", "base_format": "nf4"}
+    assert asdict(found) == {**section, **other}

@@ -33,6 +33,7 @@ from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import Layout, assign_writers
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
+from tests.harness.peft_reference import with_base
 from tests.harness.tiny_models import TINY, random_parameters, stage_chain
 from tests.runtime.models.test_published_bases import (
     MULTIMODAL,
@@ -206,9 +207,9 @@ def check_exports(
         logits = stage(TOKENS)[..., : config.vocab_size]
 
     adapter = export_checkpoint(storage, manifest, tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
-    )
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    whole.load_state_dict(with_base(config, dict(whole.named_parameters())), strict=False)
+    loaded = PeftModel.from_pretrained(whole, tmp_path / "adapter")
     with torch.no_grad():
         # A merged map adds up in another order than the map and its update.
         tolerance = 2e-5 * max(1.0, logits.abs().max().item())
@@ -237,6 +238,12 @@ def check_exports(
         # Rows that pad the vocabulary are zeros.
         expected = torch.where(tensor == 0, 0.0, parameters[each])
         torch.testing.assert_close(tensor, expected)
+
+
+def test_an_adapter_of_a_base_in_four_bits_is_merged_with_the_values_that_it_trained_on(
+    storage: Storage, tmp_path: Path
+) -> None:
+    check_exports("llama", replace(CASES["llama"], base="nf4"), 1, storage, tmp_path)
 
 
 def test_another_base_is_refused(storage: Storage, tmp_path: Path) -> None:

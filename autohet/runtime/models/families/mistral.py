@@ -4,6 +4,17 @@ from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import DECODER_KEYS
 from autohet.runtime.models.family import Family
 
+_TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 67,
+    "sliding_window": 5,
+}
+
 FAMILY = Family(
     "mistral",
     config_keys=DECODER_KEYS | {"sliding_window"},
@@ -14,14 +25,7 @@ MINISTRAL = auto_family(
     "ministral",
     config_keys=DECODER_KEYS | {"layer_types", "sliding_window"},
     example={
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "vocab_size": 67,
-        "sliding_window": 5,
+        **_TINY,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
 )
@@ -31,14 +35,7 @@ MINISTRAL_3 = auto_family(
     "ministral3",
     config_keys=DECODER_KEYS | {"sliding_window"},
     example={
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "vocab_size": 67,
-        "sliding_window": 5,
+        **_TINY,
         "pad_token_id": 5,
         "rope_parameters": {
             "rope_type": "yarn",

@@ -45,6 +45,8 @@ from planner.errors import ConfigError
 ADAPTER = "autohet_adapter"
 """Attribute of a config: the `Adapter` as a mapping; absent if all weights are trained."""
 ALL_LINEAR = "all-linear"
+NF4_FORMAT = "nf4"
+"""Format of a base whose linear maps are held in four bits (`layers.nf4`)."""
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
 FUSED_RANKS = r".*\.gate_up_proj"
@@ -64,7 +66,8 @@ class Adapter:
     """A job's `model.adapter`, with the model that it adapts.
 
     base: a directory or hub id; None: the base is drawn from the seed. text_path: path of the text
-    model in a multimodal base; empty: the base is a text model.
+    model in a multimodal base; empty: the base is a text model. base_format: NF4_FORMAT; None: that
+    of the job's precision.
     """
 
     kind: str
@@ -77,6 +80,7 @@ class Adapter:
     dropout: float = 0.0
     modules_to_save: tuple[str, ...] = ()
     text_path: str = ""
+    base_format: str | None = None
 
     @property
     def scaling(self) -> float:
@@ -141,7 +145,8 @@ def set_adapter(
     if section is not None:
         fields = asdict(section)
         del fields["from_"]
-        adapter = Adapter(**fields, base=base, revision=revision, text_path=text_path)
+        fields |= {"base": base, "base_format": fields["base"]}
+        adapter = Adapter(**fields, revision=revision, text_path=text_path)
         setattr(config, ADAPTER, asdict(adapter))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autohet.runtime.models.layers.adapters import AdaptedLinear
 from autohet.runtime.models.layers.autograd import apply
-from autohet.runtime.models.layers.tensor_parallel import RowParallel
+from autohet.runtime.models.layers.tensor_parallel import RowParallel, set_product
 from planner.errors import ConfigError
 
 ALIGNMENT = 16
@@ -56,19 +56,11 @@ def use_fp8(block: nn.Module) -> int:
             continue
         if any(side % ALIGNMENT for side in weight.shape):
             continue
-        if isinstance(module, RowParallel | AdaptedLinear) and not module.transposed:
-            module.product = fp8_linear
-            count += 1
-        elif type(module) is nn.Linear:
-            module.__class__ = _Fp8Linear
+        is_plain = isinstance(module, RowParallel | AdaptedLinear) and not module.transposed
+        if is_plain or type(module) is nn.Linear:
+            set_product(module, fp8_linear)
             count += 1
     return count
-
-
-class _Fp8Linear(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        product = fp8_linear(input, self.weight)
-        return product if self.bias is None else product + self.bias
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:

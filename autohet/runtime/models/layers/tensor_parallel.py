@@ -286,6 +286,21 @@ class RowParallel(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
+class _LinearByProduct(nn.Linear):
+    product: Callable[[Tensor, Tensor], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = self.product(input, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+def set_product(module: nn.Module, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let an nn.Linear, or a module with a `product` of x and its weight, compute this one."""
+    if type(module) is nn.Linear:
+        module.__class__ = _LinearByProduct
+    module.__dict__["product"] = product
+
+
 class _SumBoth(torch.autograd.Function):
     """Sum forward and backward: each rank uses the sum for its own part."""
 

@@ -17,7 +17,7 @@ from autohet.runtime.models.layers.adapters import B_SUFFIX, is_adapter
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.specs.counted_values import count_block
-from planner.plans.model_spec import KeptValues, LayerSpec, ModelSpec
+from planner.plans.model_spec import KeptValues, LayerSpec, ModelSpec, Quantized
 
 
 def adapt_spec(
@@ -26,9 +26,12 @@ def adapt_spec(
     """Return the spec of a model with the config's adapter, given the spec of the whole model."""
     family = family_of(config)
     by_layer: dict[int, list[ParameterSpec]] = {}
+    quantized_by_layer: dict[int, list[ParameterSpec]] = {}
     for each in family.parameter_specs(config).values():
         if each.trainable:
             by_layer.setdefault(each.layer, []).append(each)
+        elif each.is_quantized:
+            quantized_by_layer.setdefault(each.layer, []).append(each)
     blocks = []
     known: dict[object, KeptValues] = {}
     for index, block in enumerate(spec.blocks):
@@ -44,7 +47,8 @@ def adapt_spec(
                 key_values.append(each)
         used = _used_scalars(config, specs)
         adapted = _adapt_block(block, specs, key_values, used, sequence_length)
-        blocks.append(replace(adapted, autograd=known[kind]))
+        quantized = _quantized(quantized_by_layer.get(index, []))
+        blocks.append(replace(adapted, autograd=known[kind], quantized=quantized))
     embedding = _adapt_end(spec.embedding, by_layer.get(EMBEDDING, []))
     head = _adapt_end(spec.head, by_layer.get(HEAD, []))
     if family.tied_head(config) and embedding.frozen_parameters == 0:
@@ -107,6 +111,15 @@ def _adapt_block(
         matmul_parameters=block.matmul_parameters + round(used),
         backward_share=backward / (2.0 * (weights + attention + updates)),
     )
+
+
+def _quantized(specs: Sequence[ParameterSpec]) -> Quantized | None:
+    """Return what a block has in four bits; None: nothing."""
+    if not specs:
+        return None
+    whole = [each for each in specs if each.split_dim is None]
+    largest = max(math.prod(each.shape) for each in specs)
+    return Quantized(_scalars(specs), _scalars(whole), largest)
 
 
 def _scalars(specs: Sequence[ParameterSpec]) -> int:

@@ -27,9 +27,10 @@ from autohet.runtime.models.layers.adapters import ADAPTER, adapter_of
 from autohet.runtime.models.layers.dropout import without_dropout
 from autohet.runtime.models.layers.experts import inner_width
 from autohet.runtime.models.layers.recomputation import KEPT
-from autohet.runtime.models.layers.tensor_parallel import ReduceGroup, TensorParallel
+from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
+from autohet.runtime.models.stages.block_audit import OwnSums
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from planner.plans.model_spec import KeptValues
 from planner.plans.plan import TensorShare
@@ -41,22 +42,6 @@ PLAIN_BACKWARD_SHARE = 1.5
 
 Beside the gradient of the widest product, a gated block has those of its gate and its other half.
 """
-
-
-class _SilentGroup(ReduceGroup):
-    """Tensor-parallel group whose operations are no-ops, since only shapes count here."""
-
-    def all_reduce(self, tensor: Tensor) -> None: ...
-
-    def all_reduce_max(self, tensor: Tensor) -> None: ...
-
-    def all_gather(self, out: Tensor, part: Tensor) -> None: ...
-
-    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None: ...
-
-    def all_to_all(
-        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> None: ...
 
 
 class _KeptProducts(TorchDispatchMode):
@@ -205,7 +190,7 @@ def _fake_stage(
     """Return a model of one stage, and hidden states like those of a preceding block."""
     tp = None
     if share is not None:
-        tp = TensorParallel.even(_SilentGroup(), share.first, share.of)
+        tp = TensorParallel.even(OwnSums(share.first), share.first, share.of)
     layers = range(block.layer, block.layer + 1)
     stage = build_stage(block.config, layers, tp, torch.device("cpu"), dtype)
     weights: dict[str, Tensor] = {}

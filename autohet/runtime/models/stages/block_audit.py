@@ -49,7 +49,7 @@ CPU_SETTINGS = ("MKL_", "ONEDNN_", "DNNL_", "ATEN_")
 
 
 @dataclass(frozen=True)
-class _OwnSums(ReduceGroup):
+class OwnSums(ReduceGroup):
     """Stand-in for a tensor-parallel group in which a rank takes its own part for every rank's."""
 
     rank: int
@@ -179,7 +179,7 @@ def _alone(stage: StageModel, index: int) -> Iterator[None]:
         block._compiled_call_impl = None
         rows.keys = rows.own = None
         if tp is not None:
-            tp.group = _OwnSums(tp.rank)
+            tp.group = OwnSums(tp.rank)
         # Only warns, since an operator without such a kernel must not end the training.
         torch.use_deterministic_algorithms(True, warn_only=True)
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):

@@ -39,6 +39,7 @@ from autohet.runtime.models.layers.experts import (
     leave_after,
 )
 from autohet.runtime.models.layers.loss_terms import LossTerms
+from autohet.runtime.models.layers.nf4 import QuantizedWeight, use_nf4
 from autohet.runtime.models.layers.pieces import compute_pieces_alone
 from autohet.runtime.models.layers.tensor_parallel import (
     RowParallel,
@@ -232,6 +233,16 @@ def adapt_blocks(blocks: Iterable[nn.Module], spec: StageSpec, rows: DropoutRows
                 parent, _, child = name.rpartition(".")
                 adapted = adapted_map(module, path, spec, rows)
                 setattr(block.get_submodule(parent), child, adapted)
+
+
+def quantize_blocks(blocks: Iterable[nn.Module], spec: StageSpec) -> None:
+    """Let the linear maps that an NF4 base has in four bits compute with these."""
+    for index, block in enumerate(blocks):
+        for name, module in list(block.named_modules()):
+            weight = f"{spec.block_path(index)}.{name}.weight"
+            whole = spec.parameters.get(weight)
+            if whole is not None and whole.is_quantized:
+                use_nf4(module, QuantizedWeight(whole, spec.units(weight), spec.device))
 
 
 def adapted_map(module: nn.Module, path: str, spec: StageSpec, rows: DropoutRows) -> AdaptedLinear:

@@ -44,6 +44,7 @@ from autohet.runtime.models.stages.block_changes import (
     balance_routers,
     cut_blocks,
     isolate_mixers,
+    quantize_blocks,
 )
 from autohet.runtime.models.stages.block_inputs import BlockInputs
 from autohet.runtime.models.stages.stage_dropout import StageDropout
@@ -93,6 +94,7 @@ class StageModel(nn.Module):
         isolate_mixers(self.blocks, spec)
         adapt_blocks(self.blocks, spec, self.dropout.rows)
         self._adapt_ends()
+        quantize_blocks(self.blocks, spec)
         self.dropout.add_to(self.blocks)
         self._length = SequenceLength() if spec.tp is None else spec.tp.length
         if family.has_experts:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models.family import Family
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.parameter_spec import WHOLE, ParameterSpec, local_units
+from autohet.runtime.models.registry import held_specs
 from planner.plans.plan import TensorShare
 
 
@@ -56,8 +57,8 @@ class StageSpec:
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Parameters of the whole model, by checkpoint name."""
-        return self.family.parameter_specs(self.config)
+        """Parameters of the whole model, by checkpoint name, and parts of quantized ones."""
+        return {**self.family.parameter_specs(self.config), **held_specs(self.config)}
 
     def block_path(self, index: int) -> str:
         """Return the path of block `index` of this stage in the library's model."""
