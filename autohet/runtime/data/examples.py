@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -198,21 +199,25 @@ class _Completions:
         return [examples[place] for place in range(len(extracted))]
 
     def _encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Example]:
-        """Encode prompt and completion separately, and append the end token.
+        """Encode each prompt with its completion, and append the end token.
 
-        The model sees a prompt encoded separately, too.
+        The completion begins where these ids part from those of the prompt alone, as in TRL.
         """
+        begins = self._tokenizer.begin_tokens if self._data.begin_of_document is None else ()
         prompts = self._tokenizer.encode([prompt for prompt, _ in texts])
-        if self._data.begin_of_document is None:
-            prompts = [begun(prompt, self._tokenizer.begin_tokens) for prompt in prompts]
-        completions = self._tokenizer.encode([completion for _, completion in texts])
+        wholes = self._tokenizer.encode([prompt + completion for prompt, completion in texts])
         examples = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            joined = np.concatenate([prompt, completion]).astype(np.int64)
-            ids = _ended(joined, self._tokenizer)
-            first_target = 0 if self._all else len(prompt)
-            counts = np.arange(len(ids)) >= first_target
-            examples.append(Example(ids, counts))
+        for prompt, whole in zip(prompts, wholes, strict=True):
+            before = begun(prompt, begins)
+            ids = _ended(begun(whole, begins).astype(np.int64), self._tokenizer)
+            num_shared = sum(takewhile(bool, (a == b for a, b in zip(before, ids, strict=False))))
+            if num_shared < len(before):
+                warn_once(
+                    "the last tokens of some prompts join with the completion, which the model sees"
+                    " otherwise later; end prompts without a space, and begin completions with it"
+                )
+            first_target = 0 if self._all else num_shared
+            examples.append(Example(ids, np.arange(len(ids)) >= first_target))
         return examples
 
 
@@ -246,6 +251,11 @@ class PreferenceExamples(_Completions):
     def encode(self, extracted: Sequence[tuple[Completion, Completion]]) -> list[Example]:
         chosen = self._encoded([one for one, _ in extracted])
         rejected = self._encoded([other for _, other in extracted])
+        for one, other in zip(chosen, rejected, strict=True):
+            # Both begin where one of them parts from their prompt, as in TRL.
+            firsts = [int(each.counts.argmax()) for each in (one, other)]
+            for each, first in zip((one, other), firsts, strict=True):
+                each.counts[min(firsts) : first] = True
         return [one._replace(rejected=other) for one, other in zip(chosen, rejected, strict=True)]
 
 

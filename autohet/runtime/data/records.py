@@ -150,7 +150,7 @@ def _no_text(record: Any, field: str) -> str:
         )
     return (
         f"no text in field {field!r} (found: {names}), which holds {type(value).__name__}, not"
-        f" text; name a field of text in data.text_field, or {SKIP_REMEDY}"
+        f" text; name a field of text in data.text_field or data.fields, or {SKIP_REMEDY}"
     )
 
 
@@ -163,6 +163,9 @@ def _conversation_hint(record: Document) -> str:
     for name in CONVERSATION_FIELDS:
         if is_conversation(record.get(name)):
             return f", or write the conversations of {name!r} as text, by the model's chat template"
+    for name, value in record.items():
+        if is_conversation(value):
+            return f", or write the records in {name!r} one a line (jq -c '.{name}[]')"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from trl.data_utils import maybe_extract_prompt
+from trl.data_utils import common_prefix_length, maybe_extract_prompt
 
 from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.data.tokenization import load_tokenizer
@@ -198,6 +199,58 @@ def test_the_tokenizer_s_post_processor_begins_each_text_once(
     chat = make_data(path, kind="chat", tokenizer=keys["tokenizer"])
     (ids, _), *_ = documents_of(prepare_dataset(chat, 63))
     assert ids == library.apply_chat_template(DIALOG[:2], return_dict=True)["input_ids"]
+
+
+def sentence_pieces(directory: Path) -> PreTrainedTokenizerFast:
+    """Save a tokenizer as Llama 2 has it: a space before each text, bytes for unknown words."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    special = ["<unk>", "<s>", "</s>", *byte_tokens]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(["Why? Paris is so. yes no"] * 9, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    library = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    library.save_pretrained(directory)
+    return library
+
+
+def test_a_completion_begins_where_its_prompt_alone_ends(
+    tmp_path: Path, make_data: MakeData, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wrong: encoded by itself, each answer begins with a second space, which no prompt has."""
+    library = sentence_pieces(tmp_path / "tokenizer")
+    keys: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer")}
+    pairs = [
+        ("Why?", " Paris"),
+        ("Why? ", "Paris"),
+        ("Why?", "é so."),
+        ("", "yes"),
+        ("Why?", " no"),
+    ]
+    records = [{"prompt": p, "completion": c, "chosen": c, "rejected": "so."} for p, c in pairs]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+
+    def by_trl(prompt: str, *answers: str) -> list[tuple[list[int], list[bool]]]:
+        before = library(prompt)["input_ids"]
+        wholes = [library(prompt + answer + "</s>")["input_ids"] for answer in answers]
+        first = min(common_prefix_length(before, whole) for whole in wholes)
+        return [(ids, [place >= max(first, 1) for place in range(len(ids))]) for ids in wholes]
+
+    data = make_data(path, kind="prompt_completion", **keys)
+    with caplog.at_level(logging.WARNING):
+        found = documents_of(prepare_dataset(data, 31))
+    assert sorted(found) == sorted(by_trl(*pair)[0] for pair in pairs)
+    assert "join with the completion" in caplog.text
+    data = make_data(path, kind="preference", **keys)
+    wanted = [each for prompt, answer in pairs for each in by_trl(prompt, answer, "so.")]
+    assert sorted(documents_of(prepare_dataset(data, 63))) == sorted(wanted)
 
 
 def test_a_tokenizer_that_refuses_unknown_words_has_its_begin_too(tmp_path: Path) -> None:
