@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME
+from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME, reason_without_key
 from planner.errors import ConfigError
 from planner.inputs.documents import Document, Json, read_text
 
@@ -222,13 +222,15 @@ def _dataclass_in(hint: Any) -> type | None:
 
 def _unknown_key(key: object, known: Iterable[str], what: str, root: type, where: str) -> str:
     names = list(known)
-    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
-    hint = f"known here: {', '.join(names)}"
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.75)
+    hint = reason_without_key(str(key))
     paths = _paths_by_key(root)
     if str(key) in paths:
         hint = f"did you mean {paths[str(key)]}?"
-    elif near:
-        hint = f"did you mean {where}{near[0]}?"
+    elif hint is None:
+        hint = f"known here: {', '.join(names)}"
+        if near:
+            hint = f"did you mean {where}{near[0]}?"
     return f"unknown key {where}{key} in the {what}; {hint}"
 
 
