@@ -8,7 +8,7 @@ from typing import Any
 
 from autohet.runtime.data.chat.targets import ASSISTANTS, REASONING, TRAINED_KEYS, warn_once
 from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
-from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation
+from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation, remedy_for
 from planner.inputs.documents import Document
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython")
@@ -35,7 +35,11 @@ def conversation_of(record: Document, field: str) -> Conversation:
     Raises:
         BrokenRecord: it is no conversation (`messages_of`), or what belongs to it is broken.
     """
-    messages = messages_of(record.get(field), field)
+    if field not in record:
+        names = ", ".join(sorted(record)[:8])
+        key = "set data.messages_field"
+        raise BrokenRecord(f"no field {field!r} (found: {names}); {remedy_for(record, key)}")
+    messages = messages_of(record[field], field)
     for name in IMAGES:
         if record.get(name):
             raise BrokenRecord(

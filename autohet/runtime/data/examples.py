@@ -177,8 +177,8 @@ class _Completions:
                 messages_of(completion, field),
                 self._data.targets,
             )
-        before = text_of(record, PROMPT)
         text = text_of(record, field)
+        before = text_of(record, PROMPT)
         if not text.strip():
             raise BrokenRecord(f"the {field} is empty; remove the line, or {SKIP_REMEDY}")
         return before, text

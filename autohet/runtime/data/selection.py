@@ -17,6 +17,7 @@ from typing import NamedTuple
 import yaml
 
 from autohet.runtime.data.content import BINARY, POINTER, TABLE, Content, text_format_of
+from autohet.runtime.data.records import remedy_for
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
@@ -133,9 +134,9 @@ def select_single(candidate: Candidate, file_format: str) -> Selection:
         return Selection([candidate.source_file(file_format)], [])
     if problem == TABLE:
         raise ConfigError(
-            f"data.source {name} is {problem} with the columns {candidate.fields}; name one of them"
-            " in data.text_field or data.fields, or set data.format: text to train on its lines as"
-            " they are"
+            f"data.source {name} is {problem} with the columns {candidate.fields};"
+            f" {remedy_for(candidate.content.record or {}, 'name one of them in data.text_field')},"
+            " or set data.format: text to train on its lines as they are"
         )
     if problem == POINTER:
         raise ConfigError(f"data.source {name} is {problem}; {PULL}")

@@ -425,8 +425,16 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
         ("a.jsonl", b'{"text": null}\n', ["line 1", "null", "skip_broken_lines"]),
         ("a.parquet", parquet(["fine", None]), ["row 2", "null", "skip_broken_lines"]),  # type: ignore[list-item]
         ("a.json", json.dumps([{"text": None}]).encode(), ["record 1", "null"]),
-        ("a.jsonl", json.dumps({"text": MESSAGES}).encode(), ["2 messages, not text"]),
-        ("a.jsonl", json.dumps({"messages": MESSAGES}).encode(), ["'messages'", "chat template"]),
+        (
+            "a.jsonl",
+            json.dumps({"text": MESSAGES}).encode(),
+            ["2 messages, not text", "data.kind: chat"],
+        ),
+        (
+            "a.jsonl",
+            json.dumps({"messages": MESSAGES}).encode(),
+            ["found: messages", "data.kind: chat"],
+        ),
         ("a.jsonl", b'{"text": 5}\n', ["holds int, not text", "data.text_field"]),
         ("a.jsonl", b'["text"]\n', ["found: a list)"]),
         ("a.jsonl", b'{"text": "fi\n', ["line 1", "not valid JSON", "skip_broken_lines"]),

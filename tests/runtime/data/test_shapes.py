@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -76,8 +78,66 @@ def test_fields_have_the_names_that_the_job_gives(
     np.testing.assert_array_equal(
         rows_of(named), rows_of(prepare_dataset(make_data(path, text_field="body"), 15))
     )
-    with pytest.raises(ConfigError, match=r"line 1: .*'prompt'.*body.*data\.fields"):
+    with pytest.raises(ConfigError, match=r"line 1: .*'completion'.*body.*data\.fields"):
         prepare_dataset(make_data(path, **keys), 15)
+
+
+TURNS = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+QUESTION = {"prompt": "question", "completion": "answer"}
+
+
+@pytest.mark.parametrize("container", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    ("record", "remedy", "keys"),
+    [
+        ({"messages": DIALOG[:2]}, "kind: chat", {"kind": "chat"}),
+        ({"conversations": TURNS}, "kind: sharegpt", {"kind": "sharegpt"}),
+        ({"prompt": "Why?", "completion": "So."}, "kind: prompt_completion", {}),
+        (PAIR, "kind: preference", {}),
+        ({**PAIR, "messages": DIALOG[:2]}, "kind: preference", {}),
+        ({"input_ids": [1, 2, 3]}, "tokens_field: input_ids", {"tokens_field": "input_ids"}),
+        (
+            {"question": "Why?", "answer": "So."},
+            "kind: prompt_completion, and data.fields: {prompt: question, completion: answer}",
+            {"fields": QUESTION},
+        ),
+        ({"dialog": DIALOG[:2]}, "kind: chat, and data.messages_field: dialog", {}),
+        ({"turns": TURNS}, "kind: sharegpt, and data.messages_field: turns", {}),
+    ],
+)
+def test_a_record_of_another_kind_is_told_its_own(
+    tmp_path: Path,
+    make_data: MakeData,
+    tokenizer: Any,
+    record: dict[str, Any],
+    remedy: str,
+    keys: dict[str, Any],
+    container: str,
+) -> None:
+    """Wrong: advice that leads to the next error, such as writing conversations as text."""
+    path = tmp_path / container
+    if path.suffix == ".jsonl":
+        write_jsonl(path, [record] * 9)
+    else:
+        pq.write_table(pa.Table.from_pylist([record] * 9), path)
+        if "messages_field" in remedy:
+            remedy = "text_field or data.fields"  # Columns alone have no values to tell by.
+    kind, *more = remedy.removeprefix("kind: ").split(", and data.messages_field: ")
+    kinds = {"text", "chat", "prompt_completion", "preference"}
+    for other in kinds - {kind} - ({"chat"} if "messages" in record else set()):
+        data = make_data(path, kind=other, tokenizer=str(tmp_path / "tokenizer"))
+        with pytest.raises(ConfigError, match=re.escape(f"; set data.{remedy}")):
+            prepare_dataset(data, 15)
+    if "text_field" in remedy:
+        return
+    if "kind" in remedy:
+        keys = {
+            **keys,
+            "kind": kind.split(",")[0],
+            **dict.fromkeys(["messages_field"][: len(more)], *more),
+        }
+    assert len(prepare_dataset(make_data(path, tokenizer=str(tmp_path / "tokenizer"), **keys), 15))
 
 
 @pytest.mark.parametrize(
