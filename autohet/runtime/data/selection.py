@@ -267,7 +267,7 @@ def _train_split_of_card(
         named += [name for name in given if name == "default" or len(given) == 1]
         chosen = given[named[0]] if named else {}
         files = chosen.get("data_files", chosen.get("data_dir"))
-    except (LookupError, TypeError, AttributeError, yaml.YAMLError):
+    except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError):
         return labels
     if not named:
         raise _unclear(source, "subsets", given)

@@ -188,6 +188,8 @@ def _as_fields(document: Json, cls: type) -> Document:
 
 def _words_of(hint: Any) -> tuple[Any, ...]:
     """Return the values of a Literal, also of one in a union; empty if there is none."""
+    if hint is bool:
+        return ("true", "false")
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     words: tuple[Any, ...] = ()
@@ -251,9 +253,10 @@ def _readable(error: msgspec.ValidationError, document: Json, cls: type, what: s
         return f"the {what} lacks {prefix}{missing.group(1)}; add it"
     text = text.replace("`", "")
     text = text.replace("Expected", "expected")
-    text = text.replace("object", "a mapping of keys")
+    text = text.replace("object", "a mapping of keys").replace("array", "a list")
     choices = _choices(cls, place)
-    if text.startswith("Invalid enum value") and choices:
+    others = text.replace(" | null", "").replace(" | bool", "")
+    if choices and "|" not in others:
         text = f"use one of {', '.join(map(str, choices))}"
     shown = ""
     value = _value_at(document, place)
@@ -286,8 +289,8 @@ def _choices(cls: Any, place: str) -> tuple[Any, ...]:
     # Names alone: an index leads to the element type of the name before it.
     for key in re.findall(r"[A-Za-z_]\w*", place):
         hint = typing.get_type_hints(cls).get(key)
-        if typing.get_origin(hint) is typing.Literal:
-            return typing.get_args(hint)
+        if words := _words_of(hint):
+            return words
         cls = _dataclass_in(hint) or _dataclass_of_elements(hint)
         if cls is None:
             return ()

@@ -515,6 +515,27 @@ def test_other_libraries_names_lead_to_the_keys_here() -> None:
     assert [line for line in lines if line not in guide] == []
 
 
+@pytest.mark.parametrize(
+    ("section", "keys", "choices"),
+    [
+        ("training", {"schedule": "cosine_with_restarts"}, "cosine, linear, constant, wsd"),
+        ("training", {"recompute": True}, "none, selective, full, auto, if_needed"),
+        ("training", {"precision": "bfloat16"}, "fp32, bf16, fp16"),
+        ("training", {"compile_blocks": "max"}, "true, false, auto"),
+        ("data", {"packing": True}, "concat, best_fit"),
+        ("data", {"train_on": ["assistant"]}, "assistant, completion, turns, all"),
+    ],
+)
+def test_a_value_of_another_library_is_answered_with_the_choices(
+    section: str, keys: dict[str, Any], choices: str
+) -> None:
+    document = trainable()
+    document[section].update(keys)
+    (key,) = keys
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} is .*: use one of {choices}"):
+        Job.from_document(document)
+
+
 def test_a_key_of_another_section_is_named_by_its_path() -> None:
     document = {**trainable(), "learning_rate": 1e-5}
     with pytest.raises(ConfigError, match=r"did you mean training\.learning_rate\?"):
