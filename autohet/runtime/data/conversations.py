@@ -114,25 +114,24 @@ def _content(content: Any, role: str, number: int) -> str | list[dict[str, str]]
     if isinstance(content, str):
         return content
     parts = [content] if isinstance(content, dict) else content
-    is_result = role in TOOLS and not (isinstance(parts, list) and all(map(_has_text, parts)))
-    if is_result or not isinstance(parts, list):
+    are_parts = isinstance(parts, list)
+    if role in TOOLS and are_parts:
+        are_parts = all(isinstance(part, dict) and "type" in part for part in parts)
+    if not are_parts:
         return json.dumps(content, ensure_ascii=False)
     return [_text_part(part, number) for part in parts]
 
 
-def _has_text(part: Any) -> bool:
-    return isinstance(part.get("text") if isinstance(part, dict) else part, str)
-
-
 def _text_part(part: Any, number: int) -> dict[str, str]:
     """Return a part of content as `{type: text, text: ...}`."""
-    if not _has_text(part):
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise BrokenRecord(
             f"message {number} has a part of type {kind!r} in its content, and only text is trained"
             f" on; remove the part, or {SKIP_REMEDY}"
         )
-    return {"type": "text", "text": part["text"] if isinstance(part, dict) else part}
+    return {"type": "text", "text": text}
 
 
 def _has_content(message: ChatMessage) -> bool:

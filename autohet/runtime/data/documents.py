@@ -1,8 +1,8 @@
 """Read source files as pieces of text, in one fixed order and in bounded memory.
 
 A text file is one document; so is a JSON record, and so is a row of CSV, Parquet or
-Arrow. Files with the magic bytes of gzip, bz2, zstd or lz4 are decompressed. A long text is split
-into pieces at line ends.
+Arrow. Files with the magic bytes of gzip, bz2, zstd, lz4 or xz are decompressed. A long text is
+split into pieces at line ends.
 """
 
 import codecs

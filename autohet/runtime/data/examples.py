@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -210,11 +209,14 @@ class _Completions:
         for prompt, whole in zip(prompts, wholes, strict=True):
             before = begun(prompt, begins)
             ids = _ended(begun(whole, begins).astype(np.int64), self._tokenizer)
-            num_shared = sum(takewhile(bool, (a == b for a, b in zip(before, ids, strict=False))))
-            if num_shared < len(before):
+            num_shared = min(len(before), len(ids))
+            parts = before[:num_shared] != ids[:num_shared]
+            if parts.any():
+                num_shared = int(parts.argmax())
                 warn_once(
-                    "the last tokens of some prompts join with the completion, which the model sees"
-                    " otherwise later; end prompts without a space, and begin completions with it"
+                    "the ends of some prompts merge with their completions into tokens that the"
+                    " model does not see when it answers; end prompts without a space, and begin"
+                    " completions with it"
                 )
             first_target = 0 if self._all else num_shared
             examples.append(Example(ids, np.arange(len(ids)) >= first_target))

@@ -175,7 +175,8 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     usable, unknown = _by_ending(usable, file_format)
     left_out += [LeftOut(each.label, UNKNOWN) for each in unknown]
     labels = [each.label for each in usable]
-    by_card = _train_split_of_card(source, candidates, labels)
+    named = _train_split_of_card(source, candidates, labels)
+    by_card = named or labels
     left_out += [LeftOut(label, NOT_OF_SPLIT) for label in labels if label not in by_card]
     usable = [each for each in usable if each.label in by_card]
     if not usable:
@@ -189,7 +190,7 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     chosen_labels: list[str] = []
     held_out = _held_out(by_card)
     splits = {_split_of(label) for label in labels if label not in held_out}
-    if kind in STRUCTURED and len(splits) > 1 and by_card == labels:
+    if kind in STRUCTURED and len(splits) > 1 and not named:
         raise _unclear(source, "splits", splits)
     for candidate in usable:
         if candidate.label in held_out and kind in STRUCTURED:
@@ -254,7 +255,7 @@ def _train_split_of_card(
 ) -> list[str]:
     """Return those of the files that a data card names as the default subset's train split.
 
-    They are all files if there is no card, or it names none of them.
+    Empty if there is no card, or it names none of them.
 
     Raises:
         ConfigError: the card has several subsets and no default, or no train split.
@@ -268,19 +269,18 @@ def _train_split_of_card(
         chosen = given[named[0]] if named else {}
         files = chosen.get("data_files", chosen.get("data_dir"))
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError):
-        return labels
+        return []
     if not named:
         raise _unclear(source, "subsets", given)
     if files is None:
-        return labels
+        return []
     if isinstance(files, list) and all(isinstance(each, dict) for each in files):
         files = {each.get("split", "train"): each.get("path", ()) for each in files}
     if isinstance(files, dict) and "train" not in files:
         raise _unclear(source, "splits", files)
     paths = files["train"] if isinstance(files, dict) else files
     patterns = [paths] if isinstance(paths, str) else paths
-    found = [label for label in labels if any(_is_named(label, each) for each in patterns)]
-    return found or labels
+    return [label for label in labels if any(_is_named(label, each) for each in patterns)]
 
 
 def _is_named(label: str, pattern: str) -> bool:

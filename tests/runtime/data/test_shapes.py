@@ -307,7 +307,7 @@ def test_a_completion_begins_where_its_prompt_alone_ends(
     with caplog.at_level(logging.WARNING):
         found = documents_of(prepare_dataset(data, 31))
     assert sorted(found) == sorted(by_trl(*pair)[0] for pair in pairs)
-    assert "join with the completion" in caplog.text
+    assert "merge with their completions" in caplog.text
     data = make_data(path, kind="preference", **keys)
     wanted = [each for prompt, answer in pairs for each in by_trl(prompt, answer, "so.")]
     assert sorted(documents_of(prepare_dataset(data, 63))) == sorted(wanted)
