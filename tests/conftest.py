@@ -19,8 +19,10 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 (ray/_private/authentication/authentication_token_setup.py): tests would disturb each other.
 """
 
-os.environ.setdefault("AUTOHET_MODEL_CACHE", tempfile.mkdtemp(prefix="autohet-models-"))
-"""Facts about models that the processes of one session share, and no other session."""
+if "AUTOHET_MODEL_CACHE" not in os.environ:
+    # facts about models that the processes of one session share, and no other session
+    facts = tempfile.TemporaryDirectory(prefix="autohet-models-")
+    os.environ["AUTOHET_MODEL_CACHE"] = facts.name
 
 settings.register_profile("work", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("work")

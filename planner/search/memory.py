@@ -125,7 +125,8 @@ def _draft_beside(
 ) -> dict[Assumed, _Drafts]:
     """Draft under assumptions that may lead to faster plans than those that fit without.
 
-    Only few drafts are made, under two assumptions at most, and only where memory is scarce.
+    Only few drafts are made, under the two assumptions with the fastest proposals, and only where
+    memory is scarce.
     """
     best_s = _best_s(first)
     refused = any(each.lacks_memory_s * limits.MIN_SPEEDUP < best_s for each in first.rejected)
@@ -135,19 +136,23 @@ def _draft_beside(
     plans = [each.plan for each in first.ranked[: limits.SHORTLIST]]
     most_s = best_s if refused else first.least_s
     found = dict[Assumed, _Drafts]()
-    for assumed in others[:2]:
+    proposed = list[tuple[Assumed, Drafts]]()
+    # estimates with more holders leave out that few plans have so many
+    for assumed in [each for each in others if each.holders <= limits.SHARED_BY[0]]:
         if request.is_late:
             break
-        asked = _with_assumption(request, assumed)
-        outcome = _try(partial(_rank_few, asked, [*known, *plans], most_s))
+        asked = replace(_with_assumption(request, assumed), brief=True)
+        drafts = _try(partial(propose, asked, [*known, *plans], most_s))
+        if isinstance(drafts, InfeasibleError):
+            found[assumed] = drafts
+        elif drafts.proposals:
+            proposed.append((assumed, drafts))
+    for assumed, drafts in sorted(proposed, key=lambda each: each[1].least_s)[:2]:
+        outcome = _try(partial(rank_proposed, drafts))
         if isinstance(outcome, RankedDrafts):
-            outcome = replace(outcome, request=asked)
+            outcome = replace(outcome, request=_with_assumption(request, assumed))
         found[assumed] = outcome
     return found
-
-
-def _rank_few(request: Request, seeds: Sequence[Plan], most_s: float) -> RankedDrafts:
-    return rank_proposed(propose(replace(request, brief=True), seeds, most_s))
 
 
 def _is_full(draft: Costed) -> bool:
@@ -208,22 +213,15 @@ def levels(request: Request) -> list[Assumed]:
     """
     allowed = request.cost.choices
     ways = allowed.recompute
-    lightest = ways[0]
-    heaviest = ways[-1]
-    # without choices, so that plans say nothing of memory where nothing is done for it
-    found = [Assumed(lightest)]
     shared = list(limits.SHARED_BY) if _may_share(request) else []
     shared = [holders for holders in shared if holders <= len(request.fleet.workers)]
-    for holders in shared[:1]:
-        found.append(Assumed(lightest, holders, choices=ways))
-    for holders in (1, *shared[:1]):
-        found.append(Assumed(heaviest, holders, choices=ways))
-    for holders in shared[1:]:
-        found.append(Assumed(lightest, holders, choices=ways))
-        found.append(Assumed(heaviest, holders, choices=ways))
-
-    # with one way to recompute, the lightest and the heaviest are the same
-    return list(dict.fromkeys(found))
+    # without choices, so that plans say nothing of memory where nothing is done for it
+    found = [Assumed(ways[0])]
+    for holders in (1, *shared):
+        for way in ways:
+            if (way, holders) != (ways[0], 1):
+                found.append(Assumed(way, holders, choices=ways))
+    return found
 
 
 def cost_like(cost: CostModel, plan: Plan) -> CostModel:

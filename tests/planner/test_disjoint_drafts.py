@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from planner.plans.redundancy import redundancy
+from planner.search.autohet import draft
 from planner.strategies import plan_with
-from tests.planner.cases import fleet, request
+from tests.planner.cases import fleet, model, request
 
 SINGLES = [("A100", 1, 4), ("A10G", 1, 2), ("T4", 1, 1)]
 
@@ -35,3 +36,12 @@ def test_a_node_more_is_no_reason_to_refuse(counts: tuple[int, ...]) -> None:
     asked = request(fleet(*kinds), 16, min_node_disjoint_holders=2, brief=True)
     answer = plan_with("autohet", asked)
     assert redundancy(answer.plan, asked.fleet, asked.spec.num_layers).weakest >= 2
+
+
+def test_the_only_node_of_a_type_holds_other_layers_in_each_pipeline() -> None:
+    """Equal pipelines would have it hold the same ones alone, so that it was left idle."""
+    of = fleet(("A100", 2, 8), ("A10G", 1, 4))
+    asked = request(of, 64, spec=model(24), min_node_disjoint_holders=2)
+    best = draft(asked).ranked[0].plan
+    assert set(best.workers) == set(of.workers)
+    assert redundancy(best, of, asked.spec.num_layers).weakest >= 2

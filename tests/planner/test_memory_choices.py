@@ -23,6 +23,7 @@ from planner.plans.redundancy import redundancy
 from planner.search.autohet import Drafts, RankedDrafts, placements
 from planner.search.drafts.families import proposals_for
 from planner.search.memory import fewest_shared, search_with_memory
+from planner.search.problem import limits
 from planner.search.problem.cost_tables import tables_of
 from planner.search.problem.request import Request
 from planner.search.walk.judge import rank
@@ -105,6 +106,23 @@ def test_what_fits_is_planned_as_without_a_choice() -> None:
         free.search.lower_bound_s is None
         or free.search.lower_bound_s <= free.prediction.step_time_s * (1 + 1e-9)
     )
+
+
+@pytest.mark.parametrize(
+    ("types", "mib", "layers"),
+    [([("T4", 2, 1)], 160, 8), ([("T4", 2, 1), ("A100", 1, 2)], 120, 8)],
+)
+def test_all_ways_together_are_as_fast_as_the_best_one(
+    types: list[tuple[str, int, int]], mib: float, layers: int
+) -> None:
+    """Here that is the one between the lightest and the heaviest, over a tenth faster."""
+    of = small(*types, mib=mib)
+
+    def step_s(allowed: MemoryChoices) -> float:
+        return search_with_memory(request(of, layers, 16, allowed, prove=False)).step_time_s
+
+    between = MemoryChoices(("selective",), shard_optimizer=True)
+    assert step_s(ALL) <= limits.MIN_SPEEDUP * step_s(between)
 
 
 def test_choices_for_need_alone_leave_a_plan_that_fits_as_it_was() -> None:

@@ -300,10 +300,11 @@ def read_parquet(
     A row has those of `columns` that the file has.
 
     Raises:
-        ConfigError: the file is no Parquet.
+        ConfigError: the file is no Parquet, or a page is not as its checksum says.
     """
     try:
-        with pq.ParquetFile(path) as table:
+        # Checksums that the writer gave are compared: pyarrow leaves them out by default.
+        with pq.ParquetFile(path, page_checksum_verification=True) as table:
             chosen = _columns(table.schema_arrow.names, columns, name)
             batches = table.iter_batches(BATCH_ROWS, columns=chosen)
             rows = _rows(batches, table.schema_arrow.names)

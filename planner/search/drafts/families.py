@@ -25,6 +25,7 @@ from planner.search.drafts.cut_ranking import CutRanking, SharedNodes, climb
 from planner.search.drafts.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
 from planner.search.drafts.regroup import regroup
 from planner.search.drafts.side_by_side import SideBySide
+from planner.search.drafts.stagger import stagger
 from planner.search.drafts.uncut import (
     CutPipelines,
     KnownOrders,
@@ -78,7 +79,9 @@ def proposals_for(request: Request, tables: Tables, most_s: float = math.inf) ->
     for proposal in _proposals_of(request, every, known):
         if (proposal.draft, proposal.side_by_side) not in known_drafts:
             others.append(proposal)
-    return [*found, *others]
+    # these hold each layer on several nodes, too
+    found += _staggered(known, others)
+    return [*sorted(found, key=lambda each: each.seconds), *others]
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,19 @@ class _Known:
             ranked = rank_families(self.tables, self.tables.batch, self.every, ranking.sync)
             fastest += [seconds for _, seconds in itertools.islice(ranked, 1)]
         return min(fastest, default=math.inf)
+
+
+def _staggered(known: _Known, proposals: list[Proposal]) -> list[Proposal]:
+    """Return the best proposals in which the only node of a type holds unlike layers."""
+    found = []
+    for proposal in proposals:
+        ranking = known.rankings[0 if proposal.side_by_side else 1]
+        for draft in stagger(known.tables, ranking.estimator, ranking.balancer, proposal.draft):
+            if draft_fits(ranking.estimator, draft):
+                after_s = ranking.after_s(len(draft.shapes), set(draft.shapes))
+                seconds = ranking.estimator.draft_s(draft) + after_s
+                found.append(Proposal(seconds, draft, proposal.side_by_side))
+    return sorted(found, key=lambda each: each.seconds)[: limits.DRAFTS]
 
 
 def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list[Proposal]:

@@ -357,6 +357,9 @@ def bad_sources(root: Path) -> dict[str, tuple[DataSection, str]]:
     (root / "binary" / "a.bin").write_bytes(b"1")
     (root / "binary" / "b.bin").write_bytes(b"2")
     pq.write_table(pa.table({"body": ["x"], "text": [1]}), root / "columns.parquet")
+    changed = root / "changed.parquet"
+    pq.write_table(pa.table({"text": ["word"]}), changed, write_page_checksum=True)
+    changed.write_bytes(changed.read_bytes().replace(b"word", b"ward", 1))
     words = {
         "nowhere.txt": "does not exist",
         "void": "without files",
@@ -368,6 +371,7 @@ def bad_sources(root: Path) -> dict[str, tuple[DataSection, str]]:
         "list.jsonl": "line 1: no text in field 'text' (found: a list)",
         "number.jsonl": "line 1: no text in field 'text' (found: text)",
         "not.parquet": "as Parquet",
+        "changed.parquet": "CRC checksum verification failed",
         "broken.jsonl.gz": "broken.jsonl.gz",
         "columns.parquet": "holds int, not text",
     }
