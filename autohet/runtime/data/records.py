@@ -297,7 +297,7 @@ def read_parquet(
 ) -> Iterator[T]:
     """Yield the result of `extract` for each row of a Parquet file.
 
-    A row has those of `columns` that the file has.
+    A row has those of `columns` that the file has, and null in its other columns.
 
     Raises:
         ConfigError: the file is no Parquet, or a page is not as its checksum says.
